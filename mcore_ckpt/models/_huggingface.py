@@ -130,6 +130,7 @@ def export_model(index: CheckpointIndex, options: ExportOptions) -> Conversion:
             left_out=found.left_out,
         ),
         carry=lambda folder: _write_model_files(folder, found, tensors, options),
+        carried=_MODEL_FILES,
     )
 
 
@@ -154,8 +155,8 @@ def _export_conversion(index: CheckpointIndex, options: ExportOptions) -> _Conve
         )
     padded = embedding.shape[0]
     if options.hf_config is not None:
-        config = _read_config(Path(options.hf_config))
-        where = str(Path(options.hf_config) / _MODEL_CONFIG)
+        config = _read_config(checkpoint_path(options.hf_config))
+        where = str(checkpoint_path(options.hf_config) / _MODEL_CONFIG)
         family = family_of_config(config, where) if options.arch == "auto" else family_named(options.arch)
     else:
         if not arguments:
@@ -265,7 +266,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _write_model_files(folder: Path, conversion: _Converted, tensors: list[Exported], options: ExportOptions) -> None:
-    """`config.json`, and what else belongs to the weights."""
+    """What else belongs to the weights; `config.json` last, since nothing is loaded without it."""
     storage = storage_at(folder)
     # What most elements are: norms and routers may be kept in another.
     sizes: dict[str, int] = {}
@@ -274,10 +275,9 @@ def _write_model_files(folder: Path, conversion: _Converted, tensors: list[Expor
     dtype = max(sizes, key=lambda name: sizes[name])
     config = {name: value for name, value in conversion.config.items() if name != "quantization_config"}  # it is plain
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
-    storage.publish(_MODEL_CONFIG, json.dumps(config, indent=2, sort_keys=True).encode() + b"\n")
     carried = set()
     if options.hf_config is not None:
-        directory = Path(options.hf_config)
+        directory = checkpoint_path(options.hf_config)
         there = storage_at(directory, follow_links=True).sizes()
         for name in _MODEL_FILES:
             if name != _MODEL_CONFIG and name in there:
@@ -287,6 +287,7 @@ def _write_model_files(folder: Path, conversion: _Converted, tensors: list[Expor
         document: dict[str, Any] = {"_from_model_config": True}
         document |= {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
         storage.publish(_GENERATION_CONFIG, json.dumps(document, indent=2, sort_keys=True).encode() + b"\n")
+    storage.publish(_MODEL_CONFIG, json.dumps(config, indent=2, sort_keys=True).encode() + b"\n")
 
 
 # --- from Hugging Face
@@ -327,7 +328,7 @@ def _import_conversion(opened: Opened, options: ImportOptions) -> tuple[_Convert
     """What is to be done, and the plain tensors, of which it is to be done."""
     stored, directory = opened.payloads, opened.directory
     layout = layout_of(options)
-    model_directory = directory if options.hf_config is None else Path(options.hf_config)
+    model_directory = directory if options.hf_config is None else checkpoint_path(options.hf_config)
     config = _read_config(model_directory)
     where = str(model_directory / _MODEL_CONFIG)
     family = family_of_config(config, where) if options.arch == "auto" else family_named(options.arch)

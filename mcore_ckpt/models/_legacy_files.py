@@ -87,7 +87,8 @@ def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
     """All ranks' files, in the order of pipeline, expert and tensor parallel rank, and the first rank's arguments.
     Raises `CorruptCheckpointError` where one is missing or damaged, or they contradict one another.
     """
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    storage = storage_at(directory)
+    names = storage.folders() if storage.is_directory() else []
     folders = sorted(name for name in names if _FOLDER.fullmatch(name))
     if not folders:
         raise CheckpointNotFoundError(
@@ -95,7 +96,6 @@ def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
         )
     if len(folders) > _MOST_RANKS:
         raise CorruptCheckpointError(f"{directory}: {len(folders)} directories of ranks; no job has that many")
-    storage = storage_at(directory)
     found, shown = [], None
     for folder in folders:
         model = read_state(storage, f"{folder}/{MODEL_FILE}")
@@ -103,7 +103,7 @@ def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
         state = model.value
         if type(state) is not dict or not any(re.fullmatch(r"model\d*", str(key)) for key in state):
             raise CorruptCheckpointError(f"{where}: expected a state dict with `model`, as Megatron saves it")
-        arguments = _arguments(state, where, max(FEWEST, (directory / folder / MODEL_FILE).stat().st_size))
+        arguments = _arguments(state, where, max(FEWEST, storage.size(f"{folder}/{MODEL_FILE}")))
         sizes = _sizes(arguments)
         if shown is None:
             shown = arguments
@@ -114,7 +114,7 @@ def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
             )
         tp, pp, ep = _rank_of(folder, sizes, where)
         optimizer = None
-        if (directory / folder / OPTIMIZER_FILE).exists():
+        if storage.exists(f"{folder}/{OPTIMIZER_FILE}"):
             optimizer = read_state(storage, f"{folder}/{OPTIMIZER_FILE}")
         found.append(RankFiles(tp, pp, ep, folder, model, optimizer))
     assert shown is not None

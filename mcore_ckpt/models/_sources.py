@@ -72,16 +72,6 @@ def no_tensor(key: str) -> str:
     return f"{key} (no tensor)"
 
 
-def refuse_models_in_stores(source: Path) -> None:
-    """Raise `OptionError` for what is in an object store, and is no checkpoint with `.metadata`."""
-    storage = storage_at(source)
-    if not storage.in_file_system and not storage.exists(METADATA_FILE):
-        raise OptionError(
-            f"{source}: there is no {METADATA_FILE}, and files of other formats are read in a file system only; fetch "
-            "them into a directory with the store's own tools, and import that"
-        )
-
-
 def open_source(source: Path, rename: Sequence[RenameRule]) -> tuple[ImportFormat, StoredPayloads, list[str]]:
     """What is there, its tensors under their new keys, and the keys of what is no tensor. Raises
     `CheckpointNotFoundError` and `OptionError` where there is nothing, or nothing is left of it.
@@ -91,9 +81,9 @@ def open_source(source: Path, rename: Sequence[RenameRule]) -> tuple[ImportForma
         names = _new_names(index.tensors, rename, source)
         check_tiled(index, names)
         return "dcp", StoredPayloads(_renamed(index, names), stored=index), list(index.objects)
-    directory = source if source.is_dir() else source.parent
-    files, mapped = _files(source)
+    directory = source if storage_at(source).is_directory() else source.parent
     storage = storage_at(directory, follow_links=True)
+    files, mapped = _files(source, storage)
     for file in files:
         storage.size(file)  # raises for what is no regular file: a pipe would never end
     kind: ImportFormat = "safetensors" if files[0].endswith(".safetensors") else "torch"
@@ -113,18 +103,21 @@ def open_source(source: Path, rename: Sequence[RenameRule]) -> tuple[ImportForma
     return kind, FilePayloads(directory, {new: tensors[old] for old, new in names.items()}, storage), left_out
 
 
-def _files(source: Path) -> tuple[list[str], dict[str, str]]:
-    """The files to read: one, or those of an index, or all of one kind; and the file of each key, if an index says."""
-    if source.is_file():
+def _files(source: Path, storage: Storage) -> tuple[list[str], dict[str, str]]:
+    """The files to read: one, or those of an index, or all of one kind; and the file of each key, if an index says.
+    `storage` is that of the directory.
+    """
+    if storage.location != storage_at(source).location:
+        if not storage.exists(source.name):
+            raise CheckpointNotFoundError(f"{source}: no such file or directory")
         return [source.name], {}
-    if not source.is_dir():
-        raise CheckpointNotFoundError(f"{source}: no such file or directory")
+    names = storage.list()
     for ending in (".safetensors", *_TORCH_ENDINGS):
-        indexes = sorted(source.glob(f"*{ending}.index.json"))
+        indexes = [name for name in names if name.endswith(f"{ending}.index.json")]
         if len(indexes) == 1:
-            mapped = _weight_map(indexes[0])
+            mapped = _weight_map(source / indexes[0])
             return sorted(set(mapped.values())), mapped
-        files = sorted(path.name for path in source.glob(f"*{ending}"))
+        files = [name for name in names if name.endswith(ending)]
         if files:
             return files, {}
     raise CheckpointNotFoundError(
@@ -180,7 +173,7 @@ _MODEL_STATES = "_model_states.pt"
 
 def universal_directory(source: Path) -> Path:
     """`source`, or the checkpoint in it that `latest_universal` names."""
-    if not (source / _ZERO).is_dir() and (source / _LATEST).is_file():
+    if not storage_at(source / _ZERO).is_directory() and storage_at(source).exists(_LATEST):
         content = read_small_file(source, _LATEST, _MAX_NAME_BYTES).decode(errors="replace").strip()
         if re.fullmatch(r"[\w.-]+", content) and not content.startswith("."):
             return source / content
@@ -189,8 +182,8 @@ def universal_directory(source: Path) -> Path:
 
 def _is_universal(source: Path) -> bool:
     """Whether a directory is a universal checkpoint; raises `OptionError` for another one of DeepSpeed's."""
-    universal = (source / _ZERO).is_dir()
-    if not universal and any(source.glob("*_optim_states.pt")):
+    universal = storage_at(source / _ZERO).is_directory()
+    if not universal and any(name.endswith("_optim_states.pt") for name in storage_at(source).list()):
         raise OptionError(
             f"{source}: a checkpoint of DeepSpeed's as its ranks have saved it; make a universal one of it "
             f"(`ds_to_universal.py --input_folder {source} --output_folder ...`), and import that"
@@ -208,12 +201,12 @@ def _open_universal(source: Path, rename: Sequence[RenameRule]) -> tuple[FilePay
     steps: list[float] = []
     shapes: dict[str, tuple[int, ...]] | None = None
     for name in _parameters(source):
-        for path in sorted((source / _ZERO / name).iterdir()):
-            file, state = f"{_ZERO}/{name}/{path.name}", path.name.removesuffix(".pt")
+        for own_name in storage_at(source / _ZERO / name).list():
+            file, state = f"{_ZERO}/{name}/{own_name}", own_name.removesuffix(".pt")
             if state == "step":
                 steps.append(_number(storage, file))
                 continue
-            if state not in _STATES or not path.name.endswith(".pt"):
+            if state not in _STATES or not own_name.endswith(".pt"):
                 left_out.append(f"{file} (no state of Adam's)")
                 continue
             read = read_state(storage, file)
@@ -225,7 +218,7 @@ def _open_universal(source: Path, rename: Sequence[RenameRule]) -> tuple[FilePay
                 )
             shape = tensor.shape
             if type(read.value) is FileTensor and len(shape) == 1:
-                shapes = _shapes(storage, source) if shapes is None else shapes
+                shapes = _shapes(storage) if shapes is None else shapes
                 shape = shapes.get(name, shape)
                 if math.prod(shape) != math.prod(tensor.shape):
                     raise CorruptCheckpointError(
@@ -233,12 +226,12 @@ def _open_universal(source: Path, rename: Sequence[RenameRule]) -> tuple[FilePay
                         f"shape {list(shape)}"
                     )
             tensors[_STATES[state].format(name)] = file_range(file, tensor, read)._replace(shape=shape)
-    ranks = sorted(path.name for path in source.glob(f"*{_MODEL_STATES}"))
-    left_out += [f"{name} (a rank's file: random states, schedules, the weights in 16 bits)" for name in ranks]
+    ranks = "a rank's file: random states, schedules, the weights in 16 bits"
+    left_out += [f"{name} ({ranks})" for name in _rank_files(storage)]
     names = rename_keys(tensors, rename)
     if not any(not key.startswith("optim.state.") for key in names.values()):
         raise OptionError(f"{source}: no parameter is left to import")
-    settings = OptimizerSettings(tuple(steps), tuple(_groups(storage, source, steps)))
+    settings = OptimizerSettings(tuple(steps), tuple(_groups(storage, steps)))
     if settings.groups and not steps:
         settings = _with_inner_step(storage, settings)
     return FilePayloads(source, {new: tensors[old] for old, new in names.items()}), left_out, settings
@@ -247,17 +240,22 @@ def _open_universal(source: Path, rename: Sequence[RenameRule]) -> tuple[FilePay
 def rank_state(source: Path) -> tuple[Mapping[str, Any], list[str]]:
     """The state of the first rank's file that has Megatron's arguments, and what of these is of no class known here."""
     storage = storage_at(source)
-    for path in sorted(source.glob(f"*{_MODEL_STATES}")):
-        read = read_state(storage, path.name)
+    for name in _rank_files(storage):
+        read = read_state(storage, name)
         given = read.value.get("args") if isinstance(read.value, dict) else None
         if isinstance(given, Namespace):
-            arguments, left_out = carried_arguments(vars(given), reading(storage, path.name), path.name, read.records)
+            arguments, left_out = carried_arguments(vars(given), reading(storage, name), name, read.records)
             return {**read.value, "args": arguments}, left_out
     return {}, []
 
 
+def _rank_files(storage: Storage) -> list[str]:
+    return [name for name in storage.list() if name.endswith(_MODEL_STATES)]
+
+
 def _parameters(source: Path) -> list[str]:
-    found = sorted(path.name for path in (source / _ZERO).iterdir() if path.is_dir() and not path.is_symlink())
+    zero = storage_at(source / _ZERO)
+    found = sorted({*zero.folders()} - {*zero.links()})
     if not found:
         raise CheckpointNotFoundError(
             f"{source / _ZERO}: holds no folders of parameters; make a universal checkpoint of DeepSpeed's by its "
@@ -284,22 +282,22 @@ def _plain_number(storage: Storage, file: str, read: StateFile, value: Any) -> f
     return taken.number
 
 
-def _shapes(storage: Storage, source: Path) -> dict[str, tuple[int, ...]]:
+def _shapes(storage: Storage) -> dict[str, tuple[int, ...]]:
     """Shapes of parameters, from the ranks' files: ZeRO 3 writes elements without any."""
     found: dict[str, tuple[int, ...]] = {}
-    for path in sorted(source.glob(f"*{_MODEL_STATES}")):
-        value = read_state(storage, path.name).value
+    for name in _rank_files(storage):
+        value = read_state(storage, name).value
         stated = value.get("param_shapes") if isinstance(value, dict) else None
         for group in stated if isinstance(stated, list) else [stated]:
-            for name, shape in group.items() if isinstance(group, dict) else ():
+            for key, shape in group.items() if isinstance(group, dict) else ():
                 if isinstance(shape, tuple) and all(isinstance(size, int) for size in shape):
-                    found[str(name)] = tuple(shape)
+                    found[str(key)] = tuple(shape)
     return found
 
 
-def _groups(storage: Storage, source: Path, steps: Sequence[float]) -> Iterator[Mapping[str, Any]]:
+def _groups(storage: Storage, steps: Sequence[float]) -> Iterator[Mapping[str, Any]]:
     file = f"{_ZERO}/optimizer_state.pt"
-    if not (source / file).is_file():
+    if not storage.exists(file):
         return
     value = read_state(storage, file).value
     for group in value.get("param_groups") or () if isinstance(value, dict) else ():

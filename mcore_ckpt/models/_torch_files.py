@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, UnsafePickleError
@@ -40,12 +39,12 @@ def read_torch_file(storage: Storage, file: str) -> tuple[dict[str, FileRange], 
     """The tensors of a torch file by key (nested dicts joined by dots), and the keys of what is none. Raises
     `UnsafePickleError` where it holds more than tensors and plain values.
     """
-    path = Path(storage.path(file))
+    path, size_bytes = storage.path(file), storage.size(file)
     state = read_state(storage, file)
     tensors: dict[str, FileRange] = {}
     others: list[str] = []
     # Nested dicts of a hostile file may contain one another: as many values as a file has bytes are enough.
-    budget = max(100_000, path.stat().st_size)
+    budget = max(100_000, size_bytes)
 
     def walk(value: Any, prefix: str, depth: int) -> None:
         nonlocal budget
@@ -63,7 +62,7 @@ def read_torch_file(storage: Storage, file: str) -> tuple[dict[str, FileRange], 
                     f"{path}: two of its tensors would both be called {prefix}: of the keys of nested dicts, joined by "
                     "dots, each has to be another; one would be lost"
                 )
-            if value.nbytes > path.stat().st_size + _MAX_EXPANDED_BYTES:
+            if value.nbytes > size_bytes + _MAX_EXPANDED_BYTES:
                 raise CorruptCheckpointError(
                     f"{path}: {prefix}: {value.nbytes} bytes of elements, which are expanded from fewer; store a copy"
                 )

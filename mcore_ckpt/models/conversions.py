@@ -26,7 +26,7 @@ from mcore_ckpt.models._legacy_export import legacy_export
 from mcore_ckpt.models._legacy_import import legacy_import
 from mcore_ckpt.models._megatron_fsdp import FSDP_DTENSOR, fsdp_export
 from mcore_ckpt.models._megatron_named import import_named
-from mcore_ckpt.models._sources import open_model, open_source, refuse_models_in_stores, universal_directory
+from mcore_ckpt.models._sources import open_model, open_source, universal_directory
 from mcore_ckpt.models.options import ExportOptions, ImportOptions
 from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, in_dtype, run_conversion, shadow_note
 from mcore_ckpt.reshard.options import ConversionOptions, ReshardOptions, made_options, option_table
@@ -102,8 +102,7 @@ def export_checkpoint(
 
     Args:
         source: directory of the checkpoint, or one with a tracker file.
-        target: directory to make; it must not exist, or be empty. It appears when it is complete. With `"dcp"` it may
-            be a URL.
+        target: directory to make, a path or a URL; it must not exist, or be empty. It appears when it is complete.
         to: `"safetensors"`, `"torch"` (files of `torch.save`) and `"dcp"` (one rank's plain DCP checkpoint): all
             tensors under their keys. `"hf"`: the model, as `AutoModelForCausalLM.from_pretrained` loads it.
             `"fsdp_dtensor"`: model and optimizer, as a job with Megatron-FSDP and that `--ckpt-format` loads them; a
@@ -178,7 +177,6 @@ def import_checkpoint(
     """
     chosen = _checked(ImportOptions, options, kind, SourceKind, "--from")
     directory, made = checkpoint_directory(source), checkpoint_path(target)
-    refuse_models_in_stores(directory)
     if kind in ("hf", "dcp", "ucp"):
         directory = universal_directory(directory)
     if not dry_run:
@@ -211,7 +209,8 @@ def _checked(cls: Any, given: Mapping[str, Any], kind: str, kinds: Any, directio
 
 def _folder_of(source: Path, kind: SourceKind) -> Path:
     """What must not contain the target: the source, but not the directory that one file lies in."""
-    return source if source.is_dir() or kind != "files" else source.with_name(f"{source.name} (a file)")
+    is_folder = kind != "files" or storage_at(source).is_directory()
+    return source if is_folder else source.with_name(f"{source.name} (a file)")
 
 
 def _import(kind: SourceKind, directory: Path, options: ImportOptions) -> Conversion:

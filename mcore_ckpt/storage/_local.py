@@ -10,7 +10,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.paths import local_path
@@ -21,6 +21,7 @@ from mcore_ckpt.storage._local_writer import LocalWriter
 from mcore_ckpt.storage._regular_files import open_error, open_regular
 from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage, check_name
 
+T = TypeVar("T")
 # Of a folder: it belongs to the file through which others are named or removed.
 _PRIVATE: Final = ".d"
 _ATTEMPTS: Final = 100
@@ -35,8 +36,6 @@ class LocalStorage(Storage):
         follow_links: read files through symbolic links in it, too, wherever they lead. Not for checkpoints; for what
             others keep as links (the cache of Hugging Face), in a directory that a person has named.
     """
-
-    in_file_system = True
 
     def __init__(self, root: str | os.PathLike[str], *, follow_links: bool = False) -> None:
         self.root = local_path(root)
@@ -322,6 +321,9 @@ class LocalStorage(Storage):
                 time.sleep(_RETRY_S)  # something was moved there meanwhile
         except OSError as error:
             raise save_error("removing the folder", folder, error) from error
+
+    def made_by(self, *, renamed: T, in_place: T) -> T:
+        return renamed
 
     def may_be_written(self) -> bool:
         path = self.root.absolute()

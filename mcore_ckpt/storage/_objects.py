@@ -20,7 +20,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.storage._durable import save_error
@@ -30,6 +30,8 @@ from mcore_ckpt.storage._regular_files import open_error
 from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage, check_name
 
 _logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Of an object that is opened, this much comes with its length: small ones cost one request.
 _HEAD_BYTES: Final = 64 * 1024
@@ -342,6 +344,9 @@ class ObjectStorage(Storage):
             self._client.delete(key, state.e_tag)
 
     # The directory, which is there as long as there are keys
+
+    def made_by(self, *, renamed: T, in_place: T) -> T:
+        return in_place
 
     def ensure(self) -> None:
         pass

@@ -22,10 +22,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeVar
 
-from mcore_ckpt.core.errors import CorruptCheckpointError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 
+T = TypeVar("T")
 DirectIo = Literal["auto", "on", "off"]
 
 # Logical blocks are 512 or 4096 bytes on every disk in use, and pages are 4096 on x86-64: 4096 suits O_DIRECT on all.
@@ -197,12 +198,9 @@ class Storage(ABC):
     Attributes:
         request_bytes: what is delivered in the time that one more read costs, where that is more than a disk's; a
             shorter gap between two ranges is read, too.
-        in_file_system: files have descriptors, an unfinished file can be opened again and written on, and a directory
-            can be renamed.
     """
 
     request_bytes: int = 0
-    in_file_system: bool = False
 
     def within(self, deadline_s: float | None) -> Storage:
         """The same directory, where no request is waited for longer than that; None: as long as the back-end does."""
@@ -242,6 +240,16 @@ class Storage(ABC):
     @abstractmethod
     def folders(self) -> Sequence[str]:
         """Names of the directories in this one, links to some among them; raises as `sizes`."""
+
+    def is_directory(self) -> bool:
+        """Whether there is such a directory, even an empty one; in an object store one is there as long as it holds
+        something. Raises `LoadError`.
+        """
+        try:
+            self.folders()
+        except CheckpointNotFoundError:
+            return False
+        return True
 
     def links(self) -> dict[str, str]:
         """Where each link in the directory leads to in the end (`location`), by its name; raises as `sizes`."""
@@ -460,6 +468,18 @@ class Storage(ABC):
         """
 
     # The directory
+
+    @abstractmethod
+    def made_by(self, *, renamed: T, in_place: T) -> T:
+        """Of two ways to make a directory of many files, in which nothing unfinished is ever taken for the directory,
+        the one that goes here.
+
+        Args:
+            renamed: the files are written in another directory of the same file system, in several attempts if need be,
+                and that gets this one's name.
+            in_place: the files are written where they stay, under the lock of the directory; each appears when it is
+                complete, and one without which the others count for nothing is put last.
+        """
 
     def may_be_written(self) -> bool:
         """Whether a checkpoint could be saved here, as far as that can be told without trying."""

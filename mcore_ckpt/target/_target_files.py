@@ -20,7 +20,13 @@ from mcore_ckpt.target._file_stream import LocalFile, TargetFile
 
 
 class TargetFiles(ABC):
-    """All files of one target, which lie in `folder`; `storage` is that of the folder."""
+    """All files of one target, which lie in `folder`; `storage` is that of the folder.
+
+    Attributes:
+        take_descriptors: its files are `LocalFile`s, to which the kernel can copy from other descriptors.
+    """
+
+    take_descriptors = False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,6 +55,8 @@ class TargetFiles(ABC):
 
 class LocalFiles(TargetFiles):
     """Files in a folder of a file system."""
+
+    take_descriptors = True
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

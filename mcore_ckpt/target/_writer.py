@@ -7,11 +7,12 @@ its files durable and records in the journal how far it has come.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from mcore_ckpt.core.boxes import Box
@@ -57,6 +58,18 @@ class _Run:
     advance: Callable[[int], None]
     move_files: bool
     crew: Crew
+    described: dict[str, bool] = field(default_factory=dict)
+
+    def has_descriptor(self, file: str) -> bool:
+        """Whether the kernel can copy from a file of the source."""
+        if file not in self.described:
+            fd = None
+            with contextlib.suppress(OSError):  # reading it says why
+                fd = self.payloads.storage.open_descriptor(file)
+            self.described[file] = fd is not None
+            if fd is not None:
+                os.close(fd)
+        return self.described[file]
 
 
 def write_all(
@@ -72,7 +85,7 @@ def write_all(
     """Write all slots and blobs that the journal does not have as done; `advance` is called with payload bytes that
     were written. `memory_bytes`: of all buffers; `move_files`: let the kernel copy payloads that stay as they are.
     """
-    move_files = move_files and payloads.storage.in_file_system and files.storage.in_file_system
+    move_files = move_files and files.take_descriptors
     journal.unverified = journal.unverified or move_files
     workers = [w for w in range(len(plan.work)) if plan.work[w] or (plan.blobs and not w)]
     _allow_open_files(2 * len(plan.sizes) + _OTHER_FILES)
@@ -238,6 +251,7 @@ class _Worker:
             and payload.crc32 is not None
             and payload.nbytes >= _MIN_FILE_COPY_BYTES
             and move.source_boxes[block.sources[0]] == move.slots[block.targets[0]].slice
+            and self._run.has_descriptor(payload.file)
         )
 
     def _write_block(

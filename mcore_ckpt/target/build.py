@@ -14,7 +14,7 @@ from pathlib import Path
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.directory.common_file import bind_common_file
-from mcore_ckpt.format.metadata_read import parse_index
+from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index
 from mcore_ckpt.target._proof import check_all
 from mcore_ckpt.target._writer import write_all
 from mcore_ckpt.target.directory import target_folder
@@ -62,7 +62,7 @@ def build_target(
         restart: remove what an earlier run has left.
         move_files: let the kernel copy payloads that stay as they are.
         memory_bytes: for everything.
-        carry: called with the folder, to add what is no tensor, before `.metadata` is written.
+        carry: called with the folder, to add what is no tensor, before the last file is written.
         carried: names of the files that `carry` may add.
         progress: show bars; None: if standard error is a terminal.
 
@@ -73,10 +73,11 @@ def build_target(
         LoadError: the source cannot be read, or another program has changed its files meanwhile.
     """
     fingerprint = plan.fingerprint(payloads, source.states)
-    with target_folder(target, fingerprint, restart=restart, has_index=plan.index is not None) as made:
+    named = [] if plan.index_file is None else [plan.index_file[0]]
+    with target_folder(target, fingerprint, restart=restart) as made:
         files, folder, journal = made.files, made.files.folder, made.journal
         resumed = bool(journal.done)
-        made.note((*plan.sizes, *carried))
+        made.note((*plan.sizes, *carried, *named))
         files.begin(plan.sizes, resumed=resumed)
         started, total = time.monotonic(), plan.payload_bytes
         try:
@@ -112,6 +113,8 @@ def build_target(
         source.refuse_changes()
         files.sync()
         if content is not None:
-            made.publish_index(bind_common_file(content, folder))
+            made.publish(METADATA_FILE, bind_common_file(content, folder))
+        elif plan.index_file is not None:
+            made.publish(*plan.index_file)
     file_bytes = sum(plan.sizes.values())
     return Built(tuple(sorted(plan.sizes)), file_bytes, resumed, verified, copied - started, checked - copied)

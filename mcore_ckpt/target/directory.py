@@ -10,9 +10,10 @@ it. A folder is renamed before it is removed: if its run is at work after all (a
 nothing to give the target's name to.
 
 In an object store, where nothing can be renamed, the files are written at their place, under the lock of the directory.
-`.metadata` is put last: so formats that have none are refused there. A run notes the names of its files next to the
-lock before it makes the first. What a run that was killed has left is removed by the next one, which begins again.
-Files that no run has noted are of others, and stay.
+None appears before all bytes of all of them are there; then they do one by one, and last the file that names the others
+or without which they are not read: `.metadata`, the index of several safetensors or torch files, `config.json`. A run
+notes the names of its files next to the lock before it makes the first. What a run that was killed has left is removed
+by the next one, which begins again. Files that no run has noted are of others, and stay.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from mcore_ckpt.core.errors import (
     CheckpointError,
@@ -56,8 +57,15 @@ class Target:
 
     files: TargetFiles
     journal: Journal  # how far the files are
-    publish_index: Callable[[bytes], None]  # puts `.metadata`, after everything else; raises `SaveError`
+    publish: Callable[[str, bytes], None]  # puts the file that comes after all others; raises `SaveError`
     note: Callable[[Sequence[str]], None]  # the names of all files but `.metadata`, before the first is made
+
+
+class _Way(NamedTuple):
+    """How a directory is made: see the module."""
+
+    refuse_existing: Callable[[Path], None]
+    open: Callable[[Path, str, bool], AbstractContextManager[Target]]
 
 
 def partial_directory(target: Path) -> Path:
@@ -73,12 +81,23 @@ def refuse_target(source: Path, target: Path) -> None:
         raise OptionError(f"{target}: lies inside the source {source}, which is never written to")
 
 
+def _way(target: Path) -> _Way:
+    renamed, in_place = _Way(_refuse_anything, _renamed), _Way(_refuse_checkpoint, _in_place)
+    return storage_at(target).made_by(renamed=renamed, in_place=in_place)
+
+
 def _refuse_existing(target: Path) -> None:
-    storage = storage_at(target)
-    if not storage.in_file_system:
-        if storage.exists(METADATA_FILE):
-            raise _exists(target)
-    elif target.exists() and (not target.is_dir() or any(target.iterdir())):
+    _way(target).refuse_existing(target)
+
+
+def _refuse_anything(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise _exists(target)
+
+
+def _refuse_checkpoint(target: Path) -> None:
+    """What else lies there may be what a killed run has left: that is looked at under the lock."""
+    if storage_at(target).exists(METADATA_FILE):
         raise _exists(target)
 
 
@@ -88,39 +107,33 @@ def _exists(target: Path) -> CheckpointExistsError:
     )
 
 
-@contextmanager
-def target_folder(target: Path, fingerprint: str, *, restart: bool = False, has_index: bool = True) -> Iterator[Target]:
+def target_folder(target: Path, fingerprint: str, *, restart: bool = False) -> AbstractContextManager[Target]:
     """Files to write, which become `target` at the end of the block.
 
     In a file system, what was done stays for a later run if this one is interrupted, or cannot write. Any other error
     is one of the source or of the options: the folder is removed.
 
     Raises:
-        OptionError: an earlier run has left other work and `restart` is not set, or the directory holds other files; or
-            a format without `.metadata` (`has_index`) is to be written into an object store.
+        OptionError: an earlier run has left other work and `restart` is not set, or the directory holds other files.
         CheckpointExistsError: there is something at `target`.
         SaveError: another run is making `target`; or it cannot be written.
     """
-    if not storage_at(target).in_file_system:
-        if not has_index:
-            raise OptionError(
-                f"{target}: files of this format would appear in the store one by one, and half of them look like all. "
-                "Give a directory of a file system, and upload what is in it with the store's own tools"
-            )
-        with _in_store(target) as made:
-            yield made
-        return
+    return _way(target).open(target, fingerprint, restart)
+
+
+@contextmanager
+def _renamed(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
     folder, journal = _open(target, fingerprint, restart=restart)
 
-    def publish_index(content: bytes) -> None:
+    def publish(name: str, content: bytes) -> None:
         storage = storage_at(folder)
         storage.sync()
-        storage.publish(METADATA_FILE, content)
+        storage.publish(name, content)
 
     with journal:
         kept = False
         try:
-            yield Target(LocalFiles(folder), journal, publish_index, lambda _: None)
+            yield Target(LocalFiles(folder), journal, publish, lambda _: None)
             storage_at(folder).sync()
             _appear(folder, target)
         except CheckpointError as error:
@@ -138,7 +151,8 @@ def target_folder(target: Path, fingerprint: str, *, restart: bool = False, has_
 
 
 @contextmanager
-def _in_store(target: Path) -> Iterator[Target]:
+def _in_place(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
+    """Nothing is resumed here: both arguments are of the other way."""
     storage = storage_at(target)
     storage.ensure()
     if not _is_left(holders(storage)):
@@ -152,15 +166,12 @@ def _in_store(target: Path) -> Iterator[Target]:
         files = StoreFiles(target)
         noted: list[str] = []
 
-        def publish_index(content: bytes) -> None:
-            lock.publish(METADATA_FILE, content)
-
         def note(names: Sequence[str]) -> None:
             lock.note(names)
             noted.extend(names)
 
         try:
-            yield Target(files, Journal(), publish_index, note)
+            yield Target(files, Journal(), lock.publish, note)
         except BaseException:
             files.abort()
             try:

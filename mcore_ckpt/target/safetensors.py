@@ -12,17 +12,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.dtypes import DTYPES
 from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.target._journal import Journal
-from mcore_ckpt.target._target_files import TargetFiles
 from mcore_ckpt.target.slots import Blob, TargetPlan, TensorMove, all_in_one, in_shares
-from mcore_ckpt.tools.payloads import StoredPayloads
 
 METADATA_KEY: Final = "__metadata__"
 """Name that the header keeps for itself."""
@@ -101,15 +97,6 @@ def weight_map(shards: Mapping[str, Sequence[Exported]]) -> bytes:
     return json.dumps(document, indent=2).encode() + b"\n"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SafetensorsPlan(TargetPlan):
-    index_file: bytes | None
-
-    def finish(self, files: TargetFiles, journal: Journal, payloads: StoredPayloads) -> None:
-        if self.index_file is not None:
-            files.storage.publish("model.safetensors.index.json", self.index_file)
-
-
 def plan_safetensors(tensors: Sequence[Exported], most_bytes: int, workers: int) -> TargetPlan:
     """Where each tensor goes; no file has more than `most_bytes`, unless one tensor is larger."""
     shards = shard_names(tensors, most_bytes, "model", "safetensors")
@@ -121,11 +108,11 @@ def plan_safetensors(tensors: Sequence[Exported], most_bytes: int, workers: int)
         blobs.append(Blob(file, 0, header))
         sizes[file] = len(header) + sum(tensor.nbytes for tensor in shard)
         moves += [all_in_one(tensor.entry, tensor.name, file, starts[tensor.name]) for tensor in shard]
-    return _SafetensorsPlan(
+    return TargetPlan(
         work=in_shares(moves, workers),
         blobs=tuple(blobs),
         sizes=sizes,
         files_at_once=1,
         summed=False,
-        index_file=weight_map(shards) if len(shards) > 1 else None,
+        index_file=("model.safetensors.index.json", weight_map(shards)) if len(shards) > 1 else None,
     )

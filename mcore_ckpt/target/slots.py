@@ -113,6 +113,7 @@ class TargetPlan:
     filled_gaps: bool = False  # the bytes between the slots of a file are unused, and may be filled with zeros
     summed: bool = True  # whether the CRC-32 of each slot is part of the target
     index: CheckpointIndex | None = None  # of the target, for formats that are read back and compared
+    index_file: tuple[str, bytes] | None = None  # without `.metadata`: name and content of what is written last
 
     def frame(self, move: TensorMove, number: int) -> Frame:
         """What is around the elements of one of a tensor's slots."""

@@ -32,7 +32,6 @@ class _Archive:
 @dataclass(frozen=True, kw_only=True)
 class _TorchPlan(TargetPlan):
     archives: Mapping[str, _Archive]
-    index_file: bytes | None
 
     def frame(self, move: TensorMove, number: int) -> Frame:
         return self.archives[move.slots[number].file].layout.frame(int(move.key.rpartition(" ")[2]))
@@ -41,17 +40,12 @@ class _TorchPlan(TargetPlan):
         for name, archive in self.archives.items():
             crcs = [known if isinstance(known, int) else journal.sums[known][0][0] for known in archive.sums]
             files.write_end(name, self.sizes[name], archive.layout.end(crcs))
-        if self.index_file is not None:
-            files.storage.publish("pytorch_model.bin.index.json", self.index_file)
 
 
 def plan_state_files(
-    states: Mapping[str, Any], index: CheckpointIndex, workers: int, index_file: bytes | None = None
+    states: Mapping[str, Any], index: CheckpointIndex, workers: int, index_file: tuple[str, bytes] | None = None
 ) -> TargetPlan:
-    """Where each tensor of some state dicts, by file name, goes; `SavedTensor`s name keys of `index`.
-
-    `index_file` is the content of `pytorch_model.bin.index.json`.
-    """
+    """Where each tensor of some state dicts, by file name, goes; `SavedTensor`s name keys of `index`."""
     moves: list[TensorMove] = []
     blobs: list[Blob] = []
     sizes: dict[str, int] = {}
@@ -90,4 +84,5 @@ def plan_torch_files(
         file: {tensor.name: SavedTensor(tensor.entry.dtype, tensor.shape, tensor.entry.fqn) for tensor in shard}
         for file, shard in shards.items()
     }
-    return plan_state_files(states, index, workers, weight_map(shards) if len(shards) > 1 else None)
+    index_file = ("pytorch_model.bin.index.json", weight_map(shards)) if len(shards) > 1 else None
+    return plan_state_files(states, index, workers, index_file)

@@ -85,13 +85,6 @@ def test_plain_checkpoints_go_out_and_come_back(source: Path, s3_directory: S3Di
     export_checkpoint(f"{s3_directory.url}/again", tmp_path / "tensors", to="safetensors")
     import_checkpoint(tmp_path / "tensors", tmp_path / "last", kind="files")
     assert_same(read_all(tmp_path / "last"), model_tensors())
-    for form in ("safetensors", "torch"):
-        with pytest.raises(OptionError, match="upload what is in it with the store's own tools"):
-            export_checkpoint(source, f"{s3_directory.url}/{form}", to=form)  # type: ignore[arg-type]
-    s3_directory.put("tensors/model.safetensors", (tmp_path / "tensors" / "model.safetensors").read_bytes())
-    with pytest.raises(OptionError, match="fetch them into a directory"):
-        import_checkpoint(f"{s3_directory.url}/tensors", tmp_path / "none")
-    assert left(s3_directory, "safetensors") == left(s3_directory, "torch") == []
 
 
 def test_what_cannot_be_written_leaves_nothing(source: Path, proxied: Proxy, s3_directory: S3Directory) -> None:

@@ -87,6 +87,9 @@ class StorageConformance(ABC):
         assert storage.list() == ["a", "b"]
         assert storage.sizes() == {"a": 3, "b": 2}
         assert storage.folders() == ["below"]
+        assert storage.is_directory()
+        assert self.make(directory / "below").is_directory()
+        assert not self.make(directory / "a").is_directory()
         assert storage.exists("b")
         assert not storage.exists("c")
         assert storage.size("below/nested") == 1
@@ -94,6 +97,7 @@ class StorageConformance(ABC):
     def test_a_directory_that_is_not_there_holds_nothing(self, directory: Path) -> None:
         storage = self.make(directory)
         assert storage.list() == []
+        assert not storage.is_directory()
         assert storage.version("file") is None
         for listed in (storage.sizes, storage.folders):
             with pytest.raises(CheckpointNotFoundError, match="no such directory"):

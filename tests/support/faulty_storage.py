@@ -14,7 +14,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.storage._local import LocalStorage
@@ -177,6 +177,9 @@ class FaultyStorage(Storage):
     def revoke(self, name: str) -> None:
         self.faults.before("delete", _without_id(name))
         self.inner.revoke(name)
+
+    def made_by(self, *, renamed: Any, in_place: Any) -> Any:
+        return self.inner.made_by(renamed=renamed, in_place=in_place)
 
     def ensure(self) -> None:
         self.faults.before("ensure", "")
