@@ -59,15 +59,19 @@ def _with_state(verdict: Outcome, arguments: argparse.Namespace) -> Outcome:
     if verdict.code != DONE:
         text = "the state has no fingerprint: other things are wrong"
         return Outcome({**document, "state": None}, f"{verdict.text}\n{text}", verdict.code)
-    from mcore_ckpt.tools.fingerprints import checkpoint_fingerprint, model_and_optimizer
+    from mcore_ckpt.tools.fingerprints import checked_fingerprint, model_and_optimizer
 
-    found = checkpoint_fingerprint(
+    found, others = checked_fingerprint(
         arguments.checkpoint, workers=max(1, arguments.workers), progress=False if arguments.quiet else None
     )
     model, optimizer = model_and_optimizer(found)
-    document["state"] = {"total": str(found), "model": str(model), "optimizer": str(optimizer)}
+    document["state"] = {"total": str(found), "model": str(model), "optimizer": str(optimizer), "not_as_saved": others}
     text = f"{verdict.text}\nstate {found}: model {model} ({len(model.tensors or ())} tensors), "
     text += f"optimizer {optimizer} ({len(optimizer.tensors or ())})"
+    if others:
+        named = ", ".join(others[:_SHOWN]) + (", ..." if len(others) > _SHOWN else "")
+        text += f"\nNOT AS SAVED: {len(others)} tensors have another fingerprint than was stored with them: {named}"
+        return Outcome(document, text, DIFFERS)
     expected = arguments.expect_state
     if not expected:
         return Outcome(document, text, DONE)

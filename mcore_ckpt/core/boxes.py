@@ -230,3 +230,52 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if last * row_elems < stop:
         part_of_row(last, 0, stop - last * row_elems)
     return boxes
+
+
+class Stretch(NamedTuple):
+    """Where the elements of one stored chunk lie in their tensor: `elems` elements, from `first` on, of the flattened
+    slice `box` of a tensor of `shape`. Most chunks are such a slice completely.
+    """
+
+    shape: tuple[int, ...]
+    box: Box
+    first: int
+    elems: int
+    elem_bytes: int
+
+    @classmethod
+    def of_chunk(
+        cls,
+        shape: tuple[int, ...],
+        offsets: tuple[int, ...],
+        sizes: tuple[int, ...],
+        elem_bytes: int,
+        own_shape: tuple[int, ...] | None = None,
+    ) -> Stretch:
+        """Of a chunk as stored. `own_shape`: of a parameter that is stored as rows of a grid (`format.md`)."""
+        if own_shape is None or own_shape == shape:
+            return cls(shape, Box(offsets, sizes), 0, math.prod(sizes), elem_bytes)
+        cell = tuple(map(operator.floordiv, own_shape, shape[:-1]))
+        base = tuple(map(operator.mul, offsets[:-1], cell))
+        return cls(own_shape, Box(base, cell), offsets[-1], sizes[-1], elem_bytes)
+
+    def bytes_behind(self) -> int | None:
+        """Bytes of the tensor behind the elements, if they are one run of it or none; else None."""
+        shape, (offsets, sizes), first, elems, elem_bytes = self
+        if not elems:
+            return 0
+        if sizes[1:] == shape[1:]:  # rows, as most are
+            row_elems = math.prod(shape[1:])
+            start = (offsets[0] * row_elems if offsets else 0) + first
+            return (math.prod(shape) - start - elems) * elem_bytes
+        boxes = list(self.boxes(0, elems))
+        found = runs(shape, boxes[0], elem_bytes)
+        if len(boxes) > 1 or len(found) > 1:
+            return None
+        return math.prod(shape) * elem_bytes - found.first_byte - found.run_bytes
+
+    def boxes(self, first: int, count: int) -> Iterator[Box]:
+        """Elements `[first, first + count)` of these as slices of the tensor, in order."""
+        begin = self.first + first
+        for box in flat_boxes(self.box.sizes, begin, begin + count):
+            yield Box(tuple(map(operator.add, self.box.offsets, box.offsets)), box.sizes)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,13 +23,18 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mcore_ckpt.core.boxes import Box, Runs, runs
-from mcore_ckpt.core.crc import POLYNOMIAL, crc32, crc32_combine, crc32s
+from mcore_ckpt.core.boxes import Box, Runs, Stretch, runs
+from mcore_ckpt.core.crc import POLYNOMIAL, crc32, crc32_combine, crc32s, shift_factor
 from mcore_ckpt.core.errors import OptionError
 
 _Words = npt.NDArray[np.uint32]
 _WORDS: Final = 4
 _ZERO: Final = (0,) * _WORDS
+_ONE: Final = np.uint32(shift_factor(0))
+# Rows so close together are summed with zeros between: a call for each takes as long as 3 KB of zeros.
+_PADDED_BYTES: Final = 2048
+_PADDED_ROWS: Final = 64
+_WINDOW_BYTES: Final = 1024 * 1024
 
 
 class TensorFingerprint(NamedTuple):
@@ -110,18 +116,97 @@ def part_of(content: Any, shape: Sequence[int], box: Box, elem_bytes: int) -> in
     view = memoryview(content).cast("B")
     if len(of) == 1:
         return _shift_one(crc32(view), _bytes_behind(of, shape, elem_bytes))
-    values = np.array(crc32s(np.frombuffer(view, np.uint8).reshape(-1, of.run_bytes)), np.uint32).reshape(of.counts)
-    for stride in reversed(of.strides):
+    rows = np.frombuffer(view, np.uint8).reshape(-1, of.run_bytes)
+    counts, strides = of.counts, of.strides
+    if _is_padded(of):
+        groups = rows.reshape(-1, counts[-1], of.run_bytes)
+        values = np.array([_padded_crc(group, strides[-1]) for group in groups], np.uint32)
+        counts, strides = counts[:-1], strides[:-1]
+    else:
+        values = np.array(crc32s(rows), np.uint32)
+    values = values.reshape(counts)
+    for stride in reversed(strides):
         values = _joined(values, stride)
     return _shift_one(int(values), _bytes_behind(of, shape, elem_bytes))
 
 
-def part_of_run(crc: int, shape: Sequence[int], box: Box, elem_bytes: int) -> int | None:
-    """As `part_of`, from the CRC-32 of a slice's bytes; None if they are not one run of the tensor."""
-    of = runs(shape, box, elem_bytes)
-    if not of.run_bytes:
-        return 0
-    return _shift_one(crc, _bytes_behind(of, shape, elem_bytes)) if len(of) == 1 else None
+def part_of_run(crc: int, stretch: Stretch) -> int | None:
+    """What a stored chunk adds, from the CRC-32 of its elements; None if they are not one run of the tensor."""
+    behind = stretch.bytes_behind()
+    return None if behind is None else _shift_one(crc, behind)
+
+
+def part_of_elements(content: Any, stretch: Stretch, first: int = 0) -> int:
+    """What elements of a stored chunk add, from the one numbered `first` on; `content` as of `part_of`."""
+    view = memoryview(content).cast("B")
+    total = done = 0
+    for box in stretch.boxes(first, len(view) // stretch.elem_bytes):
+        nbytes = math.prod(box.sizes) * stretch.elem_bytes
+        total ^= part_of(view[done : done + nbytes], stretch.shape, box, stretch.elem_bytes)
+        done += nbytes
+    return total
+
+
+class StridedSums:
+    """What stored chunks of several runs add to their tensors, summed as their bytes pass.
+
+    To join the sums of rows takes as long for a few of them as for many: those of chunks of the same form are joined
+    together, in the end.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[Stretch, Runs, array[int]]] = {}
+        self._begun: dict[int, int] = {}  # of a row of which bytes are still to come
+        self._parts: dict[int, int] = {}
+
+    def feed(self, number: int, stretch: Stretch, content: Any, first_byte: int) -> None:
+        """The next bytes of the chunk of that number, from its `first_byte` on."""
+        view = memoryview(content).cast("B")
+        found = self._rows.get(number)
+        if found is None and not first_byte and stretch.elems == math.prod(stretch.box.sizes):
+            of = runs(stretch.shape, stretch.box, stretch.elem_bytes)
+            if of.strides and not _is_padded(of):
+                found = self._rows[number] = stretch, of, array("I")
+        if found is None:
+            part = part_of_elements(view, stretch, first_byte // stretch.elem_bytes)
+            self._parts[number] = self._parts.get(number, 0) ^ part
+            return
+        _, of, values = found
+        at = 0
+        if inside := first_byte % of.run_bytes:
+            at = min(of.run_bytes - inside, len(view))
+            value = crc32(view[:at], self._begun[number])
+            if inside + at < of.run_bytes:
+                self._begun[number] = value
+                return
+            values.append(value)
+        stop = at + (len(view) - at) // of.run_bytes * of.run_bytes
+        if stop > at:
+            values.extend(crc32s(np.frombuffer(view[at:stop], np.uint8).reshape(-1, of.run_bytes)))
+        if stop < len(view):
+            self._begun[number] = crc32(view[stop:])
+
+    def finish(self) -> dict[int, int]:
+        """By number of the chunk, of all of whose bytes have come."""
+        alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        for number, (_, of, _) in self._rows.items():
+            alike.setdefault((of.counts, of.strides), []).append(number)
+        for (counts, strides), numbers in alike.items():
+            joined = np.array([self._rows[number][2] for number in numbers], np.uint32).reshape(-1, *counts)
+            for stride in reversed(strides):
+                joined = _joined(joined, stride)
+            for number, value in zip(numbers, joined.tolist(), strict=True):
+                stretch, of, _ = self._rows[number]
+                self._parts[number] = _shift_one(value, _bytes_behind(of, stretch.shape, stretch.elem_bytes))
+        return self._parts
+
+
+def products(crcs: _Words, factors: _Words) -> _Words:
+    """Each CRC-32 times its factor (`core.crc.shift_factor`), which is 1 of most."""
+    result = crcs.copy()
+    others = np.flatnonzero(factors != _ONE)
+    result[others] = _products(crcs[others], factors[others])
+    return result
 
 
 def state_words(parts: Iterable[tuple[str, str, tuple[int, ...], int, bool]]) -> StateWords:
@@ -162,6 +247,36 @@ def _bytes_behind(of: Runs, shape: Sequence[int], elem_bytes: int) -> int:
     """Bytes of the tensor behind the last run of a slice."""
     last = of.first_byte + sum((count - 1) * stride for count, stride in zip(of.counts, of.strides, strict=True))
     return math.prod(shape) * elem_bytes - last - of.run_bytes
+
+
+def _is_padded(of: Runs) -> bool:
+    return of.strides[-1] <= _PADDED_BYTES and of.counts[-1] >= _PADDED_ROWS
+
+
+def _padded_crc(rows: npt.NDArray[np.uint8], stride_bytes: int) -> int:
+    """What rows at equal distances count together: by the CRC-32 of all of them with zeros between."""
+    count, run_bytes = rows.shape
+    step = min(count, _WINDOW_BYTES // stride_bytes)
+    window = np.zeros((step, stride_bytes), np.uint8)
+    total = 0
+    for at in range(0, count, step):
+        some = rows[at : at + step]
+        window[: len(some), stride_bytes - run_bytes :] = some
+        value = crc32(window[: len(some)]) ^ _of_padding(len(some), run_bytes, stride_bytes)
+        total = _shift_one(total, len(some) * stride_bytes) ^ value
+    return total
+
+
+@lru_cache(maxsize=64)
+def _of_padding(count: int, run_bytes: int, stride_bytes: int) -> int:
+    """By how much the CRC-32 of so many rows with zeros between differs from what the rows count."""
+    of_rows = _joined(np.full(count, _of_zeros(run_bytes), np.uint32), stride_bytes)
+    return _of_zeros(count * stride_bytes) ^ int(of_rows)
+
+
+def _of_zeros(nbytes: int) -> int:
+    """The CRC-32 of so many zeros."""
+    return _shift_one(0xFFFFFFFF, nbytes) ^ 0xFFFFFFFF
 
 
 def _shift_one(crc: int, nbytes: int) -> int:

@@ -71,6 +71,8 @@ class SaveOptions:
             their own nodes.
         drain_tracker: the tracker file of the second tier, which names what was saved last of the checkpoints that are
             there: written if the run has a tracker file (`"auto"`), always (`"on"`), or never (`"off"`).
+        fingerprints: store the fingerprint of each tensor, which a load with `prove`, `verify --state` and
+            `diff --state` compare with, without reading the tensor. False does without.
         keep_local_plans: put `all_local_plans` into `.metadata`, so that stock Megatron can reuse the plan of a loaded
             checkpoint; costs about as much as the rest of `.metadata` again.
         validation: who validates access integrity in Megatron's `save`, after `install()`: `"mcore_ckpt"`, in the
@@ -99,6 +101,7 @@ class SaveOptions:
     keep_every: int | None = None
     drain_to: str | None = None
     drain_tracker: Literal["auto", "on", "off"] = "auto"
+    fingerprints: bool = True
     keep_local_plans: bool = False
     validation: Validation = "mcore_ckpt"
     trace_path: str | None = None

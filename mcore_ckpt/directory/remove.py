@@ -38,6 +38,7 @@ def _remove(storage: Storage, lock: DirectoryLock, index: CheckpointIndex, key_p
     if isinstance(planner_data, dict):
         planner_data = {key: value for key, value in planner_data.items() if not str(key).startswith(key_prefix)}
     kept = replace(index, tensors=tensors, objects=objects, planner_data=planner_data)
+    kept = kept.with_fingerprints(index.fingerprints)
     lock.publish(METADATA_FILE, encode_metadata(kept))
     emptied = sorted(index_files(index) - index_files(kept))
     if not lock.is_still_held():

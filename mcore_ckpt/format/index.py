@@ -5,13 +5,13 @@ from __future__ import annotations
 import marshal
 import re
 from array import array
-from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain, islice, repeat
 from typing import Any, NamedTuple
 
-from mcore_ckpt.format.manifest import Manifest
+from mcore_ckpt.format.manifest import NO_FINGERPRINT, Manifest
 
 
 # These three are named tuples, not dataclasses: there is one of each for every tensor or chunk, and a tuple is made in
@@ -198,6 +198,18 @@ class CheckpointIndex:
     manifest: Manifest | None = None  # what `.metadata` says of its files and their bytes, if this package wrote it
     # By file and offset of the item, the cumulative CRCs that the manifest keeps of a payload.
     blocks: dict[tuple[str, int], array[int]] = field(default_factory=dict)
+    # The stored fingerprint of tensors by key, of this very index: `replace` gives another one none.
+    fingerprints: Mapping[str, int] = field(init=False, default_factory=dict, compare=False, repr=False)
+
+    def with_fingerprints(self, fingerprints: Mapping[str, int]) -> CheckpointIndex:
+        """The same, and the fingerprints of its tensors, as far as they are known; of others they do no harm."""
+        object.__setattr__(self, "fingerprints", fingerprints)
+        return self
+
+    def fingerprint_column(self) -> array[int] | None:
+        """The stored fingerprint of each tensor, as a manifest has them; None if none is known."""
+        known = self.fingerprints
+        return array("q", [known.get(key, NO_FINGERPRINT) for key in self.tensors]) if known else None
 
     def without_shadow_copies(self) -> CheckpointIndex:
         """The same index without shadow copies (`ShadowKey`): what the model and the optimizer are."""
@@ -207,11 +219,34 @@ class CheckpointIndex:
             self,
             tensors={key: entry for key, entry in self.tensors.items() if not _is_shadow_key(key)},
             mcore_data={key: note for key, note in self.mcore_data.items() if not _is_shadow_key(key)},
-        )
+        ).with_fingerprints(self.fingerprints)
 
     def shadow_copies(self) -> dict[str, ShadowKey]:
         """The keys of shadow copies, and what each is a copy of."""
         return {key: copied for key in self.tensors if (copied := parse_shadow_key(key)) is not None}
+
+
+class StoredFingerprints(Mapping[str, int]):
+    """Fingerprints by key, as a manifest lists them for tensors of these keys; looked up when one is asked for."""
+
+    def __init__(self, keys: Iterable[str], column: Sequence[int]) -> None:
+        self._keys, self._column = keys, column
+        self._found: dict[str, int] | None = None
+
+    def _known(self) -> dict[str, int]:
+        if self._found is None:
+            pairs = zip(self._keys, self._column, strict=True)
+            self._found = {key: value for key, value in pairs if value != NO_FINGERPRINT}
+        return self._found
+
+    def __getitem__(self, key: str) -> int:
+        return self._known()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known())
+
+    def __len__(self) -> int:
+        return len(self._known())
 
 
 class ShadowKey(NamedTuple):

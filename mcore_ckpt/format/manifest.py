@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from mcore_ckpt.core.crc import crc32
@@ -33,6 +33,15 @@ _HEAD: Final = struct.Struct("<8sII16sQQQQ")
 _SECTIONS: Final = struct.Struct("<QQQQ")
 _TRAILER: Final = struct.Struct("<QI8s")
 _TRAILER_UNSUMMED: Final = 12  # CRC-32 and magic
+
+# The fingerprints of tensors stand before the manifest, with the same in front and behind.
+_SUMS_MAGIC: Final = b"\x89mckSTAT"
+_SUMS_HEAD: Final = struct.Struct("<8sIQQ")
+_SUMS_END: Final = struct.Struct("<Q8s")
+_SUMS_VERSION: Final = 1
+
+NO_FINGERPRINT: Final = -1
+"""Of a tensor whose fingerprint is not stored."""
 
 Section = tuple[bytes, int]
 """Columns as they lie in the file, deflated, and their length when inflated."""
@@ -59,6 +68,8 @@ class Manifest:
     blocks: array[int] = field(default_factory=lambda: array("I"))
     # The index, of the tensors and of the rest; None where the pickle alone says it.
     columns: tuple[Section, Section] | None = field(default=None, compare=False, repr=False)
+    # The fingerprint of each tensor, in the order of the index (`array('q')`), or `NO_FINGERPRINT`; None: of none.
+    fingerprints: array[int] | None = field(default=None, repr=False)
 
     def running(self) -> Iterator[tuple[int, array[int]]]:
         """Number of each item that has cumulative CRCs, and those."""
@@ -96,7 +107,47 @@ def with_manifest(content: bytes, manifest: Manifest) -> bytes:
         )
     )
     body += struct.pack("<Q", len(body) + _TRAILER.size)
+    content += _fingerprints_section(manifest.fingerprints)
     return b"".join((content, body, struct.pack("<I8s", crc32(body, crc32(content)), _END)))
+
+
+def _fingerprints_section(fingerprints: array[int] | None) -> bytes:
+    if fingerprints is None:
+        return b""
+    without = array("I", [number for number, value in enumerate(fingerprints) if value == NO_FINGERPRINT])
+    values = fingerprints if not without else [max(value, 0) for value in fingerprints]
+    section = b"".join(
+        (
+            _SUMS_HEAD.pack(_SUMS_MAGIC, _SUMS_VERSION, len(fingerprints), len(without)),
+            column_bytes(array("I", values)),
+            column_bytes(without),
+        )
+    )
+    return section + _SUMS_END.pack(len(section) + _SUMS_END.size, _SUMS_MAGIC)
+
+
+def _split_fingerprints(data: memoryview, where: str) -> tuple[int, array[int] | None]:
+    """Where the pickle ends in what precedes the manifest, and the fingerprints behind it, if any."""
+    if data[-len(_SUMS_MAGIC) :].tobytes() != _SUMS_MAGIC:
+        return len(data), None
+    columns = Columns(data, f"{where}: its fingerprints")
+    length, _ = _SUMS_END.unpack(data[-_SUMS_END.size :]) if len(data) >= _SUMS_END.size else (0, b"")
+    start = len(data) - length
+    if start < 0 or length < _SUMS_HEAD.size + _SUMS_END.size:
+        raise columns.wrong(f"they are said to have {length} bytes")
+    columns = Columns(data[start : len(data) - _SUMS_END.size], f"{where}: its fingerprints")
+    magic, version, count, without_count = _SUMS_HEAD.unpack(columns.bytes(_SUMS_HEAD.size))
+    if magic != _SUMS_MAGIC:
+        raise columns.wrong("they do not begin where their end says")
+    if version != _SUMS_VERSION:
+        return start, None  # nothing is missing without them
+    fingerprints, without = array("q", columns.column("I", count)), columns.column("I", without_count)
+    columns.finish()
+    if any(number >= count for number in without):
+        raise columns.wrong("one of a tensor that is not there")
+    for number in without:
+        fingerprints[number] = NO_FINGERPRINT
+    return start, fingerprints
 
 
 def split_metadata(data: bytes, where: str) -> tuple[bytes, Manifest | None]:
@@ -118,6 +169,9 @@ def split_metadata(data: bytes, where: str) -> tuple[bytes, Manifest | None]:
         raise _damaged(where, f"its manifest is said to have {length} bytes")
     start = len(data) - length
     manifest = _decode(memoryview(data)[start : len(data) - _TRAILER.size], where)
+    start, fingerprints = _split_fingerprints(memoryview(data)[:start], where)
+    if fingerprints is not None:
+        manifest = replace(manifest, fingerprints=fingerprints)
     if not data.startswith(_ANNOUNCED, _PROTO_BYTES):
         return data[:start], manifest
     return b"".join((data[:_PROTO_BYTES], memoryview(data)[_PROTO_BYTES + len(_ANNOUNCED) : start])), manifest

@@ -41,7 +41,14 @@ from mcore_ckpt.format._index_classes import (
 from mcore_ckpt.format._index_columns import IndexColumns, read_columns
 from mcore_ckpt.format._pickle_machine import MAX_AXES
 from mcore_ckpt.format.dtypes import DTYPE_NAMES
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.index import (
+    CheckpointIndex,
+    ObjectEntry,
+    StoredChunk,
+    StoredFingerprints,
+    StoredItem,
+    TensorEntry,
+)
 from mcore_ckpt.format.manifest import Manifest, split_metadata
 from mcore_ckpt.format.safe_pickle import loads
 from mcore_ckpt.storage.resolve import storage_at
@@ -268,7 +275,7 @@ class _IndexBuilder:
     def build(self, state: MetadataState, has_local_plans: bool) -> CheckpointIndex:
         """The index that `state` describes."""
         tensors, objects = self._entries(state)
-        return CheckpointIndex(
+        index = CheckpointIndex(
             self._path,
             tensors,
             objects,
@@ -281,6 +288,7 @@ class _IndexBuilder:
             manifest=self._manifest,
             blocks=self._blocks,
         )
+        return self._with_fingerprints(index)
 
     def build_of(self, columns: IndexColumns) -> CheckpointIndex:
         """The index that columns describe."""
@@ -295,9 +303,19 @@ class _IndexBuilder:
             chunks + len(objects),
             lambda number: places.item(number) if number < chunks else objects[number - chunks],
         )
-        return CheckpointIndex(
-            self._path, *columns, problems=tuple(self._problems), manifest=manifest, blocks=self._blocks
+        return self._with_fingerprints(
+            CheckpointIndex(
+                self._path, *columns, problems=tuple(self._problems), manifest=manifest, blocks=self._blocks
+            )
         )
+
+    def _with_fingerprints(self, index: CheckpointIndex) -> CheckpointIndex:
+        column = None if index.manifest is None else index.manifest.fingerprints
+        if column is None:
+            return index
+        if len(column) != len(index.tensors):
+            raise self._wrong("the number of fingerprints", str(len(index.tensors)), len(column))
+        return index.with_fingerprints(StoredFingerprints(index.tensors, column))
 
     def _entries(self, state: MetadataState) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
         items = self._items(state.storage_data)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_ckpt.format._index_columns import ObjectSection, TensorSection
 from mcore_ckpt.format.footer import ManifestFile
@@ -133,13 +133,25 @@ def _pickled(value: Any, memo: _Memo, dispatch_table: Mapping[type, Any] | None 
     return stream.getvalue()[2:-1]  # without PROTO and STOP
 
 
+class ChunkFactors(NamedTuple):
+    """How the fingerprints of tensors are put together from the CRC-32s of their chunks, as these are encoded."""
+
+    factors: array[int]  # of each chunk's CRC-32; 0 if that is several runs of its tensor (`array('I')`)
+    firsts: array[int]  # number of the first chunk of each tensor (`array('q')`)
+    without: array[int]  # numbers of the tensors that have no fingerprint: shadow copies (`array('I')`)
+
+
 class MetadataEncoder:
     """Encodes `.metadata` for one structure of tensors; what depends on the tensors alone is made once. `order`: for
-    each item of a tensor, as it is encoded, its number in the plans that were put together.
+    each item of a tensor, as it is encoded, its number in the plans that were put together. `factors`: if fingerprints
+    are to be stored.
     """
 
-    def __init__(self, index: CheckpointIndex, order: array[int] | None = None) -> None:
+    def __init__(
+        self, index: CheckpointIndex, order: array[int] | None = None, factors: ChunkFactors | None = None
+    ) -> None:
         self.order = array("I") if order is None else order
+        self.factors = factors
         memo = _Memo()
         self._names = self._emit_names(memo, index.tensors.values())
         # File names are emitted at the end of the names, for each save: they may change while nothing else does.
@@ -367,4 +379,5 @@ def manifest_of(index: CheckpointIndex, save_id: bytes, files: Mapping[str, Mani
         array("Q", [n for n, _ in running]),
         array("I", [len(sums) for _, sums in running]),
         array("I", chain.from_iterable(sums for _, sums in running)),
+        fingerprints=index.fingerprint_column(),
     )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcore_ckpt.core.boxes import Box, flat_boxes
+from mcore_ckpt.core.boxes import Stretch
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError
-from mcore_ckpt.core.fingerprints import part_of, part_of_run
+from mcore_ckpt.core.fingerprints import part_of_elements, part_of_run
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.items.checks import chunk_name
@@ -34,40 +33,39 @@ def global_shape(index: CheckpointIndex, entry: TensorEntry) -> tuple[int, ...]:
     return shape
 
 
+def stretch_of(entry: TensorEntry, chunk: StoredChunk, shape: tuple[int, ...]) -> Stretch:
+    """Where a chunk lies in a tensor of this global shape (`global_shape`)."""
+    return Stretch.of_chunk(entry.shape, chunk.offsets, chunk.sizes, element_bytes(entry.dtype), shape)
+
+
+def fingerprint_from_sums(index: CheckpointIndex, entry: TensorEntry, crcs: Sequence[int | None]) -> int | None:
+    """The CRC-32 of a tensor from those of its chunks; None if they do not tell."""
+    shape, total = global_shape(index, entry), 0
+    for chunk, crc in zip(entry.chunks, crcs, strict=True):
+        part = None if crc is None else part_of_run(crc, stretch_of(entry, chunk, shape))
+        if part is None:
+            return None
+        total ^= part
+    return total
+
+
 def part_of_chunk(
     entry: TensorEntry, chunk: StoredChunk, shape: tuple[int, ...], crc: int | None, read: Callable[[int, int], Any]
 ) -> int:
     """What a chunk of a tensor of this global shape adds; `read(first, count)` gives the bytes of so many of its
     elements, `crc` is the stored CRC-32 of all, if any. `ChecksumError`: they were read, and do not have it.
     """
-    elem_bytes, count = element_bytes(entry.dtype), math.prod(chunk.sizes)
-    if not count:
+    stretch = stretch_of(entry, chunk, shape)
+    if not stretch.elems:
         return 0
-    boxes = list(_boxes(entry, chunk, shape, 0, count))
-    if len(boxes) == 1 and crc is not None and (part := part_of_run(crc, shape, boxes[0], elem_bytes)) is not None:
+    if crc is not None and (part := part_of_run(crc, stretch)) is not None:
         return part
-    step = max(1, _WINDOW_BYTES // elem_bytes)
+    step = max(1, _WINDOW_BYTES // stretch.elem_bytes)
     total = value = 0
-    for at in range(0, count, step):
-        elements = min(step, count - at)
-        view = memoryview(read(at, elements)).cast("B")
+    for at in range(0, stretch.elems, step):
+        view = memoryview(read(at, min(step, stretch.elems - at))).cast("B")
         value = crc32(view, value)
-        done = 0
-        for box in _boxes(entry, chunk, shape, at, elements):
-            nbytes = math.prod(box.sizes) * elem_bytes
-            total ^= part_of(view[done : done + nbytes], shape, box, elem_bytes)
-            done += nbytes
+        total ^= part_of_elements(view, stretch, at)
     if crc is not None and crc != value:
         raise checksum_error(chunk_name(entry.fqn, chunk), "its elements have", value, crc)
     return total
-
-
-def _boxes(entry: TensorEntry, chunk: StoredChunk, shape: tuple[int, ...], first: int, count: int) -> Iterator[Box]:
-    """Elements `[first, first + count)` of a chunk as slices of the tensor, in order."""
-    base, sizes = chunk.offsets, chunk.sizes
-    if shape != entry.shape:
-        sizes = tuple(map(operator.floordiv, shape, entry.shape[:-1]))
-        base = tuple(map(operator.mul, chunk.offsets[:-1], sizes))
-        first += chunk.offsets[-1]
-    for box in flat_boxes(sizes, first, first + count):
-        yield Box(tuple(map(operator.add, base, box.offsets)), box.sizes)

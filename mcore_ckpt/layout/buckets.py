@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+from mcore_ckpt.core.boxes import Stretch
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.file_names import data_file_name, with_id
 from mcore_ckpt.format.footer import FooterPlan, TableColumns
-from mcore_ckpt.format.index import ObjectEntry, StoredItem
-from mcore_ckpt.format.item_layout import TensorTemplate, place, tensor_template
+from mcore_ckpt.format.index import ObjectEntry, StoredItem, parse_shadow_key
+from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes, place, tensor_template
 from mcore_ckpt.format.metadata_read import file_name_problem
 from mcore_ckpt.layout.file_image import FileImage, PlannedFile
 from mcore_ckpt.layout.plans import LocalPlan, LocalPlanBuilder
@@ -47,6 +48,10 @@ class TensorSpec(NamedTuple):
     sizes: tuple[int, ...]
     nbytes: int
     original_shape: tuple[int, ...] | None = None
+
+    def stretch(self) -> Stretch:
+        """Where its elements lie in the tensor."""
+        return Stretch.of_chunk(self.shape, self.offsets, self.sizes, element_bytes(self.dtype), self.original_shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +149,16 @@ def place_objects(objects_bytes: Sequence[int]) -> list[int]:
 
 
 def lay_out_file(
-    file_name: str, specs: Sequence[TensorSpec], object_keys: Sequence[str] = (), objects_bytes: Sequence[int] = ()
+    file_name: str,
+    specs: Sequence[TensorSpec],
+    object_keys: Sequence[str] = (),
+    objects_bytes: Sequence[int] = (),
+    *,
+    fingerprints: bool = False,
 ) -> BucketLayout:
-    """Lay out a bucket's file; the region of the objects gets some room to grow beyond `objects_bytes`."""
+    """Lay out a bucket's file; the region of the objects gets some room to grow beyond `objects_bytes`.
+    `fingerprints`: the writer sums what those of tensors need.
+    """
     templates = [tensor_template(spec.dtype, spec.sizes) for spec in specs]
     item_offsets = array("q")
     payload_offsets = array("q")
@@ -169,10 +181,21 @@ def lay_out_file(
         payload_offsets=payload_offsets,
         payload_lengths=payload_lengths,
         crc_positions=crc_positions,
+        strided=tuple(_strided(specs)) if fingerprints else (),
     )
     return BucketLayout(
         file_name, tuple(specs), tuple(object_keys), bytes_region, tuple(templates), item_offsets, image, footer
     )
+
+
+def _strided(specs: Sequence[TensorSpec]) -> Iterator[tuple[int, Stretch]]:
+    """Number of each tensor of which a slice is saved that is several runs of it, and where its elements lie."""
+    for number, spec in enumerate(specs):
+        if spec.original_shape is None and spec.sizes[1:] == spec.shape[1:]:
+            continue  # rows, as most are
+        stretch = spec.stretch()
+        if parse_shadow_key(spec.key) is None and stretch.bytes_behind() is None:
+            yield number, stretch
 
 
 def footer_plan(
@@ -265,8 +288,11 @@ def lay_out_rank(
     rank: int,
     thread_count: int,
     separation_hint: str | None = None,
+    fingerprints: bool = False,
 ) -> RankLayout:
-    """Lay out what a rank writes: `thread_count` files at most, keys with the `separation_hint` apart."""
+    """Lay out what a rank writes: `thread_count` files at most, keys with the `separation_hint` apart;
+    `fingerprints` as of `lay_out_file`.
+    """
     keys = [spec.key for spec in specs]
     chosen = split_buckets(keys, [spec.nbytes for spec in specs], thread_count, separation_hint)
     prefixes = [prefix for prefix, _ in chosen]
@@ -281,7 +307,9 @@ def lay_out_rank(
     for name, objects, (_, indices) in zip(names, objects_of_file, chosen, strict=True):
         of_file = [specs[index] for index in indices]
         sizes = [object_bytes[index] for index in objects]
-        bucket = lay_out_file(name, of_file, [object_keys[index] for index in objects], sizes)
+        bucket = lay_out_file(
+            name, of_file, [object_keys[index] for index in objects], sizes, fingerprints=fingerprints
+        )
         buckets.append(bucket)
         builder.begin_file(name, bucket.image.size_bytes)
         for spec, offset, template in zip(of_file, bucket.item_offsets, bucket.templates, strict=True):

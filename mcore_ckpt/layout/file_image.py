@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mcore_ckpt.core.boxes import Stretch
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.format.footer import BLOCK_BYTES, inner_blocks
 
@@ -21,6 +22,9 @@ class FileImage:
     # File offsets of the uint32 (little endian) that take the CRC-32 of payload 0, then 1, ... (`array('q')`); the same
     # number for each, and each behind the end of its payload.
     crc_positions: array[int]
+    # Number of each payload whose elements are several runs of its tensor, and where they lie in that: what they add to
+    # the tensor's fingerprint is summed, too. Of others it follows from the CRC-32.
+    strided: tuple[tuple[int, Stretch], ...] = ()
     # Numbers of the payloads that are longer than a block (`array('I')`).
     long_payloads: array[int] = field(init=False, compare=False)
     # For each of those, how many block boundaries lie inside it (`array('I')`).
@@ -63,6 +67,8 @@ class WrittenFile:
     long_payloads: array[int]  # numbers of the payloads that have cumulative CRCs (`array('I')`)
     inner_blocks: array[int]  # for each of those, how many (`array('I')`)
     blocks: array[int]  # cumulative CRC-32 at each block boundary inside each of those (`array('I')`)
+    # Number of each payload that is several runs of its tensor, and what it adds to that tensor's fingerprint.
+    parts: tuple[tuple[int, int], ...] = ()
     fill_s: float = 0.0  # seconds in the caller's `fill`
     crc_s: float = 0.0  # seconds of summing and patching, on the caller's thread
     write_s: float = 0.0  # seconds of writing, summed over the I/O threads, which run during the two above

@@ -1,4 +1,5 @@
-"""From what all ranks have written to `.metadata`: the index of tensors and objects, and the manifest of checksums.
+"""From what all ranks have written to `.metadata`: the index of tensors and objects, the manifest of checksums, and the
+fingerprints of the tensors.
 
 The coordinator puts the checksums into the order in which `.metadata` lists the items, which the encoder of the plan
 knows.
@@ -7,17 +8,21 @@ knows.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import Any
 
+import numpy as np
+
 from mcore_ckpt.core.errors import PlanError
+from mcore_ckpt.core.fingerprints import products
 from mcore_ckpt.format.file_names import with_id
 from mcore_ckpt.format.footer import ManifestFile
 from mcore_ckpt.format.index import ObjectEntry
-from mcore_ckpt.format.manifest import Manifest
+from mcore_ckpt.format.manifest import NO_FINGERPRINT, Manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE
-from mcore_ckpt.format.metadata_write import MetadataEncoder
+from mcore_ckpt.format.metadata_write import ChunkFactors, MetadataEncoder
 from mcore_ckpt.layout.file_image import WrittenFile
 from mcore_ckpt.layout.plans import GlobalPlan
 from mcore_ckpt.layout.torch_classes import dcp_dispatch_table, local_plans_as_dcp
@@ -55,16 +60,17 @@ def metadata_of_save(
         storage_meta=storage_meta,
         local_plans=local_plans,
         dispatch_table=dcp_dispatch_table() if keep_local_plans else None,
-        manifest=_manifest(save_id, written, encoder.order, common) if all(f.has_footer for f in written) else None,
+        manifest=_manifest(save_id, written, encoder, common) if all(f.has_footer for f in written) else None,
     )
 
 
 def _manifest(
-    save_id: bytes, files: Sequence[WrittenFile], order: Sequence[int], common: ManifestFile | None
+    save_id: bytes, files: Sequence[WrittenFile], encoder: MetadataEncoder, common: ManifestFile | None
 ) -> Manifest:
-    """The manifest of a save; `order` has the number of each tensor item among those of all files."""
+    """The manifest of a save."""
+    order = encoder.order  # the number of each tensor item among those of all files
     crcs = list(chain.from_iterable(file.crcs for file in files))
-    firsts = accumulate((len(file.crcs) for file in files), initial=0)
+    firsts = list(accumulate((len(file.crcs) for file in files), initial=0))
     cumulative: dict[int, array[int]] = {}
     for first, file in zip(firsts, files, strict=False):
         at = 0
@@ -84,4 +90,31 @@ def _manifest(
         array("Q", [n for n, _ in summed]),
         array("I", [len(sums) for _, sums in summed]),
         array("I", chain.from_iterable(sums for _, sums in summed)),
+        fingerprints=None if encoder.factors is None else _fingerprints(encoder.factors, order, crcs, files, firsts),
     )
+
+
+def _fingerprints(
+    factors: ChunkFactors,
+    order: Sequence[int],
+    crcs: Sequence[int],
+    files: Sequence[WrittenFile],
+    firsts: Sequence[int],
+) -> array[int]:
+    """The fingerprint of each tensor; -1 of those without. `firsts`: number of the first item of each file."""
+    if not factors.firsts:
+        return array("q")
+    ordered = np.array(crcs, np.uint32)[np.array(order)]
+    multipliers = np.array(factors.factors, np.uint32)
+    counts = products(ordered, multipliers)
+    unknown = set(factors.without)
+    if not multipliers.all():
+        parts = {first + n: part for first, file in zip(firsts, files, strict=False) for n, part in file.parts}
+        for chunk in np.flatnonzero(multipliers == 0).tolist():
+            part = parts.get(order[chunk])
+            counts[chunk] = part or 0
+            if part is None:  # a rank saves without fingerprints, or a third-party callback has written it
+                unknown.add(bisect_right(factors.firsts, chunk) - 1)
+    sums = np.bitwise_xor.reduceat(counts, np.array(factors.firsts)).astype(np.int64)
+    sums[sorted(unknown)] = NO_FINGERPRINT
+    return array("q", sums.tobytes())

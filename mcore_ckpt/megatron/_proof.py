@@ -1,9 +1,9 @@
 """Is what a load has put into memory what the checkpoint holds, bit for bit? (`LoadOptions.prove`)
 
 Checksums prove what was read. This proves where it went, under another layout and through Megatron's exchange between
-ranks, too. Each rank sums up the main replicas that it holds after the load; the one that has a tensor's first element
-adds the stored tensor. One reduction of 72 bytes says whether all is equal. Only if it is not, lists of tensors are
-exchanged.
+ranks, too. Each rank sums up the main replicas that it holds after the load. The one that has a tensor's first element
+adds the fingerprint that was stored with it, or where there is none, what its chunks come to. One reduction of 72 bytes
+says whether all is equal. Only if it is not, lists of tensors are exchanged.
 """
 
 from __future__ import annotations
@@ -146,6 +146,9 @@ def _held(leaves: list[Any], reader: FileSystemReader, options: LoadOptions) -> 
 
 
 def _stored_crc(reader: FileSystemReader, index: CheckpointIndex, entry: TensorEntry, shape: tuple[int, ...]) -> int:
+    stored = index.fingerprints.get(entry.fqn)
+    if stored is not None:
+        return stored
     total = 0
     for chunk in entry.chunks:
         crc = None if chunk.item.transforms else chunk.item.crc32  # what is transformed has one of its stored form

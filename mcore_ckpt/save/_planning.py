@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -46,9 +46,9 @@ class Structure:
     planned: Planned | None = None  # on the coordinator, every rank's plan
     # The shards of the last save. To compare takes a fraction of the time of describing them.
     described: Described = NOTHING
-    # Rank, number of ranks and `thread_count` when it was laid out: file names and plans are of those. A restart inside
-    # the process may give it another place, and a setting may be changed between two saves.
-    laid_out_for: tuple[int, int, int] | None = None
+    # Rank, number of ranks, `thread_count` and `fingerprints` when it was laid out: files and plans are of those. A
+    # restart inside the process may give it another place, and a setting may be changed between two saves.
+    laid_out_for: tuple[int, int, int, bool] | None = None
     laid_out_in: bytes = b""
     accesses: Accesses | None = None  # what was checked with it, if that was asked for
 
@@ -88,13 +88,14 @@ def agree(
     thread_count: int,
     separation_hint: str | None,
     drain_to: str | None,
+    fingerprints: bool,
     validation: Validation | None = None,
 ) -> SavePlan | None:
     """Open the directory and settle what all ranks write: as in the save before, if every rank can, or laid out again.
     None, and nothing is touched, if a rank wants the save left out. What `state` carries as an error is raised on all
     ranks, as is `PlanError`; and `OptionError` unless all have the same second tier.
     """
-    place = (group.rank, group.size, thread_count)
+    place = (group.rank, group.size, thread_count, fingerprints)
     layout = structure.layout
     unchanged = (
         layout is not None
@@ -128,7 +129,8 @@ def agree(
         return SavePlan(layout, structure.planned, save_id, reused=True)
     structure.layout = structure.planned = structure.accesses = None
     accesses = None if validation is None else validation.accesses
-    structure.layout, structure.planned = _laid_out(value_of(state), accesses, group, thread_count, separation_hint)
+    lay_out = partial(_laid_out, thread_count=thread_count, separation_hint=separation_hint, fingerprints=fingerprints)
+    structure.layout, structure.planned = lay_out(value_of(state), accesses, group)
     structure.accesses = accesses
     structure.laid_out_for, structure.laid_out_in = place, save_id
     return SavePlan(structure.layout, structure.planned, save_id, reused=False)
@@ -155,7 +157,13 @@ def _both(first: _Prepared, second: _Prepared) -> _Prepared:
 
 
 def _laid_out(
-    state: RankState, accesses: Accesses | None, group: RankGroup, thread_count: int, separation_hint: str | None
+    state: RankState,
+    accesses: Accesses | None,
+    group: RankGroup,
+    *,
+    thread_count: int,
+    separation_hint: str | None,
+    fingerprints: bool,
 ) -> tuple[RankLayout, Planned | None]:
     """Lay out what this rank writes, and let the coordinator check the plans of all ranks."""
     laid_out = attempt(
@@ -167,6 +175,7 @@ def _laid_out(
             rank=group.rank,
             thread_count=thread_count,
             separation_hint=separation_hint,
+            fingerprints=fingerprints,
         )
     )
 
@@ -182,7 +191,8 @@ def _laid_out(
     def check() -> None:
         told = [pickle.loads(of_rank[0]) for of_rank in gathered]
         others = [of_rank[1:] for of_rank in gathered]
-        planned.append(Planned(global_plan(told, others if all(others) else ())))
+        plan = global_plan(told, others if all(others) else ())
+        planned.append(Planned(replace(plan, fingerprints=fingerprints)))
 
     group.run_on_coordinator("check the plan", check, wrap=SaveError)
     return value_of(laid_out), planned[0] if planned else None

@@ -111,6 +111,7 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
                 separation_hint=request.separation_hint,
                 drain_to=request.options.drain_to,
                 validation=request.validation,
+                fingerprints=request.options.fingerprints and request.bucket_writer is None,
             )
             if plan is None:
                 directory.abandon()

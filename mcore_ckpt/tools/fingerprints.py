@@ -1,13 +1,14 @@
 """The fingerprint of a stored state: that of what was in memory when it was saved, whatever its chunks. No torch.
 
-A chunk that is one run of its tensor adds the CRC-32 that is stored with its elements; others are read, and compared
-with theirs.
+What this package has saved says it of each tensor. For others, a chunk that is one run of its tensor adds the CRC-32
+that is stored with its elements; the rest is read, and compared with theirs.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mcore_ckpt.core.console import Progress
@@ -40,8 +41,8 @@ def checkpoint_fingerprint(
 
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError: there is none, or its chunks do not make up a tensor.
-        ChecksumError: elements that had to be read are damaged. Stored sums are taken as they are: `verify_checkpoint`
-            compares those with the elements.
+        ChecksumError: elements that had to be read are damaged. What is stored is taken as it is: `mcore-ckpt verify
+            --state` compares it with the elements.
     """
     index = read_index(checkpoint_directory(path)).without_shadow_copies()
     wanted = key_filter(only)
@@ -49,6 +50,21 @@ def checkpoint_fingerprint(
     check_tiled(index, keys)
     with StoredPayloads(index) as payloads:
         return payloads_fingerprint(payloads, keys, workers=workers, progress=progress)
+
+
+def checked_fingerprint(
+    path: str | os.PathLike[str], *, workers: int = 2, progress: bool | None = False
+) -> tuple[StateFingerprint, list[str]]:
+    """As `checkpoint_fingerprint`, from the chunks alone; and keys of the tensors whose stored fingerprint is another:
+    chunks lie where others should, or the fingerprint was not that of what was saved.
+    """
+    index = read_index(checkpoint_directory(path)).without_shadow_copies()
+    check_tiled(index, list(index.tensors))
+    stored, unaware = index.fingerprints, replace(index)
+    with StoredPayloads(unaware) as payloads:
+        found = payloads_fingerprint(payloads, list(index.tensors), workers=workers, progress=progress)
+    taken = found.tensors or {}
+    return found, [key for key, crc in stored.items() if key in taken and taken[key].crc32 != crc]
 
 
 def model_and_optimizer(found: StateFingerprint) -> tuple[StateFingerprint, StateFingerprint]:
@@ -66,17 +82,20 @@ def payloads_fingerprint(
     """As `checkpoint_fingerprint`, of open payloads, which may be views. Their chunks have to make up the tensors."""
     index = payloads.index
     found: dict[str, TensorFingerprint] = {}
-    total = sum(math.prod(index.tensors[key].shape) * element_bytes(index.tensors[key].dtype) for key in keys)
+    unknown = [index.tensors[key] for key in keys if key not in index.fingerprints]
+    total = sum(math.prod(entry.shape) * element_bytes(entry.dtype) for entry in unknown)
 
     with Progress("fingerprint", total, shown=progress) as bar:
 
         def take(key: str) -> None:
             entry = index.tensors[key]
             shape = global_shape(index, entry)
-            crc = 0
-            for chunk in entry.chunks:
-                crc ^= _part_of_chunk(payloads, entry, chunk, shape)
-                bar.advance(math.prod(chunk.sizes) * element_bytes(entry.dtype))
+            crc = index.fingerprints.get(key)
+            if crc is None:
+                crc = 0
+                for chunk in entry.chunks:
+                    crc ^= _part_of_chunk(payloads, entry, chunk, shape)
+                    bar.advance(math.prod(chunk.sizes) * element_bytes(entry.dtype))
             found[key] = TensorFingerprint(entry.dtype, shape, crc)
 
         in_parallel(keys, take, workers)

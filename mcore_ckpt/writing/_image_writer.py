@@ -32,7 +32,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import WriteTimeoutError
@@ -41,6 +41,9 @@ from mcore_ckpt.format.footer import BLOCK_BYTES
 from mcore_ckpt.layout.file_image import Fill, PlannedFile, Window, WrittenFile, plan_windows
 from mcore_ckpt.storage.base import DirectIo, RangeWriter, Storage, align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer, copy_bytes, has_huge_pages
+
+if TYPE_CHECKING:
+    from mcore_ckpt.core.fingerprints import StridedSums
 
 
 class WindowPool:
@@ -82,6 +85,12 @@ _PIECE_BYTES: Final = 8 * 1024 * 1024
 _CRC: Final = struct.Struct("<I")
 
 
+def _strided_sums() -> StridedSums:
+    from mcore_ckpt.core.fingerprints import StridedSums  # (numpy, which few writers need)
+
+    return StridedSums()
+
+
 class _Checksums:
     """The CRC-32s of one image, computed in file order as the bytes come to lie in memory."""
 
@@ -95,6 +104,8 @@ class _Checksums:
         self._item = 0
         self._summed_to = 0  # file offset; counts only inside the payload of the current item
         self._partial = 0
+        self._stretches = dict(image.strided)
+        self._strided = _strided_sums() if image.strided else None
         self._late: list[tuple[int, bytes]] = []  # (file offset, bytes) to patch in windows to come
 
     def advance(self, view: memoryview, base: int, stop: int) -> None:
@@ -105,7 +116,7 @@ class _Checksums:
             self._patch_late(view, base)
         image = self._image
         offsets, lengths, positions = image.payload_offsets, image.payload_lengths, image.crc_positions
-        crcs, per_item = self.crcs, self._crcs_per_item
+        crcs, per_item, stretches, strided = self.crcs, self._crcs_per_item, self._stretches, self._strided
         view_stop = base + len(view)
         item, start, value = self._item, self._summed_to, self._partial
         while item < len(offsets):
@@ -115,6 +126,8 @@ class _Checksums:
             end = offset + lengths[item]
             if start < offset:
                 start = offset
+            if strided is not None and item in stretches:
+                strided.feed(item, stretches[item], view[start - base : min(end, stop) - base], start - offset)
             if lengths[item] > BLOCK_BYTES:
                 start, value = self._advance_blocks(view, base, offset, end, start, stop, value)
             if end > stop:
@@ -131,6 +144,10 @@ class _Checksums:
             value = 0
             item += 1
         self._item, self._summed_to, self._partial = item, start, value
+
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """As of `WrittenFile`, when all payloads have been summed."""
+        return () if self._strided is None else tuple(self._strided.finish().items())
 
     def _advance_blocks(
         self, view: memoryview, base: int, offset: int, end: int, start: int, stop: int, value: int
@@ -193,6 +210,7 @@ class _File:
             long_payloads=planned.image.long_payloads,
             inner_blocks=planned.image.inner_blocks,
             blocks=self.checksums.blocks,
+            parts=self.checksums.parts(),
             fill_s=self.fill_s,
             crc_s=self.crc_s,
             write_s=self.write_s,

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_ckpt.core.boxes import Box, flat_boxes, runs
+from mcore_ckpt.core.boxes import Box, Stretch, runs
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.fingerprints import (
     StateFingerprint,
     StateWords,
     TensorFingerprint,
     part_of,
+    part_of_elements,
     part_of_run,
     state_of,
     state_words,
@@ -47,10 +48,12 @@ def test_slices_in_any_order_add_up_to_the_crc32_of_the_tensor(
     for box in boxes:
         part = np.ascontiguousarray(whole[tuple(slice(at, at + n) for at, n in zip(*box, strict=True))])
         total ^= part_of(part.reshape(-1), shape, box, elem_bytes)
-        from_run = part_of_run(zlib.crc32(part), shape, box, elem_bytes)
+        stretch = Stretch.of_chunk(shape, *box, elem_bytes)
+        from_run = part_of_run(zlib.crc32(part), stretch)
         of = runs(shape, box, elem_bytes)
         assert (from_run is None) == (of.run_bytes > 0 and len(of) > 1)
         assert from_run in (None, part_of(part.reshape(-1), shape, box, elem_bytes))
+        assert part_of_elements(part.reshape(-1), stretch) == part_of(part.reshape(-1), shape, box, elem_bytes)
     assert total == zlib.crc32(whole)
 
 
@@ -59,13 +62,24 @@ def test_stretches_of_a_flattened_tensor_do_too(shape: list[int], cuts: list[int
     whole = np.random.default_rng(len(cuts)).integers(0, 256, (*shape, 4), dtype=np.uint8)
     elements = whole.reshape(-1, 4)
     bounds = sorted({0, len(elements), *(cut for cut in cuts if cut < len(elements))})
-    total = 0
+    total = from_runs = 0
+    box = Box((0,) * len(shape), tuple(shape))
     for low, high in itertools.pairwise(bounds):
-        at = low
-        for box in flat_boxes(shape, low, high):
-            count = int(np.prod(box.sizes, dtype=int))
-            total ^= part_of(np.ascontiguousarray(elements[at : at + count]).reshape(-1), shape, box, 4)
-            at += count
+        content, stretch = elements[low:high], Stretch(tuple(shape), box, low, high - low, 4)
+        total ^= part_of_elements(content.reshape(-1), stretch)
+        from_runs ^= part_of_run(zlib.crc32(content), stretch) or 0
+    assert total == from_runs == zlib.crc32(whole)
+
+
+@pytest.mark.parametrize(("outer", "rows", "columns", "parts"), [(1, 500, 96, 3), (3, 200, 64, 4), (2, 4100, 24, 2)])
+def test_short_rows_that_are_summed_together_count_as_each_by_itself(
+    outer: int, rows: int, columns: int, parts: int
+) -> None:
+    whole = np.random.default_rng(rows).integers(0, 256, (outer, rows, columns), dtype=np.uint8)
+    total, width = 0, columns // parts
+    for at in range(0, columns, width):
+        part = np.ascontiguousarray(whole[:, :, at : at + width])
+        total ^= part_of(part, whole.shape, Box((0, 0, at), part.shape), 1)
     assert total == zlib.crc32(whole)
 
 

@@ -30,6 +30,7 @@ MIB = 1 << 20
 PAGE, LARGE_TENSOR, ZIP64_PAYLOAD = 4096, 524_288, 4_294_901_759
 DATA_MAGIC, DATA_FOOTER = b"\x89mckFILE", 64
 META_MAGIC, META_END = b"\x89mckSUMS", b"\x89mckEND\n"
+STATE_MAGIC = b"\x89mckSTAT"
 DATE_1980 = 0x0021
 STORAGE_CLASSES = {
     name: f"{storage}Storage"
@@ -534,6 +535,7 @@ class Sums:
     items: list[int]
     running: dict[int, list[int]]
     columns: tuple[dict[str, TensorMeta | None], list[Chunk]] | None  # the index once more
+    fingerprints: list[int | None] | None  # of each tensor
 
 
 def split_metadata(data: bytes) -> tuple[bytes, Sums | None]:
@@ -568,7 +570,31 @@ def split_metadata(data: bytes) -> tuple[bytes, Sums | None]:
     columns = read_columns(inflate(first, sections[1]), inflate(second, sections[3]), names) if first else None
     files = dict(zip(names, zip(lengths, tables, ids, strict=True), strict=True))
     need(len(files) == file_count, ".metadata: manifest: two files of one name")
-    return data[:begin], Sums(files, items, running, columns)
+    program, fingerprints = split_fingerprints(data[:begin])
+    return program, Sums(files, items, running, columns, fingerprints)
+
+
+def split_fingerprints(data: bytes) -> tuple[bytes, list[int | None] | None]:
+    """The pickle, and the fingerprints between it and the manifest."""
+    if not data.endswith(STATE_MAGIC):
+        return data, None
+    need(len(data) >= 16, ".metadata: fingerprints: too short")
+    length = struct.unpack_from("<Q", data, len(data) - 16)[0]
+    need(length <= len(data), ".metadata: fingerprints: length")
+    begin = len(data) - length
+    cursor = Cursor(data[begin:-16], ".metadata: fingerprints")
+    need(cursor.take(8) == STATE_MAGIC, ".metadata: no fingerprints where they should begin")
+    if cursor.numbers(4, 1) != [1]:
+        return data[:begin], None
+    count, without_count = cursor.numbers(8, 2)
+    found: list[int | None] = list(cursor.numbers(4, count))
+    without = cursor.numbers(4, without_count)
+    cursor.end()
+    need(sorted(set(without)) == without and (not without or without[-1] < count), ".metadata: fingerprints: without")
+    for number in without:
+        need(found[number] == 0, ".metadata: fingerprint of a tensor without")
+        found[number] = None
+    return data[:begin], found
 
 
 def inflate(packed: bytes, length: int) -> bytes:
@@ -651,6 +677,10 @@ def read_checkpoint(directory: str | Path) -> Checkpoint:
     need(not sums or not sums.columns or sums.columns == (entries, chunks), ".metadata: columns and pickle differ")
     places = {(chunk.key, chunk.offsets): number for number, chunk in enumerate(chunks)}
     need(len(places) == len(chunks), ".metadata: an item is named twice")
+    keys = [key for key, entry in entries.items() if entry is not None]
+    stored = sums.fingerprints if sums and sums.fingerprints is not None else [None] * len(keys)
+    need(len(stored) == len(keys), ".metadata: fingerprints of another number of tensors")
+    fingerprints = dict(zip(keys, stored, strict=True))
     need({chunk.key for chunk in chunks} <= set(entries), ".metadata: an item of no entry")
     files = {name: _open_data_file(directory, name, sums) for name in sorted({chunk.file for chunk in chunks})}
 
@@ -699,6 +729,9 @@ def read_checkpoint(directory: str | Path) -> Checkpoint:
             todo[box] = False
             array[box] = np.frombuffer(payload, array.dtype).reshape(sizes)
         need(not todo.any(), f"{key}: elements that no chunk has")
+        # Those of Megatron-Core's flattened stretches are of another shape, which this reader does not make.
+        known = None if program.count(b"mcore_data") else fingerprints[key]
+        need(known in (None, zlib.crc32(array.tobytes())), f"{key}: fingerprint")
         result.tensors[key] = array if sys.byteorder == "little" else array.astype(array.dtype.newbyteorder("="))
     for name, spans in used.items():
         spans.sort()

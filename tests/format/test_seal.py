@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import struct
 import subprocess
 import sys
 import zlib
 from array import array
+from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -30,7 +32,7 @@ from mcore_ckpt.format.footer import (
     inner_blocks,
 )
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.format.manifest import Manifest, split_metadata, with_manifest
+from mcore_ckpt.format.manifest import NO_FINGERPRINT, Manifest, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_read import parse_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 
@@ -184,6 +186,7 @@ def metadata_seals(draw: st.DrawFn) -> Manifest:
         array("Q", sorted(items)),
         array("I", counts),
         array("I", [draw(uint32) for _ in range(sum(counts))]),
+        fingerprints=draw(st.none() | st.lists(st.just(NO_FINGERPRINT) | uint32, max_size=5).map(partial(array, "q"))),
     )
 
 
@@ -261,10 +264,58 @@ def test_a_seal_of_another_number_of_items_is_refused(number: int) -> None:
         parse_index(with_manifest(pickled, unnamed), "ckpt")
 
 
+STATE = b"\x89mckSTAT"
+
+
+def section(
+    count: int = 1, without: int = 0, *numbers: int, version: int = 1, begin: bytes = STATE, short: int = 0
+) -> bytes:
+    body = begin + struct.pack(f"<IQQ{len(numbers)}I", version, count, without, *numbers)
+    return body + struct.pack("<Q8s", len(body) + 16 - short, STATE)
+
+
+def with_section(content: bytes) -> bytes:
+    pickled, seal = split_metadata(encode_metadata(an_index()), "ckpt")
+    assert seal is not None
+    return with_manifest(pickled + content, seal)
+
+
+def test_fingerprints_stand_where_no_unpickler_looks() -> None:
+    for column, known in (([5], {"w": 5}), ([NO_FINGERPRINT], {})):
+        index = an_index().with_fingerprints(dict(zip("w", column, strict=True)))
+        content = with_section(section(1, 0, 5) if known else section(1, 1, 0, 0))
+        assert parse_index(content, "ckpt").fingerprints == known
+        assert pickle.loads(content) == pickle.loads(encode_metadata(an_index()))
+        assert content == (encode_metadata(index) if known else content)
+    assert parse_index(with_section(section(version=2)), "ckpt").fingerprints == {}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        section(0),
+        section(2, 0, 5, 6),
+        section(1),
+        section(1, 0, 5, 6),
+        section(1, 1, 5, 1),
+        section(2**60, 0, 5),
+        section(1, 0, 5, begin=STATE[::-1]),
+        section(1, 0, 5, short=1),
+        section(1, 0, 5, short=40),
+        section(1, 0, 5, short=-(10**6)),
+        STATE,
+    ],
+)
+def test_fingerprints_that_cannot_be_are_refused(content: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError, match="fingerprints"):
+        parse_index(with_section(content), "ckpt")
+
+
 def test_what_is_taken_out_of_an_index_leaves_its_seal_too() -> None:
-    index = an_index()
+    index = an_index().with_fingerprints({"w": 7, "gone": 8})
     del index.objects["o"]
     found = parse_index(encode_metadata(index), "ckpt")
+    assert found.fingerprints == {"w": 7}
     assert found.manifest is not None
     assert list(found.manifest.crcs) == [3, 4]
     assert found.blocks == index.blocks
