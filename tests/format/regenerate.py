@@ -268,7 +268,9 @@ def main() -> None:
         store = str(Path(scratch) / "store")
         command = [sys.executable, str(Path(__file__).resolve()), arguments.kind, arguments.name, "--store", store]
         root = str(HERE.parent.parent)
-        paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))
+        given = os.environ.get("PYTHONPATH", "")
+        # Absolute: the ranks run elsewhere, and would write with the version that is installed.
+        paths = os.pathsep.join(os.path.abspath(path) for path in [*filter(None, given.split(os.pathsep)), root])
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         ranks = [
             subprocess.Popen([*command, "--rank", str(rank)], env=environment, cwd=directory.parent)
