@@ -172,6 +172,11 @@ class LoadOptions:
         on_damaged: what a load by Megatron-Core does, after `install()`, if the checkpoint that is named is damaged:
             `"raise"`, or `"go_back"` to the newest older one of the run that is complete, with a warning on rank 0. All
             ranks must load together then.
+        cooperative: `"on"`: what several ranks request is read from the storage by one of them, and handed on: through
+            shared memory to the others of its host, through the process group to other hosts. All ranks must load
+            together then. `"auto"` does so within each host, where ranks load together (DCP; Megatron-Core to 0.17), if
+            the page cache does not have the bytes already. `"off"`: each rank reads all for itself.
+        hand_on_deadline_s: seconds that a rank waits for another one of these before the load fails.
         prove: after a load by Megatron-Core, after `install()`, compare the fingerprint of what is in memory with the
             checkpoint's: `"always"`, of all tensors; `"sample"`, of one in 16, which depend on the save; `"off"`. All
             ranks must load together then. Tensors that differ are named in a `LoadError` on all ranks.
@@ -192,6 +197,8 @@ class LoadOptions:
     on_dtype_mismatch: Literal["convert", "raise"] = "convert"
     allowed_classes: tuple[str, ...] = field(default=())
     on_damaged: Literal["raise", "go_back"] = "raise"
+    cooperative: Literal["auto", "on", "off"] = "auto"
+    hand_on_deadline_s: float = 300.0
     prove: Literal["always", "sample", "off"] = "off"
     validation: Validation = "mcore_ckpt"
     run_code_from_checkpoint: bool = False
@@ -200,6 +207,8 @@ class LoadOptions:
         _choice("on_damaged", self.on_damaged, ("raise", "go_back"))
         _choice("prove", self.prove, ("always", "sample", "off"))
         _choice("validation", self.validation, _VALIDATIONS)
+        _choice("cooperative", self.cooperative, ("auto", "on", "off"))
+        _at_least("hand_on_deadline_s", self.hand_on_deadline_s, 0.001)
         _choice("on_dtype_mismatch", self.on_dtype_mismatch, ("convert", "raise"))
         _choice("page_cache", self.page_cache, ("auto", "on", "off"))
         _choice("verify_slices", self.verify_slices, ("auto", "on", "off"))

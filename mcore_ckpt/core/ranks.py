@@ -102,7 +102,7 @@ class RankGroup:
         `conclude` is called on the coordinator, if `fn` failed on no rank; else as `run`.
         """
         value, error = _attempt(fn)
-        with self._contact(what, wrap):
+        with self._contact(what, wrap, error):
             merged, failed = self._up(value, error, merge)
             if self.is_coordinator and not failed:
                 concluded, error = _attempt(partial(conclude, merged))
@@ -127,7 +127,7 @@ class RankGroup:
         told = [_Long.of(part) if long else part for part, long in zip(parts or (), is_long, strict=True)]
         # Of each long one, the first rank that has it, and which of that rank's it is.
         first = {part: (self.rank, n) for n, part in reversed(list(enumerate(told))) if isinstance(part, _Long)}
-        with self._contact(what, wrap):
+        with self._contact(what, wrap, error):
             merged, failed = self._up(None if error else ({self.rank: told}, first), error, _both_told)
             by_rank, first = merged if merged is not None else ({}, first)
             senders = self._down(what, wrap, frozenset(first.values()), error, failed)
@@ -144,7 +144,7 @@ class RankGroup:
     def run_on_coordinator(self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError] = CheckpointError) -> T:
         """Call `fn` on the coordinator alone and give every rank its value, or its exception as `run` does."""
         value, error = _attempt(fn) if self.is_coordinator else (None, None)
-        with self._contact(what, wrap):
+        with self._contact(what, wrap, error):
             return self._down(what, wrap, value, error)
 
     def all_gather(self, value: T) -> list[T]:
@@ -176,6 +176,16 @@ class RankGroup:
     def barrier(self) -> None:
         """Wait until every rank has come here."""
         self.maximum([0])
+
+    # --- from rank to rank, outside of exchanges; from any thread, in one order for each tag of a pair of ranks -------
+
+    def send_to(self, rank: int, view: memoryview, tag: int) -> None:
+        """Send memory to another rank, which has to receive as many bytes. Raises `RuntimeError` if it is gone."""
+        dist.send(torch.frombuffer(view, dtype=torch.uint8), dst=self._global_rank(rank), group=self._group, tag=tag)
+
+    def receive_from(self, rank: int, view: memoryview, tag: int) -> None:
+        """Fill memory with what another rank sends. Raises `RuntimeError` if it is gone, or the group's time is up."""
+        dist.recv(torch.frombuffer(view, dtype=torch.uint8), src=self._global_rank(rank), group=self._group, tag=tag)
 
     # --- one exchange -------------------------------------------------------------------------------------------------
 
@@ -238,8 +248,8 @@ class RankGroup:
         raise raised from (error or remote_cause(report))
 
     @contextmanager
-    def _contact(self, what: str, wrap: type[CheckpointError]) -> Iterator[None]:
-        """Say in our own words that another rank is gone; gloo only knows addresses."""
+    def _contact(self, what: str, wrap: type[CheckpointError], failure: BaseException | None) -> Iterator[None]:
+        """Say in our own words that another rank is gone; gloo only knows addresses. `failure`: of this rank before."""
         try:
             yield
         except (RuntimeError, ValueError) as error:
@@ -250,6 +260,7 @@ class RankGroup:
                 f"could not {what}: rank {self.rank} of {self.size} has lost contact with another rank"
                 + (f": {missing}" if missing else ", which has ended, or hangs, or is in another call")
                 + f" ({error}); see the other ranks' output for the first cause"
+                + (f". Before that this rank had failed: {failure}" if failure is not None else "")
             ) from error
 
     def _missing(self) -> str:

@@ -30,9 +30,16 @@ class ReadStats:
     reads: int = 0  # read calls
     bytes_read: int = 0  # bytes that they brought, headers, padding and gaps included
     bytes_needed: int = 0  # bytes of the elements and objects that were asked for
+    bytes_shared: int = 0  # of `bytes_read`, what was copied out of blocks that one rank reads for all (`cooperative`)
+    bytes_provided: int = 0  # what this rank has read of such blocks
     records_checked: int = 0  # records whose CRC-32 was compared
     fallbacks: int = 0  # items that had to be decoded completely (`item_decoding`)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    @property
+    def bytes_from_storage(self) -> int:
+        """Bytes that this rank has asked the storage for."""
+        return self.bytes_read - self.bytes_shared + self.bytes_provided
 
     def add(
         self,
@@ -40,6 +47,8 @@ class ReadStats:
         reads: int = 0,
         bytes_read: int = 0,
         bytes_needed: int = 0,
+        bytes_shared: int = 0,
+        bytes_provided: int = 0,
         records_checked: int = 0,
         fallbacks: int = 0,
     ) -> None:
@@ -48,6 +57,8 @@ class ReadStats:
             self.reads += reads
             self.bytes_read += bytes_read
             self.bytes_needed += bytes_needed
+            self.bytes_shared += bytes_shared
+            self.bytes_provided += bytes_provided
             self.records_checked += records_checked
             self.fallbacks += fallbacks
 

@@ -29,6 +29,7 @@ from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming, padded_ran
 from mcore_ckpt.items.ranges import Extent, Span, coalesce
 from mcore_ckpt.load._columns import ColumnSpan, cut, place, scatter, spans_of
 from mcore_ckpt.load._extents import Ends, Extents, PartRead, PayloadPlace, damaged, own_place
+from mcore_ckpt.load._handing_on import HandingOn
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._placement import HostBytes, ReadBuffer, memory_at, narrow, place_box
 from mcore_ckpt.load._wanted_items import WantedItem
@@ -55,7 +56,9 @@ _FAR_SKEW = 2048
 
 
 class TensorReads:
-    """Carries out one plan. `running`: cumulative sums of payloads, by file and offset of the item."""
+    """Carries out one plan. `running`: cumulative sums of payloads, by file and offset of the item; `shared`: what one
+    rank reads for several.
+    """
 
     def __init__(
         self,
@@ -65,8 +68,11 @@ class TensorReads:
         stats: ReadStats,
         decoder: ItemDecoder,
         running: Mapping[tuple[str, int], Sequence[int]],
+        shared: HandingOn | None,
     ) -> None:
         self._files = files
+        self._shared = shared
+        self._sources = files if shared is None else shared
         self._options = options
         self._located = located
         self._stats = stats
@@ -109,7 +115,10 @@ class TensorReads:
             extents = self._extents(ranged, packed, located)
             spans: Iterator[Span | ColumnSpan] = coalesce(extents, **sizes)
             try:
-                in_parallel(heapq.merge(spans, columns, key=_position), self._read_span, self._threads)
+                in_order: Iterator[Span | ColumnSpan] = heapq.merge(spans, columns, key=_position)
+                if self._shared is not None:
+                    in_order = self._shared.in_order(in_order)
+                in_parallel(in_order, self._read_in_turn, self._threads)
             finally:
                 self._per_thread = threading.local()  # frees the buffers
         for key in sorted(self._unranged):
@@ -135,6 +144,11 @@ class TensorReads:
 
     # ---------------------------------------------------------------------------------------------------- reading
 
+    def _read_in_turn(self, span: Span | ColumnSpan) -> None:
+        self._read_span(span)
+        if self._shared is not None:
+            self._shared.ended(span)
+
     def _read_span(self, span: Span | ColumnSpan) -> None:
         if isinstance(span, ColumnSpan):
             self._read_columns(span)
@@ -142,7 +156,7 @@ class TensorReads:
         first = span.extents[0]
         owner = first.owner
         try:
-            with self._files.reader(span.file) as reader:
+            with self._sources.reader(span.file) as reader:
                 reader.check_range(span.start, span.stop - span.start)
                 if first.alone and owner.address and self._read_straight(reader, span, owner):
                     return
@@ -173,13 +187,13 @@ class TensorReads:
     def _read_columns(self, span: ColumnSpan) -> None:
         start, nbytes = span.start, span.stop - span.start
         try:
-            with self._files.reader(span.file) as reader:
+            with self._sources.reader(span.file) as reader:
                 reader.check_range(start, nbytes)
                 # What comes out of the page cache is summed while it is in the CPU's.
                 parts = cut(span, _CACHED_BYTES) if reader.is_cached(start, nbytes) else []
         except LoadError as error:
             raise _naming(error, span.items.first()) from error
-        with self._files.reader(span.file) as reader:
+        with self._sources.reader(span.file) as reader:
             if not parts:
                 self._read_and_place(reader, span)
                 return

@@ -20,7 +20,7 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, ShapeMismatchError
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.layout.shards import StoredForm, local_box, original_shape, stored_form
 from mcore_ckpt.load._placement import narrow
-from mcore_ckpt.load.read_requests import ReadRequest
+from mcore_ckpt.load.read_requests import LoadPlan, ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 
 # Pieces of stored stretches that are held at once while they are spread over their destinations.
@@ -48,10 +48,11 @@ def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
     CPU. Raises as `FileSystemReader.read_items`.
     """
     with reader.conversions.of_one_load():
-        _read_shards(reader, shards)
+        plan_shards(reader, shards).read()
 
 
-def _read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
+def plan_shards(reader: FileSystemReader, shards: Iterable[Any]) -> ShardsPlan:
+    """As `read_shards`, in two steps: what can be wrong with the requests is raised here, and nothing is read yet."""
     direct: list[ReadRequest] = []
     spread: list[_Wanted] = []
     usual, others = _usual(shards, reader.index.mcore_data)
@@ -75,8 +76,7 @@ def _read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
     plan = reader.plan()
     plan.add_usual(map(_REQUEST, usual))
     plan.add(direct)
-    reader.read(plan)
-    _read_spread(reader, spread)
+    return ShardsPlan(reader, plan, spread)
 
 
 def _usual(shards: Iterable[Any], flat_keys: Container[str]) -> tuple[list[Any], list[Any]]:
@@ -93,6 +93,20 @@ def _usual(shards: Iterable[Any], flat_keys: Container[str]) -> tuple[list[Any],
         )
         (usual if as_it_is else others).append(shard)
     return usual, others
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsPlan:
+    """What is read of some shards: by a plan, and what is stored flattened and spread over several of them."""
+
+    reader: FileSystemReader
+    plan: LoadPlan
+    spread: list[_Wanted]
+
+    def read(self) -> None:
+        """Fill the data."""
+        self.reader.read(self.plan)
+        _read_spread(self.reader, self.spread)
 
 
 # The first five fields of a `ReadRequest`.

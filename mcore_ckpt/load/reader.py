@@ -8,15 +8,18 @@ loads (the strategies, the optimizer's state, the offline commands) asks it for 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint import planner as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -29,6 +32,7 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, Lo
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import checkpoint_path, is_supported
 from mcore_ckpt.core.process import collector_paused
+from mcore_ckpt.core.ranks import RankGroup, coordination_group
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
 from mcore_ckpt.format.safe_pickle import load_object
@@ -36,15 +40,23 @@ from mcore_ckpt.items.checks import check_apart, missing_key
 from mcore_ckpt.items.file_footers import FileFooters
 from mcore_ckpt.items.nearest import NearestFiles
 from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
-from mcore_ckpt.items.ranges import batches
+from mcore_ckpt.items.ranges import CHEAP_GAP_BYTES, batches
 from mcore_ckpt.load._columns import UsualRequest, are_apart
+from mcore_ckpt.load._handing_on import HandingOn, Ring
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._tensor_reads import TensorReads
 from mcore_ckpt.load.dtype_conversions import DtypeConversions
 from mcore_ckpt.load.item_decoding import ItemDecoder
-from mcore_ckpt.load.read_requests import LoadPlan, ReadRequest, check_planned, stored_dtype, tensor_entry
+from mcore_ckpt.load.read_requests import LoadPlan, ReadRequest, check_planned, ranges_of, stored_dtype, tensor_entry
+from mcore_ckpt.load.shares import Member, Offers, Shares, WantedRanges, shares_of
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
+
+# A load of less is over before ranks have found each other's memory.
+_WORTH_BYTES = 16 * 1024 * 1024
+# So many places of what is requested are looked for in the page cache.
+_LOOKS = 8
+_LOOK_BYTES = 4 * 1024 * 1024
 
 
 class FileSystemReader(StorageReader):
@@ -100,6 +112,8 @@ class FileSystemReader(StorageReader):
         self._files = self._nearest()
         self._index: CheckpointIndex | None = None
         self._metadata: Metadata | None = None
+        self._ring: Ring | None = None
+        self._shared: HandingOn | None = None
         self.conversions = DtypeConversions(self.options.on_dtype_mismatch, str(self.path))
         self._located = ItemLocations()
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
@@ -171,12 +185,59 @@ class FileSystemReader(StorageReader):
     def read(self, plan: LoadPlan) -> None:
         """Carry out a plan. Raises as `read_items`."""
         files = OpenFiles(self._files, self.options.page_cache, self._footers)
-        reads = TensorReads(files, self.options, self._located, self.stats, self._decoder, self.index.blocks)
+        reads = TensorReads(
+            files, self.options, self._located, self.stats, self._decoder, self.index.blocks, self._shared
+        )
         try:
             reads.run(plan)
         except LoadError as error:
             raise naming(error, str(self.path)) from error
         finally:
+            files.close()
+
+    def offer(self, plan: LoadPlan) -> tuple[WantedRanges, Member] | None:
+        """What a plan reads, and where other ranks of this host find what this one reads for them. None: it reads all
+        by itself (`LoadOptions.cooperative`).
+        """
+        if self.options.cooperative == "off":
+            return None
+        return self._offer(list(plan.ranges()))
+
+    def _offer(self, ranges: Sequence[tuple[str, int, int, int]]) -> tuple[WantedRanges, Member] | None:
+        if self.options.cooperative == "auto" and not self._is_worth_sharing(ranges):
+            return None
+        self._ring = Ring(self.options)
+        return WantedRanges.of(ranges, max(CHEAP_GAP_BYTES, self._files.request_bytes)), self._ring.member()
+
+    def _is_worth_sharing(self, ranges: Sequence[tuple[str, int, int, int]]) -> bool:
+        """Whether it is much, and the page cache of this host does not have most of it, as far as a few looks tell."""
+        if sum(stop - start for _, start, stop, _ in ranges) < _WORTH_BYTES:
+            return False
+        if self.options.page_cache == "off" or self._files.request_bytes:  # a store, which has none
+            return True
+        looks = []
+        for file, start, stop, _ in ranges[:: max(1, len(ranges) // _LOOKS)]:
+            with contextlib.suppress(LoadError), self._files.open_reader(file) as reader:  # raised when it is read
+                looks.append(reader.is_cached(start, min(stop - start, _LOOK_BYTES, reader.size_bytes - start)))
+        return 2 * sum(looks) <= len(looks)
+
+    @contextmanager
+    def handing_on(self, shares: Shares | None, rank: int, group: RankGroup | None) -> Iterator[None]:
+        """Within the block, `read` takes what several ranks want from the one that reads it, and this rank reads for
+        others. `shares` are those of its host, made of all offers; None: there are none. (`LoadOptions.cooperative`)
+        """
+        ring, self._ring = self._ring, None
+        if shares is None or ring is None or rank not in shares.taking_part:
+            yield
+            return
+        files = OpenFiles(self._files, self.options.page_cache, self._footers)
+        try:
+            with HandingOn(shares, rank, ring, files, self.options, self.stats, group) as self._shared:
+                yield
+        except LoadError as error:
+            raise naming(error, str(self.path)) from error
+        finally:
+            self._shared = None
             files.close()
 
     def object_bytes(self, fqn: str) -> bytes:
@@ -273,12 +334,37 @@ class FileSystemReader(StorageReader):
             self._metadata = metadata
 
     def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
-        """The plan as it is: what to read follows from the items."""
-        return plan
+        """The plan, and with it which bytes it reads, if ranks read for each other (`LoadOptions.cooperative`)."""
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if alone or self.options.cooperative == "off" or self._rank is not None:
+            return plan
+        offer = self._offer(list(self._ranges(plan.items)))
+        return plan if offer is None else replace(plan, storage_data=offer)
+
+    @collector_paused()
+    def _ranges(self, items: Iterable[ReadItem]) -> Iterator[tuple[str, int, int, int]]:
+        for item in items:
+            if item.type != LoadItemType.BYTE_IO:
+                entry, sizes = tensor_entry(item.storage_index.fqn, self.index), tuple(item.lengths)
+                only = len(entry.chunks) == 1 and sizes == entry.shape
+                chunk = entry.chunks[0] if only else self._chunk_of(item)
+                box = Box(tuple(item.storage_offsets), sizes)
+                yield from ranges_of(chunk, stored_dtype(entry).itemsize, [box])
 
     def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
-        """The plans as they are."""
-        return plans
+        """The plans, and with them who reads what for whom."""
+        offers = {rank: plan.storage_data for rank, plan in enumerate(plans) if _is_offer(plan.storage_data)}
+        if len(offers) < 2:
+            return plans
+        wanted: Offers = {}
+        for rank, (ranges, member) in offers.items():
+            wanted.setdefault(ranges, {})[rank] = member
+        # Ranks of a part of the world have a group that is not known here.
+        shares = shares_of(wanted, one_group=dist.is_initialized() and len(plans) == dist.get_world_size())
+        return [
+            replace(plan, storage_data=(shares.get(offers[rank][1].host), rank)) if rank in offers else plan
+            for rank, plan in enumerate(plans)
+        ]
 
     def read_data(self, plan: dcp.LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan into what its planner gives as destinations.
@@ -289,8 +375,11 @@ class FileSystemReader(StorageReader):
             CorruptCheckpointError, ChecksumError, UnsafePickleError: stored bytes cannot be right, or not be trusted.
         """
         self._begin_load()
+        shares, rank = plan.storage_data if _is_share(plan.storage_data) else (None, 0)
+        group = coordination_group() if shares is not None and shares.is_between_hosts else None
         try:
-            self._read_data(plan, planner)
+            with self.handing_on(shares, rank, group):
+                self._read_data(plan, planner)
         finally:
             self._load.close()
         done: Future[None] = Future()
@@ -400,6 +489,14 @@ class FileSystemReader(StorageReader):
                 f" {[list(known) for known in list(chunks)[:8]]}"
             )
         return chunk
+
+
+def _is_offer(data: Any) -> TypeGuard[tuple[WantedRanges, Member]]:
+    return isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], WantedRanges)
+
+
+def _is_share(data: Any) -> TypeGuard[tuple[Shares, int]]:
+    return isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], Shares)
 
 
 def _plans_as_dcp_does(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:

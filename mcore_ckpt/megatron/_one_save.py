@@ -7,7 +7,7 @@ the manifest of `.metadata` carries, and is compared; that of stock has none, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -91,12 +91,12 @@ def check_common(directory: Path, source: SaveIdentity, index: CheckpointIndex) 
         raise replaced_error(directory, f"the common state was read of {common}, the tensors of {source}")
 
 
-def check_ranks(directory: Path, save_ids: Sequence[bytes]) -> None:
-    """Raise `LoadError` if ranks have read several saves; all do or none, since all have the same ids."""
-    other = next((rank for rank, save_id in enumerate(save_ids) if save_id != save_ids[0]), None)
-    if other is not None:
-        first, second = (SaveIdentity(save_ids[rank], ()) for rank in (0, other))
-        raise replaced_error(directory, f"rank 0 has read {first}, rank {other} {second}")
+def check_ranks(directory: Path, first_ranks: Mapping[bytes, int]) -> None:
+    """Raise `LoadError` if ranks have opened several saves; of each id the first rank that has."""
+    if len(first_ranks) > 1:
+        (rank, save_id), (other, other_id) = sorted((rank, save_id) for save_id, rank in first_ranks.items())[:2]
+        first, second = SaveIdentity(save_id, ()), SaveIdentity(other_id, ())
+        raise replaced_error(directory, f"rank {rank} has read {first}, rank {other} {second}")
 
 
 def replaced_error(directory: Path, what: str) -> LoadError:

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from mcore_ckpt.core.errors import KindMismatchError, LoadError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, first_of_this_host
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.process import collector_paused
-from mcore_ckpt.core.ranks import coordination_group, interrupts_wait_for_others
+from mcore_ckpt.core.ranks import RankGroup, coordination_group, interrupts_wait_for_others
 from mcore_ckpt.directory.in_force import data_bytes_of_rank
 from mcore_ckpt.directory.remove import remove_tensors
 from mcore_ckpt.format.metadata_read import METADATA_FILE
@@ -39,8 +39,9 @@ from mcore_ckpt.layout.shards import (
     replace_leaves,
 )
 from mcore_ckpt.layout.torch_classes import plans_of_index
-from mcore_ckpt.load.flattened import read_shards
+from mcore_ckpt.load.flattened import plan_shards, read_shards
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.shares import Offers, Shares, merged, shares_of
 from mcore_ckpt.megatron._errors import MegatronErrors
 from mcore_ckpt.megatron._one_save import SaveIdentity, check_common, check_ranks, metadata_version, replaced_error
 from mcore_ckpt.megatron._quantized import read_quantized, split_quantized
@@ -281,8 +282,9 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         self.options = LoadOptions.from_environment() if options is None else options
         self._reader: FileSystemReader | None = None
         self._read_version: tuple[Path, tuple[int, ...]] | None = None
-        # To go back, all ranks have to be told of the damage that one has found.
-        together = self.options.on_damaged == "go_back" or self.options.prove != "off"
+        # To go back, all ranks have to be told of the damage that one has found; to read for each other, of much more.
+        options = self.options
+        together = options.on_damaged == "go_back" or options.prove != "off" or options.cooperative == "on"
         self._collective = differences().all_ranks_load or together
 
     @property
@@ -325,36 +327,44 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         """
         _name_unknown(f"{type(self).__name__}.load", unknown)
         loaded: list[dict[str, Any]] = []
-        with MegatronErrors():
+        with MegatronErrors(), contextlib.ExitStack() as ends:
+            group = coordination_group() if self._collective else RankGroup(None)
+            steps = ends.enter_context(
+                contextlib.closing(self._load_of_one_save(sharded_state_dict, checkpoint_dir, group))
+            )
 
-            def load() -> bytes:
-                filled, source = self._load_of_one_save(sharded_state_dict, checkpoint_dir)
-                loaded.append(filled)
-                return source.save_id
+            def agree(told: _Told) -> dict[str, Shares]:
+                check_ranks(checkpoint_path(checkpoint_dir), told[1])
+                return shares_of(told[0])
 
-            if self._collective:
-                check_ranks(checkpoint_path(checkpoint_dir), coordination_group().run("load", load, wrap=LoadError))
-            else:
-                load()
+            def finish() -> None:
+                try:
+                    steps.send(shares)
+                except StopIteration as ended:
+                    loaded.append(ended.value)
+
+            shares = group.run_merged("plan the load", lambda: next(steps), _both_told, agree, wrap=LoadError)
+            group.run_merged("load", finish, lambda first, second: None, lambda _: None, wrap=LoadError)
         return loaded[0]
 
     def _load_of_one_save(
-        self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path
-    ) -> tuple[dict[str, Any], SaveIdentity]:
-        """What is loaded, and the save it is of, which is that of the common state. Raises if the checkpoint was
-        replaced meanwhile, and that shows in what was read.
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, group: RankGroup
+    ) -> Generator[_Told, dict[str, Shares], dict[str, Any]]:
+        """What is loaded of one save, which is that of the common state. Raises if the checkpoint was replaced
+        meanwhile, and that shows in what was read. Yields what this rank is going to read, and of which save, to be
+        told which ranks read what for each other.
         """
         reader = self._open(checkpoint_dir)
         _, version = self._read_version or (reader.path, ())
         read_before = reader.stats.bytes_read
         try:
             with reader.conversions.of_one_load(), storage_at(reader.path).in_use(METADATA_FILE):
-                filled = self._load(reader, sharded_state_dict)
+                source = SaveIdentity.of(reader.index.manifest, version)
+                filled = yield from self._load(reader, sharded_state_dict, group, source)
         except LoadError as error:
             if metadata_version(reader.path) != version:
                 raise replaced_error(reader.path, str(error)) from error
             raise
-        source = SaveIdentity.of(reader.index.manifest, version)
         if not source.save_id and metadata_version(reader.path) != version:
             # Nothing but the file itself tells the saves apart: it may have been another one already when it was read.
             raise replaced_error(reader.path, ".metadata, which has no manifest, is another file than before")
@@ -362,14 +372,22 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         if first_of_this_host(dist.get_rank() if dist.is_initialized() else 0):
             run_loaded(reader.path, SaveOptions.from_environment(), self.options.local_tier)
         _expect_save(reader.path, reader.stats.bytes_read - read_before)
-        return filled, source
+        return filled
 
-    @collector_paused()
-    def _load(self, reader: FileSystemReader, sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
-        wanted = list(leaves(sharded_state_dict))
-        shards = [leaf for leaf in wanted if is_sharded_tensor(leaf)]
-        plain, quantized = split_quantized(shards)
-        _read(reader, plain)
+    def _load(
+        self, reader: FileSystemReader, sharded_state_dict: dict[str, Any], group: RankGroup, source: SaveIdentity
+    ) -> Generator[_Told, dict[str, Shares], dict[str, Any]]:
+        with collector_paused():
+            wanted = list(leaves(sharded_state_dict))
+            plain, quantized = split_quantized([leaf for leaf in wanted if is_sharded_tensor(leaf)])
+            planned = plan_shards(reader, plain) if _reads_itself(plain) else None
+            offer = None if planned is None or group.size == 1 else reader.offer(planned.plan)
+        shares = yield {} if offer is None else {offer[0]: {group.rank: offer[1]}}, {source.save_id: group.rank}
+        with reader.handing_on(shares.get(offer[1].host) if offer else None, group.rank, group):
+            if planned is None:
+                _read(reader, plain)
+            else:
+                planned.read()
         read_quantized(partial(_read, reader), quantized)
         keys = [leaf.unique_key for leaf in wanted if is_sharded_object(leaf)]
         objects = _ObjectsInTurn(reader.read_objects(keys))
@@ -456,14 +474,20 @@ def _replaced_bucket_writer() -> BucketWriter | None:
     return replaced_bucket_writer()
 
 
+def _reads_itself(shards: Sequence[Any]) -> bool:
+    """Whether shards are read by this package, and not through a planner that has replaced Megatron's."""
+    return replaced_load_planner() is None or any(
+        getattr(shard, "flattened_range", None) is not None for shard in shards
+    )
+
+
 def _read(reader: FileSystemReader, shards: Sequence[Any]) -> None:
-    replaced = replaced_load_planner()
-    if replaced is None or any(getattr(shard, "flattened_range", None) is not None for shard in shards):
+    if _reads_itself(shards):
         read_shards(reader, shards)
     else:
         from mcore_ckpt.megatron._replaced import read_through
 
-        read_through(replaced, reader, shards)
+        read_through(replaced_load_planner(), reader, shards)
 
 
 def _name_unknown(where: str, arguments: Mapping[str, Any]) -> None:
@@ -475,6 +499,14 @@ def _name_unknown(where: str, arguments: Mapping[str, Any]) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+_Told = tuple[Offers, dict[bytes, int]]
+"""What ranks are going to read; and of which saves, each with the first rank that has opened it."""
+
+
+def _both_told(first: _Told, second: _Told) -> _Told:
+    return merged(first[0], second[0]), {**second[1], **first[1]}  # merged up the tree: the first has the lower ranks
 
 
 class _ObjectsInTurn:

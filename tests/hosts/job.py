@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tests.support.cpu_megatron import pretend_cuda
 
 # How long an exchange waits for a rank. A save that takes a directory over waits for the lease of the one that is lost.
-TIMEOUT_S = {"saves": 60.0, "fails": 15.0, "resumes": 180.0}
+TIMEOUT_S = {"saves": 60.0, "reads": 60.0, "fails": 15.0, "resumes": 180.0}
 
 
 def main(folder: Path, story: str) -> None:
@@ -34,7 +34,7 @@ def main(folder: Path, story: str) -> None:
 
     mcore_ckpt.install()
     _tell(folder, host=platform.node(), pid=os.getpid(), world=dist.get_world_size())
-    {"saves": _saves, "fails": _fails, "resumes": _resumes}[story](folder)
+    {"saves": _saves, "reads": _reads, "fails": _fails, "resumes": _resumes}[story](folder)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -89,6 +89,42 @@ def _saves(folder: Path) -> None:
         other.load(state)
         comparison = Reference.read(folder / f"{name}-reference").compare(other.sharded_state_dict())
         _tell(folder, loaded=name, compared=len(comparison.compared), differing=list(comparison.differing))
+
+
+def _reads(folder: Path) -> None:
+    """Tensors that all ranks want, loaded by Megatron and by DCP: which bytes each rank has read."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from megatron.core import dist_checkpointing
+
+    import mcore_ckpt
+
+    rank, options = dist.get_rank(), mcore_ckpt.LoadOptions(cooperative="on", hand_on_deadline_s=30.0)
+    expected = {f"large{i}": torch.arange(4_000_000.0) + i for i in range(4)}
+
+    def sharded(values: dict[str, Any]) -> dict[str, Any]:
+        make = dist_checkpointing.ShardedTensor.from_rank_offsets
+        return {key: make(key, value, replica_id=rank) for key, value in values.items()}
+
+    directory = folder / "read"
+    if rank == 0:
+        directory.mkdir()
+    dist.barrier()
+    dist_checkpointing.save(sharded(expected), directory)
+    for way in ("megatron", "dcp"):
+        values = {key: torch.zeros_like(value) for key, value in expected.items()}
+        began = time.monotonic()
+        if way == "megatron":
+            strategy = mcore_ckpt.TorchDistLoadStrategy(options=options)
+            dist_checkpointing.load(sharded(values), directory, strategy)
+            stats = strategy.stats
+        else:
+            reader = mcore_ckpt.FileSystemReader(directory, options=options)
+            dcp.load(values, storage_reader=reader)
+            stats = reader.stats
+        same = all(torch.equal(value, expected[key]) for key, value in values.items())
+        seconds = time.monotonic() - began
+        _tell(folder, **{way: [same, stats.bytes_from_storage, stats.bytes_needed, seconds]})
 
 
 def _fails(folder: Path) -> None:

@@ -80,6 +80,18 @@ def test_two_hosts_save_and_load_together(tmp_path: Path) -> None:
     assert all(line["compared"] > 0 and line["differing"] == [] for line in loaded), loaded
 
 
+def test_bytes_that_ranks_of_four_hosts_want_are_read_once(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    with running_hosts(4, shared) as hosts:
+        _end(_start(hosts, 2, shared, "reads"), shared / "reads")
+    for way in ("megatron", "dcp"):
+        same, asked, needed, _ = zip(*_told(shared, way).values(), strict=True)
+        assert len(same) == 8
+        assert all(same)
+        assert sum(asked) < 1.02 * needed[0]
+        assert max(asked) < 2 * needed[0] / 8  # each host, and each rank, reads its part
+
+
 @pytest.mark.parametrize(
     ("lost", "way"),
     [

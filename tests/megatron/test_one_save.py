@@ -36,9 +36,8 @@ def two_saves(directory: Path, iteration: int = 2) -> tuple[Path, Callable[[], N
 
 
 def replaced_between(rank: int, directory: Path) -> list[str]:
-    """The messages of loads of a checkpoint that is replaced behind the common state, and behind all of rank 0."""
+    """The messages of loads of a checkpoint that is replaced behind the common state, and behind rank 0's index."""
     dist_checkpointing = installed()
-    from mcore_ckpt.load.reader import FileSystemReader
     from mcore_ckpt.megatron import _go_back
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
 
@@ -60,12 +59,13 @@ def replaced_between(rank: int, directory: Path) -> list[str]:
     check(dist_checkpointing.load(state(0), str(named)), 7)
 
     named, replace = two_saves(directory / "behind rank 0")
-    read_objects: Any = FileSystemReader.read_objects
+    opened: Any = TorchDistLoadStrategy._open
     done = directory / "replaced"
 
-    def replace_behind(self: Any, keys: Any) -> Any:
-        found = read_objects(self, keys)
-        if rank == 0:
+    def replace_behind(self: Any, *args: Any) -> Any:
+        found = opened(self, *args)
+        found.index.tensors  # noqa: B018  (what is to be read is known by now)
+        if rank == 0 and not done.exists():
             replace()
             done.touch()
         return found
@@ -79,7 +79,7 @@ def replaced_between(rank: int, directory: Path) -> list[str]:
             time.sleep(0.01)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(FileSystemReader, "read_objects", replace_behind)
+        patched.setattr(TorchDistLoadStrategy, "_open", replace_behind)
         patched.setattr(_go_back, "_check_all_agree", agree_and_wait)
         with pytest.raises(LoadError) as raised:
             dist_checkpointing.load(state(0), str(named), validate_access_integrity=False)

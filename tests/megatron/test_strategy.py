@@ -393,3 +393,40 @@ def test_a_resumed_launch_takes_ahead_what_its_first_async_save_needs(tmp_path: 
     for name in ("first", "2", "3", "4"):
         (tmp_path / name).mkdir()
     run_ranks(resumed, 2, tmp_path)
+
+
+def large(blank: bool) -> dict[str, Any]:
+    """What every rank wants all of: two large tensors, and many small ones."""
+    sharded = megatron().ShardedTensor.from_rank_offsets
+    rank = dist.get_rank()
+    values = {f"large{i}": torch.arange(3_000_000.0) + i for i in range(2)}
+    values |= {f"small{i}": torch.arange(100.0) + i for i in range(200)}
+    return {
+        key: sharded(key, torch.zeros_like(value) if blank else value, replica_id=rank) for key, value in values.items()
+    }
+
+
+def load_together(rank: int, path: Path, fully_parallel: bool) -> tuple[int, int, bool]:
+    dist_checkpointing = megatron()
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+
+    from mcore_ckpt import LoadOptions, TorchDistLoadStrategy, TorchDistSaveStrategy
+
+    if rank == 0:
+        path.mkdir()
+    dist.barrier()
+    dist_checkpointing.save(large(False), str(path), TorchDistSaveStrategy())
+    strategy = TorchDistLoadStrategy(options=LoadOptions(cooperative="on"))
+    wrapped = FullyParallelLoadStrategyWrapper(strategy) if fully_parallel else strategy
+    loaded = dist_checkpointing.load(large(True), str(path), wrapped)
+    same = all(torch.equal(loaded[key], leaf.data) for key, leaf in large(False).items())
+    assert strategy.stats is not None
+    return strategy.stats.bytes_from_storage, sum(leaf.data.nbytes for leaf in large(True).values()), same
+
+
+@pytest.mark.parametrize("fully_parallel", [False, True])
+def test_what_all_ranks_want_is_read_once(tmp_path: Path, fully_parallel: bool) -> None:
+    """With Megatron's wrapper, which divides the reading itself, and without it."""
+    asked, needed, same = zip(*run_ranks(load_together, 3, tmp_path / "checkpoint", fully_parallel), strict=True)
+    assert all(same)
+    assert sum(asked) < 1.02 * needed[0]

@@ -1,0 +1,484 @@
+"""One rank's part in a load of several: what it reads for the others, and what it takes of what they have read.
+
+    owner      reads a share of a file into its memory, and sends it to one rank of each other host that wants it
+    receiver   has the share in its memory then, as the owner has
+    takers     the ranks of a host copy what they want of a share out of the memory of the owner, or the receiver
+
+The memory of a rank is a ring of a few shares (`SharedMemory`). All ranks use shares in the order of the files. Each
+tells which shares it needs no more, and then the next ones take their place. So the lowest share that is not everywhere
+yet has room wherever it is requested, and its bytes are on their way: no two ranks wait for each other.
+
+Nothing is left out when something fails. Shares that cannot be had are handed on as failed, and raise where they are
+used. A rank that has failed otherwise goes on serving the others. One that has ended is noticed, and one that does
+not get on is named when the deadline has passed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import os
+import pickle
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from mcore_ckpt.core.crc import crc32
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.core.failures import describe, same_class
+from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.core.process import is_running
+from mcore_ckpt.core.ranks import RankGroup
+from mcore_ckpt.core.shared_memory import SharedMemory, host_identity
+from mcore_ckpt.core.threads import Crew
+from mcore_ckpt.items.open_files import OpenFiles, ReadStats
+from mcore_ckpt.load.shares import SHARE_BYTES, Member, Shares
+from mcore_ckpt.storage import direct_io
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
+
+# Words of a rank's memory: the number of the share from which on it may still take, the one from which on it has to
+# send, and whether it has found the memory of all others of its host; then a word for each slot.
+_TAKES, _SENDS, _ATTACHED, _SLOTS = 0, 1, 2, 16
+_WORDS: Final = 4096
+_NO_MORE: Final = 2**32 - 1
+# Why it has failed, as a pickle behind its length. The slots begin where a huge page can.
+_REPORT: Final = 4 * _WORDS
+_REPORT_BYTES: Final = 64 * 1024
+_DATA: Final = 2 * 1024 * 1024
+# Shares that all ranks of a host hold together, if each has two: more of them do not stay in the CPU's cache.
+_HELD: Final = 16
+_LOOK_S: Final = 1.0
+_SLICE_BYTES: Final = 512 * 1024
+# Goes ahead of a share: whether it has failed, its length, its CRC-32.
+_HEAD = struct.Struct("<QQQ")
+_TAGS: Final = 2**30
+
+T = TypeVar("T")
+
+
+class Ring:
+    """A rank's memory, for one load."""
+
+    def __init__(self, options: LoadOptions) -> None:
+        self.slots = max(2, min(options.buffer_bytes // SHARE_BYTES, _WORDS - _SLOTS))
+        self.crosses = options.cooperative == "on"
+        self.memory = SharedMemory.make(_DATA + self.slots * SHARE_BYTES, _WORDS)
+
+    def member(self) -> Member:
+        """By what the other ranks find it."""
+        return Member(host_identity(), os.getpid(), self.memory.fd, self.slots, self.crosses)
+
+
+class HandingOn:
+    """Takes part in a load; a context manager, within which `reader` serves files, and `in_turn` keeps the order.
+
+    Args:
+        shares: what is handed on, the same on all ranks.
+        rank: this rank, as `shares` and `group` count.
+        ring: of this rank, as its `Member` tells.
+        files: from which shares are read, and what is not handed on.
+        group: of the ranks, if some are on other hosts.
+    """
+
+    def __init__(
+        self,
+        shares: Shares,
+        rank: int,
+        ring: Ring,
+        files: OpenFiles,
+        options: LoadOptions,
+        stats: ReadStats,
+        group: RankGroup | None,
+    ) -> None:
+        self._shares = shares
+        self._rank = rank
+        self._memory = ring.memory
+        self._files = files
+        self._stats = stats
+        self._group = group
+        self._io_threads = options.io_threads
+        self._deadline_s = options.hand_on_deadline_s
+        self._lock = threading.Lock()
+        self._turns: dict[int, int] = {}  # shares that are in use, or from which on a span in work may use some
+        self._begun = 0  # the lowest share that spans to come may use
+        self._failure: BaseException | None = None
+        self._stopped = False
+        self._threads: list[threading.Thread] = []
+        self._lost: dict[int, str] = {}  # ranks from which nothing more comes, and why
+        self._plan()
+
+    def _plan(self) -> None:
+        shares, rank, members = self._shares, self._rank, self._shares.members
+        here = members[rank].host
+        count = len(shares.starts)
+        hosts = {other: member.host for other, member in members.items()}
+        numbers = np.arange(count)
+        self._takers = shares.ranks_of(here)  # by group
+        provider = np.full(count, -1, dtype=np.int64)
+        is_here = np.array([hosts[owner] == here for owner in shares.owners.tolist()], dtype=bool)
+        self._sends_to: dict[int, list[int]] = {}
+        for group, takers in enumerate(self._takers):
+            own = numbers[shares.groups == group]
+            if takers:
+                provider[own] = np.where(is_here[own], shares.owners[own], np.array(takers)[own % len(takers)])
+            by_host: dict[str, list[int]] = {}
+            for other in shares.wanting[group]:
+                if hosts[other] != here:
+                    by_host.setdefault(hosts[other], []).append(other)
+            if by_host:
+                for number in own[shares.owners[own] == rank].tolist():
+                    self._sends_to[number] = [others[number % len(others)] for others in by_host.values()]
+        self._provider = provider
+        self._place = np.zeros(count, dtype=np.int64)
+        for other in {int(other) for other in np.unique(provider)} - {-1}:
+            own = np.flatnonzero(provider == other)
+            self._place[own] = np.arange(len(own))
+        self._provides = np.flatnonzero(provider == rank)
+        self._ranks_here = sorted({other for takers in self._takers for other in takers})
+        most = max(2, _HELD // max(1, len(self._ranks_here)))
+        self._slots = {other: min(most, members[other].slots) for other in self._ranks_here}
+        line = int(shares.stops.max(initial=0)) + ALIGNMENT_BYTES
+        self._line = line
+        self._ends = shares.numbers * line + shares.stops
+        wants = np.array([rank in ranks for ranks in shares.wanting], dtype=bool)
+        wanted = numbers[wants[shares.groups]] if count else numbers
+        self._of_file: dict[str, tuple[list[int], list[int], list[int]]] = {}
+        for number, file in enumerate(shares.files):
+            own = wanted[shares.numbers[wanted] == number]
+            if len(own):
+                self._of_file[file] = own.tolist(), shares.starts[own].tolist(), shares.stops[own].tolist()
+
+    # --------------------------------------------------------------------------------------------------- begin and end
+
+    def __enter__(self) -> HandingOn:
+        self._memories = {self._rank: self._memory}
+        try:
+            if self._rank in self._ranks_here:
+                self._attach()
+            for work in (self._read_shares, self._receive_shares, self._send_shares):
+                thread = threading.Thread(target=self._serve, args=(work,), name="mcore_ckpt-hand-on", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self._end(interrupted=True)
+            raise
+        return self
+
+    def _attach(self) -> None:
+        for other in self._ranks_here:
+            if other != self._rank:
+                member = self._shares.members[other]
+                try:
+                    self._memories[other] = SharedMemory.of(member.pid, member.fd, _WORDS)
+                except OSError as error:
+                    raise LoadError(
+                        f"the memory of rank {other} (process {member.pid}), which reads for this rank, cannot be "
+                        f"opened: {error}; it has ended, or its process may not be looked into: set cooperative='off'"
+                    ) from error
+        self._memory[_ATTACHED] = 1
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._end(interrupted=error is not None and not isinstance(error, Exception))
+        if error is None and self._failure is not None:
+            raise self._failure
+
+    def _end(self, *, interrupted: bool) -> None:
+        self._stopped = self._stopped or interrupted
+        self._memory[_TAKES] = _NO_MORE
+        try:
+            for thread in self._threads:
+                thread.join()
+            for other in self._ranks_here:  # whose memory may go when all have found it
+                if other in self._memories and not self._stopped:
+                    with contextlib.suppress(LoadError):
+                        self._wait(other, _ATTACHED, bool, "has not begun to read")
+        finally:
+            for memory in self._memories.values():
+                memory.close()
+
+    # --------------------------------------------------------------------------------------------------------- taking
+
+    def in_order(self, spans: Iterable[T]) -> Iterator[T]:
+        """Spans, which have a file and a start, in the order of the files; each is `ended` when it has been read."""
+        for span in spans:
+            first = self._first_share(span)
+            with self._lock:
+                self._begun = max(self._begun, first)
+                self._turns[first] = self._turns.get(first, 0) + 1
+            yield span
+
+    def ended(self, span: Any) -> None:
+        """A span has been read."""
+        with self._lock:
+            self._release(self._first_share(span))
+
+    def _first_share(self, span: Any) -> int:
+        files, file = self._shares.files, span.file
+        number = bisect.bisect_left(files, file)
+        known = number < len(files) and files[number] == file
+        start = span.start // ALIGNMENT_BYTES * ALIGNMENT_BYTES if known else 0
+        return int(np.searchsorted(self._ends, number * self._line + start, "right"))
+
+    def _release(self, share: int) -> None:
+        self._turns[share] -= 1
+        if not self._turns[share]:
+            del self._turns[share]
+            takes = min(min(self._turns, default=self._begun), self._begun)
+            if takes > self._memory[_TAKES]:
+                self._memory[_TAKES] = takes
+
+    @contextmanager
+    def reader(self, name: str) -> Iterator[RangeReader]:
+        """The reader of a file; shares that are handed on come out of memory."""
+        shares = self._of_file.get(name)
+        with self._files.reader(name) as reader:
+            yield reader if shares is None else _SharedReader(reader, self, *shares)
+
+    def copy(self, share: int, offset: int, view: memoryview, arrived: Callable[[memoryview], None] | None) -> bool:
+        """Copy bytes of a share, when it has come; False if this rank has said that it does not need it any more."""
+        with self._lock:
+            if share < self._memory[_TAKES]:
+                return False
+            self._turns[share] = self._turns.get(share, 0) + 1
+        try:
+            source = self._share(share)[offset : offset + len(view)]
+            for done in range(0, len(view), _SLICE_BYTES):
+                part = view[done : done + _SLICE_BYTES]
+                direct_io.copy_bytes(part, source[done : done + len(part)])
+                if arrived is not None:
+                    arrived(part)
+        finally:
+            with self._lock:
+                self._release(share)
+        self._stats.add(bytes_shared=len(view))
+        return True
+
+    def _share(self, share: int) -> memoryview:
+        provider, place = int(self._provider[share]), int(self._place[share])
+        slot, turn = self._slot_of(provider, place)
+        what = f"has not handed on {self._named(share)}"
+        word = self._wait(provider, _SLOTS + slot, lambda word: word >= turn, what)
+        if word != turn:
+            raise self._failure_of(provider, share)
+        return self._slot(provider, slot, self._length(share))
+
+    def _slot_of(self, rank: int, place: int) -> tuple[int, int]:
+        """Where a rank puts the share that has this place among its own; and the word that says that it is there."""
+        turn, slot = divmod(place, self._slots[rank])
+        return slot, 2 * (turn + 1)
+
+    def _slot(self, rank: int, slot: int, nbytes: int) -> memoryview:
+        start = _DATA + slot * SHARE_BYTES
+        return self._memories[rank].view[start : start + nbytes]
+
+    def _length(self, share: int) -> int:
+        return int(self._shares.stops[share] - self._shares.starts[share])
+
+    def _named(self, share: int) -> str:
+        shares = self._shares
+        return f"bytes [{shares.starts[share]}, {shares.stops[share]}) of {shares.files[shares.numbers[share]]}"
+
+    def _failure_of(self, provider: int, share: int) -> BaseException:
+        if provider == self._rank and self._failure is not None:
+            return self._failure
+        view = self._memories[provider].view[_REPORT : _REPORT + _REPORT_BYTES]
+        nbytes = int.from_bytes(view[:8], "little")
+        report = pickle.loads(view[8 : 8 + nbytes]) if nbytes else None
+        if report is None:
+            return LoadError(f"rank {provider} could not hand on {self._named(share)}")
+        if report.message.startswith("rank "):
+            return same_class(report, LoadError)(report.message)
+        return same_class(report, LoadError)(f"rank {provider}, which reads for others, failed: {report.message}")
+
+    def _wait(self, rank: int, word: int, ready: Callable[[int], bool], what: str) -> int:
+        """A word of a rank's memory when it is `ready`. Raises `LoadError` if the rank has ended, or takes too long."""
+        memory = self._memories[rank]
+        until_s = time.monotonic() + self._deadline_s
+        while not ready(seen := memory[word]):
+            if self._stopped:
+                raise LoadError("the load was interrupted")
+            memory.wait(word, seen, min(_LOOK_S, self._deadline_s))
+            if memory[word] != seen:
+                continue
+            pid = self._shares.members[rank].pid
+            if not is_running(pid):
+                raise LoadError(f"rank {rank} (process {pid}) has ended during a load, and {what}")
+            if time.monotonic() >= until_s:
+                raise LoadError(
+                    f"rank {rank} (process {pid}) {what} for {self._deadline_s:g} s (hand_on_deadline_s): it hangs, "
+                    "its storage does not answer, or it has raised an error; see its output"
+                )
+        return seen
+
+    # -------------------------------------------------------------------------------------------------------- serving
+
+    def _serve(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  (raised when the load ends)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = error
+            report = pickle.dumps(describe(error))
+            if len(report) <= _REPORT_BYTES - 8:
+                view = self._memory.view[_REPORT : _REPORT + _REPORT_BYTES]
+                view[8 : 8 + len(report)] = report
+                view[:8] = len(report).to_bytes(8, "little")
+
+    def _read_shares(self) -> None:
+        own = self._provides[self._shares.owners[self._provides] == self._rank].tolist()
+        with Crew(self._io_threads, "mcore_ckpt-read-for-others") as crew:
+            for share in own:
+                self._make_room(share)
+                crew.submit(lambda share=share: self._provide(share, self._read))  # type: ignore[misc]
+
+    def _read(self, share: int, view: memoryview) -> None:
+        shares = self._shares
+        start, nbytes = int(shares.starts[share]), len(view)
+        with self._files.reader(shares.files[shares.numbers[share]]) as reader:
+            # Ranges are widened to whole pages, of which the last one may not be there.
+            nbytes = min(nbytes, max(reader.size_bytes - start, 0))
+            reader.read_into(start, view[:nbytes])
+        self._stats.add(bytes_provided=nbytes)
+
+    def _receive_shares(self) -> None:
+        for share in self._provides[self._shares.owners[self._provides] != self._rank].tolist():
+            self._make_room(share)
+            self._provide(share, self._receive, always=True)
+
+    def _make_room(self, share: int) -> None:
+        """Wait until nobody needs any more what has the share's place."""
+        place, slots = int(self._place[share]), self._slots[self._rank]
+        if place < slots or self._failure is not None:
+            return
+        before = int(self._provides[place - slots])
+        name = self._named(before)
+        try:
+            for taker in self._takers[self._shares.groups[before]]:
+                # One that has ended takes nothing, and is missed when all ranks come together.
+                if is_running(self._shares.members[taker].pid) or self._memories[taker][_TAKES] > before:
+                    self._wait(taker, _TAKES, lambda takes: takes > before, f"has not taken {name}")
+            if before in self._sends_to:
+                self._wait(self._rank, _SENDS, lambda sends: sends > before, f"has not sent {name}")
+        except LoadError as error:
+            self._fail(error)
+
+    def _provide(self, share: int, fill: Callable[[int, memoryview], None], *, always: bool = False) -> None:
+        """Fill a share's place, and say so; `always`: also if this rank has failed, since the share is sent."""
+        slot, turn = self._slot_of(self._rank, int(self._place[share]))
+        if self._stopped:
+            self._fail(LoadError("the load was interrupted"))
+        failed = self._failure is not None
+        view = (
+            memoryview(bytearray(self._length(share))) if failed else self._slot(self._rank, slot, self._length(share))
+        )
+        try:
+            if always or not failed:
+                fill(share, view)
+        except BaseException as error:  # noqa: BLE001  (raised where the share is used, and at the end)
+            self._fail(error)
+        self._memory[_SLOTS + slot] = turn + int(self._failure is not None)
+
+    # --------------------------------------------------------------------------------------------------- between hosts
+
+    def _send_shares(self) -> None:
+        lost: dict[int, BaseException] = {}
+        for share, receivers in sorted(self._sends_to.items()):
+            slot, turn = self._slot_of(self._rank, int(self._place[share]))
+            word = self._wait(self._rank, _SLOTS + slot, turn.__le__, f"has not read {self._named(share)}")
+            if word == turn:
+                content = self._slot(self._rank, slot, self._length(share))
+                head = _HEAD.pack(0, len(content), crc32(content))
+            else:
+                length = int.from_bytes(self._memory.view[_REPORT : _REPORT + 8], "little")
+                content = self._memory.view[_REPORT + 8 : _REPORT + 8 + length]
+                head = _HEAD.pack(1, len(content), crc32(content))
+            for receiver in receivers:
+                if receiver in lost:
+                    continue
+                try:
+                    assert self._group is not None
+                    tag = 1 + share % _TAGS
+                    self._group.send_to(receiver, memoryview(bytearray(head)), tag)
+                    if len(content):
+                        self._group.send_to(receiver, content, tag)
+                except (RuntimeError, ValueError) as error:
+                    lost[receiver] = error
+            self._memory[_SENDS] = share + 1
+        self._memory[_SENDS] = _NO_MORE
+        if lost:
+            first = min(lost)
+            raise LoadError(f"rank {first} does not take what is read for it: {lost[first]}")
+
+    def _receive(self, share: int, view: memoryview) -> None:
+        owner = int(self._shares.owners[share])
+        head = memoryview(bytearray(_HEAD.size))
+        assert self._group is not None
+        tag = 1 + share % _TAGS
+        if owner in self._lost:
+            raise LoadError(self._lost[owner])
+        try:
+            self._group.receive_from(owner, head, tag)
+            failed, nbytes, expected = _HEAD.unpack(head)
+            content = memoryview(bytearray(nbytes)) if failed else view[:nbytes]
+            if nbytes:
+                self._group.receive_from(owner, content, tag)
+        except (RuntimeError, ValueError) as error:
+            self._lost[owner] = f"rank {owner} has not handed on {self._named(share)}: {error}"
+            raise LoadError(self._lost[owner]) from error
+        if crc32(content) != expected:
+            raise CorruptCheckpointError(
+                f"{self._named(share)} came from rank {owner} with other bytes than were sent: check the network"
+            )
+        if failed:
+            report = pickle.loads(content) if nbytes else None
+            message = "" if report is None else report.message
+            said = (
+                message if message.startswith("rank ") else f"rank {owner}, which reads for others, failed: {message}"
+            )
+            raise (LoadError if report is None else same_class(report, LoadError))(said)
+
+
+class _SharedReader(RangeReader):
+    """A file of which some shares come out of memory: `[starts[i], stops[i])` are share `numbers[i]`."""
+
+    def __init__(
+        self, reader: RangeReader, shared: HandingOn, numbers: list[int], starts: list[int], stops: list[int]
+    ) -> None:
+        self.name = reader.name
+        self.size_bytes = reader.size_bytes
+        self._reader = reader
+        self._shared = shared
+        self._numbers, self._starts, self._stops = numbers, starts, stops
+
+    def read_into(self, offset: int, view: memoryview, arrived: Callable[[memoryview], None] | None = None) -> None:
+        view = view.cast("B")
+        self.check_range(offset, len(view))
+        done = 0
+        while done < len(view):
+            position = offset + done
+            at = bisect.bisect_right(self._starts, position) - 1
+            inside = at >= 0 and position < self._stops[at]
+            end = self._stops[at] if inside else self._starts[at + 1] if at + 1 < len(self._starts) else self.size_bytes
+            part = view[done : done + end - position]
+            if not (inside and self._shared.copy(self._numbers[at], position - self._starts[at], part, arrived)):
+                self._reader.read_into(position, part, arrived)
+            done += len(part)
+
+    def is_cached(self, offset: int, length: int) -> bool:
+        at = bisect.bisect_right(self._starts, offset) - 1
+        if at >= 0 and offset < self._stops[at]:
+            return True
+        return self._reader.is_cached(offset, length)
+
+    def close(self) -> None:
+        """It belongs to others."""
