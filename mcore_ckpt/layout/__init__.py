@@ -6,6 +6,6 @@ check of all plans.
 Must not know: how bytes get into files, processes, Megatron's classes.
 
 Modules: accesses, buckets, dense_tensors, file_image, fingerprint, plan_check, plans, save_index, shards,
-torch_classes.
-With torch: accesses, dense_tensors, fingerprint, save_index, torch_classes.
+torch_classes, _dcp_tensors.
+With torch: accesses, dense_tensors, fingerprint, save_index, torch_classes, _dcp_tensors.
 """

@@ -1,13 +1,15 @@
-"""The fingerprint of the state that ranks hold in memory: Megatron's sharded tensors, whatever the layout.
+"""The fingerprint of the state that ranks hold in memory: Megatron's sharded tensors, whatever the layout, or DTensors.
 
 Without names each rank sums up its main replicas, and one reduction of 40 bytes puts the parts together. With names it
-sums up all its replicas, and the coordinator compares them.
+sums up all its replicas, and the coordinator compares them. So it does for the tensors of plain DCP, of which no rank
+by itself knows who else holds the same.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import secrets
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +28,7 @@ from mcore_ckpt.core.fingerprints import (
 )
 from mcore_ckpt.core.ranks import coordination_group
 from mcore_ckpt.format.index import parse_shadow_key
+from mcore_ckpt.layout._dcp_tensors import dcp_tensors
 from mcore_ckpt.layout.dense_tensors import check_memory, pointer_of
 from mcore_ckpt.layout.shards import is_main_replica, is_sharded_tensor, leaves, local_box
 from mcore_ckpt.layout.torch_classes import dtype_name
@@ -48,6 +51,8 @@ def fingerprint(
 
     Args:
         sharded_state_dict: nested dict/list with Megatron's sharded tensors, and factories of them, which are built.
+            Without any of Megatron's, a state dict as plain DCP saves it: its tensors and DTensors (FSDP2) count, under
+            the keys that DCP gives them.
         process_group: the ranks that hold it together; None: all.
         names: also return the fingerprint of each tensor, on every rank, and compare replicas with the ones that would
             be saved. All replicas are read then, and lists of them are exchanged.
@@ -59,10 +64,12 @@ def fingerprint(
     group = coordination_group(process_group)
     what = "take the fingerprint of the state"
     if not names:
-        words = group.run_xor(what, lambda: _words_of_rank(sharded_state_dict).words, wrap=PlanError)
-        return StateFingerprint(str(StateWords(tuple(words))))
+        *words, by_dcp = group.run_xor(what, lambda: _words_of_rank(sharded_state_dict), wrap=PlanError)
+        if not by_dcp:
+            return StateFingerprint(str(StateWords(tuple(words))))
     gathered = group.run_gather(what, lambda: list(parts_of(sharded_state_dict, replicas=True)), wrap=PlanError)
-    return group.run_on_coordinator(what, lambda: _compared(gathered or []), wrap=PlanError)
+    found = group.run_on_coordinator(what, lambda: _compared(gathered or []), wrap=PlanError)
+    return found if names else StateFingerprint(found.total)
 
 
 class Part(NamedTuple):
@@ -74,7 +81,7 @@ class Part(NamedTuple):
     box: Box
     stretch: tuple[int, int]  # in elements of the flattened slice
     crc: int  # what it adds to the tensor's CRC-32
-    is_main: bool
+    is_main: bool | None  # None: not known; one of those that hold this slice is
 
     @property
     def is_first(self) -> bool:
@@ -83,14 +90,27 @@ class Part(NamedTuple):
         return start == 0 and not any(self.box.offsets) and (stop > 0 or not math.prod(self.shape))
 
 
-def _words_of_rank(tree: Any) -> StateWords:
-    return state_words(
-        (part.key, part.dtype, part.shape, part.crc, part.is_first) for part in parts_of(tree, replicas=False)
-    )
+def _words_of_rank(tree: Any) -> tuple[int, ...]:
+    """The words of this rank's main replicas, and one more: a random number where the state is plain DCP's."""
+    built = _built(tree)
+    if _is_dcps(built):
+        return (*state_words(()).words, secrets.randbits(64) or 1)
+    parts = parts_of(built, replicas=False)
+    return (*state_words((part.key, part.dtype, part.shape, part.crc, part.is_first) for part in parts).words, 0)
+
+
+def _is_dcps(tree: Any) -> bool:
+    """Whether nothing of Megatron's is there, but tensors are."""
+    return next(leaves(tree), None) is None and any(True for _ in dcp_tensors(tree))
 
 
 def parts_of(tree: Any, *, replicas: bool) -> Iterator[Part]:
     """The main replicas of this rank, or all replicas, summed up."""
+    tree = _built(tree)
+    if replicas and next(leaves(tree), None) is None:
+        for key, data, shape, box in dcp_tensors(tree):
+            yield _part(key, data, shape, box, (0, math.prod(box.sizes)), None)
+        return
     for shard in shards_of(tree):
         shadow = parse_shadow_key(shard.key)
         is_main = shadow is None and is_main_replica(shard)
@@ -134,9 +154,15 @@ def part_of_shard(key: str, shard: Any, is_main: bool) -> Part:
             f"{key}: the shard at {list(box.offsets)} has data of shape {list(data.shape)}, expected "
             f"{stretch[1] - stretch[0]} elements of the slice of sizes {list(sizes)}"
         )
+    return _part(key, data, shape, box, stretch, is_main)
+
+
+def _part(
+    key: str, data: torch.Tensor, shape: tuple[int, ...], box: Box, stretch: tuple[int, int], is_main: bool | None
+) -> Part:
     elem_bytes, crc = data.element_size(), 0
     with torch.no_grad():
-        for content, inside in _contents(key, data, sizes, stretch):
+        for content, inside in _contents(key, data, box.sizes, stretch):
             lies = Box(tuple(map(operator.add, box.offsets, inside.offsets)), inside.sizes)
             crc ^= part_of(content, shape, lies, elem_bytes)
     return Part(key, dtype_name(data.dtype), shape, box, stretch, crc, is_main)
@@ -169,7 +195,7 @@ def _compared(gathered: list[list[Part]]) -> StateFingerprint:
         for part in parts:
             known = slices.setdefault((part.key, part.box, part.stretch), [])
             known.append((rank, part))
-            if part.is_main:
+            if part.is_main or (part.is_main is None and len(known) == 1):
                 mains.setdefault(part.key, []).append((rank, part))
     tensors: dict[str, TensorFingerprint] = {}
     for key, of_key in mains.items():

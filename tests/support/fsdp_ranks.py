@@ -9,9 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-__all__ = ["load_megatron_fsdp", "save_fsdp", "save_megatron_fsdp"]
+__all__ = ["MESHES", "load_megatron_fsdp", "save_fsdp", "save_megatron_fsdp", "take_fingerprints"]
 
 
 def _module_of(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
@@ -120,4 +120,51 @@ def load_megatron_fsdp(rank: int, source: Path, tensors: dict[str, torch.Tensor]
         for key, value in state["optimizer"]["state"].items()
     }
     found["meta"] = state["optimizer"]["param_to_group_meta"]
+    return found
+
+
+MESHES = {"fsdp": ("shard",), "hsdp": ("replicate", "shard"), "fsdp-tp": ("shard", "tp")}
+if torch.__version__ < "2.7":  # 2.6 divides no tensor twice whose rows it cannot divide evenly
+    del MESHES["fsdp-tp"]
+
+
+def take_fingerprints(rank: int, root: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The fingerprint of the same tensors under several divisions, by plain DCP saved and loaded again, and damaged."""
+    import mcore_ckpt
+    from mcore_ckpt import fingerprint
+
+    world = torch.distributed.get_world_size()
+    found: dict[str, Any] = {"plain": fingerprint({"model": tensors}).total}
+    for name, axes in MESHES.items():
+        shape = (world,) if len(axes) == 1 else (world // 2, 2)
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=axes)
+        model = _module_of(tensors)
+        if "tp" in axes:
+            for owner in model.modules():
+                for key, value in list(owner.named_parameters(recurse=False)):
+                    divided = torch.nn.Parameter(distribute_tensor(value.detach(), mesh["tp"], [Shard(value.ndim - 1)]))
+                    owner.register_parameter(key, divided)
+            mesh = mesh["shard"]
+        for layer in model.get_submodule("model.layers").children():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        state: dict[str, Any] = {"model": get_model_state_dict(model)}
+        before = fingerprint(state, names=True)
+        assert before.total == fingerprint(state).total
+        assert before.diverged == ()
+        found[name] = before.total
+        for side, writer in (("ours", mcore_ckpt.FileSystemWriterAsync), ("stock", dcp.FileSystemWriter)):
+            dcp.save(state, storage_writer=writer(root / f"{name}-{side}"))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert fingerprint(state).total != before.total
+        dcp.load(state, storage_reader=mcore_ckpt.FileSystemReader(root / f"{name}-ours"))
+        found[f"{name}, loaded"] = fingerprint(state).total
+        with torch.no_grad():
+            if rank == world - 1:
+                key = "model.layers.1.mlp.up_proj.weight"
+                state["model"][key].to_local().view(torch.uint8)[0, 0] ^= 1
+        damaged = fingerprint(state, names=True)
+        found[f"{name}, damaged"] = (before.differing(damaged), [(one.key, one.ranks) for one in damaged.diverged])
     return found
