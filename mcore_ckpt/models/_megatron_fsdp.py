@@ -265,13 +265,17 @@ def _states(index: CheckpointIndex, keys: list[str], common: Mapping[str, Any]) 
         named = _STATE_KEY.fullmatch(key)
         state = "" if named is None else named["state"]
         kind = "param" if state in _MAIN_PARAMETERS else state
-        if named is None or kind not in ("param", *_MOMENTS) or index.mcore_data.get(key):
+        if named is None or index.mcore_data.get(key):
             layout = optimizer_layout(index, common)
             raise OptionError(
-                f"{index.path}: {key}: expected Adam's moments in the shapes of their parameters, as layout "
-                f"fully_reshardable has them; this is {layout!r}. Make it so with `mcore-ckpt reshard "
-                "--optimizer-layout fully_reshardable`, or leave the optimizer out (--drop-optimizer). Nothing was "
-                "written"
+                f"{index.path}: its optimizer state is {layout!r}; expected fully_reshardable, in the shapes of the "
+                "parameters. Make it so with `mcore-ckpt reshard --optimizer-layout "
+                "fully_reshardable`, or leave the optimizer out (--drop-optimizer). Nothing was written"
+            )
+        if kind not in ("param", *_MOMENTS):
+            raise OptionError(
+                f"{index.path}: {key} is no state of Adam, with which Megatron-FSDP goes on; leave the optimizer out "
+                "(--drop-optimizer). Nothing was written"
             )
         found.setdefault(kind, {})[named["key"]] = key
     if not found:

@@ -135,7 +135,8 @@ def test_what_has_no_place_in_megatron_fsdp_is_refused(tmp_path: Path) -> None:
 
     # of the optimizer; of the model
     for pattern, new, error, message in (
-        (r"exp_avg\.", "momentum.", OptionError, r"expected Adam's moments.*--drop-optimizer"),
+        (r"exp_avg\.", "momentum.", OptionError, r"momentum\..* is no state of Adam.*--drop-optimizer"),
+        (r"optimizer\.state\.exp_avg\.", "optimizer.distributed.", OptionError, "expected fully_reshardable"),
         (r"exp_avg\.embedding.*", None, CorruptCheckpointError, "does not fit the model.*embedding.word_embeddings"),
         (r"^decoder\.layers\.", "encoder.layers.", OptionError, "known of a decoder's layers"),
         (r"\.mlp\.linear_fc2", ".mixer.in_proj", OptionError, "modules of Mamba and of linear attention"),

@@ -271,11 +271,21 @@ def _layer_wise_optimizer(config: Any, model: list[Any]) -> Any:
 
     names = {torch.optim.SGD: ("momentum_buffer",), FusedAdam: ("exp_avg", "exp_avg_sq")}
     trained = [parameter for parameter in model[0].parameters() if parameter.requires_grad]
-    matrices, others = ([one for one in trained if (one.dim() == 2) is wanted] for wanted in (True, False))
-    group = {"is_expert_parallel": False, "is_decoupled_lr": False, "wd_mult": 1.0, "lr_mult": 1.0}
+
+    def groups_of(matrices: bool) -> list[dict[str, Any]]:
+        """As Megatron groups them: what experts on several ranks have is by itself."""
+        settings = {"is_decoupled_lr": False, "wd_mult": 1.0, "lr_mult": 1.0}
+        own = [one for one in trained if (one.dim() == 2) is matrices]
+        divided = {
+            wanted: [one for one in own if getattr(one, "allreduce", True) is not wanted] for wanted in (False, True)
+        }
+        return [
+            {"params": found, "is_expert_parallel": expert, **settings} for expert, found in divided.items() if found
+        ]
+
     optimizers = [
-        torch.optim.SGD([{"params": matrices, **group}], lr=config.lr, momentum=0.9),
-        FusedAdam([{"params": others, **group}], lr=config.lr),
+        torch.optim.SGD(groups_of(True), lr=config.lr, momentum=0.9),
+        FusedAdam(groups_of(False), lr=config.lr),
     ]
     groups = ProcessGroupCollection.use_mpu_process_groups()
     more = {"model_chunks": model} if megatron_version() >= (0, 17) else {}
