@@ -9,6 +9,7 @@ coordinator's writer process does that on a second thread (`writing/writer_job.p
 from __future__ import annotations
 
 import pickle
+import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -40,12 +41,14 @@ class LocalPlan:
 
     def encode(self) -> bytes:
         """The plan as bytes, to send to the coordinator of this process group."""
-        return pickle.dumps(tuple(getattr(self, name) for name in self.__slots__), protocol=5)
+        columns = pickle.dumps(tuple(getattr(self, name) for name in self.__slots__), protocol=5)
+        # A tenth of the bytes for a tenth of the time: keys and shapes are alike. The coordinator keeps those of all.
+        return zlib.compress(columns, 1)
 
     @classmethod
     def decode(cls, data: bytes) -> LocalPlan:
         """The inverse of `encode`; only for bytes that a rank of this process group sent."""
-        return cls(*pickle.loads(data))
+        return cls(*pickle.loads(zlib.decompress(data)))
 
 
 class LocalPlanBuilder:
