@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -16,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import mcore_ckpt
+from examples import small_run
 from mcore_ckpt import LoadOptions, SaveOptions
 from mcore_ckpt.commands.cli import main, make_parser
-from tests.support.model_like import model_tensors, write_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -105,61 +104,11 @@ WITH_SESSIONS = [
 ]
 
 
-def write_llama(directory: Path) -> None:
-    """A small random Llama, as `transformers` would have saved it."""
-    import torch
-    from safetensors.torch import save_file
-
-    hidden, inner, heads, kv_heads, vocabulary = 32, 64, 4, 2, 256
-    shapes = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
-    shapes["lm_head.weight"] = (vocabulary, hidden)
-    for layer in range(2):
-        head_size = hidden // heads
-        for name, shape in {
-            "self_attn.q_proj": (hidden, hidden),
-            "self_attn.k_proj": (kv_heads * head_size, hidden),
-            "self_attn.v_proj": (kv_heads * head_size, hidden),
-            "self_attn.o_proj": (hidden, hidden),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-        }.items():
-            shapes[f"model.layers.{layer}.{name}.weight"] = shape
-    generator = torch.Generator().manual_seed(1)
-    tensors = {key: torch.randn(shape, generator=generator).bfloat16() for key, shape in shapes.items()}
-    directory.mkdir()
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": 2,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "torch_dtype": "bfloat16",
-    }
-    (directory / "config.json").write_text(json.dumps(config))
-
-
 @pytest.fixture
 def example_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The run that pages show: two checkpoints of a small model at TP 2, and a copy of the newer one."""
-    for iteration in (100, 200):
-        write_model(tmp_path / "run" / f"iter_{iteration:07d}", tensors=model_tensors(iteration))
-    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("200")
-    shutil.copytree(tmp_path / "run" / "iter_0000200", tmp_path / "copy" / "iter_0000200")
-    write_llama(tmp_path / "Llama-small")
+    monkeypatch.chdir(tmp_path)
+    small_run.main()
     shutil.copy(ROOT / "examples" / "two_tiers.py", tmp_path)
     (tmp_path / "bin").mkdir()
     for name, start in (("python", ""), ("mcore-ckpt", "-m mcore_ckpt ")):
@@ -168,7 +117,6 @@ def example_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
-    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -248,7 +196,7 @@ def test_examples_run(name: str, example_run: Path, request: pytest.FixtureReque
 
 def test_every_example_is_run_or_says_that_it_never_was() -> None:
     for path in sorted((ROOT / "examples").iterdir()):
-        if path.name not in {*EXAMPLES, "two_tiers.py"}:
+        if path.name not in {*EXAMPLES, "small_run.py", "two_tiers.py"}:
             assert "\n# Never run: " in path.read_text()[:200], path.name
         if path.suffix in (".sh", ".sbatch"):
             subprocess.run(["bash", "-n", path], check=True)
