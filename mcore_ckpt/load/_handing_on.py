@@ -16,7 +16,7 @@ not get on is named when the deadline has passed.
 from __future__ import annotations
 
 import bisect
-import contextlib
+import logging
 import os
 import pickle
 import struct
@@ -41,10 +41,13 @@ from mcore_ckpt.load.shares import SHARE_BYTES, Member, Shares
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
 
+_logger = logging.getLogger(__name__)
+
 # Words of a rank's memory: the number of the share from which on it may still take, the one from which on it has to
 # send, and whether it has found the memory of all others of its host; then a word for each slot.
 _TAKES, _SENDS, _ATTACHED, _SLOTS = 0, 1, 2, 16
 _WORDS: Final = 4096
+_YES, _NO = 1, 2
 _NO_MORE: Final = 2**32 - 1
 # Why it has failed, as a pickle behind its length. The slots begin where a huge page can.
 _REPORT: Final = 4 * _WORDS
@@ -158,29 +161,52 @@ class HandingOn:
     def __enter__(self) -> HandingOn:
         self._memories = {self._rank: self._memory}
         try:
-            if self._rank in self._ranks_here:
-                self._attach()
-            for work in (self._read_shares, self._receive_shares, self._send_shares):
+            if not self._all_are_attached():
+                self._of_file.clear()
+                return self
+            own = self._shares.owners[self._provides] == self._rank
+            works = {
+                self._read_shares: own.any(),
+                self._receive_shares: not own.all(),
+                self._send_shares: self._sends_to,
+            }
+            for work in (work for work, is_any in works.items() if is_any):
                 thread = threading.Thread(target=self._serve, args=(work,), name="mcore_ckpt-hand-on", daemon=True)
                 thread.start()
                 self._threads.append(thread)
-        except BaseException:
+        except BaseException as error:
+            self._fail(error)
+            for slot in range(self._slots.get(self._rank, 0)):
+                self._memory[_SLOTS + slot] = _NO_MORE  # which is no turn: the others are told that it has failed
             self._end(interrupted=True)
             raise
         return self
 
-    def _attach(self) -> None:
-        for other in self._ranks_here:
-            if other != self._rank:
-                member = self._shares.members[other]
-                try:
-                    self._memories[other] = SharedMemory.of(member.pid, member.fd, _WORDS)
-                except OSError as error:
-                    raise LoadError(
-                        f"the memory of rank {other} (process {member.pid}), which reads for this rank, cannot be "
-                        f"opened: {error}; it has ended, or its process may not be looked into: set cooperative='off'"
-                    ) from error
-        self._memory[_ATTACHED] = 1
+    def _all_are_attached(self) -> bool:
+        """Open the memory of the other ranks of this host. False if one of them cannot: then all read for themselves,
+        unless other hosts count on them.
+        """
+        members, failure = self._shares.members, None
+        others = [rank for rank in self._ranks_here if rank != self._rank]
+        for other in others:
+            try:
+                self._memories[other] = SharedMemory.of(members[other].pid, members[other].fd, _WORDS)
+            except OSError as error:
+                failure = LoadError(
+                    f"the memory of rank {other} (process {members[other].pid}), which reads for rank {self._rank}, "
+                    f"cannot be opened: {error}; it has ended, or may not be looked into: set cooperative='off'"
+                )
+        self._memory[_ATTACHED] = _YES if failure is None else _NO
+        found = [
+            self._wait(other, _ATTACHED, bool, "has not begun to read") for other in self._memories if other in others
+        ]
+        if failure is None and _NO not in found:
+            return True
+        if self._shares.is_between_hosts:
+            raise failure or LoadError("a rank of this host cannot open the memory of another: set cooperative='off'")
+        if failure is not None:
+            _logger.warning("each rank of this host reads for itself: %s", failure)
+        return False
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._end(interrupted=error is not None and not isinstance(error, Exception))
@@ -193,10 +219,6 @@ class HandingOn:
         try:
             for thread in self._threads:
                 thread.join()
-            for other in self._ranks_here:  # whose memory may go when all have found it
-                if other in self._memories and not self._stopped:
-                    with contextlib.suppress(LoadError):
-                        self._wait(other, _ATTACHED, bool, "has not begun to read")
         finally:
             for memory in self._memories.values():
                 memory.close()

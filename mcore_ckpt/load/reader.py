@@ -204,22 +204,23 @@ class FileSystemReader(StorageReader):
         return self._offer(list(plan.ranges()))
 
     def _offer(self, ranges: Sequence[tuple[str, int, int, int]]) -> tuple[WantedRanges, Member] | None:
-        if self.options.cooperative == "auto" and not self._is_worth_sharing(ranges):
+        if self.options.cooperative == "auto" and (
+            sum(stop - start for _, start, stop, _ in ranges) < _WORTH_BYTES
+            or self._is_cached(ranges[:: len(ranges) // _LOOKS + 1])
+        ):
             return None
         self._ring = Ring(self.options)
         return WantedRanges.of(ranges, max(CHEAP_GAP_BYTES, self._files.request_bytes)), self._ring.member()
 
-    def _is_worth_sharing(self, ranges: Sequence[tuple[str, int, int, int]]) -> bool:
-        """Whether it is much, and the page cache of this host does not have most of it, as far as a few looks tell."""
-        if sum(stop - start for _, start, stop, _ in ranges) < _WORTH_BYTES:
-            return False
+    def _is_cached(self, ranges: Iterable[tuple[str, int, int, int]]) -> bool:
+        """Whether the page cache of this host has most of these ranges, as far as their beginnings tell."""
         if self.options.page_cache == "off" or self._files.request_bytes:  # a store, which has none
-            return True
+            return False
         looks = []
-        for file, start, stop, _ in ranges[:: max(1, len(ranges) // _LOOKS)]:
+        for file, start, stop, _ in ranges:
             with contextlib.suppress(LoadError), self._files.open_reader(file) as reader:  # raised when it is read
                 looks.append(reader.is_cached(start, min(stop - start, _LOOK_BYTES, reader.size_bytes - start)))
-        return 2 * sum(looks) <= len(looks)
+        return 2 * sum(looks) > len(looks)
 
     @contextmanager
     def handing_on(self, shares: Shares | None, rank: int, group: RankGroup | None) -> Iterator[None]:
@@ -338,6 +339,10 @@ class FileSystemReader(StorageReader):
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         if alone or self.options.cooperative == "off" or self._rank is not None:
             return plan
+        if self.options.cooperative == "auto":  # most loads are of what has just been written: that is seen at once
+            few = plan.items[:: len(plan.items) // _LOOKS + 1]
+            if self._is_cached(self._ranges(few)):
+                return plan
         offer = self._offer(list(self._ranges(plan.items)))
         return plan if offer is None else replace(plan, storage_data=offer)
 

@@ -74,6 +74,38 @@ def test_what_one_rank_wants_it_reads_itself(checkpoint: Path) -> None:
     assert asked[2] < 1.25 * needed[2]  # headers, too
 
 
+def _shared_bytes(rank: int, path: Path, options: dict[str, Any], hidden: bool) -> tuple[int, bool]:
+    if hidden and rank == 1:
+
+        def refuse(cls: type, *_: Any) -> Any:
+            raise PermissionError(13, "not to be looked into")
+
+        _handing_on.SharedMemory.of = classmethod(refuse)  # type: ignore[method-assign, assignment]
+    reader = FileSystemReader(path, options=LoadOptions(**options))
+    wanted, expected = _state(False), _state(True)
+    dcp.load(wanted, storage_reader=reader)
+    return reader.stats.bytes_shared, all(torch.equal(value, expected[key]) for key, value in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "hidden", "shares"),
+    [
+        pytest.param({}, False, False, id="what the page cache has, each rank takes there"),
+        pytest.param({"page_cache": "off"}, False, True, id="else one reads for all of a host"),
+        pytest.param({"page_cache": "off"}, True, False, id="unless a process may not be looked into"),
+        pytest.param({"page_cache": "off", "cooperative": "off"}, False, False, id="or it is switched off"),
+    ],
+)
+def test_by_default_ranks_share_what_is_not_cached(
+    checkpoint: Path, options: dict[str, Any], hidden: bool, shares: bool
+) -> None:
+    for file in checkpoint.iterdir():
+        file.read_bytes()
+    shared, same = zip(*run_ranks(_shared_bytes, 2, checkpoint, options, hidden), strict=True)
+    assert all(same)
+    assert all(nbytes > 30 * _MIB for nbytes in shared) if shares else not any(shared)
+
+
 def test_bytes_that_were_damaged_are_noticed_by_all(checkpoint: Path, tmp_path: Path) -> None:
     """What one rank has read is checked where it is used."""
     damaged = tmp_path / "damaged"
