@@ -22,6 +22,9 @@ SHARE_BYTES: Final = 4 * 1024 * 1024
 # What is shorter costs less to read several times than to hand on.
 _LEAST_BYTES: Final = 64 * 1024
 
+# By default fewer ranks of a host read by themselves: two at a fast disk were no slower so, eight twice as slow.
+_LEAST_RANKS: Final = 4
+
 # Of a range that several ranks want in part, all of them together want so much: the rows between those of one.
 _DENSE: Final = 0.8
 
@@ -126,13 +129,13 @@ def shares_of(offers: Offers, *, one_group: bool = True) -> dict[str, Shares]:
         for wanted, ranks in offers.items():
             if there := {rank: member for rank, member in ranks.items() if member.host in together}:
                 own[wanted] = there
-        if sum(map(len, own.values())) > 1 and (shares := share_out(own)).wanting:
+        if sum(map(len, own.values())) > 1 and (shares := share_out(own, 2 if crosses else _LEAST_RANKS)).wanting:
             found |= dict.fromkeys(together, shares)
     return found
 
 
-def share_out(wanted: Mapping[WantedRanges, Mapping[int, Member]]) -> Shares:
-    """Who reads what for whom."""
+def share_out(wanted: Mapping[WantedRanges, Mapping[int, Member]], least_ranks: int = 2) -> Shares:
+    """Who reads what for whom, of what at least so many ranks want."""
     members = {rank: member for ranks in wanted.values() for rank, member in ranks.items()}
     files = sorted({file for ranges in wanted for file in ranges.files})
     number_of = {file: number for number, file in enumerate(files)}
@@ -141,7 +144,7 @@ def share_out(wanted: Mapping[WantedRanges, Mapping[int, Member]]) -> Shares:
         own, starts, stops, needed = ranges.columns()
         table = np.array([number_of[file] for file in ranges.files], dtype=np.int64)
         each.append((table[own], starts, stops, needed, sorted(ranks)))
-    numbers, starts, stops, signatures, groups = _wanted_by_several(each)
+    numbers, starts, stops, signatures, groups = _wanted_by_several(each, least_ranks)
     cut = _cut_up(numbers, starts, stops, signatures)
     lengths = cut[2] - cut[1]
     owners = _owners(lengths, cut[3], groups, members)
@@ -149,9 +152,9 @@ def share_out(wanted: Mapping[WantedRanges, Mapping[int, Member]]) -> Shares:
 
 
 def _wanted_by_several(
-    each: Sequence[tuple[_Ints, _Ints, _Ints, _Ints, list[int]]],
+    each: Sequence[tuple[_Ints, _Ints, _Ints, _Ints, list[int]]], least_ranks: int
 ) -> tuple[_Ints, _Ints, _Ints, _Ints, list[list[int]]]:
-    """Ranges that several ranks want, as file, start, stop and number of the group of these ranks; and the groups."""
+    """Ranges that so many ranks want, as file, start, stop and number of the group of these ranks; and the groups."""
     span = max((int(stops.max(initial=0)) for _, _, stops, _, _ in each), default=0) + 1
     # All files in one line: a position is a single number.
     firsts = [numbers * span + starts for numbers, starts, _, _, _ in each]
@@ -174,7 +177,7 @@ def _wanted_by_several(
     count, density = np.cumsum(count)[: len(cuts) - 1], np.cumsum(density)[: len(cuts) - 1]
     signature = np.cumsum(signature)[: len(cuts) - 1]
     lengths = np.diff(cuts)
-    shared = np.flatnonzero((count > 1.5) & (density >= _DENSE) & (lengths >= _LEAST_BYTES))
+    shared = np.flatnonzero((count > least_ranks - 0.5) & (density >= _DENSE) & (lengths >= _LEAST_BYTES))
     kinds, example, groups = np.unique(signature[shared], return_index=True, return_inverse=True)
     wanting = []
     for position in cuts[shared[example]] if len(kinds) else ():

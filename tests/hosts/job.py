@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tests.support.cpu_megatron import pretend_cuda
 
 # How long an exchange waits for a rank. A save that takes a directory over waits for the lease of the one that is lost.
-TIMEOUT_S = {"saves": 60.0, "reads": 60.0, "fails": 15.0, "resumes": 180.0}
+TIMEOUT_S = {"saves": 60.0, "reads": 60.0, "loses": 15.0, "fails": 15.0, "resumes": 180.0}
 
 
 def main(folder: Path, story: str) -> None:
@@ -34,7 +34,7 @@ def main(folder: Path, story: str) -> None:
 
     mcore_ckpt.install()
     _tell(folder, host=platform.node(), pid=os.getpid(), world=dist.get_world_size())
-    {"saves": _saves, "reads": _reads, "fails": _fails, "resumes": _resumes}[story](folder)
+    {"saves": _saves, "reads": _reads, "loses": _loses, "fails": _fails, "resumes": _resumes}[story](folder)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -125,6 +125,38 @@ def _reads(folder: Path) -> None:
         same = all(torch.equal(value, expected[key]) for key, value in values.items())
         seconds = time.monotonic() - began
         _tell(folder, **{way: [same, stats.bytes_from_storage, stats.bytes_needed, seconds]})
+
+
+def _loses(folder: Path) -> None:
+    """As `_reads`; the ranks of one host stay where they read for others."""
+    import torch
+    from megatron.core import dist_checkpointing
+
+    import mcore_ckpt
+    from mcore_ckpt.load._handing_on import HandingOn
+
+    def stays(self: Any, share: int, view: memoryview) -> None:
+        _tell(folder, reads=True)
+        time.sleep(600)
+
+    if platform.node() == os.environ["STAYS"]:
+        HandingOn._read = stays  # type: ignore[method-assign]
+    make = dist_checkpointing.ShardedTensor.from_rank_offsets
+    directory = folder / "lost"
+    if dist.get_rank() == 0:
+        directory.mkdir()
+    dist.barrier()
+    dist_checkpointing.save({"large": make("large", torch.ones(20_000_000), replica_id=dist.get_rank())}, directory)
+    strategy = mcore_ckpt.TorchDistLoadStrategy(options=mcore_ckpt.LoadOptions(cooperative="on"))
+    began = time.monotonic()
+    try:
+        wanted = {"large": make("large", torch.zeros(20_000_000), replica_id=dist.get_rank())}
+        dist_checkpointing.load(wanted, directory, strategy)
+    except mcore_ckpt.LoadError as error:
+        _tell(folder, error=str(error), seconds=time.monotonic() - began)
+        time.sleep(10)  # torchrun ends all ranks of a host with the first
+        raise
+    _tell(folder, error="", seconds=time.monotonic() - began)
 
 
 def _fails(folder: Path) -> None:

@@ -135,6 +135,28 @@ def test_a_host_lost_in_mid_save_is_named_and_the_job_resumes_on_the_other(lost:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["killed", "cut off"])
+def test_a_host_lost_in_mid_load_is_named(way: str, tmp_path: Path) -> None:
+    """Where ranks read for those of other hosts: nobody waits longer than the process group does."""
+    shared = tmp_path / "shared"
+    with running_hosts(2, shared) as hosts:
+        gone = hosts[1]
+        _start(hosts, 2, shared, "loses", STAYS=gone.name)
+        _wait_for(lambda: {2, 3} <= set(_told(shared, "reads")), shared / "loses")
+        if way == "cut off":
+            gone.cut_off()
+        else:
+            gone.kill()
+        _wait_for(lambda: {0, 1} <= set(_told(shared, "error")), shared / "loses")
+        for rank in (0, 1):
+            assert re.search(
+                r"ranks? (2|3|2, 3) \(process(es)? \d+(, \d+)? on host host-1\) (ended|cannot)",
+                _told(shared, "error")[rank],
+            )
+            assert _told(shared, "seconds")[rank] < 60.0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_pretrain_gpt_saves_and_resumes_on_hosts(count: int, tmp_path: Path) -> None:
     if reason := pretrain.missing_reason():

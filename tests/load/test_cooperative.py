@@ -88,20 +88,21 @@ def _shared_bytes(rank: int, path: Path, options: dict[str, Any], hidden: bool) 
 
 
 @pytest.mark.parametrize(
-    ("options", "hidden", "shares"),
+    ("ranks", "options", "hidden", "shares"),
     [
-        pytest.param({}, False, False, id="what the page cache has, each rank takes there"),
-        pytest.param({"page_cache": "off"}, False, True, id="else one reads for all of a host"),
-        pytest.param({"page_cache": "off"}, True, False, id="unless a process may not be looked into"),
-        pytest.param({"page_cache": "off", "cooperative": "off"}, False, False, id="or it is switched off"),
+        pytest.param(4, {}, False, False, id="what the page cache has, each rank takes there"),
+        pytest.param(4, {"page_cache": "off"}, False, True, id="else one reads for all of a host"),
+        pytest.param(3, {"page_cache": "off"}, False, False, id="if these are four at least"),
+        pytest.param(4, {"page_cache": "off"}, True, False, id="unless a process may not be looked into"),
+        pytest.param(4, {"page_cache": "off", "cooperative": "off"}, False, False, id="or it is switched off"),
     ],
 )
 def test_by_default_ranks_share_what_is_not_cached(
-    checkpoint: Path, options: dict[str, Any], hidden: bool, shares: bool
+    checkpoint: Path, ranks: int, options: dict[str, Any], hidden: bool, shares: bool
 ) -> None:
     for file in checkpoint.iterdir():
         file.read_bytes()
-    shared, same = zip(*run_ranks(_shared_bytes, 2, checkpoint, options, hidden), strict=True)
+    shared, same = zip(*run_ranks(_shared_bytes, ranks, checkpoint, options, hidden), strict=True)
     assert all(same)
     assert all(nbytes > 30 * _MIB for nbytes in shared) if shares else not any(shared)
 
