@@ -39,11 +39,16 @@ from mcore_ckpt.storage.resolve import storage_at
 _REMOVED_INDEX = METADATA_FILE + ".removed"
 # What the note of a lock says whose directory is being removed.
 _REMOVAL = "removal"
+_READ = "a load is reading it"
 _LOCKED = "a save is at work in it, or has died there"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SIDECARS = (CONFIG_FILE, COMMON_FILE, DRAIN_FILE, "integrity.json")
 # Stock Megatron-Core and DCP mark no directory that they write to: files newer than the index tell, for so long.
 _RECENT_NS = 3600 * 10**9
+
+
+class _ReadMeanwhileError(Exception):
+    """A load has begun just as its checkpoint was to go; the checkpoint is back in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +95,8 @@ def prune_run(
     A run that was resumed from an older iteration leaves higher numbers behind: the newest are counted from what was
     saved last downwards. Never goes: `release`; what the tracker file names; the newest `keep_last` that are whole, by
     number or by time of saving, and whatever has a higher number than the lowest of the first; a directory that a save
-    has marked, or in which files have just been written; what a load of this package is reading, as far as the file
-    system tells; a link, and what a link in the run's directory leads to; what has no index that can be read, since
+    has marked, or in which files have just been written; what a load of this package is reading, as far as the
+    storage tells; a link, and what a link in the run's directory leads to; what has no index that can be read, since
     nothing says which files are the checkpoint's. A link is not counted as one of the newest.
 
     Args:
@@ -214,7 +219,7 @@ def _reason_to_wait(checkpoint: RunCheckpoint) -> str | None:
         if name == METADATA_FILE:
             limit_ns = max(limit_ns, time.time_ns() - _RECENT_NS)
         if storage.is_in_use(name):
-            return "a load is reading it"
+            return _READ
     except LoadError as error:
         return f"its files cannot be looked at: {error}"
     return "its files are newer than its index: a save may be at work" if newest_ns > limit_ns else None
@@ -248,7 +253,10 @@ def _remove(checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> PruneDeci
         lock.sweep(storage.list())
         for name in storage.unfinished():
             storage.discard_unfinished(name)
-        removed = list(_being_removed(checkpoint.path, lock))
+        try:
+            removed = list(_being_removed(checkpoint.path, lock))
+        except _ReadMeanwhileError:
+            return PruneDecision(checkpoint, True, _READ)
         for name in removed:
             lock.delete(name)
         for folder in (*folders_of(removed), *_folders_of_megatron(storage)):
@@ -306,6 +314,11 @@ def _being_removed(directory: Path, lock: DirectoryLock | None) -> Iterator[str]
             lock.delete(_REMOVED_INDEX)
             storage.lock(_REMOVED_INDEX, METADATA_FILE)
             lock.delete(METADATA_FILE)
+            # A load that comes from here on finds no checkpoint; one that came since this was last asked has found it.
+            if storage.is_in_use(_REMOVED_INDEX):
+                storage.lock(METADATA_FILE, _REMOVED_INDEX)
+                lock.delete(_REMOVED_INDEX)
+                raise _ReadMeanwhileError
         storage.renew(_REMOVED_INDEX)  # a file that is newer from now on is not of this checkpoint
         storage.sync()
     yield from _own_files(index)

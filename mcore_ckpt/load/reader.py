@@ -318,8 +318,10 @@ class FileSystemReader(StorageReader):
 
     def _begin_load(self) -> None:
         """Until `read_data` has ended, or this reader is deleted, no `prune` removes the checkpoint."""
-        self._load.close()
-        self._load.enter_context(self._storage.in_use(METADATA_FILE))
+        with ExitStack() as begun:
+            begun.enter_context(self._storage.in_use(METADATA_FILE))
+            self._load.close()  # of a load that was begun before; after the other, so that there is no moment between
+            self._load = begun.pop_all()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """DCP hands every rank the coordinator's metadata: the index is made from it, and `.metadata` read once."""

@@ -25,6 +25,7 @@ from typing import Any, Final, TypeVar
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.storage._durable import save_error
 from mcore_ckpt.storage._object_client import ABSENT, Listing, ObjectClient, ObjectState
+from mcore_ckpt.storage._object_readers import is_read, is_reader_lease, reading
 from mcore_ckpt.storage._object_writer import ObjectWriter
 from mcore_ckpt.storage._regular_files import open_error
 from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage, check_name
@@ -123,6 +124,11 @@ class ObjectStorage(Storage):
         return sorted(self._known().folders)
 
     def _listed(self) -> Listing:
+        """Without leases of readers, which are no files of the directory."""
+        found = self._everything()
+        return Listing({name: size for name, size in found.sizes.items() if not is_reader_lease(name)}, found.folders)
+
+    def _everything(self) -> Listing:
         try:
             return self._client.list(self._prefix)
         except OSError as error:
@@ -143,6 +149,15 @@ class ObjectStorage(Storage):
         with self._loading(name) as key:
             state, head = self._client.get(key, _HEAD_BYTES)
         return _ObjectReader(self._client, key, self.path(name), state, head)
+
+    @contextlib.contextmanager
+    def in_use(self, name: str) -> Iterator[None]:
+        with reading(self._client, self._prefix, self._url):
+            yield
+
+    def is_in_use(self, name: str) -> bool:
+        with self._loading(name):
+            return is_read(self._client, self._prefix, self._everything().sizes)
 
     # Data files
 
@@ -355,8 +370,12 @@ class ObjectStorage(Storage):
         pass
 
     def remove(self) -> bool:
-        found = self._listed()
-        return not found.sizes and not found.folders
+        found = self._everything()
+        if found.folders or not all(map(is_reader_lease, found.sizes)):
+            return False
+        for name in found.sizes:  # of readers that were killed
+            self.delete(name)
+        return True
 
 
 class _ObjectReader(RangeReader):

@@ -1,4 +1,4 @@
-"""Google Cloud Storage, Azure Blob Storage, and a store in this process's memory, by obstore (Rust's object_store).
+"""Google Cloud Storage, and a store in this process's memory, by obstore (Rust's object_store); Azure's in part.
 
 obstore retries and waits by itself, as `Patience` says. It sends what is uploaded from copies, in order. It hangs in a
 forked child, as its threads are not there: such a child is refused.
@@ -98,14 +98,14 @@ class ObstoreClient(ObjectClient):
             length = min(most_bytes, state.size_bytes)
             if not length:
                 return state, b""
-            options: Any = {"range": (0, length), "if_match": state.e_tag.split(_AND)[0]}
+            options: Any = {"range": (0, length), "if_match": plain_e_tag(state.e_tag)}
             return state, bytes(obstore.get(store, key, options=options).bytes())
 
     def get_into(self, key: str, offset: int, view: memoryview, e_tag: str) -> None:
         if not len(view):
             return
         with self.asked("GET", key) as store:
-            options: Any = {"range": (offset, offset + len(view)), "if_match": e_tag.split(_AND)[0]}
+            options: Any = {"range": (offset, offset + len(view)), "if_match": plain_e_tag(e_tag)}
             content = memoryview(obstore.get(store, key, options=options).bytes())
         if len(content) != len(view):
             raise OSError(errno.ERANGE, f"GET {self.place}/{key}: {len(content)} of {len(view)} bytes came")
@@ -245,6 +245,11 @@ class _StreamedUpload(Upload):
             self._changed.notify_all()
         if self._is_made:
             self._client.delete(self._key)
+
+
+def plain_e_tag(e_tag: str) -> str:
+    """A version as the store names it."""
+    return e_tag.split(_AND)[0]
 
 
 def _version(meta: Mapping[str, Any]) -> str:

@@ -107,10 +107,11 @@ def _s3(bucket: str, options: Mapping[str, Any]) -> ObjectClient:
 def _by_obstore(scheme: str) -> Callable[[str, Mapping[str, Any]], ObjectClient]:
     def make(bucket: str, options: Mapping[str, Any]) -> ObjectClient:
         try:
+            from mcore_ckpt.storage._azure import AzureClient
             from mcore_ckpt.storage._obstore import ObstoreClient
         except ImportError as error:
             raise OptionError(f"{scheme}://{bucket}: needs obstore ({error}); {_INSTALL}") from error
-        return ObstoreClient(scheme, bucket, options)
+        return AzureClient(bucket, options) if scheme == "az" else ObstoreClient(scheme, bucket, options)
 
     return make
 

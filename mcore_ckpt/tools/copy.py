@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from mcore_ckpt.core.errors import CheckpointExistsError
 from mcore_ckpt.core.paths import checkpoint_path
@@ -57,6 +58,11 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
     started_s = time.monotonic()
     given, taken = checkpoint_directory(source), checkpoint_path(target)
     reads, writes = storage_at(given), storage_at(taken)
+    with reads.in_use(METADATA_FILE):
+        return _copy(given, reads, taken, writes, started_s)
+
+
+def _copy(given: Path, reads: Storage, taken: Path, writes: Storage, started_s: float) -> CopyReport:
     found = files_of(given)
     files = {name: name for name in (*found.data, *found.others)}
     if found.common is not None:

@@ -351,7 +351,7 @@ def test_nothing_waits_longer_than_the_deadline(
 
 def test_a_200_is_no_proof(proxied: Proxy, s3_directory: S3Directory, patient: Callable[..., None]) -> None:
     """A store that has completed an upload, and lost a part of it."""
-    patient(first_pause_s=0.01, give_up_s=3.0)
+    patient(first_pause_s=0.01)
 
     def lose_a_part(request: Request) -> Fault | None:
         if request.method == "HEAD" and request.path in completed:

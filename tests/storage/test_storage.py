@@ -5,6 +5,7 @@ What a back-end did is looked at with plain file calls, never with the code unde
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import random
@@ -195,6 +196,19 @@ class StorageConformance(ABC):
                 thread.join()
         assert wrong == []
 
+    def test_who_reads_is_seen_by_others_and_in_no_listing(self, storage: Storage, directory: Path) -> None:
+        self.put(directory, "file", b"content")
+        other = self.make(directory)
+        assert not other.is_in_use("file")
+        with storage.in_use("file"):
+            with storage.in_use("file"):
+                assert other.is_in_use("file")
+            assert other.is_in_use("file")
+            assert other.list() == ["file"]
+            assert other.sizes() == {"file": 7}
+        assert not other.is_in_use("file")
+        assert self.names(directory) == ["file"]
+
     # Writing
 
     @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 1_000_000])
@@ -235,6 +249,15 @@ class StorageConformance(ABC):
             thread.start()
         for thread in threads:
             thread.join()
+        writer.finish(len(content))
+        assert self.get(directory, "file") == content
+
+    def test_a_large_file_is_put_together_of_its_parts(self, storage: Storage, directory: Path) -> None:
+        content = random_bytes(20 * MIB + 5)
+        view = aligned(content)
+        writer = storage.open_writer("file", size_bytes=len(content), direct=self.writes)
+        for start in range(0, len(content), 4 * MIB):
+            writer.write(start, view[start : start + 4 * MIB])
         writer.finish(len(content))
         assert self.get(directory, "file") == content
 
@@ -501,6 +524,49 @@ class TestObstore(StorageConformance):
 
     def drop_cache(self, path: Path) -> None:
         pass
+
+    @pytest.fixture
+    def azure(self, storage: Storage) -> Any:
+        """The client, and the key of a file."""
+        if not self.base.startswith("az:"):
+            pytest.skip("what obstore does not do, and this package does itself")
+        return storage._client, storage._key("file")  # type: ignore[attr-defined]
+
+    def test_parts_come_in_any_order_and_make_no_file_where_there_is_one(self, azure: Any, directory: Path) -> None:
+        client, key = azure
+        parts = {number: random_bytes(MIB) for number in range(6)}
+        first, second = client.upload(key, MIB), client.upload(key, MIB)
+        for number in (3, 0, 5, 1, 4, 2):
+            first.part(number, memoryview(parts[number]))
+            second.part(number, memoryview(bytes(MIB)))
+        first.complete(6 * MIB)
+        with pytest.raises(FileExistsError):
+            second.complete(6 * MIB)
+        second.abort()
+        assert self.get(directory, "file") == b"".join(parts.values())
+        first.abort()
+        assert self.names(directory) == []
+
+    def test_a_part_that_is_changed_on_the_way_is_refused(self, azure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        client, key = azure
+        upload = client.upload(key, MIB)
+        md5 = hashlib.md5
+        monkeypatch.setattr(hashlib, "md5", lambda view, **more: md5(b"what was meant", **more))
+        with pytest.raises(OSError, match="400"):
+            upload.part(0, memoryview(bytes(MIB)))
+
+    def test_another_version_is_neither_read_nor_deleted(self, azure: Any, directory: Path) -> None:
+        client, key = azure
+        self.put(directory, "file", b"old")
+        old = client.head(key)
+        self.put(directory, "file", b"new")
+        with pytest.raises(FileExistsError):
+            client.delete(key, old.e_tag)
+        with pytest.raises(FileExistsError):
+            client.get_into(key, 0, memoryview(bytearray(3)), old.e_tag)
+        client.delete(key, client.head(key).e_tag)
+        client.delete(key, old.e_tag)
+        assert self.names(directory) == []
 
 
 class TestFaultyStorageWithoutFaults(StorageConformance):

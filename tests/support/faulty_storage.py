@@ -12,7 +12,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
@@ -127,6 +128,14 @@ class FaultyStorage(Storage):
 
     def open_descriptor(self, name: str) -> int | None:
         return self.inner.open_descriptor(name)
+
+    @contextmanager
+    def in_use(self, name: str) -> Iterator[None]:
+        with self.inner.in_use(name):
+            yield
+
+    def is_in_use(self, name: str) -> bool:
+        return self.inner.is_in_use(name)
 
     def open_writer(
         self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", through: str | None = None

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory import lock as lock_module
 from mcore_ckpt.directory.lock import DirectoryLock
@@ -30,12 +32,13 @@ from mcore_ckpt.directory.target import open_target
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.storage import _object_readers
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.run_listing import list_run
 from tests.support.model_like import write_model
-from tests.support.object_server import S3Directory
+from tests.support.object_server import Proxy, S3Directory
 
 ITERATIONS = (100, 200, 300, 400, 500)
 
@@ -532,27 +535,84 @@ def test_what_is_no_run(tmp_path: Path, command: list[str], capsys: pytest.Captu
         assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_what_a_load_reads_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["directory", "store"])
+def test_what_a_load_reads_stays(place: str, tmp_path: Path, s3_directory: S3Directory) -> None:
     """As long as it does, by DCP here; each strategy's load does the same."""
+    root = checkpoint_path(tmp_path if place == "directory" else s3_directory.url)
     for iteration in (1, 2):
-        dcp.save(
-            {"w": torch.ones(10)}, storage_writer=FileSystemWriterAsync(tmp_path / name_of(iteration)), no_dist=True
-        )
+        save(str(root / name_of(iteration)), 1.0)
     found: list[str] = []
 
     class Planner(DefaultLoadPlanner):
         def create_local_plan(self) -> LoadPlan:
-            found.append(why(prune_run(tmp_path, keep_last=1, remove=True), 1))
+            found.append(why(prune_run(root, keep_last=1, remove=True), 1))
             return super().create_local_plan()
 
         def resolve_tensor(self, read_item: Any) -> torch.Tensor:
-            found.append(why(prune_run(tmp_path, keep_last=1, remove=True), 1))
+            found.append(why(prune_run(root, keep_last=1, remove=True), 1))
             return super().resolve_tensor(read_item)
 
     loaded = {"w": torch.zeros(10)}
-    dcp.load(loaded, storage_reader=FileSystemReader(tmp_path / name_of(1)), planner=Planner(), no_dist=True)
-    with open_checkpoint(tmp_path / name_of(1)):
-        found.append(why(prune_run(tmp_path, keep_last=1, remove=True), 1))
+    dcp.load(loaded, storage_reader=FileSystemReader(root / name_of(1)), planner=Planner(), no_dist=True)
+    with open_checkpoint(root / name_of(1)):
+        found.append(why(prune_run(root, keep_last=1, remove=True), 1))
     assert found == ["a load is reading it"] * 3
     assert loaded["w"].tolist() == [1.0] * 10
-    assert going(prune_run(tmp_path, keep_last=1, remove=True)) == [1]
+    assert going(prune_run(root, keep_last=1, remove=True)) == [1]
+    assert storage_at(root).folders() == [name_of(2)]
+
+
+@pytest.mark.parametrize("place", ["directory", "store"])
+def test_a_load_that_begins_as_its_checkpoint_is_to_go_keeps_it(
+    place: str, tmp_path: Path, s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After `prune` has asked, and before `.metadata` is taken away."""
+    root = checkpoint_path(tmp_path if place == "directory" else s3_directory.url)
+    for iteration in (1, 2):
+        save(str(root / name_of(iteration)), float(iteration))
+    storage = storage_at(root / name_of(1))
+    before = storage.list()
+    load = ExitStack()
+    delete_through = type(storage).delete_through
+
+    def begin_a_load(self: Any, name: str, through: str) -> None:
+        if name == ".metadata":
+            load.enter_context(storage.in_use(".metadata"))
+        delete_through(self, name, through)
+
+    with load, monkeypatch.context() as patched:
+        patched.setattr(type(storage), "delete_through", begin_a_load)
+        report = prune_run(root, keep_last=1, remove=True)
+        assert why(report, 1) == "a load is reading it"
+        assert going(report) == []
+    assert storage.list() == before
+    loaded = {"w": torch.zeros(10)}
+    dcp.load(loaded, storage_reader=FileSystemReader(root / name_of(1)), no_dist=True)
+    assert loaded["w"].tolist() == [1.0] * 10
+
+
+def test_a_reader_that_was_killed_keeps_nothing_for_long(
+    s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (1, 2):
+        save(f"{s3_directory.url}/{name_of(iteration)}", 1.0)
+    s3_directory.put(f"{name_of(1)}/{_object_readers._PREFIX}0123456789abcdef", b"1")
+    assert why(prune_run(s3_directory.url, keep_last=1, remove=True), 1) == "a load is reading it"
+    monkeypatch.setattr(_object_readers, "_COUNTS_FOR_S", 0.0)
+    assert going(prune_run(s3_directory.url, keep_last=1, remove=True)) == [1]
+    assert {name.split("/")[0] for name in s3_directory.names()} == {name_of(2)}
+
+
+def test_a_long_load_in_a_store_renews_what_says_so(s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_object_readers, "_RENEWED_EVERY_S", 0.05)
+    with Proxy(s3_directory.server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        storage = storage_at(s3_directory.url)
+        with storage.in_use("file"):
+            until_s = time.monotonic() + 30
+            while len(proxy.changes()) < 4:
+                assert time.monotonic() < until_s
+                time.sleep(0.01)
+        assert not storage.is_in_use("file")
+    assert {request.method for request in proxy.changes()[:-1]} == {"PUT"}
+    assert s3_directory.names() == []

@@ -1,0 +1,122 @@
+"""Who reads in a directory of an object store, for those who would remove it.
+
+A file system has locks for that, which end with their process. Here a process that reads puts a small object, a lease,
+next to what it reads, renews it as long as it does, and deletes it at the end. One that is killed leaves it: a lease
+that was not renewed for some time counts for nothing. Names of leases are in no listing that a storage gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from mcore_ckpt.core.threads import start_thread
+from mcore_ckpt.storage._object_client import ObjectClient
+
+_logger = logging.getLogger(__name__)
+
+_PREFIX: Final = ".mcore_ckpt_reading."
+_RENEWED_EVERY_S: Final = 60.0
+# Clocks of hosts and of the store may differ by some of it.
+_COUNTS_FOR_S: Final = 600.0
+# At the end, for a renewal that is on its way.
+_JOIN_S: Final = 5.0
+
+
+def is_reader_lease(name: str) -> bool:
+    """Whether an object says that a process reads in its directory."""
+    return name.startswith(_PREFIX)
+
+
+class _Reading:
+    """This process reads in a directory, once or several times at once."""
+
+    def __init__(self, client: ObjectClient, prefix: str, url: str) -> None:
+        self.times = 0
+        self._client = client
+        self._key = f"{prefix}{_PREFIX}{secrets.token_hex(8)}"
+        self._url = url
+        self._lock = threading.Lock()
+        self._is_put = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="mcore-ckpt-reading", daemon=True)
+
+    def begin(self) -> None:
+        """On return others see it, or it cannot be told them."""
+        with self._lock:
+            if not self._is_put:
+                self._is_put = True
+                self._put()
+                start_thread(self._thread)
+
+    def end(self) -> None:
+        """Delete the lease."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_S)
+        with contextlib.suppress(OSError):
+            self._client.delete(self._key)
+
+    def _put(self) -> None:
+        try:
+            self._client.put(self._key, str(os.getpid()).encode())
+        except OSError as error:
+            _logger.info(
+                "%s: that it is being read cannot be noted there (%s): a `prune` meanwhile may remove it",
+                self._url,
+                error.strerror or error,
+            )
+
+    def _renew(self) -> None:
+        while not self._ended.wait(_RENEWED_EVERY_S):
+            self._put()
+
+
+# Garbage collection may end a reading, in the middle of these functions, too.
+_lock = threading.RLock()
+_readings: dict[str, _Reading] = {}
+
+
+def _forget() -> None:
+    """A forked child does not read what its parent does."""
+    global _lock
+    _lock = threading.RLock()
+    _readings.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+@contextlib.contextmanager
+def reading(client: ObjectClient, prefix: str, url: str) -> Iterator[None]:
+    """Within the block `is_read` is true of that prefix, in whatever process asks."""
+    with _lock:
+        own = _readings.get(url) or _Reading(client, prefix, url)
+        _readings[url] = own
+        own.times += 1
+    try:
+        own.begin()
+        yield
+    finally:
+        with _lock:
+            own.times -= 1
+            is_last = own.times == 0 and _readings.get(url) is own
+            if is_last:
+                del _readings[url]
+        if is_last:
+            own.end()
+
+
+def is_read(client: ObjectClient, prefix: str, names: Iterable[str]) -> bool:
+    """Whether a lease counts, among the names of the objects below a prefix. Raises `OSError`."""
+    for name in filter(is_reader_lease, names):
+        state = client.head(f"{prefix}{name}")
+        if state is not None and time.time() - state.modified_ns / 1e9 < _COUNTS_FOR_S:
+            return True
+    return False
