@@ -91,13 +91,16 @@ class FusedAdam(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
             beta1, beta2 = group["betas"]
             for param in group["params"]:
-                if param.grad is None:
+                # Megatron-FSDP gives no gradient to a rank that has nothing of a parameter, and asks for its state.
+                if param.grad is None and not hasattr(param, "_local_tensor"):
                     continue
-                grad = param.grad.float()
                 state = self.state[param]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
                     state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+                if param.grad is None:
+                    continue
+                grad = param.grad.float()
                 state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
                 state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
                 mean = state["exp_avg"] / (1 - beta1 ** group["step"])
