@@ -51,7 +51,7 @@ class SaveOptions:
         writer: which process writes an async save: `"persistent"`, one long-lived process that maps the staging
             buffers, or `"fork"`, one forked child for each save. A synchronous save is written by the trainer itself.
         thread_count: files each rank writes, at most (Megatron's and DCP's name for it).
-        io_threads: writes in flight at once, for each rank.
+        io_threads: writes in flight at once, for each rank; None: 2, and 8 to an object store.
         direct_io: O_DIRECT: `"auto"` probes the file system, `"on"` insists, `"off"` goes through the page cache.
         fsync: make files and directory durable before the checkpoint is published.
         window_bytes: size of one write, and of each buffer that a pipelined write uses.
@@ -88,7 +88,7 @@ class SaveOptions:
     on_existing: Literal["replace", "error"] = "replace"
     writer: Literal["persistent", "fork"] = "persistent"
     thread_count: int = 2
-    io_threads: int = 2
+    io_threads: int | None = None
     direct_io: DirectIo = "auto"
     fsync: bool = True
     window_bytes: int = 8 * _MIB
@@ -152,13 +152,14 @@ class LoadOptions:
             package's own have). `"auto"`: unless that takes reading much more than is read anyway: columns of a large
             matrix are checked if they come from the device, not if they are copied out of the page cache; `"on"`:
             always; `"off"`: never. Without `verify_crc`, never.
-        io_threads: reads in flight at once, for each rank.
+        io_threads: reads in flight at once, for each rank; None: 4, and 8 from an object store.
         page_cache: `"auto"` takes from the page cache what it holds, and reads the rest with O_DIRECT, which leaves
             nothing there. `"on"` reads everything through the page cache, where it stays for the other ranks of this
             host and for the next load. `"off"` reads everything with O_DIRECT, cached or not. A file system without
             O_DIRECT serves all three through the page cache.
         window_bytes: size of one read.
-        buffer_bytes: memory that all read buffers of this rank may take together.
+        buffer_bytes: memory that all read buffers of this rank may take together; None: 32 MiB, and 64 MiB for an
+            object store.
         drain_to: as of `SaveOptions`: data files of the checkpoint that are missing are read in this second tier.
         local_tier: directory of the run on fast local storage: data files of the checkpoint that lie there, too, are
             read there.
@@ -188,10 +189,10 @@ class LoadOptions:
 
     verify_crc: bool = True
     verify_slices: Literal["auto", "on", "off"] = "auto"
-    io_threads: int = 4
+    io_threads: int | None = None
     page_cache: PageCache = "auto"
     window_bytes: int = 8 * _MIB
-    buffer_bytes: int = 32 * _MIB
+    buffer_bytes: int | None = None
     drain_to: str | None = None
     local_tier: str | None = None
     max_gap_bytes: int = 256 * 1024

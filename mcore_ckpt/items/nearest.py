@@ -28,6 +28,7 @@ class NearestFiles:
         self._far = far
         self._index = index
         self.request_bytes = max(near.request_bytes, far.request_bytes)
+        self.reads_at_once = max(near.reads_at_once, far.reads_at_once)
 
     def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
         """As `Storage.open_reader`."""

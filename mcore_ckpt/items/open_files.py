@@ -20,6 +20,10 @@ from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, Stor
 # Threads work in neighbouring files, so few are in use at once; a reader of 1,000 ranks' files must not need 1,000 fds.
 _MAX_IDLE_FILES = 16
 
+# Of all buffers of a load, as long as nothing else is said (`LoadOptions.buffer_bytes`); and room for a read at least.
+BUFFER_BYTES = 32 * 1024 * 1024
+_WINDOW_BYTES = 8 * 1024 * 1024
+
 _DIRECT: dict[PageCache, DirectIo] = {"auto": "auto", "on": "off", "off": "on"}
 
 
@@ -75,8 +79,20 @@ class OpenFiles:
         self._direct = _DIRECT[page_cache]
         self._lock = threading.Lock()
         self._closed = False
+        self._opening: dict[str, threading.Lock] = {}  # each file is opened by one thread; others by others meanwhile
         self._in_use: dict[str, tuple[RangeReader, int]] = {}
         self._idle: OrderedDict[str, RangeReader] = OrderedDict()
+
+    @property
+    def far(self) -> bool:
+        """Whether opening a file takes as long as reading some of it."""
+        return self._storage.request_bytes > 0
+
+    def reads_at_once(self, options: LoadOptions) -> int:
+        """How many, as far as their buffers have room."""
+        at_once = self._storage.reads_at_once if options.io_threads is None else options.io_threads
+        most_bytes = options.buffer_bytes or max(BUFFER_BYTES, _WINDOW_BYTES * self._storage.reads_at_once)
+        return min(at_once, max(1, most_bytes // options.window_bytes))
 
     def read_sizes(self, options: LoadOptions) -> dict[str, int]:
         """Window and gaps, as `coalesce` and `split_box` take them."""
@@ -91,10 +107,18 @@ class OpenFiles:
     def reader(self, name: str) -> Iterator[RangeReader]:
         """The reader of a file; several threads get the same one. Raises as `Storage.open_reader`."""
         with self._lock:
-            reader, users = self._in_use.get(name, (None, 0))
+            opening = self._opening.setdefault(name, threading.Lock())
+        with opening:
+            with self._lock:
+                reader, users = self._in_use.get(name, (None, 0))
+                if reader is None:
+                    reader = self._idle.pop(name, None)
+                if reader is not None:
+                    self._in_use[name] = (reader, users + 1)
             if reader is None:
-                reader = self._idle.pop(name, None) or self._opened(name)
-            self._in_use[name] = (reader, users + 1)
+                reader = self._opened(name)
+                with self._lock:
+                    self._in_use[name] = (reader, 1)
         try:
             yield reader
         finally:

@@ -36,7 +36,7 @@ from mcore_ckpt.core.process import is_running
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.core.shared_memory import SharedMemory, host_identity
 from mcore_ckpt.core.threads import Crew
-from mcore_ckpt.items.open_files import OpenFiles, ReadStats
+from mcore_ckpt.items.open_files import BUFFER_BYTES, OpenFiles, ReadStats
 from mcore_ckpt.load.shares import SHARE_BYTES, Member, Shares
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
@@ -68,7 +68,7 @@ class Ring:
     """A rank's memory, for one load."""
 
     def __init__(self, options: LoadOptions) -> None:
-        self.slots = max(2, min(options.buffer_bytes // SHARE_BYTES, _WORDS - _SLOTS))
+        self.slots = max(2, min((options.buffer_bytes or BUFFER_BYTES) // SHARE_BYTES, _WORDS - _SLOTS))
         self.crosses = options.cooperative == "on"
         self.memory = SharedMemory.make(_DATA + self.slots * SHARE_BYTES, _WORDS)
 
@@ -104,7 +104,7 @@ class HandingOn:
         self._files = files
         self._stats = stats
         self._group = group
-        self._io_threads = options.io_threads
+        self._io_threads = files.reads_at_once(options)
         self._deadline_s = options.hand_on_deadline_s
         self._lock = threading.Lock()
         self._turns: dict[int, int] = {}  # shares that are in use, or from which on a span in work may use some

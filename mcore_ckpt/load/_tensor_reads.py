@@ -13,8 +13,10 @@ from __future__ import annotations
 import ctypes
 import heapq
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 
@@ -46,6 +48,9 @@ _SCATTERING_THREADS = 2
 
 # So much is copied at once where bytes are looked at more than once: what a core's own cache holds.
 _CACHED_BYTES = 1024 * 1024
+
+# So many files are open ahead of the one that is read, where opening one takes a request.
+_FILES_AHEAD = 4
 
 # Forms of items that are remembered; each takes 1 to 4 KB.
 _MAX_FORMS = 2048
@@ -82,7 +87,7 @@ class TensorReads:
         self._unranged: dict[tuple[str, int, str], tuple[WantedItem, str]] = {}
         self._forms: dict[tuple[torch.dtype, tuple[int, ...], int], ItemForm] = {}
         self._pinned = False
-        self._threads = min(options.io_threads, max(1, options.buffer_bytes // options.window_bytes))
+        self._threads = files.reads_at_once(options)
         self._per_thread = threading.local()
         self._placing = threading.Lock()
         self._scattering = threading.BoundedSemaphore(_SCATTERING_THREADS)
@@ -118,7 +123,9 @@ class TensorReads:
                 in_order: Iterator[Span | ColumnSpan] = heapq.merge(spans, columns, key=_position)
                 if self._shared is not None:
                     in_order = self._shared.in_order(in_order)
-                in_parallel(in_order, self._read_in_turn, self._threads)
+                names = {wanted.item.file for wanted, _ in ranged} | {span.file for span in columns}
+                reads = _opening_ahead(in_order, sorted(names)) if self._files.far else in_order
+                in_parallel(reads, self._read_in_turn, self._threads)
             finally:
                 self._per_thread = threading.local()  # frees the buffers
         for key in sorted(self._unranged):
@@ -144,7 +151,11 @@ class TensorReads:
 
     # ---------------------------------------------------------------------------------------------------- reading
 
-    def _read_in_turn(self, span: Span | ColumnSpan) -> None:
+    def _read_in_turn(self, span: _Read) -> None:
+        if isinstance(span, _Opening):
+            with suppress(LoadError), self._files.reader(span.file):
+                pass  # (who reads it tells the error, and what of it was to be read)
+            return
         self._read_span(span)
         if self._shared is not None:
             self._shared.ended(span)
@@ -369,6 +380,27 @@ class TensorReads:
         located = self._located.of(wanted)
         if located is not None and wanted.item.offset + located.payload_offset != start:
             self._decode_later(wanted, "its elements do not lie where this package writes them")
+
+
+class _Opening(NamedTuple):
+    """A file that is read later, and is opened already: where that takes a request, nobody waits for it then."""
+
+    file: str
+
+
+_Read = Span | ColumnSpan | _Opening
+
+
+def _opening_ahead(spans: Iterable[Span | ColumnSpan], files: Iterable[str]) -> Iterator[_Read]:
+    """The same, and between them files that come later."""
+    left = map(_Opening, files)
+    yield from islice(left, _FILES_AHEAD)
+    current = None
+    for span in spans:
+        if span.file != current:
+            current = span.file
+            yield from islice(left, 1)
+        yield span
 
 
 def _position(span: Span | ColumnSpan) -> tuple[str, int]:

@@ -39,7 +39,7 @@ from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.items.checks import check_apart, missing_key
 from mcore_ckpt.items.file_footers import FileFooters
 from mcore_ckpt.items.nearest import NearestFiles
-from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
+from mcore_ckpt.items.open_files import BUFFER_BYTES, OpenFiles, ReadStats, naming
 from mcore_ckpt.items.ranges import CHEAP_GAP_BYTES, batches
 from mcore_ckpt.load._columns import UsualRequest, are_apart
 from mcore_ckpt.load._handing_on import HandingOn, Ring
@@ -409,7 +409,8 @@ class FileSystemReader(StorageReader):
         # of a few items at a time must do.
         in_place = _destinations_are_in_place(planner)
         with self.conversions.of_one_load():
-            for batch in self._batches(tensors, None if in_place else 2 * self.options.buffer_bytes):
+            batch_bytes = None if in_place else 2 * (self.options.buffer_bytes or BUFFER_BYTES)
+            for batch in self._batches(tensors, batch_bytes):
                 destinations: list[torch.Tensor] = []
                 self.read(self._planned(batch, planner, destinations, usual=in_place))
                 for read_item, tensor in zip(batch, destinations, strict=True):

@@ -3,6 +3,9 @@
 One connection in some hundreds hangs or crawls where the others do not: what is sent again over another is there at
 once. (Dean and Barroso, The Tail at Scale, call that a hedged request.) Only for what may be done twice: a part of an
 upload, a range of an object.
+
+Where all are late, the store has too much to do, and sending again gives it more. So few are sent again that did not
+help, for each hundred requests.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextvars import copy_context
+from typing import Final
 
 from mcore_ckpt.core.threads import start_thread
 from mcore_ckpt.storage._http import Answer, Cut
@@ -19,12 +23,35 @@ from mcore_ckpt.storage._object_client import RequestError, patience
 
 _logger = logging.getLogger(__name__)
 
+# So many may be sent again in vain, at first and at most; each answer allows for a part of one more.
+_IN_VAIN: Final = 2.0
+_IN_VAIN_FOR_EACH: Final = 0.05
+_LOOK_AGAIN_S: Final = 0.2
+
 
 class Hedge:
     """What requests of one store have taken lately, and what is late by that."""
 
     def __init__(self) -> None:
         self._usual_s = 0.0
+        self._left = _IN_VAIN
+
+    def may_send_again(self, ended: threading.Event) -> bool:
+        """Wait until one more may be sent again; False if the first attempt has ended by then."""
+        while not ended.is_set():
+            if self._left >= 1:
+                self._left -= 1
+                return True
+            ended.wait(_LOOK_AGAIN_S)
+        return False
+
+    def has_helped(self) -> None:
+        """What was sent again was the first to arrive."""
+        self._allow(1.0)
+
+    def _allow(self, more: float) -> None:
+        # (as below: of threads that do this at once, one may count in vain)
+        self._left = min(_IN_VAIN, self._left + more)
 
     def late_after_s(self) -> float:
         """Seconds after which a request counts as late; before the first has ended, none does soon."""
@@ -35,6 +62,7 @@ class Hedge:
 
     def _note(self, took_s: float) -> None:
         # Most of the last dozen; threads may lose one another's note, which does no harm.
+        self._allow(_IN_VAIN_FOR_EACH)
         self._usual_s = took_s if not self._usual_s else 0.9 * self._usual_s + 0.1 * took_s
 
     def send(self, what: str, attempt: Callable[[Cut], Answer]) -> Answer:
@@ -67,7 +95,7 @@ class Hedge:
     ) -> Answer:
         """Run one attempt here, and if it is late the other on a thread; returns the first success."""
         cuts = Cut(), Cut()
-        race = _Race(cuts)
+        race = _Race(cuts, self)
         late_s = self.late_after_s()
         # In a copy of this thread's context, which says how long to wait.
         timer = threading.Timer(late_s, copy_context().run, (race.second, what, late_s, again))
@@ -81,6 +109,7 @@ class Hedge:
             except RequestError as error:
                 if not hedged or not error.again:
                     raise
+                race.ended.set()
                 timer.cancel()
                 timer.join(max(0.0, until_s - time.monotonic()))  # if it has begun, it may still succeed
                 cuts[1]()
@@ -103,14 +132,18 @@ class Hedge:
 class _Race:
     """The second of two attempts, and its answer."""
 
-    def __init__(self, cuts: tuple[Cut, Cut]) -> None:
+    def __init__(self, cuts: tuple[Cut, Cut], hedge: Hedge) -> None:
         self._cuts = cuts
+        self._hedge = hedge
+        self.ended = threading.Event()  # the first attempt; set before the second is cut off or waited for
         self._lock = threading.Lock()
         self._over = False
         self.answer: Answer | None = None
 
     def second(self, what: str, late_s: float, attempt: Callable[[Cut], Answer]) -> None:
         """Body of the timer's thread."""
+        if not self._hedge.may_send_again(self.ended):
+            return
         _logger.warning("%s: late (%.1f s); it is sent again on another connection", what, late_s)
         try:
             answer = attempt(self._cuts[1])
@@ -121,10 +154,12 @@ class _Race:
             if self._over:
                 return
             self.answer = answer
+        self._hedge.has_helped()
         self._cuts[0]()
 
     def end(self) -> None:
         """The first attempt has ended: the second is cut off, and its answer does not count any more."""
+        self.ended.set()
         with self._lock:
             self._over = True
         self._cuts[1]()

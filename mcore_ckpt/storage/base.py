@@ -198,9 +198,16 @@ class Storage(ABC):
     Attributes:
         request_bytes: what is delivered in the time that one more read costs, where that is more than a disk's; a
             shorter gap between two ranges is read, too.
+        write_bytes: length of the writes that are sent as they are, from where a file begins; others are put together
+            first. 0: any.
+        writes_at_once: how many keep it busy, of one process; where the user does not say.
+        reads_at_once: the same.
     """
 
     request_bytes: int = 0
+    write_bytes: int = 0
+    writes_at_once: int = 2
+    reads_at_once: int = 4
 
     def within(self, deadline_s: float | None) -> Storage:
         """The same directory, where no request is waited for longer than that; None: as long as the back-end does."""

@@ -82,6 +82,7 @@ class WindowPool:
 # How long a Ctrl-C waits for a write in progress to end.
 _INTERRUPTED_JOIN_S: Final = 2.0
 _PIECE_BYTES: Final = 8 * 1024 * 1024
+_WINDOWS: Final = 3  # as `WindowPool` has it
 _CRC: Final = struct.Struct("<I")
 
 
@@ -230,7 +231,8 @@ class ImageWriter:
         io_threads: writes in flight at once.
         pool: buffers for `write_windows`; keep one between saves.
         piece_bytes: size of one write, a multiple of 4096, where no pool is given.
-        through_windows: whether `write_image` copies into windows; None: if those lie in huge pages.
+        through_windows: whether `write_image` copies into windows; None: if those lie in huge pages, and a device reads
+            them.
         fsync: make each file durable before it counts as finished.
         on_written: called with a number of bytes after each write, on the thread that wrote: a sign of life.
         deadline_s: seconds without the end of any write or fsync, while the caller waits for one, after which the
@@ -260,7 +262,7 @@ class ImageWriter:
         self._piece_bytes = piece_bytes
         self._fsync = fsync
         self._on_written = on_written
-        self._through_windows = has_huge_pages() if through_windows is None else through_windows
+        self._through_windows = through_windows
         self._deadline_s = deadline_s
         self._files: list[_File] = []
         self._lock = threading.Lock()  # of what the threads count
@@ -276,7 +278,8 @@ class ImageWriter:
                 f"{planned.name}: the view has {len(view)} bytes; expected {padded_bytes}, the "
                 f"{planned.image.size_bytes} of the file in whole pages"
             )
-        if self._through_windows:
+        through_windows = self._through_windows
+        if writer.direct and has_huge_pages() if through_windows is None else through_windows:
 
             def fill(window: Window, buffer: memoryview) -> None:
                 copy_bytes(buffer, view[window.start : window.stop])
@@ -398,11 +401,11 @@ os.register_at_fork(after_in_child=_forget_pools)
 
 
 @contextmanager
-def _kept_pool(window_bytes: int) -> Iterator[WindowPool]:
+def _kept_pool(window_bytes: int, windows: int) -> Iterator[WindowPool]:
     """A pool of window buffers, kept for the next job of this process."""
     with _pools_lock:
-        _kept_pools[:] = [pool for pool in _kept_pools if pool.window_bytes == window_bytes]
-        pool = _kept_pools.pop() if _kept_pools else WindowPool(window_bytes)
+        _kept_pools[:] = [p for p in _kept_pools if (p.window_bytes, p.windows) == (window_bytes, windows)]
+        pool = _kept_pools.pop() if _kept_pools else WindowPool(window_bytes, windows)
     try:
         yield pool
     finally:
@@ -416,17 +419,19 @@ def write_files(
     files: Sequence[tuple[PlannedFile, Fill | memoryview]],
     *,
     window_bytes: int,
-    io_threads: int = 2,
+    io_threads: int | None = None,
     direct: DirectIo = "auto",
     fsync: bool = True,
     on_written: Callable[[int], None] | None = None,
     deadline_s: float | None = None,
 ) -> list[WrittenFile]:
     """Write files and make them durable: all, or (with a `SaveError` that names file and errno) none stays. The bytes
-    of each are in memory, or a function puts them into windows.
+    of each are in memory, or a function puts them into windows. `io_threads`: None, as many as the storage wants.
     """
+    if io_threads is None:
+        io_threads = storage.writes_at_once
     with (
-        _kept_pool(window_bytes) as pool,
+        _kept_pool(window_bytes, max(_WINDOWS, storage.writes_at_once + 1)) as pool,
         ImageWriter(
             io_threads=io_threads,
             pool=pool,

@@ -315,7 +315,7 @@ def write_in_process(storage: Storage, sources: Sequence[BucketSource], options:
     results = write_files(
         storage,
         files,
-        window_bytes=options.window_bytes,
+        window_bytes=storage.write_bytes or options.window_bytes,
         io_threads=options.io_threads,
         direct=options.direct_io,
         fsync=options.fsync,

@@ -40,7 +40,7 @@ class WriterJob:
     ring: Ring | None = None  # set if the files do not lie in the staging buffer as a whole
     direct: DirectIo = "auto"  # O_DIRECT, as in `SaveOptions.direct_io`
     fsync: bool = True  # make each file durable
-    io_threads: int = 2  # writes in flight at once
+    io_threads: int | None = None  # writes in flight at once; None: as many as the storage wants
     piece_bytes: int = 8 * 1024 * 1024  # size of one write from the staging buffer
     # Seconds without progress after which the writer counts as stuck; None waits for ever.
     deadline_s: float | None = None
@@ -88,7 +88,7 @@ def run_job(
         return write_files(
             job.storage,
             files,
-            window_bytes=job.piece_bytes if job.ring is None else job.ring.slot_bytes,
+            window_bytes=(job.storage.write_bytes or job.piece_bytes) if job.ring is None else job.ring.slot_bytes,
             io_threads=job.io_threads,
             direct=job.direct,
             fsync=job.fsync,

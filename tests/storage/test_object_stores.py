@@ -111,6 +111,27 @@ def test_large_files_go_in_parts_and_come_back_whole(proxied: Proxy, s3_director
     assert loaded(s3_directory.url, rows=2000) == 5.0
 
 
+def test_a_store_gets_more_requests_at_once_than_a_disk(proxied: Proxy, s3_directory: S3Directory) -> None:
+    """Each takes two seconds: those that come within one were sent together."""
+    came_s: dict[str, list[float]] = {"PUT": [], "GET": []}
+    read = 0
+
+    def rule(request: Request) -> Fault | None:
+        nonlocal read
+        read += request.method == "GET" and request.path.endswith(".distcp")
+        part = "partNumber" in request.query
+        if part or read > 2:  # a file is opened by two requests
+            came_s[request.method].append(time.monotonic())
+            return Fault("late", seconds=2.0)
+        return None
+
+    proxied.rule = rule
+    save(s3_directory.url, 5.0, rows=2000, thread_count=1)  # 40 MB, five parts
+    assert loaded(s3_directory.url, rows=2000) == 5.0
+    for method, times_s in came_s.items():
+        assert max(sum(first_s <= at_s < first_s + 1.0 for at_s in times_s) for first_s in times_s) >= 5, method
+
+
 def test_an_object_is_read_in_ranges_of_what_is_wanted(proxied: Proxy, s3_directory: S3Directory) -> None:
     save(s3_directory.url, 5.0, rows=2000)
     proxied.requests.clear()
@@ -274,6 +295,18 @@ def test_a_range_that_is_late_is_asked_for_again(
     assert time.monotonic() - started < 30
 
 
+def test_a_store_that_is_slow_with_everything_gets_few_requests_twice(
+    proxied: Proxy, s3_directory: S3Directory, patient: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    patient(late_s=0.1, late_factor=1.0)
+    save(s3_directory.url, 1.0, rows=2000)  # (what requests take usually)
+    caplog.clear()
+    proxied.rule = lambda request: Fault("late", seconds=2.0) if "partNumber" in request.query else None
+    save(s3_directory.url, 2.0, rows=2000)
+    assert sum("it is sent again" in record.getMessage() for record in caplog.records) <= 3
+    assert loaded(s3_directory.url, rows=2000) == 2.0
+
+
 def test_a_store_that_stalls_for_ever_ends_the_save_with_the_part_named(
     proxied: Proxy, s3_directory: S3Directory, patient: Callable[..., None]
 ) -> None:
@@ -283,7 +316,7 @@ def test_a_store_that_stalls_for_ever_ends_the_save_with_the_part_named(
     proxied.rule = lambda request: Fault("stall", seconds=30) if "partNumber=2" in request.query else None
     started = time.monotonic()
     with pytest.raises(FAILED, match=r"\.distcp, part 2: no answer within \S+ s \(\d+ attempts"):
-        save(s3_directory.url, 2.0, rows=2000)
+        save(s3_directory.url, 2.0, rows=2000, io_threads=2)
     assert time.monotonic() - started < 25
     proxied.rule = lambda request: None
     assert loaded(s3_directory.url) == 1.0
