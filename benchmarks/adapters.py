@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.state import Shard
 
-__all__ = ["ADAPTERS", "Adapter", "McoreCkpt", "do_nothing_save"]
+__all__ = ["ADAPTERS", "Adapter", "McoreCkpt", "do_nothing_save", "dtensors"]
 
 _PIECE_BYTES = 8 * 1024 * 1024
 _PAGE_BYTES = 4096
@@ -224,7 +224,7 @@ class _Dcp(Adapter):
         self._group = dist.new_group(backend="gloo")
 
     def prepare(self, shards: list[Shard]) -> Any:
-        return _dtensors(shards)
+        return dtensors(shards)
 
     def save(self, state: Any, path: Path) -> None:
         from torch.distributed import checkpoint
@@ -272,7 +272,7 @@ class _TorchCheckpointing(Adapter):
         return CheckpointManager(config)
 
     def prepare(self, shards: list[Shard]) -> Any:
-        return {"model": _dtensors(shards)}
+        return {"model": dtensors(shards)}
 
     def launch(self) -> None:
         self._async = self._manager(asynchronous=True)
@@ -338,7 +338,7 @@ def _sync_files(path: Path) -> None:
         os.close(fd)
 
 
-def _dtensors(shards: list[Shard]) -> dict[str, Any]:
+def dtensors(shards: list[Shard]) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import Shard as Split
