@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE =
 # What mkdocs-material says at each start of another generator of sites.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help venv demo test test-quick test-long test-slow test-flips test-crash test-stores test-matrix layers pictures docs site dist lint format bench bench-tools clean
+.PHONY: help venv demo test test-quick test-long test-slow test-flips test-state test-crash test-stores test-matrix layers pictures docs site dist lint format bench bench-tools clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -54,6 +54,9 @@ test-slow: $(INSTALLED)  ## the tests that take minutes
 
 test-flips: $(INSTALLED)  ## bits flipped, files cut, swapped and taken from another save, 10,000 times; ARGS="--flips N --seed S"
 	$(BIN)/python -W ignore -m tests.format.flips --write docs/reliability.md $(ARGS)
+
+test-state: $(INSTALLED)  ## flipped bits in memory, swapped shards, stale moments, diverged replicas, 1,000 times; ARGS="--trials N --seed S"
+	$(BIN)/python -W ignore -m tests.save.state_trials $(ARGS)
 
 test-crash: $(INSTALLED)  ## 60 kills of saves, 200 races of two jobs; ARGS="--kills N --races N --seed S"
 	$(BIN)/python -W ignore -m tests.save.kills_and_races $(ARGS)

@@ -47,6 +47,11 @@ def crc32_combine(first: int, second: int, second_bytes: int) -> int:
     return (_multiply(_power_of_x(8 * second_bytes), first) if first else 0) ^ second
 
 
+def crc32_of_zeros(nbytes: int) -> int:
+    """CRC-32 of so many zero bytes."""
+    return crc32_combine(0xFFFFFFFF, 0xFFFFFFFF, nbytes)
+
+
 def shift_factor(nbytes: int) -> int:
     """The polynomial by which a CRC-32 is multiplied to count in front of so many bytes; `1 << 31` for none."""
     return _power_of_x(8 * nbytes)

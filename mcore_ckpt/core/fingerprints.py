@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mcore_ckpt.core.boxes import Box, Runs, Stretch, runs
-from mcore_ckpt.core.crc import POLYNOMIAL, crc32, crc32_combine, crc32s, shift_factor
+from mcore_ckpt.core.crc import POLYNOMIAL, crc32, crc32_combine, crc32_of_zeros, crc32s, shift_factor
 from mcore_ckpt.core.errors import OptionError
 
 _Words = npt.NDArray[np.uint32]
@@ -270,13 +270,8 @@ def _padded_crc(rows: npt.NDArray[np.uint8], stride_bytes: int) -> int:
 @lru_cache(maxsize=64)
 def _of_padding(count: int, run_bytes: int, stride_bytes: int) -> int:
     """By how much the CRC-32 of so many rows with zeros between differs from what the rows count."""
-    of_rows = _joined(np.full(count, _of_zeros(run_bytes), np.uint32), stride_bytes)
-    return _of_zeros(count * stride_bytes) ^ int(of_rows)
-
-
-def _of_zeros(nbytes: int) -> int:
-    """The CRC-32 of so many zeros."""
-    return _shift_one(0xFFFFFFFF, nbytes) ^ 0xFFFFFFFF
+    of_rows = _joined(np.full(count, crc32_of_zeros(run_bytes), np.uint32), stride_bytes)
+    return crc32_of_zeros(count * stride_bytes) ^ int(of_rows)
 
 
 def _shift_one(crc: int, nbytes: int) -> int:

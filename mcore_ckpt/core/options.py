@@ -71,6 +71,11 @@ class SaveOptions:
             their own nodes.
         drain_tracker: the tracker file of the second tier, which names what was saved last of the checkpoints that are
             there: written if the run has a tracker file (`"auto"`), always (`"on"`), or never (`"off"`).
+        compare_replicas: compare the replicas of tensors that ranks hold (data-parallel ranks, tied weights) with those
+            that are saved: `"always"` all, `"sample"` one in 16, which depend on the save, `"off"` none. Each rank
+            sums its own before the call returns.
+        on_diverged: what a save does if one differs: `"warn"` on rank 0, or `"raise"` `SaveError` on all ranks, before
+            the checkpoint is published.
         fingerprints: store the fingerprint of each tensor, which a load with `prove`, `verify --state` and
             `diff --state` compare with, without reading the tensor. False does without.
         keep_local_plans: put `all_local_plans` into `.metadata`, so that stock Megatron can reuse the plan of a loaded
@@ -101,6 +106,8 @@ class SaveOptions:
     keep_every: int | None = None
     drain_to: str | None = None
     drain_tracker: Literal["auto", "on", "off"] = "auto"
+    compare_replicas: Literal["always", "sample", "off"] = "off"
+    on_diverged: Literal["warn", "raise"] = "warn"
     fingerprints: bool = True
     keep_local_plans: bool = False
     validation: Validation = "mcore_ckpt"
@@ -116,6 +123,8 @@ class SaveOptions:
         _choice("drain_tracker", self.drain_tracker, ("auto", "on", "off"))
         _choice("when_busy", self.when_busy, ("wait", "skip"))
         _choice("on_failure", self.on_failure, ("raise", "warn"))
+        _choice("compare_replicas", self.compare_replicas, ("always", "sample", "off"))
+        _choice("on_diverged", self.on_diverged, ("warn", "raise"))
         _choice("validation", self.validation, _VALIDATIONS)
         _at_least("thread_count", self.thread_count, 1)
         _at_least("io_threads", self.io_threads, 1)

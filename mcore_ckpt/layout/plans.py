@@ -8,7 +8,9 @@ coordinator's writer process does that on a second thread (`writing/writer_job.p
 
 from __future__ import annotations
 
+import math
 import pickle
+import re
 import zlib
 from array import array
 from collections.abc import Iterable, Sequence
@@ -16,11 +18,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_ckpt.core.boxes import Stretch
-from mcore_ckpt.core.crc import shift_factor
+from mcore_ckpt.core.crc import crc32_of_zeros, shift_factor
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry, parse_shadow_key
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_write import ChunkFactors, MetadataEncoder
 from mcore_ckpt.layout.shards import original_shape
+
+# What Adam, SGD with momentum, Muon and others call what they keep of the gradients.
+_MOMENT = re.compile(r"(?:^|\.)(?:exp_avg|exp_avg_sq|momentum_buffer|exp_avg_slow|exp_inf)(?:\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +165,13 @@ class GlobalPlan:
 def chunk_factors(index: CheckpointIndex) -> ChunkFactors:
     """How the CRC-32 of each chunk counts in the fingerprint of its tensor."""
     factors, firsts, without = array("I"), array("q"), array("I")
+    moments = []
     one = shift_factor(0)
     for number, (key, dtype, shape, chunks, _) in enumerate(index.tensors.values()):
         firsts.append(len(factors))
         own_shape = original_shape(index, key)
+        if _MOMENT.search(key):
+            moments.append((number, key, crc32_of_zeros(math.prod(shape) * element_bytes(dtype))))
         if parse_shadow_key(key) is not None:
             without.append(number)
         elif len(chunks) == 1 and chunks[0].sizes == shape and own_shape is None:
@@ -173,4 +181,4 @@ def chunk_factors(index: CheckpointIndex) -> ChunkFactors:
         for offsets, sizes, _ in chunks:
             behind = Stretch.of_chunk(shape, offsets, sizes, elem_bytes, own_shape).bytes_behind()
             factors.append(0 if behind is None else shift_factor(behind))
-    return ChunkFactors(factors, firsts, without)
+    return ChunkFactors(factors, firsts, without, tuple(moments))

@@ -38,8 +38,8 @@ def metadata_of_save(
     storage_meta: dict[str, Any],
     common: ManifestFile | None = None,
     keep_local_plans: bool = False,
-) -> bytes:
-    """The content of `.metadata`. Raises `PlanError` if two ranks have written objects of the same key.
+) -> tuple[bytes, Manifest | None]:
+    """The content of `.metadata`, and its manifest. Raises `PlanError` if two ranks have written objects of one key.
 
     `objects` are index entries of each rank's objects, file by file; `files` each rank's files, in the order of its
     plan. Where one has no footer, `.metadata` has no manifest. `keep_local_plans`: put every rank's plan into it.
@@ -54,14 +54,16 @@ def metadata_of_save(
     if keep_local_plans:
         local_plans = local_plans_as_dcp(plan.decoded(), [[entry.fqn for entry in of_rank] for of_rank in objects])
     written = list(chain.from_iterable(files))
-    return encoder.encode(
+    manifest = _manifest(save_id, written, encoder, common) if all(f.has_footer for f in written) else None
+    content = encoder.encode(
         entries,
         files={name: with_id(name, save_id) for name, _ in plan.files},
         storage_meta=storage_meta,
         local_plans=local_plans,
         dispatch_table=dcp_dispatch_table() if keep_local_plans else None,
-        manifest=_manifest(save_id, written, encoder, common) if all(f.has_footer for f in written) else None,
+        manifest=manifest,
     )
+    return content, manifest
 
 
 def _manifest(

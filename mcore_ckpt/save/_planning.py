@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from mcore_ckpt.layout.accesses import Accesses
 from mcore_ckpt.layout.buckets import RankLayout, lay_out_rank
 from mcore_ckpt.layout.plan_check import global_plan
 from mcore_ckpt.layout.plans import GlobalPlan
+from mcore_ckpt.save._state_history import StateHistory
 from mcore_ckpt.save.rank_state import NOTHING, Described, RankState
 
 
@@ -31,6 +32,7 @@ class Planned:
 
     plan: GlobalPlan
     encoder: MetadataEncoder | None = None
+    history: StateHistory = field(default_factory=StateHistory)
 
     @property
     def unencoded(self) -> GlobalPlan | None:

@@ -39,8 +39,9 @@ from mcore_ckpt.format.file_names import id_in_names, with_id
 from mcore_ckpt.format.footer import ManifestFile, shown_id
 from mcore_ckpt.format.index import ObjectEntry
 from mcore_ckpt.layout.file_image import PlannedFile, WrittenFile, check_results
+from mcore_ckpt.layout.replicas import ReplicaSums, replica_sums
 from mcore_ckpt.layout.save_index import metadata_of_save
-from mcore_ckpt.save._planning import SavePlan, agree
+from mcore_ckpt.save._planning import Planned, SavePlan, agree
 from mcore_ckpt.save._planning import Structure as Structure
 from mcore_ckpt.save._planning import Validation as Validation
 from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
@@ -56,6 +57,7 @@ from mcore_ckpt.writing.supervised_child import Job
 from mcore_ckpt.writing.writer_job import JobResult, timed_result
 
 _logger = logging.getLogger(__name__)
+_SHOWN = 10
 
 
 # A third-party way of writing a rank's buckets into a directory, for the save of an id (`megatron/_replaced.py`).
@@ -141,6 +143,10 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
             for begun in started:
                 begun.abort()
             interrupted, job = interrupt, _interrupted(interrupt, directory)
+        options, replicas = request.options, None
+        if options.compare_replicas != "off":
+            sample = options.compare_replicas == "sample"
+            replicas = attempt(partial(replica_sums, sharded_state_dict, plan.save_id, sample=sample))
         written = time.monotonic()
         spans = [Span("plan", began, planned)]
         if request.is_async and request.bucket_writer is None:
@@ -148,7 +154,7 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
         else:
             spans.append(Span("write", planned, written))
         files, entries = [frame.file for frame in frames], plan.layout.object_entries(frames)
-        transaction = SaveTransaction(request, group, directory, plan, job, files, entries, spans)
+        transaction = SaveTransaction(request, group, directory, plan, job, files, entries, spans, replicas)
         transaction.interrupted = interrupted
         return transaction
     except BaseException:
@@ -288,6 +294,7 @@ class Written:
     objects: tuple[ObjectEntry, ...]
     files: tuple[WrittenFile, ...]
     phases_s: dict[str, float]
+    replicas: ReplicaSums | None = None  # of those that it does not write, where they are to be compared
 
     def reports(self, rank: int) -> tuple[FileReport, ...]:
         """What its files took."""
@@ -309,6 +316,7 @@ class SaveTransaction(SaveCall):
         files: Sequence[PlannedFile] = (),
         objects: tuple[ObjectEntry, ...] = (),
         spans: Sequence[Span] = (),
+        replicas: ReplicaSums | BaseException | None = None,
     ) -> None:
         what, on_failure = str(directory.path), request.options.on_failure
         super().__init__(job or Job.ended(what), what, skipped=plan is None, on_failure=on_failure)
@@ -320,6 +328,7 @@ class SaveTransaction(SaveCall):
         self._directory = directory
         self._is_async = request.is_async and request.bucket_writer is None
         self._spans = list(spans)
+        self._replicas = replicas
         self._commits = False
         self._publishes = False
         self._described: tuple[bytes, bool] | None = None
@@ -391,7 +400,8 @@ class SaveTransaction(SaveCall):
             self._spans.append(Span("writer", result.started_s, result.finished_s))
         if plan.planned is not None:
             plan.planned.encoder = plan.planned.encoder or result.encoder
-        return Written(self._objects, result.files, {span.name: span.seconds for span in self._spans})
+        phases_s = {span.name: span.seconds for span in self._spans}
+        return Written(self._objects, result.files, phases_s, value_of(self._replicas))
 
     def _publish(self, plan: SavePlan, gathered: list[Written] | None) -> None:
         assert gathered is not None
@@ -436,7 +446,8 @@ class SaveTransaction(SaveCall):
         objects = [written.objects for written in gathered]
         common = any(entry.fqn.startswith("common_state/") for of_rank in objects for entry in of_rank)
         plan.planned.encoder = plan.planned.encoder or plan.planned.plan.encoder()
-        content = metadata_of_save(
+        self._compare_replicas(plan.planned, gathered)
+        content, manifest = metadata_of_save(
             plan.planned.plan,
             plan.planned.encoder,
             objects,
@@ -446,8 +457,48 @@ class SaveTransaction(SaveCall):
             common=self._directory.common_file(has_common_state=common),
             keep_local_plans=self._options.keep_local_plans,
         )
+        if manifest is not None and manifest.fingerprints is not None:
+            self._look_for_stale_moments(plan.planned, manifest.fingerprints)
         self._described = (content, common)
         return self._described
+
+    def _compare_replicas(self, planned: Planned, gathered: list[Written]) -> None:
+        """Say which replicas are not what is saved; raises `SaveError` if the options ask for it."""
+        replicas = [written.replicas or ReplicaSums.none() for written in gathered]
+        files = [file for written in gathered for file in written.files]
+        if not any(sums.slices for sums in replicas) or not all(file.has_footer for file in files):
+            return
+        crcs = [crc for file in files for crc in file.crcs]
+        found = planned.history.diverged(self._directory.path.name, planned.plan, crcs, replicas)
+        if not found:
+            return
+        named = "; ".join(f"{one}; {since}" for one, since in found[:_SHOWN])
+        message = (
+            f"{self._directory.path}: {len(found)} slices differ between replicas that should be equal: {named}"
+            + (f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+            + ". Ranks train different models: resume from a checkpoint in which they were equal"
+        )
+        if self._options.on_diverged == "raise":
+            raise SaveError(f"{message}. It is not published (on_diverged)")
+        _logger.warning("%s", message)
+
+    def _look_for_stale_moments(self, planned: Planned, fingerprints: Sequence[int]) -> None:
+        assert planned.encoder is not None
+        assert planned.encoder.factors is not None
+        history, factors = planned.history, planned.encoder.factors
+        before, stale = history.stale(self._directory.path.name, factors, fingerprints)
+        if stale:
+            more = f", and {len(stale) - _SHOWN} more" if len(stale) > _SHOWN else ""
+            _logger.warning(
+                "%s: %d of %d moments of the optimizer are bit for bit what they were in %s, though training has moved "
+                "since: %s%s. The state dict may be one that the optimizer has left behind",
+                self._directory.path,
+                len(stale),
+                len(factors.moments),
+                before,
+                ", ".join(stale[:_SHOWN]),
+                more,
+            )
 
     def abort(self) -> None:
         """See `SaveCall`. Once `commit` has begun, only that knows whether the files may go: a callback that fails

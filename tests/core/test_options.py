@@ -28,6 +28,8 @@ SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
     "keep_last": ("4", 4),
     "drain_to": ("s3://bucket/run", "s3://bucket/run"),
     "drain_tracker": ("off", "off"),
+    "compare_replicas": ("sample", "sample"),
+    "on_diverged": ("raise", "raise"),
     "fingerprints": ("0", False),
     "keep_local_plans": ("1", True),
     "validation": ("megatron", "megatron"),

@@ -20,6 +20,7 @@ from mcore_ckpt import (
     reshard_checkpoint,
 )
 from mcore_ckpt.commands.cli import main
+from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.fingerprints import model_and_optimizer
 from tests.support.gloo_ranks import run_pretending_ranks
 from tests.support.hf_models import SMALL, HfCase, make_hf_model
@@ -101,6 +102,10 @@ def load_and_take(rank: int, path: Path, layouts: dict[str, Parallel]) -> dict[s
     return found
 
 
+def crcs_of(state: Any) -> dict[str, int]:
+    return {key: tensor.crc32 for key, tensor in state.tensors.items()}
+
+
 def test_a_gpt_has_one_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = tmp_path / "saved"
     saved.mkdir()
@@ -120,6 +125,7 @@ def test_a_gpt_has_one_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture
         target = resharded[layout] = tmp_path / f"{layout}"
         reshard_checkpoint(saved, target, tp=layout.tensor, pp=layout.pipeline)
         assert checkpoint_fingerprint(target) == stored
+        assert read_index(target).fingerprints == crcs_of(stored)  # carried, all of them
         report = diff_checkpoints(saved, target, state=True)
         assert report.identical
         assert report.read_bytes == 0
@@ -276,3 +282,5 @@ def test_an_export_and_an_import_keep_it(tmp_path: Path) -> None:
     export_checkpoint(tmp_path / "tp2", tmp_path / "back", to="hf")
     import_checkpoint(tmp_path / "back", tmp_path / "pp2", kind="hf", pp=2)
     assert checkpoint_fingerprint(tmp_path / "pp2") == stored
+    for made in ("tp2", "pp2"):
+        assert read_index(tmp_path / made).fingerprints == crcs_of(stored)
