@@ -339,7 +339,7 @@ def test_metadata_that_cannot_be_put_together_fails_the_save(
     monkeypatch.setattr(Planned, "unencoded", GlobalPlan((b"no plan",)))
     queue = AsyncCallsQueue(options=_QUIET)
     queue.schedule_async_request(strategy(writer=writer).async_save(ones(), tmp_path))
-    with pytest.raises(SaveError, match=r"pickle|unpickling|load key"):
+    with pytest.raises(SaveError, match=r"pickle|unpickling|load key|decompressing"):
         queue.maybe_finalize_async_calls(blocking=True)
     assert not list(tmp_path.glob("*.distcp"))
     assert not (tmp_path / ".metadata").exists()
