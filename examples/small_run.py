@@ -1,5 +1,9 @@
-"""Make what the guides work on, in this folder: `run` with two checkpoints of a small model, `copy` with the newer one,
-and `Llama-small`, a model as `transformers` saves it. Needs torch and safetensors; run it out of a clone.
+"""Make what the guides work on, in this folder. Needs torch and safetensors; run it out of a clone.
+
+run             two checkpoints of a small model
+copy            the newer one of them
+Llama-small     a model as `transformers` saves it
+two_tiers.py    the job of the guide to two tiers
 """
 
 import json
@@ -67,6 +71,7 @@ def main() -> None:
     (here / "run" / "latest_checkpointed_iteration.txt").write_text("200")
     shutil.copytree(here / "run" / "iter_0000200", here / "copy" / "iter_0000200")
     write_llama(here / "Llama-small")
+    shutil.copy(Path(__file__).with_name("two_tiers.py"), here)
 
 
 if __name__ == "__main__":

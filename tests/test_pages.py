@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -109,7 +108,6 @@ def example_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The run that pages show: two checkpoints of a small model at TP 2, and a copy of the newer one."""
     monkeypatch.chdir(tmp_path)
     small_run.main()
-    shutil.copy(ROOT / "examples" / "two_tiers.py", tmp_path)
     (tmp_path / "bin").mkdir()
     for name, start in (("python", ""), ("mcore-ckpt", "-m mcore_ckpt ")):
         command = tmp_path / "bin" / name
