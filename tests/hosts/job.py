@@ -127,6 +127,11 @@ def _reads(folder: Path) -> None:
         _tell(folder, **{way: [same, stats.bytes_from_storage, stats.bytes_needed, seconds]})
 
 
+def _stays_s() -> float:
+    """How long the ranks of the host that `STAYS` stay where they are."""
+    return float(os.environ.get("STAYS_S", "600"))
+
+
 def _loses(folder: Path) -> None:
     """As `_reads`; the ranks of one host stay where they read for others."""
     import torch
@@ -135,9 +140,12 @@ def _loses(folder: Path) -> None:
     import mcore_ckpt
     from mcore_ckpt.load._handing_on import HandingOn
 
+    read = HandingOn._read
+
     def stays(self: Any, share: int, view: memoryview) -> None:
         _tell(folder, reads=True)
-        time.sleep(600)
+        time.sleep(_stays_s())
+        read(self, share, view)
 
     if platform.node() == os.environ["STAYS"]:
         HandingOn._read = stays  # type: ignore[method-assign]
@@ -174,7 +182,7 @@ def _fails(folder: Path) -> None:
         check(*files)
         _tell(folder, written=True)
         if platform.node() == os.environ["STAYS"]:
-            time.sleep(600)
+            time.sleep(_stays_s())
 
     transaction.check_results = stays
     began = time.monotonic()

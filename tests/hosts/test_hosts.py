@@ -157,6 +157,23 @@ def test_a_host_lost_in_mid_load_is_named(way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("story", ["fails", "loses"])
+def test_a_host_that_is_plugged_in_again_is_waited_for(story: str, tmp_path: Path) -> None:
+    """In mid-save, and in mid-load: where the network is back before the process group's time is up, nothing fails."""
+    shared = tmp_path / "shared"
+    with running_hosts(2, shared) as hosts:
+        processes = _start(hosts, 2, shared, story, STAYS=hosts[1].name, STAYS_S="6")
+        began = "written" if story == "fails" else "reads"
+        _wait_for(lambda: {2, 3} <= set(_told(shared, began)), shared / story)
+        hosts[1].cut_off()
+        time.sleep(3.0)
+        hosts[1].reconnect()
+        _end(processes, shared / story)
+    assert _told(shared, "error") == dict.fromkeys(range(4), "")
+    assert verify_checkpoint(shared / ("second" if story == "fails" else "lost")).whole
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_pretrain_gpt_saves_and_resumes_on_hosts(count: int, tmp_path: Path) -> None:
     if reason := pretrain.missing_reason():
