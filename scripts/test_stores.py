@@ -38,6 +38,8 @@ _S3_TESTS: Final = (
     "tests/storage/test_storage.py::TestS3",
     "tests/storage/test_store_urls.py",
     "tests/tools/test_copy.py",
+    "tests/tools/test_retention.py",
+    "tests/models/test_models_in_stores.py",
     "tests/reshard/test_reshard_in_stores.py",
     "tests/megatron/test_object_stores.py",
 )

@@ -142,6 +142,7 @@ NOT_QUICK = {
     "megatron/test_strategy.py",
     "models/test_foreign_checkpoints.py",
     "models/test_huggingface_logits.py",
+    "models/test_models_in_stores.py",
     "save/test_async_queue.py",
     "save/test_failures.py",
     "save/test_isolation.py",

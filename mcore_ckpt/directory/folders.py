@@ -29,6 +29,8 @@ def files_below(
         folder = folders.pop()
         storage = storage_at(directory / folder)
         links = {} if follow_links else storage.links()
+        if folder and not storage.is_directory():
+            continue  # some stores list for a while what is empty
         files, inner = storage.sizes(), storage.folders()
         for own_name in sorted({*storage.list(), *links, *inner}):
             name = f"{folder}/{own_name}" if folder else own_name

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError, SaveError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.directory.folders import FOLDERS_OF_MEGATRON, files_below, folders_of
 from mcore_ckpt.directory.in_force import index_files, is_pending
 from mcore_ckpt.directory.iterations import RunCheckpoint, directories_of_run, iteration_of, look_at, tracked_name
@@ -323,7 +323,8 @@ def _being_removed(directory: Path, lock: DirectoryLock | None) -> Iterator[str]
         storage.sync()
     yield from _own_files(index)
     for folder in _folders_of_megatron(storage):
-        with contextlib.suppress(CorruptCheckpointError):  # with links in it, all of it stays
+        # With links in it, all of it stays; and some stores list for a while what is empty.
+        with contextlib.suppress(CorruptCheckpointError, CheckpointNotFoundError):
             yield from [f"{folder}/{name}" for name in files_below(directory / folder)]
     yield from (name for name in storage.sizes() if name in _SIDECARS or is_pending(name))
     yield _REMOVED_INDEX

@@ -213,6 +213,28 @@ def test_another_version_is_neither_read_nor_deleted(azure: Azure, client: Azure
     assert azure.content == bytes(PART)
 
 
+def test_no_signature_is_in_what_is_shown(
+    azure: Azure, client: AzureClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever has the URL of a request can send it again."""
+    caplog.set_level("DEBUG")
+    upload = client.upload("key", PART)
+    said = []
+    for rule in (once("PUT block", 403, "AuthorizationFailure"), lambda what: (500, "InternalError")):
+        azure.rule = rule
+        client.limits = Patience(first_pause_s=0.01, give_up_s=0.5, given_up_s=0.5)
+        with pytest.raises(OSError, match="part 1") as caught:
+            upload.part(0, memoryview(bytes(PART)))
+        said.append(f"{caught.value} {caught.value.__cause__} {client!r}")
+    azure.server.shutdown()
+    azure.server.server_close()
+    with pytest.raises(OSError, match="part 1") as caught:
+        upload.part(0, memoryview(bytes(PART)))
+    said.append(f"{caught.value} {caught.value.__cause__}")
+    assert "attempt" in caplog.text
+    assert not [text for text in (*said, caplog.text) if "sig=" in text or "se=2" in text]
+
+
 def test_without_a_key_to_sign_with_obstore_does_it(azure: Azure, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=2023-11-03&sp=rw&sr=c&sig=abc")

@@ -26,6 +26,7 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory import lock as lock_module
+from mcore_ckpt.directory.folders import files_below
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.directory.retention import PruneReport, prune_run
 from mcore_ckpt.directory.target import open_target
@@ -231,8 +232,14 @@ def test_folders_that_megatron_has_made_in_a_checkpoint_go_with_it(
         for name in ("tokenizer/tokenizer.json", "modelopt_state/.metadata", "modelopt_state/__0_0.distcp"):
             storage_at(f"{root}/{name_of(iteration)}").publish(name, b"of this iteration")
     assert going(prune_run(root, keep_last=1, remove=True)) == [1]
-    assert storage_at(root).folders() == [name_of(2)]
+    assert holding_files(root) == [name_of(2)]
+    assert place == "store" or storage_at(root).folders() == [name_of(2)]
     assert storage_at(f"{root}/{name_of(2)}").exists("tokenizer/tokenizer.json")
+
+
+def holding_files(root: str | Path) -> list[str]:
+    """The folders of a run but for empty ones, which some stores list for a while."""
+    return sorted({name.split("/")[0] for name in files_below(checkpoint_path(root))})
 
 
 def test_a_folder_of_megatrons_name_with_links_stays(run: Path, tmp_path: Path) -> None:
@@ -487,6 +494,7 @@ def test_a_list_tells_a_save_at_work_from_one_that_is_gone(run: Path, capsys: py
     died = f"""
 import os
 from mcore_ckpt.directory import lock as lock_module
+from mcore_ckpt.directory.folders import files_below
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.storage._local import LocalStorage
 claim = DirectoryLock.take(LocalStorage({str(run / name_of(300))!r}))
@@ -559,7 +567,8 @@ def test_what_a_load_reads_stays(place: str, tmp_path: Path, s3_directory: S3Dir
     assert found == ["a load is reading it"] * 3
     assert loaded["w"].tolist() == [1.0] * 10
     assert going(prune_run(root, keep_last=1, remove=True)) == [1]
-    assert storage_at(root).folders() == [name_of(2)]
+    assert holding_files(root) == [name_of(2)]
+    assert place == "store" or storage_at(root).folders() == [name_of(2)]
 
 
 @pytest.mark.parametrize("place", ["directory", "store"])
