@@ -209,7 +209,12 @@ class FileSystemReader(StorageReader):
             or self._is_cached(ranges[:: len(ranges) // _LOOKS + 1])
         ):
             return None
-        self._ring = Ring(self.options)
+        try:
+            self._ring = Ring(self.options)
+        except OSError as error:  # a sandbox without such memory
+            if self.options.cooperative == "auto":
+                return None
+            raise LoadError(f"no memory to share with other ranks: {error}; set cooperative='off'") from error
         return WantedRanges.of(ranges, max(CHEAP_GAP_BYTES, self._files.request_bytes)), self._ring.member()
 
     def _is_cached(self, ranges: Iterable[tuple[str, int, int, int]]) -> bool:

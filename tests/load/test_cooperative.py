@@ -74,13 +74,13 @@ def test_what_one_rank_wants_it_reads_itself(checkpoint: Path) -> None:
     assert asked[2] < 1.25 * needed[2]  # headers, too
 
 
-def _shared_bytes(rank: int, path: Path, options: dict[str, Any], hidden: bool) -> tuple[int, bool]:
-    if hidden and rank == 1:
+def _shared_bytes(rank: int, path: Path, options: dict[str, Any], refused: str) -> tuple[int, bool]:
+    if rank == 1 and refused:
 
-        def refuse(cls: type, *_: Any) -> Any:
-            raise PermissionError(13, "not to be looked into")
+        def refuse(*_: Any) -> Any:
+            raise PermissionError(1, "not here")
 
-        _handing_on.SharedMemory.of = classmethod(refuse)  # type: ignore[method-assign, assignment]
+        setattr(_handing_on.SharedMemory, refused, staticmethod(refuse))
     reader = FileSystemReader(path, options=LoadOptions(**options))
     wanted, expected = _state(False), _state(True)
     dcp.load(wanted, storage_reader=reader)
@@ -88,21 +88,22 @@ def _shared_bytes(rank: int, path: Path, options: dict[str, Any], hidden: bool) 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options", "hidden", "shares"),
+    ("ranks", "options", "refused", "shares"),
     [
-        pytest.param(4, {}, False, False, id="what the page cache has, each rank takes there"),
-        pytest.param(4, {"page_cache": "off"}, False, True, id="else one reads for all of a host"),
-        pytest.param(3, {"page_cache": "off"}, False, False, id="if these are four at least"),
-        pytest.param(4, {"page_cache": "off"}, True, False, id="unless a process may not be looked into"),
-        pytest.param(4, {"page_cache": "off", "cooperative": "off"}, False, False, id="or it is switched off"),
+        pytest.param(4, {}, "", False, id="what the page cache has, each rank takes there"),
+        pytest.param(4, {"page_cache": "off"}, "", True, id="else one reads for all of a host"),
+        pytest.param(3, {"page_cache": "off"}, "", False, id="if these are four at least"),
+        pytest.param(4, {"page_cache": "off"}, "of", False, id="unless a process may not be looked into"),
+        pytest.param(4, {"page_cache": "off"}, "make", False, id="or has no memory to share"),
+        pytest.param(4, {"page_cache": "off", "cooperative": "off"}, "", False, id="or it is switched off"),
     ],
 )
 def test_by_default_ranks_share_what_is_not_cached(
-    checkpoint: Path, ranks: int, options: dict[str, Any], hidden: bool, shares: bool
+    checkpoint: Path, ranks: int, options: dict[str, Any], refused: str, shares: bool
 ) -> None:
     for file in checkpoint.iterdir():
         file.read_bytes()
-    shared, same = zip(*run_ranks(_shared_bytes, ranks, checkpoint, options, hidden), strict=True)
+    shared, same = zip(*run_ranks(_shared_bytes, ranks, checkpoint, options, refused), strict=True)
     assert all(same)
     assert all(nbytes > 30 * _MIB for nbytes in shared) if shares else not any(shared)
 
