@@ -103,4 +103,5 @@ def _agree(structure: Structure, state: dict[str, object], group: RankGroup) -> 
         thread_count=2,
         separation_hint=None,
         drain_to=None,
+        fingerprints=True,
     )
