@@ -111,7 +111,8 @@ def test_a_job_that_is_preempted_saves_and_is_resumed(launches: Path) -> None:
     checkpoints = place / "checkpoints"
     saving = (*ASYNC, "--save", str(checkpoints), "--save-interval", "100000", "--exit-signal-handler")
     arguments = [*saving, "--train-iters", "100000"]
-    run = launch("ours", 2, arguments, place / "run", expected_exit=None, terminated_at=3)
+    patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "250"}  # as the guides say
+    run = launch("ours", 2, arguments, place / "run", patience, expected_exit=None, terminated_at=3)
     assert "exiting program after receiving SIGTERM" in run.log
     saved = tracked_iteration(checkpoints)
     assert saved is not None
