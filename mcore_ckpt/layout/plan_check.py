@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.format.index import parse_shadow_key
-from mcore_ckpt.layout.plans import GlobalPlan, LocalPlan
+from mcore_ckpt.layout.plans import GlobalPlan, LocalPlan, LocalPlanBuilder, SavedPlan
 from mcore_ckpt.layout.shards import noted_shapes
 
 _Ints = npt.NDArray[np.int64]
@@ -51,15 +51,21 @@ class PlannedTensors:
 
     def __init__(self, items: _Items, first: _Ints) -> None:
         self._items = items
-        self._first = first
+        self.first = first  # item of each key
         self._numbers = {key: number for number, key in enumerate(items.keys)}
 
-    def of(self, key: str) -> tuple[str, tuple[int, ...], int] | None:
+    @classmethod
+    def of(cls, items: _Items) -> PlannedTensors:
+        """Those of these items. They are numbered as they came."""
+        # (`np.unique` imports all of `numpy.ma` when it is first called: as long as all else here.)
+        return cls(items, np.flatnonzero(np.diff(np.maximum.accumulate(items.key_ids), prepend=-1)))
+
+    def head(self, key: str) -> tuple[str, tuple[int, ...], int] | None:
         """dtype and global shape of a tensor, and the first rank that has a chunk of it; None if none has."""
         number = self._numbers.get(key)
         if number is None:
             return None
-        item, items = int(self._first[number]), self._items
+        item, items = int(self.first[number]), self._items
         return items.dtypes[items.dtype_ids[item]], items.numbers(item)[0], int(items.ranks[item])
 
 
@@ -73,14 +79,33 @@ def global_plan(
     plans = [LocalPlan.decode(encoded) for encoded, _ in told]
     planned = check_plans(plans)
     if accesses:
-        if any(of_rank[0] for of_rank in accesses):
-            # On some rank a wrapper has chosen others to write than are main replicas.
-            pairs = zip(accesses, plans, strict=True)
-            planned = check_plans([LocalPlan.decode(mains[0]) if mains[0] else plan for mains, plan in pairs])
-        _check_replicas(planned, accesses, _SAVES)
-        _check_objects(accesses)
+        _check_told(accesses, plans, planned)
     files = sorted(pair for plan in plans for pair in zip(plan.files, plan.file_bytes, strict=True))
     return GlobalPlan(tuple(encoded for encoded, _ in told), tuple(files), noted_shapes(shapes for _, shapes in told))
+
+
+def check_accesses(accesses: Sequence[Sequence[bytes]], plan: GlobalPlan) -> None:
+    """Check what ranks tell of all that they hold, next to a plan that has been checked. Raises `PlanError`."""
+    if isinstance(plan, SavedPlan) and not any(of_rank[0] for of_rank in accesses):
+        _check_held(accesses, plan)
+    else:
+        plans = plan.decoded()
+        _check_told(accesses, plans + [LocalPlanBuilder().build()] * (len(accesses) - len(plans)), None)
+
+
+def _check_told(
+    accesses: Sequence[Sequence[bytes]], plans: Sequence[LocalPlan], planned: PlannedTensors | None
+) -> None:
+    if planned is None or any(of_rank[0] for of_rank in accesses):
+        # On some rank a wrapper has chosen others to write than are main replicas.
+        pairs = zip(accesses, plans, strict=True)
+        planned = check_plans([LocalPlan.decode(mains[0]) if mains[0] else plan for mains, plan in pairs])
+    _check_held(accesses, planned)
+
+
+def _check_held(accesses: Sequence[Sequence[bytes]], mains: PlannedTensors | SavedPlan) -> None:
+    _check_replicas(mains, accesses, _SAVES)
+    _check_objects(accesses)
 
 
 def check_requests(accesses: Sequence[Sequence[bytes]]) -> None:
@@ -94,14 +119,14 @@ def check_requests(accesses: Sequence[Sequence[bytes]]) -> None:
     _check_objects(accesses)
 
 
-def _check_replicas(mains: PlannedTensors, accesses: Sequence[Sequence[bytes]], does: str) -> None:
+def _check_replicas(mains: PlannedTensors | SavedPlan, accesses: Sequence[Sequence[bytes]], does: str) -> None:
     """Check that what ranks hold besides main replicas are copies of those."""
     first_with: dict[bytes, int] = {}
     for rank, of_rank in enumerate(accesses):
         first_with.setdefault(of_rank[1], rank)
     for encoded, rank in first_with.items():
         for key, dtype, shape in json.loads(encoded)[0]:
-            main = mains.of(key)
+            main = mains.head(key)
             if main is None:
                 raise PlanError(
                     f"{key}: rank {rank} holds a replica of it, and no rank the main one (replica_id 0), which alone "
@@ -152,10 +177,10 @@ def check_plans(
     same dtype and shape. `does` is what the ranks do with the tensors, in words.
     """
     items = _joined(plans)
+    planned = PlannedTensors.of(items)
     if not items.keys:
-        return PlannedTensors(items, _column([]))
-    # Numbered as they came. (`np.unique` imports all of `numpy.ma` when it is first called: as long as all else here.)
-    first = np.flatnonzero(np.diff(np.maximum.accumulate(items.key_ids), prepend=-1))
+        return planned
+    first = planned.first
     heads = first[items.key_ids]  # for each item the first one of its key
     alike = (items.dtype_ids == items.dtype_ids[heads]) & (items.ndims == items.ndims[heads])
     told = np.zeros(len(items.keys), dtype=bool)  # keys whose chunks are known to tile
@@ -178,7 +203,7 @@ def check_plans(
         _check_shadow_copies(items, first, shadows)
     if not told.all():
         _check_one_by_one(items, first, ~told)
-    return PlannedTensors(items, first)
+    return planned
 
 
 def _joined(plans: Sequence[LocalPlan]) -> _Items:

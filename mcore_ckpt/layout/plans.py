@@ -13,12 +13,13 @@ import pickle
 import re
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_ckpt.core.boxes import Stretch
 from mcore_ckpt.core.crc import crc32_of_zeros, shift_factor
+from mcore_ckpt.format.file_names import DataFileName, data_file_of
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry, parse_shadow_key
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_write import ChunkFactors, MetadataEncoder
@@ -182,3 +183,43 @@ def chunk_factors(index: CheckpointIndex) -> ChunkFactors:
             behind = Stretch.of_chunk(shape, offsets, sizes, elem_bytes, own_shape).bytes_behind()
             factors.append(0 if behind is None else shift_factor(behind))
     return ChunkFactors(factors, firsts, without, tuple(moments))
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPlan(GlobalPlan):
+    """The plan of a checkpoint that was loaded, from its index."""
+
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)  # in files without the id of a save
+    order: array[int] = field(default_factory=lambda: array("I"))  # for each chunk, its number among those of all plans
+
+    def decoded(self) -> list[LocalPlan]:
+        """Every rank's plan, up to the last rank that has a file."""
+        # Rank after rank, in the order of the files' numbers.
+        files = sorted(self.files, key=lambda file: _named(file[0])[:2])
+        builders = [LocalPlanBuilder() for _ in range(1 + max((_named(name).rank for name, _ in files), default=-1))]
+        chunks = [(entry, chunk) for entry in self.tensors.values() for chunk in entry.chunks]
+        of_file: dict[str, list[tuple[TensorEntry, StoredChunk]]] = {}
+        for number in sorted(range(len(chunks)), key=self.order.__getitem__):
+            of_file.setdefault(chunks[number][1].item.file, []).append(chunks[number])
+        for name, size_bytes in files:
+            builder = builders[_named(name).rank]
+            builder.begin_file(name, size_bytes)
+            for entry, (offsets, sizes, item) in of_file.get(name, ()):
+                builder.add(entry.fqn, entry.dtype, entry.shape, offsets, sizes, item.offset, item.length)
+        return [builder.build() for builder in builders]
+
+    def head(self, key: str) -> tuple[str, tuple[int, ...], int] | None:
+        """dtype and global shape of a tensor, and the first rank that has a chunk of it; None if none has."""
+        entry = self.tensors.get(key)
+        return None if entry is None else (entry.dtype, entry.shape, _named(entry.chunks[0].item.file).rank)
+
+    def encoder(self) -> MetadataEncoder:
+        """As of any plan."""
+        index = CheckpointIndex("", self.tensors, {})
+        return MetadataEncoder(index, self.order, chunk_factors(index) if self.fingerprints else None)
+
+
+def _named(name: str) -> DataFileName:
+    told = data_file_of(name)
+    assert told is not None
+    return told

@@ -58,7 +58,14 @@ from mcore_ckpt.megatron._versions import (
     save_strategy_base,
     sharded_tensor_of,
 )
-from mcore_ckpt.save.transaction import BucketWriter, SaveRequest, SaveTransaction, Structure, begin_save
+from mcore_ckpt.save.transaction import (
+    BucketWriter,
+    SaveRequest,
+    SaveTransaction,
+    Structure,
+    begin_save,
+    expect_layout,
+)
 from mcore_ckpt.save.upkeep import run_loaded
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.staging_buffers import expect_save, warm_up_buffer
@@ -218,6 +225,8 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         if plan is None:
             return
         self.validated_cache_reuse = plan.reused
+        if plan.resumed:
+            self.validated_loaded_metadata_reuse = True
         if self.use_cached_ckpt_structure and not self.validated_loaded_metadata_reuse:
             # Asked on all ranks, also on one that has not loaded what the others have.
             loaded_plans = getattr(self.cached_global_metadata, "all_local_plans", None) or ()
@@ -372,6 +381,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         if first_of_this_host(dist.get_rank() if dist.is_initialized() else 0):
             run_loaded(reader.path, SaveOptions.from_environment(), self.options.local_tier)
         _expect_save(reader.path, reader.stats.bytes_read - read_before)
+        expect_layout(reader.index)
         return filled
 
     def _load(

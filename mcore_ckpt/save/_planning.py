@@ -17,11 +17,13 @@ from typing import NamedTuple
 from mcore_ckpt.core.errors import OptionError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.ranks import RankGroup
+from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.layout.accesses import Accesses
 from mcore_ckpt.layout.buckets import RankLayout, lay_out_rank
-from mcore_ckpt.layout.plan_check import global_plan
+from mcore_ckpt.layout.plan_check import check_accesses, global_plan
 from mcore_ckpt.layout.plans import GlobalPlan
+from mcore_ckpt.layout.saved_layout import SavedLayout
 from mcore_ckpt.save._state_history import StateHistory
 from mcore_ckpt.save.rank_state import NOTHING, Described, RankState
 
@@ -73,6 +75,7 @@ class SavePlan:
     planned: Planned | None
     save_id: bytes
     reused: bool
+    resumed: bool = False  # it is the plan of the checkpoint that was loaded
 
     @property
     def unencoded(self) -> GlobalPlan | None:
@@ -107,9 +110,13 @@ def agree(
         and layout.has_room(state.object_keys, state.object_bytes)
         and (validation is None or validation.accesses == structure.accesses)
     )
+    lay_out = partial(_lay_out, state, group.rank, thread_count, separation_hint, fingerprints)
+    laid_out = None if unchanged else attempt(lay_out)
+    saved = _same_as_loaded(laid_out, group)
+    resumed: list[Planned] = []
 
     def prepare() -> _Prepared:
-        plan = structure.laid_out_in if unchanged else b""
+        plan = structure.laid_out_in if unchanged else b"" if saved is None else saved.plan_id
         common = None if validation is None else validation.common_digest
         return _Prepared(plan, is_left_out(value_of(state)), frozenset([drain_to]), frozenset([common]))
 
@@ -119,7 +126,11 @@ def agree(
                 f"drain_to differs between the ranks: {sorted(map(str, prepared.second_tiers))}; set "
                 "MCORE_CKPT_DRAIN_TO alike on all hosts, or nowhere"
             )
-        return None if prepared.left_out else (prepared.plan, open_directory(), len(prepared.common) > 1)
+        if prepared.left_out:
+            return None
+        if saved is not None and prepared.plan:
+            resumed.append(Planned(replace(saved.plan(), fingerprints=fingerprints)))
+        return prepared.plan, open_directory(), len(prepared.common) > 1
 
     agreed = group.run_merged("prepare the save", prepare, _both, open_unless_left_out, wrap=SaveError)
     if agreed is None:
@@ -127,15 +138,42 @@ def agree(
     plan, save_id, common_differs = agreed
     if common_differs and validation is not None and validation.compare_common is not None:
         validation.compare_common(group)
-    if plan and layout is not None:
+    if plan and unchanged:
+        assert layout is not None
         return SavePlan(layout, structure.planned, save_id, reused=True)
+    _loaded.clear()
     structure.layout = structure.planned = structure.accesses = None
     accesses = None if validation is None else validation.accesses
-    lay_out = partial(_laid_out, thread_count=thread_count, separation_hint=separation_hint, fingerprints=fingerprints)
-    structure.layout, structure.planned = lay_out(value_of(state), accesses, group)
-    structure.accesses = accesses
+    laid_out = attempt(lay_out) if laid_out is None else laid_out
+    if plan:
+        planned = resumed[0] if resumed else None
+        if accesses is not None:
+            _check_accesses(value_of(state), accesses, planned, group)
+    else:
+        planned = _plan_together(value_of(state), laid_out, accesses, group, fingerprints=fingerprints)
+    structure.layout, structure.planned, structure.accesses = value_of(laid_out), planned, accesses
+    # Not the checkpoint that was resumed from: what has been checked besides the plan is of this save.
     structure.laid_out_for, structure.laid_out_in = place, save_id
-    return SavePlan(structure.layout, structure.planned, save_id, reused=False)
+    return SavePlan(structure.layout, structure.planned, save_id, reused=False, resumed=bool(plan))
+
+
+# The index of the checkpoint that this process has loaded last, until a save has been planned.
+_loaded: list[CheckpointIndex] = []
+
+
+def expect_layout(index: CheckpointIndex) -> None:
+    """This rank has loaded a checkpoint: its first save is likely to be laid out alike, and is not planned then."""
+    _loaded[:] = [index]
+
+
+def _same_as_loaded(laid_out: RankLayout | BaseException | None, group: RankGroup) -> SavedLayout | None:
+    """The layout of the loaded checkpoint, if this rank has just laid out the same, and no rank of it is missing."""
+    if not _loaded or not isinstance(laid_out, RankLayout):
+        return None
+    saved = SavedLayout.of(_loaded[0])
+    if saved is None or saved.ranks > group.size or not saved.is_laid_out(laid_out.plan, group.rank):
+        return None
+    return saved
 
 
 class _Prepared(NamedTuple):
@@ -158,28 +196,42 @@ def _both(first: _Prepared, second: _Prepared) -> _Prepared:
     )
 
 
-def _laid_out(
+def _lay_out(
+    state: RankState | BaseException, rank: int, thread_count: int, separation_hint: str | None, fingerprints: bool
+) -> RankLayout:
+    own = value_of(state)
+    return lay_out_rank(
+        own.specs,
+        own.object_keys,
+        own.object_bytes,
+        rank=rank,
+        thread_count=thread_count,
+        separation_hint=separation_hint,
+        fingerprints=fingerprints,
+    )
+
+
+def _check_accesses(state: RankState, accesses: Accesses, planned: Planned | None, group: RankGroup) -> None:
+    """Check what ranks hold besides what they write, of which the plan is known to be right."""
+    what = "check what ranks hold"
+    gathered = group.run_gather_parts(what, lambda: accesses.told(state.specs), wrap=SaveError) or []
+
+    def check() -> None:
+        assert planned is not None
+        check_accesses(gathered, planned.plan)
+
+    group.run_on_coordinator(what, check, wrap=SaveError)
+
+
+def _plan_together(
     state: RankState,
+    laid_out: RankLayout | BaseException,
     accesses: Accesses | None,
     group: RankGroup,
     *,
-    thread_count: int,
-    separation_hint: str | None,
     fingerprints: bool,
-) -> tuple[RankLayout, Planned | None]:
-    """Lay out what this rank writes, and let the coordinator check the plans of all ranks."""
-    laid_out = attempt(
-        partial(
-            lay_out_rank,
-            state.specs,
-            state.object_keys,
-            state.object_bytes,
-            rank=group.rank,
-            thread_count=thread_count,
-            separation_hint=separation_hint,
-            fingerprints=fingerprints,
-        )
-    )
+) -> Planned | None:
+    """Let the coordinator check the plans of all ranks; returns them there."""
 
     def encode() -> list[bytes]:
         """This rank's plan, and the shapes of parameters that are stored in another form; then what else it holds."""
@@ -197,4 +249,4 @@ def _laid_out(
         planned.append(Planned(replace(plan, fingerprints=fingerprints)))
 
     group.run_on_coordinator("check the plan", check, wrap=SaveError)
-    return value_of(laid_out), planned[0] if planned else None
+    return planned[0] if planned else None

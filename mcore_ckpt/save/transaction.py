@@ -44,6 +44,7 @@ from mcore_ckpt.layout.save_index import metadata_of_save
 from mcore_ckpt.save._planning import Planned, SavePlan, agree
 from mcore_ckpt.save._planning import Structure as Structure
 from mcore_ckpt.save._planning import Validation as Validation
+from mcore_ckpt.save._planning import expect_layout as expect_layout
 from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.rank_state import RankState, collect

@@ -244,7 +244,11 @@ def _saves(rank: int, root: Path, by: str) -> list[Any]:
         dc.save(state, str(path), strategy)
         said.append((strategy.validated_cache_reuse, list(warned)))
         warned.clear()
-    dc.load({"a": ShardedTensor.from_rank_offsets("a", torch.zeros(2), (0, rank, 2))}, str(path))
+    loaded = dc.load({"a": ShardedTensor.from_rank_offsets("a", torch.zeros(2), (0, rank, 2))}, str(path))
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+    state = {"a": ShardedTensor.from_rank_offsets("a", loaded["a"], (0, rank, 2))}
+    dc.save(state, str(path), strategy)
+    assert strategy.validated_loaded_metadata_reuse
     return [*said, gathers]
 
 

@@ -140,3 +140,79 @@ def test_plans_of_different_saves_are_not_mixed(tmp_path: Path) -> None:
         found = {key: checkpoint[key][:].tolist() for key in checkpoint.tensors}
     assert found == {"a0": [20.0] * _ROWS, "b1": [21.0] * _ROWS, "a2": [22.0] * _ROWS}
     assert mcore_ckpt.verify_checkpoint(tmp_path / "2").whole
+
+
+# What each rank holds when the job saves, and when it has been started again, has loaded that and saves it.
+_HELD = [[_A, ("x", 0)], [_B, ("x", 1)], [_C, ("x", 2)]]
+_STARTED_AGAIN = {
+    "nothing changes": (_HELD, True),
+    "two ranks swap what they hold": ([_HELD[0], _HELD[2], _HELD[1]], False),
+    "one rank has more": ([*_HELD[:2], [*_HELD[2], ("y", 0), ("y", 1), ("y", 2)]], False),
+    "one rank has all": ([[], [], [key for of_rank in _HELD for key in of_rank]], False),
+    "another order": ([_HELD[0], _HELD[1], _HELD[2][::-1]], False),
+}
+
+
+def _start_again(rank: int, directory: Path) -> dict[str, Any]:
+    from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
+
+    def save(name: str, number: int, held: list[list[tuple[str, int]]], strategy: Any) -> list[str]:
+        state = {f"{key}{part}": _part(key, part, 10 * number + part) for key, part in held[rank]}
+        if rank == 0:
+            (directory / name).mkdir(parents=True)
+        dist.barrier()
+        with _counted() as calls:
+            strategy.save(state, directory / name)
+        return calls
+
+    found = {}
+    for name, held in (("saved", _HELD), ("saved too", _HELD)):
+        save(name, 1, held, TorchDistSaveStrategy())
+    loads = {name: ["saved"] * 3 for name in _STARTED_AGAIN} | {"from two": ["saved", "saved", "saved too"]}
+    for number, (name, sources) in enumerate(loads.items(), start=2):
+        state = {f"{key}{part}": _part(key, part, -1) for key, part in _HELD[rank]}
+        TorchDistLoadStrategy().load(state, directory / "saved")
+        if sources[rank] != "saved":
+            from mcore_ckpt.format.metadata_read import read_index
+            from mcore_ckpt.save.transaction import expect_layout
+
+            expect_layout(read_index(directory / sources[rank]))
+        strategy = TorchDistSaveStrategy()
+        held, _ = _STARTED_AGAIN.get(name, (_HELD, False))
+        save(name, number, held, strategy)
+        resumed = strategy.validated_loaded_metadata_reuse
+        calls = save(f"{name}, later", number, held, strategy)
+        found[name] = (resumed, strategy.validated_cache_reuse, calls)
+    return found
+
+
+def _go_on_with_two(rank: int, directory: Path) -> str:
+    """The third rank is gone, and nobody has taken over what it held."""
+    from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
+
+    state = {f"{key}{part}": _part(key, part, 0) for key, part in _HELD[rank]}
+    TorchDistLoadStrategy().load(state, directory / "saved")
+    with pytest.raises(mcore_ckpt.PlanError) as caught:
+        TorchDistSaveStrategy().save(state, directory / "by two")
+    return str(caught.value)
+
+
+def test_the_first_save_after_a_load_has_the_plan_of_what_was_loaded_if_every_rank_lays_out_the_same(
+    tmp_path: Path,
+) -> None:
+    outcomes = run_megatron_ranks(_start_again, 3, tmp_path)
+    for number, name in enumerate([*_STARTED_AGAIN, "from two"], start=2):
+        held, resumed = _STARTED_AGAIN.get(name, (_HELD, False))
+        for of_rank in outcomes:
+            assert of_rank[name][:2] == (resumed, True), name
+        for saved in (name, f"{name}, later"):
+            with mcore_ckpt.open_checkpoint(tmp_path / saved) as checkpoint:
+                assert set(checkpoint.tensors) == {key for of_rank in held for key, _ in of_rank}
+                values = [10.0 * number + part for part in range(3) for _ in range(_ROWS)]
+                assert {key: checkpoint[key][:].tolist() for key in checkpoint.tensors} == dict.fromkeys(
+                    checkpoint.tensors, values
+                )
+            assert mcore_ckpt.verify_checkpoint(tmp_path / saved).whole, saved
+    for said in run_megatron_ranks(_go_on_with_two, 2, tmp_path):
+        assert "element" in said
+    assert not (tmp_path / "by two" / ".metadata").exists()

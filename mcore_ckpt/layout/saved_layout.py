@@ -1,0 +1,113 @@
+"""The layout of a checkpoint that was loaded: the first save after a restart has the same, and needs no other plan.
+
+Each rank compares what it lays out itself with what the index says of its own files, item by item. If that is the same
+on all ranks, and no file is of a rank that is not there, all of them together are the plan that was checked when the
+checkpoint was saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mcore_ckpt.format.file_names import DataFileName, data_file_name, data_file_of, id_in_names
+from mcore_ckpt.format.index import CheckpointIndex, PackedTensors
+from mcore_ckpt.format.metadata_read import COMMON_FILE
+from mcore_ckpt.layout.plans import LocalPlan, SavedPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLayout:
+    """What an index says of the layout."""
+
+    plan_id: bytes  # the same on all ranks that have read the same index
+    files: Mapping[DataFileName, int]  # length in bytes of each, rank after rank in the order of their numbers
+    tensors: PackedTensors
+    item_files: np.ndarray[tuple[int], np.dtype[np.int64]]  # of each item, which of `files`
+
+    @classmethod
+    def of(cls, index: CheckpointIndex) -> SavedLayout | None:
+        """That of a checkpoint; None if its index does not tell all of it, as those of other writers."""
+        tensors, manifest = index.tensors, index.manifest
+        if manifest is None or not isinstance(tensors, PackedTensors) or index.mcore_data:
+            return None
+        sizes: dict[DataFileName, int] = {}
+        for name, file in manifest.files.items():
+            told = data_file_of(name)
+            if told is not None and told.save == id_in_names(manifest.save_id):
+                sizes[told] = file.size_bytes
+            elif name != COMMON_FILE:
+                return None
+        files = {told: sizes[told] for told in sorted(sizes, key=lambda told: told[:2])}
+        numbers: dict[DataFileName | None, int] = {told: number for number, told in enumerate(files)}
+        places = tensors.places
+        of_file = np.array([numbers.get(data_file_of(name), -1) for name in places.files], dtype=np.int64)
+        item_files = of_file[np.frombuffer(places.file_numbers, dtype=np.uint32)]
+        if (item_files < 0).any():
+            return None
+        plan_id = hashlib.blake2b(manifest.save_id, digest_size=16, salt=b"saved layout")
+        plan_id.update(f"{len(tensors)} {len(places.lengths)} {sum(places.lengths)}".encode())
+        return cls(plan_id.digest(), files, tensors, item_files)
+
+    @property
+    def ranks(self) -> int:
+        """So many have saved it, at least."""
+        return 1 + max((told.rank for told in self.files), default=-1)
+
+    def is_laid_out(self, plan: LocalPlan, rank: int) -> bool:
+        """Whether the files of a rank, and the items in them, lie as its plan says."""
+        own = [number for number, told in enumerate(self.files) if told.rank == rank]
+        found = [(_plain(told), size) for told, size in self.files.items() if told.rank == rank]
+        if found != list(zip(plan.files, plan.file_bytes, strict=True)):
+            return False
+        if not own:
+            return not plan.keys
+        items = np.flatnonzero((self.item_files >= own[0]) & (self.item_files <= own[-1]))
+        places, firsts = self.tensors.places, np.array(self.tensors.firsts, dtype=np.int64)
+        starts, lengths = (np.frombuffer(column, dtype=np.int64) for column in (places.offsets, places.lengths))
+        items = items[np.lexsort((starts[items], self.item_files[items]))]
+        if not (
+            np.array_equal(self.item_files[items] - own[0], plan.file_codes)
+            and np.array_equal(np.stack((starts[items], lengths[items]), axis=1).reshape(-1), plan.places)
+        ):
+            return False
+        rows = np.searchsorted(firsts, items, side="right") - 1
+        forms = [self.tensors.forms[row] for row in rows.tolist()]
+        if [self.tensors.names[row] for row in rows.tolist()] != plan.keys:
+            return False
+        if [form.dtype for form in forms] != [plan.dtypes[code] for code in plan.dtype_codes]:
+            return False
+        if [len(form.shape) for form in forms] != plan.ndims.tolist():
+            return False
+        boxes: dict[tuple[int, int], bytes] = {}  # many tensors have them in common
+        found_boxes = []
+        for form, chunk in zip(forms, (items - firsts[rows]).tolist(), strict=True):
+            box = boxes.get((id(form), chunk))
+            if box is None:
+                box = array("q", (*form.shape, *form.offsets[chunk], *form.sizes[chunk])).tobytes()
+                boxes[id(form), chunk] = box
+            found_boxes.append(box)
+        return b"".join(found_boxes) == plan.boxes.tobytes()
+
+    def plan(self) -> SavedPlan:
+        """The plan of all ranks."""
+        places = self.tensors.places
+        order = np.lexsort((np.frombuffer(places.offsets, dtype=np.int64), self.item_files))
+        numbers = np.empty(len(order), dtype=np.uint32)
+        numbers[order] = np.arange(len(order), dtype=np.uint32)
+        told_of = [data_file_of(name) for name in places.files]
+        files = [name if told is None else _plain(told) for name, told in zip(places.files, told_of, strict=True)]
+        return SavedPlan(
+            (),
+            tuple(sorted((_plain(told), size) for told, size in self.files.items())),
+            tensors=PackedTensors(self.tensors.names, self.tensors.forms, places._replace(files=files)),
+            order=array("I", numbers.tobytes()),
+        )
+
+
+def _plain(told: DataFileName) -> str:
+    return data_file_name(told.rank, told.number, told.prefix)
