@@ -25,7 +25,7 @@ _PREFIX: Final = ".mcore_ckpt_reading."
 _RENEWED_EVERY_S: Final = 60.0
 # Clocks of hosts and of the store may differ by some of it.
 _COUNTS_FOR_S: Final = 600.0
-# At the end, for a renewal that is on its way.
+# At the end.
 _JOIN_S: Final = 5.0
 
 
@@ -43,7 +43,7 @@ class _Reading:
         self._key = f"{prefix}{_PREFIX}{secrets.token_hex(8)}"
         self._url = url
         self._lock = threading.Lock()
-        self._is_put = False
+        self._is_put = self._is_renewed = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="mcore-ckpt-reading", daemon=True)
 
@@ -53,15 +53,13 @@ class _Reading:
             if not self._is_put:
                 self._is_put = True
                 self._put()
-                start_thread(self._thread)
+                self._is_renewed = start_thread(self._thread)
 
     def end(self) -> None:
-        """Delete the lease."""
+        """Delete the lease; a store that cannot be reached is not waited for as long as otherwise."""
         self._ended.set()
-        if self._thread.is_alive():
+        if self._is_renewed and threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)
-        with contextlib.suppress(OSError):
-            self._client.delete(self._key)
 
     def _put(self) -> None:
         try:
@@ -76,6 +74,8 @@ class _Reading:
     def _renew(self) -> None:
         while not self._ended.wait(_RENEWED_EVERY_S):
             self._put()
+        with contextlib.suppress(OSError):
+            self._client.delete(self._key)
 
 
 # Garbage collection may end a reading, in the middle of these functions, too.

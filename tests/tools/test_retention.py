@@ -33,8 +33,9 @@ from mcore_ckpt.directory.target import open_target
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.storage import _object_readers
+from mcore_ckpt.storage import _object_client, _object_readers
 from mcore_ckpt.storage._local import LocalStorage
+from mcore_ckpt.storage._object_client import Patience
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.run_listing import list_run
@@ -610,6 +611,19 @@ def test_a_reader_that_was_killed_keeps_nothing_for_long(
     monkeypatch.setattr(_object_readers, "_COUNTS_FOR_S", 0.0)
     assert going(prune_run(s3_directory.url, keep_last=1, remove=True)) == [1]
     assert {name.split("/")[0] for name in s3_directory.names()} == {name_of(2)}
+
+
+def test_the_end_of_a_load_does_not_wait_for_a_store_that_is_gone(
+    s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_object_readers, "_JOIN_S", 0.2)
+    with ExitStack() as load:
+        with Proxy(s3_directory.server) as proxy:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+            load.enter_context(storage_at(s3_directory.url).in_use("file"))
+        monkeypatch.setattr(_object_client, "_patience", Patience(give_up_s=20.0))
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < 10.0
 
 
 def test_a_long_load_in_a_store_renews_what_says_so(s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch) -> None:
