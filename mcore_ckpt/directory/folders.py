@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from mcore_ckpt.core.errors import CorruptCheckpointError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mcore_ckpt.storage.resolve import storage_at
 
 FOLDERS_OF_MEGATRON: Final = ("modelopt_state", "tokenizer")
@@ -28,10 +28,13 @@ def files_below(
     while folders:
         folder = folders.pop()
         storage = storage_at(directory / folder)
-        links = {} if follow_links else storage.links()
-        if folder and not storage.is_directory():
-            continue  # some stores list for a while what is empty
-        files, inner = storage.sizes(), storage.folders()
+        try:
+            links = {} if follow_links else storage.links()
+            files, inner = storage.sizes(), storage.folders()
+        except CheckpointNotFoundError:
+            if folder:  # an empty one, which stores may list only where it lies
+                continue
+            raise
         for own_name in sorted({*storage.list(), *links, *inner}):
             name = f"{folder}/{own_name}" if folder else own_name
             if not folder and is_left_out(name):

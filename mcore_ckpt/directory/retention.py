@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, OptionError, SaveError
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.directory.folders import FOLDERS_OF_MEGATRON, files_below, folders_of
 from mcore_ckpt.directory.in_force import index_files, is_pending
 from mcore_ckpt.directory.iterations import RunCheckpoint, directories_of_run, iteration_of, look_at, tracked_name
@@ -306,6 +306,10 @@ def _being_removed(directory: Path, lock: DirectoryLock | None) -> Iterator[str]
     name, index = _index_to_remove(storage)
     if index is None:
         raise SaveError(f"{storage.path(name)}: its index has changed")
+    below: list[str] = []
+    for folder in _folders_of_megatron(storage):  # whatever cannot be listed is found before anything has gone
+        with contextlib.suppress(CorruptCheckpointError):  # with links in it, all of it stays
+            below += [f"{folder}/{name}" for name in files_below(directory / folder)]
     if name == METADATA_FILE:
         if lock is None:
             storage.move(METADATA_FILE, _REMOVED_INDEX)
@@ -322,10 +326,7 @@ def _being_removed(directory: Path, lock: DirectoryLock | None) -> Iterator[str]
         storage.renew(_REMOVED_INDEX)  # a file that is newer from now on is not of this checkpoint
         storage.sync()
     yield from _own_files(index)
-    for folder in _folders_of_megatron(storage):
-        # With links in it, all of it stays; and some stores list for a while what is empty.
-        with contextlib.suppress(CorruptCheckpointError, CheckpointNotFoundError):
-            yield from [f"{folder}/{name}" for name in files_below(directory / folder)]
+    yield from below
     yield from (name for name in storage.sizes() if name in _SIDECARS or is_pending(name))
     yield _REMOVED_INDEX
 

@@ -126,10 +126,14 @@ Condition = str | None
 
 
 class Listing(NamedTuple):
-    """What lies directly below a prefix: the sizes of objects by name, and the names of folders."""
+    """What lies directly below a prefix: the sizes of objects by name, and the names of folders.
+
+    `is_marked`: an object without a name of its own stands for the folder itself, as consoles of stores make it.
+    """
 
     sizes: dict[str, int]
     folders: set[str]
+    is_marked: bool = False
 
 
 class RequestError(OSError):

@@ -130,7 +130,7 @@ class ObjectStorage(Storage):
     def _listed(self) -> Listing:
         """Without leases of readers, which are no files of the directory."""
         found = self._everything()
-        return Listing({name: size for name, size in found.sizes.items() if not is_reader_lease(name)}, found.folders)
+        return found._replace(sizes={name: size for name, size in found.sizes.items() if not is_reader_lease(name)})
 
     def _everything(self) -> Listing:
         try:
@@ -140,7 +140,7 @@ class ObjectStorage(Storage):
 
     def _known(self) -> Listing:
         found = self._listed()
-        if not found.sizes and not found.folders:
+        if not found.sizes and not found.folders and not found.is_marked:
             raise CheckpointNotFoundError(f"{self._url}: no such directory (no object has a key that begins so)")
         return found
 
@@ -379,6 +379,11 @@ class ObjectStorage(Storage):
             return False
         for name in found.sizes:  # of readers that were killed
             self.delete(name)
+        if found.is_marked:
+            try:
+                self._client.delete(self._prefix)
+            except OSError as error:
+                raise save_error("removing the object that stands for it", self._url, error) from error
         return True
 
 

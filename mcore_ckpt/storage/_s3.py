@@ -286,17 +286,20 @@ class S3Client(ObjectClient):
     def list(self, prefix: str) -> Listing:
         sizes: dict[str, int] = {}
         folders: set[str] = set()
+        is_marked = False
         query = {"list-type": "2", "prefix": prefix, "delimiter": "/", "max-keys": _KEYS_AT_ONCE}
         for page in self._pages(query, "NextContinuationToken", "continuation-token"):
             for entry in _children(page, "Contents"):
                 name = _key_text(page, entry, "Key").removeprefix(prefix)
-                if name:  # a marker of the folder itself has none
+                if name:
                     sizes[name] = int(_text(entry, "Size") or 0)
+                else:
+                    is_marked = True
             folders.update(
                 _key_text(page, entry, "Prefix").removeprefix(prefix).rstrip("/")
                 for entry in _children(page, "CommonPrefixes")
             )
-        return Listing(sizes, folders - {""})
+        return Listing(sizes, folders - {""}, is_marked and bool(prefix))
 
     def _page(self, query: Mapping[str, str]) -> ElementTree.Element:
         """A listing. A key may have characters that XML has not: they come as in a URL."""

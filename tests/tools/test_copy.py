@@ -82,6 +82,21 @@ def test_other_checkpoints_below_one_are_not_taken_along_and_links_are_refused(s
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("shows", [True, False])
+def test_a_folder_that_only_a_marker_stands_for_is_empty(
+    shows: bool, saved: Path, s3_directory: S3Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = s3_directory.url
+    copy_checkpoint(saved, url)
+    s3_directory.put("tokenizer/", b"")
+    s3_directory.put("logs/", b"")
+    if not shows:  # the marker in the folder itself, as the client of gs:// and az:// does not
+        listed = S3Client.list
+        monkeypatch.setattr(S3Client, "list", lambda self, prefix: listed(self, prefix)._replace(is_marked=False))
+    copy_checkpoint(url, tmp_path / "copy")
+    assert contents(tmp_path / "copy") == contents(saved)
+
+
 @pytest.mark.timeout(60)
 def test_a_copy_into_a_store_that_takes_parts_in_turn_ends_when_one_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import LoadPlan
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, SaveError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
@@ -241,6 +241,33 @@ def test_folders_that_megatron_has_made_in_a_checkpoint_go_with_it(
 def holding_files(root: str | Path) -> list[str]:
     """The folders of a run but for empty ones, which some stores list for a while."""
     return sorted({name.split("/")[0] for name in files_below(checkpoint_path(root))})
+
+
+def test_folders_that_only_a_marker_stands_for_go_with_their_checkpoint(s3_directory: S3Directory) -> None:
+    for iteration in (1, 2):
+        save(f"{s3_directory.url}/{name_of(iteration)}", float(iteration))
+    for marker in ("", "tokenizer/", "modelopt_state/"):
+        s3_directory.put(f"{name_of(1)}/{marker}", b"")
+    assert going(prune_run(s3_directory.url, keep_last=1, remove=True)) == [1]
+    assert not [name for name in s3_directory.names() if name.startswith(name_of(1))]
+
+
+def test_a_folder_that_cannot_be_listed_stops_a_removal_before_it_has_begun(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / name_of(100) / "tokenizer").mkdir()
+    before = sorted((run / name_of(100)).iterdir())
+    sizes = LocalStorage.sizes
+
+    def fail_in_the_folder(self: LocalStorage) -> dict[str, int]:
+        if self.location.endswith("tokenizer"):
+            raise LoadError("cannot be listed")
+        return sizes(self)
+
+    monkeypatch.setattr(LocalStorage, "sizes", fail_in_the_folder)
+    with pytest.raises(SaveError, match=r"cannot be removed: cannot be listed$"):
+        prune_run(run, keep_last=4, remove=True)
+    assert sorted((run / name_of(100)).iterdir()) == before
 
 
 def test_a_folder_of_megatrons_name_with_links_stays(run: Path, tmp_path: Path) -> None:
