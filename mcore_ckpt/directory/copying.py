@@ -5,14 +5,15 @@ A file that is there already is compared, not sent again: so a copy that was int
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from mcore_ckpt.core.crc import crc32, crc32_combine
-from mcore_ckpt.core.errors import LoadError, SaveError
+from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.directory.folders import files_below
 from mcore_ckpt.directory.in_force import common_file_in_force, index_files, is_pending, with_common_files
@@ -34,6 +35,7 @@ from mcore_ckpt.storage.resolve import storage_at
 
 _PIECE_BYTES: Final = 8 * 1024 * 1024
 _THREADS: Final = 4
+_MOST_SHOWN: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,32 @@ def refuse_replaced(storage: Storage, found: CheckpointFiles) -> None:
         )
 
 
+def refuse_changed(storage: Storage, name: str, version: FileVersion | None) -> None:
+    """Raise `LoadError` if a file has been written to since it had this version: what was read may be of both."""
+    if storage.version(name) != version:
+        raise LoadError(f"{storage.path(name)}: was replaced while it was copied; copy again")
+
+
+def refuse_others(target: Path, names: Collection[str]) -> None:
+    """Raise `CheckpointExistsError` if a directory without an index holds anything but files of these names: of another
+    checkpoint, whose copy was interrupted, that would pass for part of this one.
+    """
+    found = (name for name in files_below(target, _is_apart) if name not in names)
+    others = list(itertools.islice(found, _MOST_SHOWN + 1))
+    if others:
+        shown = ", ".join(others[:_MOST_SHOWN]) + (", ..." if len(others) > _MOST_SHOWN else "")
+        raise CheckpointExistsError(
+            f"{target}: holds files that are not of the checkpoint that is copied: {shown}. They may be of another, "
+            "whose copy was interrupted, and are not published with this one; nothing has been written. Remove them if "
+            "nobody needs them, or copy into another directory"
+        )
+
+
+def _is_apart(name: str) -> bool:
+    """Whether an entry of the directory is no part of the checkpoint in it."""
+    return _is_passing(name) or is_checkpoint_name(name)
+
+
 def copy_file(
     reads: Storage,
     name: str,
@@ -116,6 +144,7 @@ def copy_file(
     `LoadError` if it cannot be read, `SaveError` if it cannot be written, or does not hold what was written.
     """
     delete = writes.delete if lock is None else lock.delete
+    version = reads.version(name)
     with reads.open_reader(name) as reader:
         there = writes.version(own_name)
         if there is not None:
@@ -126,6 +155,7 @@ def copy_file(
         writer = open_writer(own_name, size_bytes=reader.size_bytes)
         try:
             expected = _crc(reader, writer, arrived)
+            refuse_changed(reads, name, version)
             writer.finish(reader.size_bytes)
         except BaseException:
             writer.abort()

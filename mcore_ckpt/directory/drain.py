@@ -13,6 +13,7 @@ of all, and tells there when that was.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -27,9 +28,9 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.directory.common_file import read_common_file
-from mcore_ckpt.directory.copying import CheckpointFiles, copy_file, files_of, refuse_replaced
+from mcore_ckpt.directory.copying import CheckpointFiles, copy_file, files_of, refuse_changed, refuse_replaced
 from mcore_ckpt.directory.drain_note import DrainNote
-from mcore_ckpt.directory.folders import sync_folders
+from mcore_ckpt.directory.folders import FOLDERS_OF_MEGATRON, files_below, sync_folders
 from mcore_ckpt.directory.in_force import (
     InForce,
     index_files,
@@ -179,11 +180,11 @@ def _commit(reads: Storage, writes: Storage, found: CheckpointFiles, note: Drain
         is_held = _holds(held, note)
         if not is_held:
             _refuse_older(note)
+        if held.version is None:
+            _remove_stale(writes, found, note, lock)
         _copy_others(reads, writes, found, note, lock)
         if not is_held:
             if found.common is not None:
-                if held.version is None and writes.exists(COMMON_FILE):
-                    lock.delete(COMMON_FILE)  # of an attempt that was interrupted, or of a save that has failed
                 own_name = COMMON_FILE if held.version is None else pending_name(note.save)
                 read_common_file(reads, found.common, found.index.manifest)  # refuses a damaged one
                 copy_file(reads, found.common, writes, own_name, lock=lock)
@@ -203,13 +204,31 @@ def _commit(reads: Storage, writes: Storage, found: CheckpointFiles, note: Drain
         writes.sync()
 
 
+def _remove_stale(writes: Storage, found: CheckpointFiles, note: DrainNote, lock: DirectoryLock) -> None:
+    """Remove what would pass for part of the checkpoint, of an attempt that was interrupted, or of a save that has
+    failed: where there is no `.metadata`, all that a save of Megatron-Core makes is of such a one.
+    """
+    directory = checkpoint_path(note.to)
+    there = {*writes.folders()} - {*writes.links()}
+    for folder in there.intersection(FOLDERS_OF_MEGATRON):
+        with contextlib.suppress(CorruptCheckpointError):  # with links in it, all of it stays
+            for name in [f"{folder}/{name}" for name in files_below(directory / folder)]:
+                if name not in found.others:
+                    lock.delete(name)
+    for name in (COMMON_FILE, CONFIG_FILE):
+        if name not in found.others:
+            lock.delete(name)
+
+
 def _copy_others(reads: Storage, writes: Storage, found: CheckpointFiles, note: DrainNote, lock: DirectoryLock) -> None:
     """Copy what other programs keep with a checkpoint; a file that is replaced is so atomically, but for large ones."""
     for name in found.others:
         if reads.size(name) > _MAX_REPLACED_BYTES:
             copy_file(reads, name, writes, name, lock=lock)
             continue
+        version = reads.version(name)
         content = reads.read(name)
+        refuse_changed(reads, name, version)
         if not (writes.exists(name) and writes.read(name) == content):
             writes.publish(name, content)
     sync_folders(checkpoint_path(note.to), found.others)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mcore_ckpt.core.errors import CheckpointExistsError
 from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.directory.copying import copy_file, files_of, refuse_replaced
+from mcore_ckpt.directory.copying import copy_file, files_of, refuse_others, refuse_replaced
 from mcore_ckpt.directory.folders import folders_of, sync_folders
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
@@ -51,7 +51,7 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
         target: directory of the copy, a path or a URL. What an interrupted copy has left there is used.
 
     Raises:
-        CheckpointExistsError: there is another checkpoint.
+        CheckpointExistsError: there is another checkpoint, or what an interrupted copy of another one has left.
         LoadError: the checkpoint cannot be read.
         SaveError: the copy cannot be written, or does not hold what was written, or a save holds the directory.
     """
@@ -70,6 +70,8 @@ def _copy(given: Path, reads: Storage, taken: Path, writes: Storage, started_s: 
     writes.ensure()
     with DirectoryLock.take(writes) as lock:
         _refuse_another(writes, found.metadata)
+        if not writes.exists(METADATA_FILE):
+            refuse_others(taken, set(files.values()))
         for place in (writes, *(storage_at(taken / folder) for folder in folders_of(files))):
             for name in place.unfinished():
                 place.discard_unfinished(name)

@@ -487,6 +487,30 @@ def test_a_commit_that_was_cut_off_is_finished(tmp_path: Path, monkeypatch: pyte
     assert sorted(path.name for path in (far / NAME).iterdir()) == sorted(path.name for path in directory.iterdir())
 
 
+def test_what_an_interrupted_copy_of_another_save_has_left_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    for value in (1.0, 2.0):
+        directory = _save_alone(monkeypatch, near, far, 1, value)
+        with monkeypatch.context() as patched:
+            if value == 1.0:
+                (directory / CONFIG_FILE).write_bytes(encode_config())
+                (directory / COMMON_FILE).write_bytes(b"1.0")
+                storage_at(directory).publish("tokenizer/old.txt", b"1.0")
+                patched.setattr(drain_module, "refuse_replaced", _fail)
+            else:
+                (directory / CONFIG_FILE).unlink(missing_ok=True)
+                (directory / COMMON_FILE).unlink(missing_ok=True)
+                (directory / "tokenizer" / "old.txt").unlink()
+            _resume_alone(near, far)
+    assert _value(far / NAME) == 2.0
+    assert sorted(path.name for path in (far / NAME).iterdir() if path.is_file()) == sorted(
+        path.name for path in directory.iterdir() if path.is_file()
+    )
+    assert not [*(far / NAME / "tokenizer").iterdir()]
+
+
 def test_parts_of_what_is_saved_again_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     _save_alone(monkeypatch, near, far, 1, 1.0)

@@ -239,6 +239,55 @@ def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_published(
     assert loaded(tmp_path / "copy") == 1.0
 
 
+@pytest.mark.parametrize("place", ["directory", "store"])
+def test_what_an_interrupted_copy_of_another_checkpoint_has_left_is_not_published(
+    place: str, saved: Path, tmp_path: Path, s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = str(tmp_path / "copy") if place == "directory" else s3_directory.url
+    (saved / "common.pt").write_bytes(b"of the first")
+    with monkeypatch.context() as patched:
+        patched.setattr(copy_module, "refuse_replaced", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            copy_checkpoint(saved, target)
+    save(tmp_path / "other", 2.0)
+    with pytest.raises(CheckpointExistsError, match=r"not of the checkpoint that is copied: __0_0.*, common\.pt, "):
+        copy_checkpoint(tmp_path / "other", target)
+    assert not storage_at(target).exists(".metadata")
+    copy_checkpoint(saved, target)  # which is resumed
+    assert loaded(target) == 1.0
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_other_checkpoints_of_a_run_are_no_part_of_the_copy(saved: Path, tmp_path: Path) -> None:
+    save(tmp_path / "run" / "iter_0000001", 2.0)
+    copy_checkpoint(saved, tmp_path / "run")
+    assert loaded(tmp_path / "run") == 1.0
+    (tmp_path / "run" / "notes").write_text("of the user")
+    assert copy_checkpoint(saved, tmp_path / "run").copied == (".metadata",)
+
+
+def test_a_file_that_is_written_to_while_it_is_copied_is_not_published(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_into = LocalReader.read_into
+
+    def write_meanwhile(self: LocalReader, offset: int, view: memoryview, *more: Any) -> None:
+        read_into(self, offset, view, *more)
+        if self.name == str(saved / "tokenizer" / "merges.txt"):
+            Path(self.name).write_text("A B")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalReader, "read_into", write_meanwhile)
+        with pytest.raises(LoadError, match=r"merges\.txt: was replaced while it was copied"):
+            copy_checkpoint(saved, tmp_path / "copy")
+    assert not (tmp_path / "copy" / ".metadata").exists()
+    copy_checkpoint(saved, tmp_path / "copy")
+    assert contents(tmp_path / "copy") == contents(saved)
+
+
 def test_another_checkpoint_is_not_replaced(saved: Path, tmp_path: Path) -> None:
     save(tmp_path / "other", 2.0)
     with pytest.raises(CheckpointExistsError, match="there is another checkpoint already"):
