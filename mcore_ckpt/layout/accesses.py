@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from array import array
 from collections.abc import Sequence
 from itertools import chain, compress
@@ -122,5 +123,5 @@ def _plan_of(keys: list[str], dtypes: list[str], shapes: list[Any], offsets: lis
 
 
 def _encoded(value: Any) -> bytes:
-    # Ranks that say the same say it by the same bytes, which pickles need not be.
-    return json.dumps(value, separators=(",", ":")).encode()
+    # Ranks that say the same say it by the same bytes, which pickles need not be. Shapes may be numpy's integers.
+    return json.dumps(value, separators=(",", ":"), default=operator.index).encode()

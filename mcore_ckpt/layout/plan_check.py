@@ -105,18 +105,33 @@ def _check_told(
 
 def _check_held(accesses: Sequence[Sequence[bytes]], mains: PlannedTensors | SavedPlan) -> None:
     _check_replicas(mains, accesses, _SAVES)
-    _check_objects(accesses)
+    _check_objects(mains, accesses)
 
 
 def check_requests(accesses: Sequence[Sequence[bytes]]) -> None:
     """Check what all ranks are going to load, as Megatron does: `Accesses.told` of each. Raises `PlanError`.
 
-    Of tensors whose shards lie on no regular grid any part may be asked for.
+    Of tensors whose shards lie on no regular grid any part may be asked for, if that is so of all of their shards.
     """
+    plans = [LocalPlan.decode(of_rank[0]) for of_rank in accesses]
     uneven = frozenset(key for encoded in {of_rank[1] for of_rank in accesses} for key in json.loads(encoded)[1])
-    requested = check_plans([LocalPlan.decode(of_rank[0]) for of_rank in accesses], _LOADS, partly=uneven)
+    if uneven:
+        _check_grids(uneven, plans, accesses)
+    requested = check_plans(plans, _LOADS, partly=uneven)
     _check_replicas(requested, accesses, _LOADS)
-    _check_objects(accesses)
+    _check_objects(requested, accesses)
+
+
+def _check_grids(uneven: frozenset[str], plans: Sequence[LocalPlan], accesses: Sequence[Sequence[bytes]]) -> None:
+    """Check that no rank holds a shard on a regular grid of a tensor of which another has one on none."""
+    for rank, (plan, of_rank) in enumerate(zip(plans, accesses, strict=True)):
+        replicas, of_this_rank = json.loads(of_rank[1])
+        even = uneven & {*plan.keys, *(key for key, _, _ in replicas)} - set(of_this_rank)
+        if even:
+            raise PlanError(
+                f"{min(even)}: rank {rank} holds a shard of it on a regular grid, and another rank one on none "
+                "(axis_fragmentations None)"
+            )
 
 
 def _check_replicas(mains: PlannedTensors | SavedPlan, accesses: Sequence[Sequence[bytes]], does: str) -> None:
@@ -139,8 +154,8 @@ def _check_replicas(mains: PlannedTensors | SavedPlan, accesses: Sequence[Sequen
                 )
 
 
-def _check_objects(accesses: Sequence[Sequence[bytes]]) -> None:
-    """Check that each object has one main replica, and that there are as many of a key as its shape says."""
+def _check_objects(tensors: PlannedTensors | SavedPlan, accesses: Sequence[Sequence[bytes]]) -> None:
+    """Check that each object has one main replica, that there are as many of a key as its shape says, and no tensor."""
     numbers: dict[str, int] = {}
     held_by: dict[str, dict[str, int]] = {}
     decoded: dict[bytes, Any] = {}
@@ -149,6 +164,9 @@ def _check_objects(accesses: Sequence[Sequence[bytes]]) -> None:
             decoded[of_rank[2]] = json.loads(of_rank[2])
         mains, of_keys = decoded[of_rank[2]]
         for key, number in of_keys.items():
+            tensor = tensors.head(key)
+            if tensor is not None:
+                raise PlanError(f"{key}: an object on rank {rank}, and a tensor on rank {tensor[2]}")
             numbers.setdefault(key, number)
         for key, unique_key in mains:
             of_key = held_by.setdefault(key, {})

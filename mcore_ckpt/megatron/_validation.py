@@ -12,14 +12,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import operator
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_ckpt.core.errors import PlanError, SaveError
+import torch.distributed as dist
+
+from mcore_ckpt.core.errors import OptionError, PlanError, SaveError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
 from mcore_ckpt.layout.accesses import Accesses
@@ -41,6 +45,8 @@ class _Asked:
 
 
 _of_save: ContextVar[_Asked | None] = ContextVar("_of_save", default=None)
+# By default group, the values of `SaveOptions.validation` that all ranks have had in a save.
+_agreed: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 _of_load: ContextVar[bool] = ContextVar("_of_load", default=False)
 
 
@@ -51,11 +57,33 @@ def validation_of_save(strategy: Any, strategy_class: type) -> Iterator[None]:
         strategy = strategy.base_strategy
     is_ours = strategy is None or type(strategy) is strategy_class
     options = getattr(strategy, "options", None) or SaveOptions.from_environment()
+    if is_ours:
+        _check_all_agree(options.validation)
     token = _of_save.set(_Asked() if is_ours and options.validation == "mcore_ckpt" else None)
     try:
         yield
     finally:
         _of_save.reset(token)
+
+
+def _check_all_agree(validation: str) -> None:
+    """Raise `OptionError` on all ranks unless all validate alike: Megatron's gather waits for all. Asked once of a
+    value, in the life of the default group.
+    """
+    group = coordination_group()
+    if group.size == 1:
+        return
+    agreed = _agreed.setdefault(dist.group.WORLD, set())
+    if validation in agreed:
+        return
+    with MegatronErrors():
+        found = group.run_merged("agree on the validation", lambda: {validation}, operator.or_, lambda merged: merged)
+        if len(found) > 1:
+            raise OptionError(
+                f"validation is {validation!r} on rank {group.rank} of the save, and another on others: set "
+                "MCORE_CKPT_VALIDATION alike on all hosts, or nowhere"
+            )
+    agreed.add(validation)
 
 
 @contextmanager
@@ -90,7 +118,11 @@ def _compare_common(common: Any, group: RankGroup) -> None:
     first = group.run_on_coordinator("compare the common state", lambda: common, wrap=SaveError)
     if group.is_coordinator:
         return
-    only_first, only_here, mismatch = megatron_module("dict_utils").diff(first, common)
+    try:
+        only_first, only_here, mismatch = megatron_module("dict_utils").diff(first, common)
+    except Exception:  # on this rank alone: the others continue the save
+        _logger.exception("Rank %d common state dict cannot be compared with that of rank 0", group.rank)
+        return
     if only_first or only_here or mismatch:
         _logger.warning(
             "Rank %d common state dict differs from rank 0 common state dict. Keys only on rank 0: %s, "

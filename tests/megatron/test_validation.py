@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -103,6 +105,30 @@ def test_any_state_is_refused_by_both_or_by_none(monkeypatch: pytest.MonkeyPatch
         verdicts.add((what, ours))
     logging.getLogger("megatron.core.dist_checkpointing.validation").disabled = False
     assert len(verdicts) > 12  # most changes are refused for some tensors, and change nothing of others
+
+
+@pytest.mark.parametrize("case", ["both kinds of grid", "a tensor and an object", "numpy's integers"])
+def test_what_ranks_may_not_mix(case: str) -> None:
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+    from mcore_ckpt.layout.accesses import Accesses
+    from mcore_ckpt.layout.plan_check import check_requests
+
+    data = torch.zeros(2, 4)
+    first, second = (ShardedTensor.from_rank_offsets("key", data, (0, rank, 2)) for rank in range(2))
+    if case == "both kinds of grid":
+        second.global_offset, second.axis_fragmentations = (0, 0), None  # so that nobody asks for the last rows
+        expected = "key: rank 0 holds a shard of it on a regular grid"
+    elif case == "a tensor and an object":
+        first = ShardedTensor.from_rank_offsets("key", data)
+        second = ShardedObject("key", 0, (1,), (0,))
+        expected = "key: an object on rank 1, and a tensor on rank 0"
+    else:
+        copy = replace(second, replica_id=1, global_shape=tuple(map(np.int64, second.global_shape)))
+        assert check_requests([Accesses.of([one]).told() for one in (first, second, copy)]) is None
+        return
+    with pytest.raises(PlanError, match=expected):
+        check_requests([Accesses.of([one]).told() for one in (first, second)])
 
 
 # --- on ranks: real models, the whole of `save` and `load` ----------------------------------------------------------
@@ -263,3 +289,49 @@ def test_validation_is_ours_or_megatrons_and_a_differing_common_state_is_named(b
     assert [warned for _, warned in second[:2]] == [[], [differs]]
     assert [again for again, _ in second[:2]] == [False, True]
     assert (first[2] == second[2] == []) == (by == "mcore_ckpt")
+
+
+class _Odd:
+    """What cannot be compared."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("ambiguous")
+
+    __ne__ = __eq__
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _save_as_told(rank: int, root: Path) -> tuple[str, str]:
+    """Save; what is raised where ranks are told to validate differently, and what is warned of where they are not."""
+    warnings.simplefilter("ignore")
+    os.environ["MCORE_CKPT_VALIDATION"] = ("megatron", "mcore_ckpt")[rank]
+    import mcore_ckpt
+
+    mcore_ckpt.install()
+    from megatron.core import dist_checkpointing as dc
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    state = {"a": ShardedTensor.from_rank_offsets("a", torch.ones(2), (0, rank, 2)), "odd": _Odd(rank)}
+    try:
+        dc.save(dict(state), str(root), TorchDistSaveShardedStrategy("torch_dist", 1))
+    except mcore_ckpt.OptionError as error:
+        said = str(error)
+    os.environ["MCORE_CKPT_VALIDATION"] = "mcore_ckpt"
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron.core.dist_checkpointing.validation").addHandler(handler)
+    dc.save(dict(state), str(root), TorchDistSaveShardedStrategy("torch_dist", 1))
+    return said, " ".join(warned)
+
+
+def test_no_rank_waits_for_another_that_validates_otherwise_or_cannot_compare(tmp_path: Path) -> None:
+    (first, _), (second, warned) = run_pretending_ranks(_save_as_told, 2, tmp_path)
+    for said in (first, second):
+        assert "MCORE_CKPT_VALIDATION alike on all hosts" in said
+    assert "Rank 1 common state dict cannot be compared with that of rank 0" in warned
+    assert (tmp_path / ".metadata").exists()
