@@ -73,7 +73,7 @@ def files_of(directory: Path) -> CheckpointFiles:
         version,
         index,
         tuple(sorted(data)),
-        tuple(sorted((name for name in others if not _is_passing(Path(name).name)), key=_index_last)),
+        tuple(sorted((name for name in others if not is_lock_file(Path(name).name)), key=_index_last)),
         common_file_in_force(names, index),
     )
 

@@ -14,6 +14,9 @@ from mcore_ckpt.storage.resolve import storage_at
 FOLDERS_OF_MEGATRON: Final = ("modelopt_state", "tokenizer")
 """What a save of Megatron-Core makes in a checkpoint; all that is in there belongs to it."""
 
+NO_NAMES: Final = frozenset({"/", ".", ".."})
+"""What a part of a key in a store may be, and no file may be called; the first stands for an empty part."""
+
 # Directories in one another that files of others may lie in.
 _MAX_FOLDERS: Final = 32
 
@@ -37,14 +40,29 @@ def files_below(
             raise
         for own_name in sorted({*storage.list(), *links, *inner}):
             name = f"{folder}/{own_name}" if folder else own_name
+            if own_name in NO_NAMES:
+                raise _not_nameable(f"{directory}/{name}{'/' if own_name in inner and own_name != '/' else ''}")
             if not folder and is_left_out(name):
                 continue
+            if own_name in files and own_name in inner:
+                path = directory / name
+                raise CorruptCheckpointError(
+                    f"{path}: is an object, and others lie below {path}/: a directory cannot hold both; nothing has "
+                    "been written. Remove or rename one of them"
+                )
             if own_name in files and own_name not in links:
                 yield name
             elif own_name in inner and own_name not in links and name.count("/") < _MAX_FOLDERS:
                 folders.append(name)
             else:
                 raise _not_carried(directory / name, own_name in links, own_name in inner)
+
+
+def _not_nameable(key: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{key}: objects have keys that begin so, and no file can have such a name: a part is empty, '.' or '..'; "
+        "nothing has been written. Remove or rename them"
+    )
 
 
 def _not_carried(path: Path, is_link: bool, is_folder: bool) -> CorruptCheckpointError:

@@ -126,7 +126,8 @@ Condition = str | None
 
 
 class Listing(NamedTuple):
-    """What lies directly below a prefix: the sizes of objects by name, and the names of folders.
+    """What lies directly below a prefix: the sizes of objects by name, and the names of folders: "/" of one whose
+    name is empty.
 
     `is_marked`: an object without a name of its own stands for the folder itself, as consoles of stores make it.
     """

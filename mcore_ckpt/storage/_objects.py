@@ -90,10 +90,10 @@ class ObjectStorage(Storage):
         return self._url
 
     def path(self, name: str) -> str:
-        return f"{self._url}/{check_name(name)}"
+        return f"{self._url}/{_check_key(name)}"
 
     def _key(self, name: str) -> str:
-        return self._prefix + check_name(name)
+        return self._prefix + _check_key(name)
 
     @contextlib.contextmanager
     def _saving(self, what: str, name: str) -> Iterator[str]:
@@ -418,6 +418,17 @@ class _ObjectReader(RangeReader):
 
     def close(self) -> None:
         pass
+
+
+def _check_key(name: str) -> str:
+    """As `check_name`; a file system takes names that are no text, and a store does not."""
+    try:
+        check_name(name).encode()
+    except UnicodeEncodeError as error:
+        raise CorruptCheckpointError(
+            f"file name {name!r}: is not UTF-8, as the keys of object stores are; rename the file"
+        ) from error
+    return name
 
 
 def _intent(key: str, condition: str, content: bytes) -> bytes:

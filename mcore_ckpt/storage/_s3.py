@@ -296,10 +296,10 @@ class S3Client(ObjectClient):
                 else:
                     is_marked = True
             folders.update(
-                _key_text(page, entry, "Prefix").removeprefix(prefix).rstrip("/")
+                _key_text(page, entry, "Prefix").removeprefix(prefix).removesuffix("/") or "/"
                 for entry in _children(page, "CommonPrefixes")
             )
-        return Listing(sizes, folders - {""}, is_marked and bool(prefix))
+        return Listing(sizes, folders, is_marked and bool(prefix))
 
     def _page(self, query: Mapping[str, str]) -> ElementTree.Element:
         """A listing. A key may have characters that XML has not: they come as in a URL."""

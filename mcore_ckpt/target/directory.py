@@ -38,6 +38,7 @@ from mcore_ckpt.core.errors import (
     OptionError,
     SaveError,
 )
+from mcore_ckpt.directory.folders import NO_NAMES
 from mcore_ckpt.directory.lock import DirectoryLock, Owner, holders, is_lock_file
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.storage.base import Storage
@@ -195,14 +196,17 @@ def _folders(storage: Storage) -> Sequence[str]:
 
 
 def _refuse_others(target: Path, storage: Storage) -> None:
-    if not all(map(is_lock_file, storage.list())) or any(_has_files(target / name) for name in _folders(storage)):
+    if not all(map(is_lock_file, storage.list())) or any(_has_files(target, name) for name in _folders(storage)):
         raise _exists(target)
 
 
-def _has_files(folder: Path) -> bool:
-    """Whether there is a file in a directory, or below it: some stores list folders that are empty."""
-    storage = storage_at(folder)
-    return bool(storage.list()) or any(_has_files(folder / name) for name in _folders(storage))
+def _has_files(directory: Path, folder: str) -> bool:
+    """Whether there is a file in a folder, or below it: some stores list folders that are empty."""
+    if folder in NO_NAMES:
+        return True
+    inner = directory / folder
+    storage = storage_at(inner)
+    return bool(storage.list()) or any(_has_files(inner, name) for name in _folders(storage))
 
 
 def _remove_files(storage: Storage, names: Iterable[str]) -> None:

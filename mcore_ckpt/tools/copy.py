@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt.core.errors import CheckpointExistsError
-from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.core.errors import CheckpointExistsError, OptionError
+from mcore_ckpt.core.paths import checkpoint_path, is_local
 from mcore_ckpt.directory.copying import copy_file, files_of, refuse_others, refuse_replaced
 from mcore_ckpt.directory.folders import folders_of, sync_folders
 from mcore_ckpt.directory.lock import DirectoryLock
@@ -52,11 +52,14 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
 
     Raises:
         CheckpointExistsError: there is another checkpoint, or what an interrupted copy of another one has left.
+        OptionError: the target lies inside the source.
         LoadError: the checkpoint cannot be read.
         SaveError: the copy cannot be written, or does not hold what was written, or a save holds the directory.
     """
     started_s = time.monotonic()
     given, taken = checkpoint_directory(source), checkpoint_path(target)
+    if _is_inside(taken, given):
+        raise OptionError(f"{taken}: lies inside the checkpoint that is to be copied, {given}; copy it elsewhere")
     reads, writes = storage_at(given), storage_at(taken)
     with reads.in_use(METADATA_FILE):
         return _copy(given, reads, taken, writes, started_s)
@@ -67,6 +70,8 @@ def _copy(given: Path, reads: Storage, taken: Path, writes: Storage, started_s: 
     files = {name: name for name in (*found.data, *found.others)}
     if found.common is not None:
         files[found.common] = COMMON_FILE
+    for own_name in files.values():
+        writes.path(own_name)  # refuses a name that there cannot be
     writes.ensure()
     with DirectoryLock.take(writes) as lock:
         _refuse_another(writes, found.metadata)
@@ -90,6 +95,14 @@ def _copy(given: Path, reads: Storage, taken: Path, writes: Storage, started_s: 
     return CopyReport(
         str(given), str(taken), (*copied, METADATA_FILE), tuple(kept), copied_bytes, time.monotonic() - started_s
     )
+
+
+def _is_inside(path: Path, directory: Path) -> bool:
+    if is_local(path) != is_local(directory):
+        return False
+    if is_local(path):
+        path, directory = path.resolve(), directory.resolve()
+    return directory in path.parents
 
 
 def _refuse_another(storage: Storage, metadata: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mcore_ckpt import (
     FileSystemReader,
     FileSystemWriterAsync,
     LoadError,
+    OptionError,
     SaveError,
     copy_checkpoint,
     verify_checkpoint,
@@ -80,6 +82,59 @@ def test_other_checkpoints_below_one_are_not_taken_along_and_links_are_refused(s
     with pytest.raises(LoadError, match=r"linked: expected a regular file or a directory .* is a symbolic link"):
         copy_checkpoint(saved, tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (("tok", "tok/x"), "/tok: is an object, and others lie below .*/tok/:"),
+        (("tokenizer//x",), "/tokenizer//: objects have keys that begin so"),
+        (("/x",), "[0-9a-f]//: objects have keys that begin so"),
+        (("./dot",), "/./: objects have keys that begin so"),
+        (("tokenizer/./y",), "/tokenizer/./: objects have keys that begin so"),
+        (("tokenizer/../y",), "/tokenizer/../: objects have keys that begin so"),
+    ],
+)
+def test_keys_that_no_file_can_have_are_refused_by_name(
+    keys: tuple[str, ...], named: str, s3_directory: S3Directory, tmp_path: Path
+) -> None:
+    save(tmp_path / "saved")
+    copy_checkpoint(tmp_path / "saved", s3_directory.url)
+    for key in keys:
+        s3_directory.put(key, b"content")
+    for target in (tmp_path / "deep" / "copy", f"{s3_directory.url}-copy"):
+        with pytest.raises(LoadError, match=named):
+            copy_checkpoint(s3_directory.url, target)
+        assert not storage_at(target).is_directory()
+
+
+def test_names_that_are_no_text_are_copied_to_directories_only(
+    saved: Path, s3_directory: S3Directory, tmp_path: Path
+) -> None:
+    for name in (".merges.tmp", os.fsdecode(b"bad\xff")):
+        (saved / "tokenizer" / name).write_text(name.encode(errors="replace").decode())
+    with pytest.raises(LoadError, match=r"'tokenizer/bad\\udcff': is not UTF-8"):
+        copy_checkpoint(saved, s3_directory.url)
+    assert not s3_directory.names()
+    copy_checkpoint(saved, tmp_path / "copy")
+    assert contents(tmp_path / "copy") == contents(saved)
+
+
+@pytest.mark.parametrize("place", ["directory", "store"])
+def test_a_checkpoint_is_not_copied_into_itself(
+    place: str, tmp_path: Path, s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = str(tmp_path / "saved") if place == "directory" else s3_directory.url
+    save(url)
+    before = storage_at(url).list()
+    monkeypatch.chdir(tmp_path)
+    for target in [f"{url}/tokenizer/copy"] + ["saved/copy"] * (place == "directory"):
+        with pytest.raises(OptionError, match="lies inside the checkpoint that is to be copied"):
+            copy_checkpoint(url, target)
+    assert storage_at(url).list() == before
+    assert not storage_at(url).folders()
+    copy_checkpoint(url, f"{url}-2")
+    assert loaded(f"{url}-2") == 1.0
 
 
 @pytest.mark.parametrize("shows", [True, False])
