@@ -49,11 +49,12 @@ def test_all_ranks_together_save_each_tensor_once(job: Job) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(540)
 def test_a_short_run(tmp_path: Path) -> None:
     out = tmp_path / "scale.json"
     command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "simulate_scale.py"), "--out", str(out)]
     command += ["--items", "20", "--ranks", "2", "4", "8", "--stock-up-to", "4", "--real", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     results = json.loads(out.read_text())
     assert [one["items"] for one in results["ours"]] == [40, 80, 160]
