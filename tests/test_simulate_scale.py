@@ -48,7 +48,7 @@ def test_all_ranks_together_save_each_tensor_once(job: Job) -> None:
         assert sum(sizes.values()) == 4 * sum(weights.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(540)
 def test_a_short_run(tmp_path: Path) -> None:
     out = tmp_path / "scale.json"

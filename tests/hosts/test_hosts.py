@@ -80,6 +80,7 @@ def test_two_hosts_save_and_load_together(tmp_path: Path) -> None:
     assert all(line["compared"] > 0 and line["differing"] == [] for line in loaded), loaded
 
 
+@pytest.mark.slow
 def test_bytes_that_ranks_of_four_hosts_want_are_read_once(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     with running_hosts(4, shared) as hosts:
