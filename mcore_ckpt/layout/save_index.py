@@ -24,7 +24,7 @@ from mcore_ckpt.format.manifest import NO_FINGERPRINT, Manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.metadata_write import ChunkFactors, MetadataEncoder
 from mcore_ckpt.layout.file_image import WrittenFile
-from mcore_ckpt.layout.plans import GlobalPlan
+from mcore_ckpt.layout.plans import GlobalPlan, LocalPlanBuilder
 from mcore_ckpt.layout.torch_classes import dcp_dispatch_table, local_plans_as_dcp
 
 
@@ -52,7 +52,9 @@ def metadata_of_save(
             entries[entry.fqn] = entry
     local_plans = None
     if keep_local_plans:
-        local_plans = local_plans_as_dcp(plan.decoded(), [[entry.fqn for entry in of_rank] for of_rank in objects])
+        plans = plan.decoded()
+        plans += [LocalPlanBuilder().build()] * (len(objects) - len(plans))  # of ranks that write nothing
+        local_plans = local_plans_as_dcp(plans, [[entry.fqn for entry in of_rank] for of_rank in objects])
     written = list(chain.from_iterable(files))
     manifest = _manifest(save_id, written, encoder, common) if all(f.has_footer for f in written) else None
     content = encoder.encode(

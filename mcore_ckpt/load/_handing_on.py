@@ -349,12 +349,15 @@ class HandingOn:
         with self._lock:
             if self._failure is not None:
                 return
-            self._failure = error
-            report = pickle.dumps(describe(error))
-            if len(report) <= _REPORT_BYTES - 8:
-                view = self._memory.view[_REPORT : _REPORT + _REPORT_BYTES]
-                view[8 : 8 + len(report)] = report
-                view[:8] = len(report).to_bytes(8, "little")
+            try:
+                report = pickle.dumps(describe(error))
+                if len(report) <= _REPORT_BYTES - 8:
+                    view = self._memory.view[_REPORT : _REPORT + _REPORT_BYTES]
+                    view[8 : 8 + len(report)] = report
+                    view[:8] = len(report).to_bytes(8, "little")
+            finally:
+                # Last: other threads look at it without the lock, and mark what they read as failed.
+                self._failure = error
 
     def _read_shares(self) -> None:
         own = self._provides[self._shares.owners[self._provides] == self._rank].tolist()

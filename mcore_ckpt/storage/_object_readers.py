@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.core.threads import start_thread
 from mcore_ckpt.storage._object_client import ObjectClient
 
@@ -64,17 +65,17 @@ class _Reading:
     def _put(self) -> None:
         try:
             self._client.put(self._key, str(os.getpid()).encode())
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             _logger.info(
                 "%s: that it is being read cannot be noted there (%s): a `prune` meanwhile may remove it",
                 self._url,
-                error.strerror or error,
+                getattr(error, "strerror", None) or error,
             )
 
     def _renew(self) -> None:
         while not self._ended.wait(_RENEWED_EVERY_S):
             self._put()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, CheckpointError):  # no credentials any more, at the end of a process
             self._client.delete(self._key)
 
 

@@ -81,7 +81,7 @@ def _shared_bytes(rank: int, path: Path, options: dict[str, Any], refused: str) 
             raise PermissionError(1, "not here")
 
         setattr(_handing_on.SharedMemory, refused, staticmethod(refuse))
-    reader = FileSystemReader(path, options=LoadOptions(**options))
+    reader = FileSystemReader(path, options=LoadOptions(**{"cooperative": "auto", **options}))
     wanted, expected = _state(False), _state(True)
     dcp.load(wanted, storage_reader=reader)
     return reader.stats.bytes_shared, all(torch.equal(value, expected[key]) for key, value in wanted.items())
@@ -98,7 +98,7 @@ def _shared_bytes(rank: int, path: Path, options: dict[str, Any], refused: str) 
         pytest.param(4, {"page_cache": "off", "cooperative": "off"}, "", False, id="or it is switched off"),
     ],
 )
-def test_by_default_ranks_share_what_is_not_cached(
+def test_auto_shares_what_is_not_cached(
     checkpoint: Path, ranks: int, options: dict[str, Any], refused: str, shares: bool
 ) -> None:
     for file in checkpoint.iterdir():

@@ -62,8 +62,10 @@ def test_cold_reads_do_not_fill_the_page_cache_and_warm_ones_use_it(local: Local
     content = _cold_file(local, tmp_path)
     assert local.read("file") == content
     assert cached_pages(tmp_path / "file") == 0
-    (tmp_path / "file").read_bytes()
-    warm = cached_pages(tmp_path / "file")
+    for _ in range(5):  # a kernel that is short of memory takes pages back
+        (tmp_path / "file").read_bytes()
+        if (warm := cached_pages(tmp_path / "file")) == 1024:
+            break
     assert warm == 1024
     with local.open_reader("file") as reader:
         os.close(reader._direct_fd)  # a warm read that wanted O_DIRECT would fail now
