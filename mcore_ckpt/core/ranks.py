@@ -147,9 +147,9 @@ class RankGroup:
         with self._contact(what, wrap, error):
             return self._down(what, wrap, value, error)
 
-    def all_gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T, *, wrap: type[CheckpointError] = CheckpointError) -> list[T]:
         """Give every rank the values of all, by rank."""
-        return self.run("exchange values", lambda: value)
+        return self.run("exchange values", lambda: value, wrap=wrap)
 
     def gather(self, value: T) -> list[T] | None:
         """Give the coordinator the values of all, by rank; None elsewhere."""
@@ -169,9 +169,9 @@ class RankGroup:
         """As `run`, but every rank gets the element-wise XOR of the integers that `fn` returns on all of them."""
         return self.run_merged(what, lambda: list(fn()), _xor, lambda merged: merged, wrap=wrap)
 
-    def any(self, flag: bool) -> bool:
+    def any(self, flag: bool, *, wrap: type[CheckpointError] = CheckpointError) -> bool:
         """Whether the flag is set on any rank."""
-        return bool(self.maximum([int(flag)])[0])
+        return bool(self.maximum([int(flag)], wrap=wrap)[0])
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""

@@ -92,7 +92,8 @@ def _check_all_agree(goes_back: bool, options: LoadOptions, group: RankGroup) ->
     """
     proves = ("off", "sample", "always").index(options.prove)
     validates = int(options.validation == "megatron")
-    found = group.maximum([int(goes_back), int(not goes_back), proves, -proves, validates, -validates])
+    values = [int(goes_back), int(not goes_back), proves, -proves, validates, -validates]
+    found = group.maximum(values, wrap=LoadError)
     for name, value, differs in (
         ("on_damaged", "go_back" if goes_back else "raise", found[0] and found[1]),
         ("prove", options.prove, found[2] != -found[3]),
@@ -126,7 +127,8 @@ def _load_whole(read: Callable[[Path], Any], named: Path, options: LoadOptions, 
         _chosen[str(named.absolute())] = (metadata_version(named), directory)
         before = metadata_version(directory)
         outcome = attempt(partial(read, directory))
-        told = group.all_gather((_damage(outcome), _fate(outcome), metadata_version(directory) != before))
+        replaced_meanwhile = metadata_version(directory) != before
+        told = group.all_gather((_damage(outcome), _fate(outcome), replaced_meanwhile), wrap=LoadError)
         fates = {fate for _, fate, _ in told}
         if "failed" in fates and "interrupted" not in fates and any(is_another for _, _, is_another in told):
             # No damage as far as is known: another checkpoint has replaced the one that was there.

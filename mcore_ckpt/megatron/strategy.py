@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt.core.errors import KindMismatchError, LoadError
+from mcore_ckpt.core.errors import KindMismatchError, LoadError, SaveError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, first_of_this_host
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.process import collector_paused
@@ -231,7 +231,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             # Asked on all ranks, also on one that has not loaded what the others have.
             loaded_plans = getattr(self.cached_global_metadata, "all_local_plans", None) or ()
             same = len(loaded_plans) == group.size and _same_tensors(loaded_plans[group.rank], plan.layout.specs)
-            self.validated_loaded_metadata_reuse = not group.any(not same)
+            self.validated_loaded_metadata_reuse = not group.any(not same, wrap=SaveError)
 
 
 def _same_tensors(plan: Any, specs: Sequence[TensorSpec]) -> bool:

@@ -74,7 +74,7 @@ class AsyncRequest(NamedTuple):
             return
         with interrupts_wait_for_others():
             outcome = attempt(interruptible()(self._work))
-            if group.any(isinstance(outcome, BaseException)):
+            if group.any(isinstance(outcome, BaseException), wrap=SaveError):
                 group.run("do the work of an async request", partial(value_of, outcome), wrap=SaveError)
             _run_callbacks(group, self.finalize_fns, "an async request")
 
@@ -491,7 +491,7 @@ def _run_callbacks(group: RankGroup, callbacks: Sequence[Callable[[], Any]], wha
     """
     outcome: Any = None
     for fn in callbacks:
-        if _committed_by(fn) is not None and group.any(isinstance(outcome, BaseException)):
+        if _committed_by(fn) is not None and group.any(isinstance(outcome, BaseException), wrap=SaveError):
             break
         if not isinstance(outcome, BaseException):
             outcome = attempt(fn)

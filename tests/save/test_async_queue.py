@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from mcore_ckpt.core.errors import CheckpointError, SaveError, WriterDiedError
 from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.save import async_queue
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest, SaveCall
 from mcore_ckpt.writing.supervised_child import Job
 from tests.support.gloo_ranks import rank_outcomes, run_ranks
@@ -484,6 +486,28 @@ def test_close_does_not_hang_when_a_rank_was_killed() -> None:
     assert alive.ok, alive.error_text
     assert "lost contact" in alive.value[0]
     assert alive.value[1] < 5
+
+
+def _die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_between_the_work_and_the_commit(rank: int) -> str:
+    queue, log = AsyncCallsQueue(), list[str]()
+    queue.schedule_async_request(_request(_Save(), log))
+    if rank == 1:
+        with mock.patch.object(async_queue, "_run_callbacks", side_effect=_die):
+            queue.maybe_finalize_async_calls(blocking=True)
+    with pytest.raises(SaveError) as caught:
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert log == []
+    return str(caught.value)
+
+
+def test_a_rank_killed_right_before_the_commit_fails_the_save_on_the_others() -> None:
+    alive, _ = rank_outcomes(_die_between_the_work_and_the_commit, 2, deadline_s=60, grace_s=30)
+    assert alive.ok, alive.error_text
+    assert "lost contact" in alive.value
 
 
 def test_the_queue_never_initializes_cuda() -> None:
