@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.scale import Job, Layout, Network, Ours, shard_of
+from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
 from mcore_ckpt.save._planning import SavePlan, Structure, agree
 from mcore_ckpt.save.rank_state import collect
@@ -68,11 +69,11 @@ def _cpu_s(function: Callable[[], object]) -> float:
 
 def _exchange(rank: int) -> float:
     group = coordination_group()
-    group.barrier()
+    group.any(False, wrap=CheckpointError)
 
     def exchange() -> None:
         for _ in range(_MESSAGES):
-            group.barrier()
+            group.any(False, wrap=CheckpointError)
 
     return _cpu_s(exchange)
 
@@ -84,9 +85,9 @@ def _plan(rank: int, items: int, ranks: int) -> tuple[float, float]:
     gc.collect()
     for _ in range(_REPEATS):
         structure = Structure()
-        group.barrier()
+        group.any(False, wrap=CheckpointError)
         firsts.append(_cpu_s(lambda structure=structure: _agree(structure, state, group)))  # type: ignore[misc]
-        group.barrier()
+        group.any(False, wrap=CheckpointError)
         laters.append(_cpu_s(lambda structure=structure: _agree(structure, state, group)))  # type: ignore[misc]
     return min(firsts), min(laters)
 

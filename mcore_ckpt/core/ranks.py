@@ -68,7 +68,7 @@ class RankGroup:
         """Whether this is the one rank that plans and publishes for all."""
         return self.rank == 0
 
-    def run(self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError] = CheckpointError) -> list[T]:
+    def run(self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError]) -> list[T]:
         """Call `fn` on every rank and give every rank the values of all.
 
         Args:
@@ -95,7 +95,7 @@ class RankGroup:
         merge: Callable[[T, T], T],
         conclude: Callable[[T], U],
         *,
-        wrap: type[CheckpointError] = CheckpointError,
+        wrap: type[CheckpointError],
     ) -> U:
         """Call `fn` on every rank, merge the values on their way, and give every rank what the coordinator makes of it.
 
@@ -109,15 +109,13 @@ class RankGroup:
                 return self._down(what, wrap, concluded, error)
             return self._down(what, wrap, None, error, failed)
 
-    def run_gather(
-        self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError] = CheckpointError
-    ) -> list[T] | None:
+    def run_gather(self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError]) -> list[T] | None:
         """As `run`, but only the coordinator gets the values (others None), and only it needs memory for them."""
         gathered = self.run_gather_parts(what, lambda: [pickle.dumps(fn())], wrap=wrap)
         return None if gathered is None else [pickle.loads(part) for (part,) in gathered]
 
     def run_gather_parts(
-        self, what: str, fn: Callable[[], Sequence[bytes]], *, wrap: type[CheckpointError] = CheckpointError
+        self, what: str, fn: Callable[[], Sequence[bytes]], *, wrap: type[CheckpointError]
     ) -> list[list[bytes]] | None:
         """As `run_gather`, of byte strings, as many as a rank likes. A long one that several ranks have is sent by the
         first of them alone, and is one object on the coordinator.
@@ -141,41 +139,27 @@ class RankGroup:
             [received[part] if isinstance(part, _Long) else part for part in by_rank[rank]] for rank in range(self.size)
         ]
 
-    def run_on_coordinator(self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError] = CheckpointError) -> T:
+    def run_on_coordinator(self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError]) -> T:
         """Call `fn` on the coordinator alone and give every rank its value, or its exception as `run` does."""
         value, error = _attempt(fn) if self.is_coordinator else (None, None)
         with self._contact(what, wrap, error):
             return self._down(what, wrap, value, error)
 
-    def all_gather(self, value: T, *, wrap: type[CheckpointError] = CheckpointError) -> list[T]:
+    def all_gather(self, value: T, *, wrap: type[CheckpointError]) -> list[T]:
         """Give every rank the values of all, by rank."""
         return self.run("exchange values", lambda: value, wrap=wrap)
 
-    def gather(self, value: T) -> list[T] | None:
-        """Give the coordinator the values of all, by rank; None elsewhere."""
-        return self.run_gather("collect values", lambda: value)
-
-    def broadcast(self, value: T) -> T:
-        """Give every rank the coordinator's value."""
-        return self.run_on_coordinator("distribute a value", lambda: value)
-
-    def maximum(self, values: Sequence[int], *, wrap: type[CheckpointError] = CheckpointError) -> list[int]:
+    def maximum(self, values: Sequence[int], *, wrap: type[CheckpointError]) -> list[int]:
         """Element-wise maximum over the ranks; every rank passes as many values."""
         return self.run_merged("compare notes", lambda: list(values), _maximum, lambda merged: merged, wrap=wrap)
 
-    def run_xor(
-        self, what: str, fn: Callable[[], Sequence[int]], *, wrap: type[CheckpointError] = CheckpointError
-    ) -> list[int]:
+    def run_xor(self, what: str, fn: Callable[[], Sequence[int]], *, wrap: type[CheckpointError]) -> list[int]:
         """As `run`, but every rank gets the element-wise XOR of the integers that `fn` returns on all of them."""
         return self.run_merged(what, lambda: list(fn()), _xor, lambda merged: merged, wrap=wrap)
 
-    def any(self, flag: bool, *, wrap: type[CheckpointError] = CheckpointError) -> bool:
+    def any(self, flag: bool, *, wrap: type[CheckpointError]) -> bool:
         """Whether the flag is set on any rank."""
         return bool(self.maximum([int(flag)], wrap=wrap)[0])
-
-    def barrier(self) -> None:
-        """Wait until every rank has come here."""
-        self.maximum([0])
 
     # --- from rank to rank, outside of exchanges; from any thread, in one order for each tag of a pair of ranks -------
 

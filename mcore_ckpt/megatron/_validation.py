@@ -77,7 +77,9 @@ def _check_all_agree(validation: str) -> None:
     if validation in agreed:
         return
     with MegatronErrors():
-        found = group.run_merged("agree on the validation", lambda: {validation}, operator.or_, lambda merged: merged)
+        found = group.run_merged(
+            "agree on the validation", lambda: {validation}, operator.or_, lambda merged: merged, wrap=SaveError
+        )
         if len(found) > 1:
             raise OptionError(
                 f"validation is {validation!r} on rank {group.rank} of the save, and another on others: set "

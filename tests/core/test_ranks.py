@@ -42,13 +42,12 @@ class _CountedCollectives:
 def test_a_world_of_one_needs_no_process_group() -> None:
     group = coordination_group()
     assert (group.rank, group.size, group.is_coordinator) == (0, 1, True)
-    assert group.run("think", lambda: 42) == [42]
-    assert group.gather("x") == ["x"]
-    assert group.run_on_coordinator("plan", lambda: {"a": 1}) == {"a": 1}
-    assert group.broadcast(b"\0" * _BIG) == b"\0" * _BIG
-    assert group.any(True)
-    assert not group.any(False)
-    group.barrier()
+    assert group.run("think", lambda: 42, wrap=CheckpointError) == [42]
+    assert group.run_gather("collect", lambda: "x", wrap=CheckpointError) == ["x"]
+    assert group.run_on_coordinator("plan", lambda: {"a": 1}, wrap=CheckpointError) == {"a": 1}
+    assert group.run_on_coordinator("distribute", lambda: b"\0" * _BIG, wrap=CheckpointError) == b"\0" * _BIG
+    assert group.any(True, wrap=CheckpointError)
+    assert not group.any(False, wrap=CheckpointError)
 
 
 def test_a_world_of_one_keeps_our_errors_and_wraps_those_of_others() -> None:
@@ -80,15 +79,18 @@ def _values(rank: int) -> dict[str, Any]:
     group = coordination_group()
     big = bytes([rank]) * (_BIG if rank == 1 else 10)
     return {
-        "small": group.run("a", lambda: rank * 10),
-        "big": [len(part) for part in group.run("b", lambda: big)] == [10, _BIG, 10],
-        "gathered": None if (parts := group.gather(big)) is None else [(len(p), p[:1]) for p in parts],
-        "one": group.run_on_coordinator("plan", lambda: ["plan", rank]),
-        "one_big": group.broadcast(bytes([rank]) * _BIG) == b"\0" * _BIG,
-        "any": (group.any(rank == 2), group.any(False)),
-        "maximum": group.maximum([rank, -rank]),
-        "merged": group.run_merged("add", lambda: [rank], operator.add, sorted),
-        "unequal_any_size": [len(p) for p in group.all_gather(b"x" * (1000 + rank * 10))],
+        "small": group.run("a", lambda: rank * 10, wrap=CheckpointError),
+        "big": [len(part) for part in group.run("b", lambda: big, wrap=CheckpointError)] == [10, _BIG, 10],
+        "gathered": None
+        if (parts := group.run_gather("collect", lambda: big, wrap=CheckpointError)) is None
+        else [(len(p), p[:1]) for p in parts],
+        "one": group.run_on_coordinator("plan", lambda: ["plan", rank], wrap=CheckpointError),
+        "one_big": group.run_on_coordinator("distribute", lambda: bytes([rank]) * _BIG, wrap=CheckpointError)
+        == b"\0" * _BIG,
+        "any": (group.any(rank == 2, wrap=CheckpointError), group.any(False, wrap=CheckpointError)),
+        "maximum": group.maximum([rank, -rank], wrap=CheckpointError),
+        "merged": group.run_merged("add", lambda: [rank], operator.add, sorted, wrap=CheckpointError),
+        "unequal_any_size": [len(p) for p in group.all_gather(b"x" * (1000 + rank * 10), wrap=CheckpointError)],
     }
 
 
@@ -113,11 +115,11 @@ def _collectives_of_success(rank: int) -> dict[str, list[str]]:
         counted = _CountedCollectives(monkeypatch)
         calls = {}
         for name, step in {
-            "run": lambda: group.run("a", lambda: None),
-            "merged": lambda: group.run_merged("a", lambda: 1, operator.add, str),
-            "gather": lambda: group.gather(rank),
-            "broadcast": lambda: group.run_on_coordinator("a", lambda: 1),
-            "any": lambda: group.any(False),
+            "run": lambda: group.run("a", lambda: None, wrap=CheckpointError),
+            "merged": lambda: group.run_merged("a", lambda: 1, operator.add, str, wrap=CheckpointError),
+            "gather": lambda: group.run_gather("collect", lambda: rank, wrap=CheckpointError),
+            "broadcast": lambda: group.run_on_coordinator("a", lambda: 1, wrap=CheckpointError),
+            "any": lambda: group.any(False, wrap=CheckpointError),
         }.items():
             counted.calls.clear()
             step()
@@ -158,7 +160,7 @@ def _fails_on(rank: int, failing: list[int], kind: str, method: str, huge: bool)
     except CheckpointError as error:
         own_cause = error.__cause__ is not None and "step" in str(traceback.extract_tb(error.__cause__.__traceback__))
         # The ranks must still be in step after the failure.
-        assert group.all_gather(rank) == list(range(group.size))
+        assert group.all_gather(rank, wrap=CheckpointError) == list(range(group.size))
         return type(error).__name__, str(error), own_cause, reached_every_rank(error)
     raise AssertionError("nothing was raised")
 
@@ -284,13 +286,15 @@ def _beside_nccl(rank: int, world_size: int, directory: str) -> tuple[list[int],
     with pytest.MonkeyPatch.context() as monkeypatch:
         counting = _Counting(monkeypatch)
         first = coordination_group()
-        assert coordination_group().all_gather(rank) == first.all_gather(rank)
+        assert coordination_group().all_gather(rank, wrap=CheckpointError) == first.all_gather(
+            rank, wrap=CheckpointError
+        )
         after_two_calls = counting.made
         store = dist.FileStore(f"{directory}/store", world_size)
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        gathered = coordination_group().all_gather(rank)
-        assert coordination_group().all_gather(rank) == gathered
+        gathered = coordination_group().all_gather(rank, wrap=CheckpointError)
+        assert coordination_group().all_gather(rank, wrap=CheckpointError) == gathered
         return [after_two_calls, counting.made], gathered, first.size
 
 
@@ -311,8 +315,14 @@ def _subset(rank: int) -> Any:
                 coordination_group(subset)
             return None
         group = coordination_group(subset)
-        gathered = group.gather(rank)
-        return group.rank, group.size, gathered, group.broadcast(rank), group.gather(bytes(_BIG)) is not None
+        gathered = group.run_gather("collect", lambda: rank, wrap=CheckpointError)
+        return (
+            group.rank,
+            group.size,
+            gathered,
+            group.run_on_coordinator("distribute", lambda: rank, wrap=CheckpointError),
+            group.run_gather("collect", lambda: bytes(_BIG), wrap=CheckpointError) is not None,
+        )
 
 
 def test_a_subset_of_the_ranks_coordinates_alone() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mcore_ckpt.core.errors import ChecksumError, LoadError
+from mcore_ckpt.core.errors import CheckpointError, ChecksumError, LoadError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.ranks import coordination_group
 from mcore_ckpt.load import _handing_on
@@ -143,7 +143,7 @@ def _waits_for_another(rank: int, path: Path, how: str) -> tuple[float, str]:
     plan.add(ReadRequest(key, value, (0,), tuple(value.shape)) for key, value in _state(False).items())
     offer = reader.offer(plan)
     assert offer is not None
-    shares = group.run_merged("plan", lambda: {offer[0]: {rank: offer[1]}}, merged, shares_of)
+    shares = group.run_merged("plan", lambda: {offer[0]: {rank: offer[1]}}, merged, shares_of, wrap=CheckpointError)
     began = time.monotonic()
     try:
         with reader.handing_on(shares[offer[1].host], rank, group):
