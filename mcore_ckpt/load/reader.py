@@ -215,7 +215,14 @@ class FileSystemReader(StorageReader):
             if self.options.cooperative == "auto":
                 return None
             raise LoadError(f"no memory to share with other ranks: {error}; set cooperative='off'") from error
-        return WantedRanges.of(ranges, max(CHEAP_GAP_BYTES, self._files.request_bytes)), self._ring.member()
+        gap_bytes = max(CHEAP_GAP_BYTES, self._files.request_bytes)
+        return WantedRanges.of(ranges, gap_bytes, self._source()), self._ring.member()
+
+    def _source(self) -> str:
+        """Where the files lie, and of which save they are: only ranks of which both are equal read for each other."""
+        manifest = self.index.manifest
+        save = self._storage.version(METADATA_FILE) if manifest is None else manifest.save_id.hex()
+        return f"{self._storage.location} {save}"
 
     def _is_cached(self, ranges: Iterable[tuple[str, int, int, int]]) -> bool:
         """Whether the page cache of this host has most of these ranges, as far as their beginnings tell."""
@@ -374,7 +381,7 @@ class FileSystemReader(StorageReader):
         # Ranks of a part of the world have a group that is not known here.
         shares = shares_of(wanted, one_group=dist.is_initialized() and len(plans) == dist.get_world_size())
         return [
-            replace(plan, storage_data=(shares.get(offers[rank][1].host), rank)) if rank in offers else plan
+            replace(plan, storage_data=(shares.get((offers[rank][0].source, offers[rank][1].host)), rank)) if rank in offers else plan
             for rank, plan in enumerate(plans)
         ]
 

@@ -40,7 +40,7 @@ class Member(NamedTuple):
     pid: int
     fd: int  # of its memory, in its process
     slots: int  # shares that its memory holds
-    crosses: bool  # it takes from other hosts, and sends to them, too
+    crosses: bool  # `cooperative="on"`: it takes from other hosts, and sends to them, too
 
 
 class WantedRanges(NamedTuple):
@@ -51,15 +51,16 @@ class WantedRanges(NamedTuple):
     starts: bytes  # `[start, stop)` in the file
     stops: bytes  # `[start, stop)` in the file
     needed: bytes  # how many of these bytes are really wanted
+    source: str = ""  # where the files lie, and of which save they are: files of two sources have nothing in common
 
     @classmethod
-    def of(cls, ranges: Iterable[tuple[str, int, int, int]], gap_bytes: int = 0) -> WantedRanges:
+    def of(cls, ranges: Iterable[tuple[str, int, int, int]], gap_bytes: int = 0, source: str = "") -> WantedRanges:
         """Of `(file, start, stop, needed bytes)`, in whole pages. What overlaps becomes one range, and what has no
         larger gap between it, which is read, too.
         """
         found = sorted(ranges)
         if not found:
-            return cls((), b"", b"", b"", b"")
+            return cls((), b"", b"", b"", b"", source)
         files = sorted({row[0] for row in found})
         number_of = {file: number for number, file in enumerate(files)}
         numbers, starts, stops, needed = np.array([(number_of[file], *rest) for file, *rest in found], dtype=np.int64).T
@@ -70,11 +71,11 @@ class WantedRanges(NamedTuple):
         begins = np.append(0, np.flatnonzero((line + starts)[1:] > reach[:-1] + gap_bytes) + 1)
         ends = np.append(begins[1:], len(numbers)) - 1
         columns = numbers[begins], starts[begins], (reach - line)[ends], np.add.reduceat(needed, begins)
-        return cls(tuple(files), *(column.astype(np.int64).tobytes() for column in columns))
+        return cls(tuple(files), *(column.astype(np.int64).tobytes() for column in columns), source)
 
     def columns(self) -> tuple[_Ints, _Ints, _Ints, _Ints]:
         """Numbers of the files, starts, stops, needed bytes."""
-        numbers, starts, stops, needed = (np.frombuffer(column, dtype=np.int64) for column in self[1:])
+        numbers, starts, stops, needed = (np.frombuffer(column, dtype=np.int64) for column in self[1:5])
         return numbers, starts, stops, needed
 
 
@@ -116,10 +117,21 @@ def merged(first: Offers, second: Offers) -> Offers:
     return first
 
 
-def shares_of(offers: Offers, *, one_group: bool = True) -> dict[str, Shares]:
-    """Who reads what for whom, by host; hosts that are left out read all for themselves, rank by rank. `one_group`: the
-    ranks can send to each other.
+def shares_of(offers: Offers, *, one_group: bool = True) -> dict[tuple[str, str], Shares]:
+    """Who reads what for whom, by source and host; where these are left out, each rank reads for itself. `one_group`:
+    the ranks can send to each other.
     """
+    by_source: dict[str, Offers] = {}
+    for wanted, ranks in offers.items():
+        by_source.setdefault(wanted.source, {})[wanted] = ranks
+    return {
+        (source, host): shares
+        for source, own in by_source.items()
+        for host, shares in _shares_by_host(own, one_group).items()
+    }
+
+
+def _shares_by_host(offers: Offers, one_group: bool) -> dict[str, Shares]:
     members = {rank: member for ranks in offers.values() for rank, member in ranks.items()}
     hosts = {member.host for member in members.values()}
     crosses = one_group and all(member.crosses for member in members.values())
@@ -129,7 +141,8 @@ def shares_of(offers: Offers, *, one_group: bool = True) -> dict[str, Shares]:
         for wanted, ranks in offers.items():
             if there := {rank: member for rank, member in ranks.items() if member.host in together}:
                 own[wanted] = there
-        if sum(map(len, own.values())) > 1 and (shares := share_out(own, 2 if crosses else _LEAST_RANKS)).wanting:
+        is_on = any(member.crosses for ranks in own.values() for member in ranks.values())
+        if sum(map(len, own.values())) > 1 and (shares := share_out(own, 2 if is_on else _LEAST_RANKS)).wanting:
             found |= dict.fromkeys(together, shares)
     return found
 

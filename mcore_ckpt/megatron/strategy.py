@@ -342,7 +342,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
                 contextlib.closing(self._load_of_one_save(sharded_state_dict, checkpoint_dir, group))
             )
 
-            def agree(told: _Told) -> dict[str, Shares]:
+            def agree(told: _Told) -> dict[tuple[str, str], Shares]:
                 check_ranks(checkpoint_path(checkpoint_dir), told[1])
                 return shares_of(told[0])
 
@@ -358,7 +358,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
     def _load_of_one_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, group: RankGroup
-    ) -> Generator[_Told, dict[str, Shares], dict[str, Any]]:
+    ) -> Generator[_Told, dict[tuple[str, str], Shares], dict[str, Any]]:
         """What is loaded of one save, which is that of the common state. Raises if the checkpoint was replaced
         meanwhile, and that shows in what was read. Yields what this rank is going to read, and of which save, to be
         told which ranks read what for each other.
@@ -386,14 +386,14 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
     def _load(
         self, reader: FileSystemReader, sharded_state_dict: dict[str, Any], group: RankGroup, source: SaveIdentity
-    ) -> Generator[_Told, dict[str, Shares], dict[str, Any]]:
+    ) -> Generator[_Told, dict[tuple[str, str], Shares], dict[str, Any]]:
         with collector_paused():
             wanted = list(leaves(sharded_state_dict))
             plain, quantized = split_quantized([leaf for leaf in wanted if is_sharded_tensor(leaf)])
             planned = plan_shards(reader, plain) if _reads_itself(plain) else None
             offer = None if planned is None or group.size == 1 else reader.offer(planned.plan)
         shares = yield {} if offer is None else {offer[0]: {group.rank: offer[1]}}, {source.save_id: group.rank}
-        with reader.handing_on(shares.get(offer[1].host) if offer else None, group.rank, group):
+        with reader.handing_on(shares.get((offer[0].source, offer[1].host)) if offer else None, group.rank, group):
             if planned is None:
                 _read(reader, plain)
             else:

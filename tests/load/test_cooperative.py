@@ -146,7 +146,7 @@ def _waits_for_another(rank: int, path: Path, how: str) -> tuple[float, str]:
     shares = group.run_merged("plan", lambda: {offer[0]: {rank: offer[1]}}, merged, shares_of, wrap=CheckpointError)
     began = time.monotonic()
     try:
-        with reader.handing_on(shares[offer[1].host], rank, group):
+        with reader.handing_on(shares[offer[0].source, offer[1].host], rank, group):
             reader.read(plan)
     except LoadError as error:
         return time.monotonic() - began, str(error)
@@ -214,3 +214,58 @@ def test_hosts_and_ranks_read_about_as_much() -> None:
     assert abs(owned[:3].sum() - owned[3:].sum()) <= 2
     assert np.ptp(owned[:3]) <= 2
     assert np.ptp(owned[3:]) <= 2
+
+
+def _load_of_two(rank: int, paths: list[Path]) -> tuple[int, bool]:
+    path, added = paths[rank % 2], rank % 2
+    reader = FileSystemReader(path, options=LoadOptions(cooperative="on"))
+    group, plan, wanted = coordination_group(), reader.plan(), _state(False)
+    plan.add(ReadRequest(key, value, (0,), tuple(value.shape)) for key, value in wanted.items())
+    offer = reader.offer(plan)
+    assert offer is not None
+    shares = group.run_merged("plan", lambda: {offer[0]: {rank: offer[1]}}, merged, shares_of, wrap=CheckpointError)
+    with reader.handing_on(shares.get((offer[0].source, offer[1].host)), rank, group):
+        reader.read(plan)
+    same = all(torch.equal(wanted[key], value + added) for key, value in _state(True).items())
+    return reader.stats.bytes_shared, same
+
+
+def test_ranks_that_load_different_checkpoints_share_nothing(tmp_path: Path) -> None:
+    """Those of one checkpoint read for each other, though the files of the other have the same names and sizes."""
+    paths = [tmp_path / "first", tmp_path / "second"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch: nothing is distributed here
+        for added, path in enumerate(paths):
+            state = {key: value + added for key, value in _state(True).items()}
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(path))
+    shared, same = zip(*run_ranks(_load_of_two, 4, paths), strict=True)
+    assert all(same)
+    assert all(nbytes > 30 * _MIB for nbytes in shared)
+
+
+def test_a_checkpoint_that_was_replaced_is_another_one(tmp_path: Path) -> None:
+    """What is offered before and after a save into the same directory has nothing in common."""
+
+    def offered() -> WantedRanges:
+        reader = FileSystemReader(tmp_path, options=LoadOptions(cooperative="on"))
+        plan = reader.plan()
+        plan.add(ReadRequest(key, value, (0,), tuple(value.shape)) for key, value in _state(False).items())
+        offer = reader.offer(plan)
+        assert offer is not None
+        return offer[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(_state(True), storage_writer=dcp.FileSystemWriter(tmp_path))
+        before, again = offered(), offered()
+        dcp.save(_state(True), storage_writer=dcp.FileSystemWriter(tmp_path))
+    assert before == again
+    assert before != offered()
+
+
+def test_on_means_two_ranks_even_where_they_cannot_send() -> None:
+    """Ranks of a part of the job, whose group is not known, read for each other within their host."""
+    wanted = WantedRanges.of([("file", 0, 8 * SHARE_BYTES, 8 * SHARE_BYTES)])
+    for crosses, expected in ((True, [("", "here")]), (False, [])):
+        members = {rank: Member("here", rank, 0, 8, crosses) for rank in range(2)}
+        assert list(shares_of({wanted: members}, one_group=False)) == expected
