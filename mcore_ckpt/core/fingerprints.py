@@ -1,9 +1,10 @@
 """The fingerprint of a tensor: the CRC-32 of all its bytes in C order, put together from slices in any order.
 
 A CRC-32 is linear. The CRC-32 of a whole is the XOR of those of its runs, each shifted by the bytes behind the run. A
-slice of rows is one run; a slice of columns is a run for each row, and rows lie at equal distances, so that half of
-them are shifted and joined at a time. (`crc32_combine` is Mark Adler's, in zlib; shifts by a table are Kadatch and
-Jenkins', "Everything we know about CRC but afraid to forget", 2010.)
+slice of rows is one run; a slice of columns is a run for each row, and rows lie at equal distances, so that 16
+neighbours at a time are shifted and joined. A save also needs the CRC-32 of the slice's own bytes. It is joined from
+the same sums of rows: each byte is summed once. (`crc32_combine` is Mark Adler's, in zlib; shifts by a table are
+Kadatch and Jenkins', "Everything we know about CRC but afraid to forget", 2010.)
 
 The fingerprint of a state has 128 bits: four words, each the XOR over its tensors of their CRC-32 times one word of a
 hash of key, dtype and shape, plus another. So ranks put it together by one XOR of 16 bytes, and no rank needs a list of
@@ -13,6 +14,7 @@ the tensors. Without torch.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,6 +37,10 @@ _ONE: Final = np.uint32(shift_factor(0))
 _PADDED_BYTES: Final = 2048
 _PADDED_ROWS: Final = 64
 _WINDOW_BYTES: Final = 1024 * 1024
+_FAN_IN: Final = 16  # CRCs joined at a time: the table of a distance fits a core's cache
+# From so many bytes on, and in rows as long, their CRC-32 is sooner joined from those of the rows than summed.
+_JOINED_BYTES: Final = 1024 * 1024
+_JOINED_ROW_BYTES: Final = 512
 
 
 class TensorFingerprint(NamedTuple):
@@ -159,9 +165,14 @@ class StridedSums:
         self._begun: dict[int, int] = {}  # of a row of which bytes are still to come
         self._parts: dict[int, int] = {}
 
-    def feed(self, number: int, stretch: Stretch, content: Any, first_byte: int) -> None:
-        """The next bytes of the chunk of that number, from its `first_byte` on."""
+    def feed(
+        self, number: int, stretch: Stretch, content: Any, first_byte: int, value: int = 0, cuts: Sequence[int] = ()
+    ) -> list[int]:
+        """The next bytes of the chunk of that number, from its `first_byte` on. Returns its CRC-32 up to each of `cuts`
+        (ascending, in bytes of `content`) and up to the end of `content`; `value`: up to its begin.
+        """
         view = memoryview(content).cast("B")
+        bounds = list(itertools.pairwise((0, *cuts, len(view))))
         found = self._rows.get(number)
         if found is None and not first_byte and stretch.elems == math.prod(stretch.box.sizes):
             of = runs(stretch.shape, stretch.box, stretch.elem_bytes)
@@ -170,21 +181,44 @@ class StridedSums:
         if found is None:
             part = part_of_elements(view, stretch, first_byte // stretch.elem_bytes)
             self._parts[number] = self._parts.get(number, 0) ^ part
-            return
+            return _sums(view, bounds, value)
         _, of, values = found
-        at = 0
-        if inside := first_byte % of.run_bytes:
-            at = min(of.run_bytes - inside, len(view))
-            value = crc32(view[:at], self._begun[number])
-            if inside + at < of.run_bytes:
-                self._begun[number] = value
-                return
-            values.append(value)
-        stop = at + (len(view) - at) // of.run_bytes * of.run_bytes
-        if stop > at:
-            values.extend(crc32s(np.frombuffer(view[at:stop], np.uint8).reshape(-1, of.run_bytes)))
-        if stop < len(view):
-            self._begun[number] = crc32(view[stop:])
+        if len(view) < _JOINED_BYTES or of.run_bytes < _JOINED_ROW_BYTES:
+            self._feed_rows(number, of, values, view, first_byte, 0, len(view))
+            return _sums(view, bounds, value)
+        pieces = [self._feed_rows(number, of, values, view, first_byte, *bound) for bound in bounds]
+        rows = np.zeros((len(pieces), max(len(crcs) for _, crcs in pieces)), np.uint32)
+        for crcs, (_, some) in zip(rows, pieces, strict=True):
+            crcs[len(crcs) - len(some) :] = some  # 0 is the CRC-32 of nothing
+        sums = []
+        for (start, stop), (head, some), joined in zip(
+            bounds, pieces, _joined(rows, of.run_bytes).tolist(), strict=True
+        ):
+            middle = start + head + len(some) * of.run_bytes
+            value = crc32_combine(crc32(view[start : start + head], value), joined, middle - start - head)
+            value = crc32(view[middle:stop], value)
+            sums.append(value)
+        return sums
+
+    def _feed_rows(
+        self, number: int, of: Runs, values: array[int], view: memoryview, first_byte: int, start: int, stop: int
+    ) -> tuple[int, list[int]]:
+        """Sum the rows in `view[start:stop]`. Returns how many bytes belong to a row begun before, and the CRC-32 of
+        each complete row behind those.
+        """
+        head = min(-(first_byte + start) % of.run_bytes, stop - start)
+        if head:
+            self._begun[number] = crc32(view[start : start + head], self._begun[number])
+            if (first_byte + start + head) % of.run_bytes:
+                return head, []
+            values.append(self._begun[number])
+        start += head
+        middle = start + (stop - start) // of.run_bytes * of.run_bytes
+        crcs = crc32s(np.frombuffer(view[start:middle], np.uint8).reshape(-1, of.run_bytes))
+        values.extend(crcs)
+        if middle < stop:
+            self._begun[number] = crc32(view[middle:stop])
+        return head, crcs
 
     def finish(self) -> dict[int, int]:
         """By number of the chunk, of all of whose bytes have come."""
@@ -243,6 +277,15 @@ def _hash_words(key: str, dtype: str, shape: Sequence[int]) -> tuple[tuple[int, 
     return tuple(word or 1 for word in words[:_WORDS]), tuple(words[_WORDS:])
 
 
+def _sums(view: memoryview, bounds: Iterable[tuple[int, int]], value: int) -> list[int]:
+    """CRC-32 up to the end of each of adjoining stretches, continued from `value`."""
+    sums = []
+    for start, stop in bounds:
+        value = crc32(view[start:stop], value)
+        sums.append(value)
+    return sums
+
+
 def _bytes_behind(of: Runs, shape: Sequence[int], elem_bytes: int) -> int:
     """Bytes of the tensor behind the last run of a slice."""
     last = of.first_byte + sum((count - 1) * stride for count, stride in zip(of.counts, of.strides, strict=True))
@@ -290,30 +333,23 @@ def _products(a: _Words, b: _Words) -> _Words:
 
 def _joined(values: _Words, stride_bytes: int) -> _Words:
     """Join along the last axis what lies at equal distances."""
-    while values.shape[-1] > 1:
-        if values.shape[-1] % 2:  # 0 is the CRC-32 of nothing
-            values = np.concatenate([np.zeros((*values.shape[:-1], 1), np.uint32), values], axis=-1)
-        values = _shift(values[..., 0::2], stride_bytes) ^ values[..., 1::2]
-        stride_bytes *= 2
+    while (count := values.shape[-1]) > 1:
+        if missing := -count % _FAN_IN:  # 0 is the CRC-32 of nothing
+            values = np.concatenate([np.zeros((*values.shape[:-1], missing), values.dtype), values], axis=-1)
+        groups = np.ascontiguousarray(values, "<u4").view(np.uint8).reshape(*values.shape[:-1], -1, 4 * _FAN_IN)
+        table, firsts = _join_table(stride_bytes)
+        values = np.bitwise_xor.reduce(table.take(groups + firsts), axis=-1)
+        stride_bytes *= _FAN_IN
     return values[..., 0]
 
 
-def _shift(values: _Words, nbytes: int) -> _Words:
-    """CRCs as they count in front of so many bytes."""
-    if not nbytes:
-        return values
-    tables = _shift_tables(nbytes)
-    shifted: _Words = tables[0][values & 0xFF]
-    for byte in (1, 2, 3):
-        shifted = shifted ^ tables[byte][values >> np.uint32(8 * byte) & 0xFF]
-    return shifted
-
-
 @lru_cache(maxsize=512)
-def _shift_tables(nbytes: int) -> _Words:
-    """For each of the four bytes of a CRC, what each of its values is shifted to: `[4, 256]`."""
-    single = np.array([crc32_combine(1 << bit, 0, nbytes) for bit in range(32)], np.uint32).reshape(4, 8)
-    tables = np.zeros((4, 256), np.uint32)
+def _join_table(stride_bytes: int) -> tuple[_Words, npt.NDArray[np.intp]]:
+    """For each byte of neighbours' CRCs, what each of its values counts in front of those behind; where each begins."""
+    factors = [shift_factor(stride_bytes * behind) for behind in range(_FAN_IN - 1, -1, -1)]
+    bits = np.array([1 << bit for bit in range(32)], np.uint32)
+    single = _products(bits, np.array(factors, np.uint32)[:, None]).reshape(-1, 8)
+    table = np.zeros((len(single), 256), np.uint32)
     for bit in range(8):
-        tables[:, 1 << bit : 2 << bit] = tables[:, : 1 << bit] ^ single[:, bit : bit + 1]
-    return tables
+        table[:, 1 << bit : 2 << bit] = table[:, : 1 << bit] ^ single[:, bit : bit + 1]
+    return table.reshape(-1), np.arange(0, table.size, 256, dtype=np.intp)

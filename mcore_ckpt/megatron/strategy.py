@@ -381,7 +381,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         if first_of_this_host(dist.get_rank() if dist.is_initialized() else 0):
             run_loaded(reader.path, SaveOptions.from_environment(), self.options.local_tier)
         _expect_save(reader.path, reader.stats.bytes_read - read_before)
-        expect_layout(reader.index)
+        expect_layout(reader.path.name, reader.index)
         return filled
 
     def _load(

@@ -141,6 +141,7 @@ def agree(
     if plan and unchanged:
         assert layout is not None
         return SavePlan(layout, structure.planned, save_id, reused=True)
+    loaded = _loaded[:]
     _loaded.clear()
     structure.layout = structure.planned = structure.accesses = None
     accesses = None if validation is None else validation.accesses
@@ -151,26 +152,30 @@ def agree(
             _check_accesses(value_of(state), accesses, planned, group)
     else:
         planned = _plan_together(value_of(state), laid_out, accesses, group, fingerprints=fingerprints)
+    if planned is not None and loaded:
+        planned.history.expect(loaded[0][0], loaded[0][1].fingerprints)
     structure.layout, structure.planned, structure.accesses = value_of(laid_out), planned, accesses
     # Not the checkpoint that was resumed from: what has been checked besides the plan is of this save.
     structure.laid_out_for, structure.laid_out_in = place, save_id
     return SavePlan(structure.layout, structure.planned, save_id, reused=False, resumed=bool(plan))
 
 
-# The index of the checkpoint that this process has loaded last, until a save has been planned.
-_loaded: list[CheckpointIndex] = []
+# Name and index of the checkpoint that this process has loaded last, until a save has been planned.
+_loaded: list[tuple[str, CheckpointIndex]] = []
 
 
-def expect_layout(index: CheckpointIndex) -> None:
-    """This rank has loaded a checkpoint: its first save is likely to be laid out alike, and is not planned then."""
-    _loaded[:] = [index]
+def expect_layout(name: str, index: CheckpointIndex) -> None:
+    """This rank has loaded a checkpoint from the directory of that name: its first save is likely to be laid out alike,
+    and is not planned then; and moments that are what they were in it are noticed.
+    """
+    _loaded[:] = [(name, index)]
 
 
 def _same_as_loaded(laid_out: RankLayout | BaseException | None, group: RankGroup) -> SavedLayout | None:
     """The layout of the loaded checkpoint, if this rank has just laid out the same, and no rank of it is missing."""
     if not _loaded or not isinstance(laid_out, RankLayout):
         return None
-    saved = SavedLayout.of(_loaded[0])
+    saved = SavedLayout.of(_loaded[0][1])
     if saved is None or saved.ranks > group.size or not saved.is_laid_out(laid_out.plan, group.rank):
         return None
     return saved

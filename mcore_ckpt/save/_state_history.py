@@ -31,6 +31,7 @@ class StateHistory:
         self._compared_in: list[str] = []  # names of the saves in which replicas were compared
         self._agreed: npt.NDArray[np.int64] | None = None  # of each item, the last of these in which they were equal
         self._last: tuple[str, npt.NDArray[np.int64]] | None = None  # name of the last save, and its fingerprints
+        self._loaded: tuple[str, Mapping[str, int]] | None = None  # what was loaded before the first save
 
     def diverged(
         self, name: str, plan: GlobalPlan, crcs: Sequence[int], replicas: Sequence[ReplicaSums]
@@ -86,9 +87,22 @@ class StateHistory:
             return f"they were equal in {before}, {steps[1] - steps[0]} steps before"
         return f"they were equal in {before}"
 
+    def expect(self, name: str, fingerprints: Mapping[str, int]) -> None:
+        """The checkpoint that was loaded before the first save: its directory's name, and its fingerprints by key."""
+        self._loaded = name, fingerprints
+
     def stale(self, name: str, factors: ChunkFactors, fingerprints: Sequence[int]) -> tuple[str, list[str]]:
-        """Name of the last save, and keys of the moments that are what they were in it, though training has moved."""
+        """Name of the last save (for the first one, of the checkpoint that was loaded), and keys of the moments that
+        are what they were in it, though training has moved.
+        """
         column, last = np.array(fingerprints, np.int64), self._last
+        if last is None and self._loaded is not None and iteration_of(self._loaded[0]) is not None:
+            # Of moments alone: the iterations say whether training has moved.
+            loaded = np.full(len(column), NO_FINGERPRINT, np.int64)
+            for number, key, _ in factors.moments:
+                loaded[number] = self._loaded[1].get(key, NO_FINGERPRINT)
+            last = self._loaded[0], loaded
+        self._loaded = None
         self._last = name, column
         if last is None or last[0] == name or len(last[1]) != len(column):
             return name, []

@@ -128,8 +128,12 @@ class _Checksums:
             if start < offset:
                 start = offset
             if strided is not None and item in stretches:
-                strided.feed(item, stretches[item], view[start - base : min(end, stop) - base], start - offset)
-            if lengths[item] > BLOCK_BYTES:
+                cuts = range(BLOCK_BYTES - (start - offset) % BLOCK_BYTES, min(end - 1, stop) - start + 1, BLOCK_BYTES)
+                content = view[start - base : min(end, stop) - base]
+                *blocks, value = strided.feed(item, stretches[item], content, start - offset, value, cuts)
+                self.blocks.extend(blocks)
+                start = min(end, stop)
+            elif lengths[item] > BLOCK_BYTES:
                 start, value = self._advance_blocks(view, base, offset, end, start, stop, value)
             if end > stop:
                 value = crc32(view[start - base : stop - base], value)

@@ -176,7 +176,7 @@ def _start_again(rank: int, directory: Path) -> dict[str, Any]:
             from mcore_ckpt.format.metadata_read import read_index
             from mcore_ckpt.save.transaction import expect_layout
 
-            expect_layout(read_index(directory / sources[rank]))
+            expect_layout(sources[rank], read_index(directory / sources[rank]))
         strategy = TorchDistSaveStrategy()
         held, _ = _STARTED_AGAIN.get(name, (_HELD, False))
         save(name, number, held, strategy)

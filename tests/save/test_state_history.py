@@ -40,6 +40,47 @@ def test_moments_that_stand_still_are_named(saves: list[tuple[str, int, int]], s
     assert not stale or found[0] == saves[0][0]
 
 
+@pytest.mark.parametrize(
+    ("saved", "step", "pieces", "stale"),
+    [
+        ("iter_0000100", 0.0, 1, True),
+        ("iter_0000100", 0.0, 2, True),  # under another layout
+        ("iter_0000100", 1.0, 1, False),
+        ("iter_0000200", 0.0, 1, False),  # of the same iteration: a copy
+        ("release", 0.0, 1, False),
+    ],
+)
+def test_the_first_save_after_a_restart_is_compared_with_what_was_loaded(
+    saved: str, step: float, pieces: int, stale: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from mcore_ckpt import SaveOptions, TorchDistLoadStrategy, TorchDistSaveStrategy
+
+    def state(weight: float, moment: float, pieces: int = 1) -> dict[str, Any]:
+        """Two tensors, each in so many pieces of rows."""
+        values = {"w": torch.full((4, 4), weight), "exp_avg.w": torch.full((4, 4), moment)}
+        return {
+            f"{key} {n}": ShardedTensor.from_rank_offsets(key, piece, (0, n, pieces))
+            for key, value in values.items()
+            for n, piece in enumerate(value.chunk(pieces))
+        }
+
+    first, second = tmp_path / "before" / saved, tmp_path / "after" / "iter_0000200"
+    for number, path in enumerate((first, second)):
+        path.mkdir(parents=True)
+        if number:
+            TorchDistLoadStrategy().load(state(0.0, 0.0), first)
+        options = SaveOptions(progress=False)
+        TorchDistSaveStrategy(options=options).save(
+            state(1.0 + number, 1.0 + number * step, number * (pieces - 1) + 1), path
+        )
+    said = [record.getMessage() for record in caplog.records if "bit for bit" in record.getMessage()]
+    assert len(said) == stale
+    assert not stale or f"1 of 1 moments of the optimizer are bit for bit what they were in {saved}" in said[0]
+    assert not stale or "exp_avg.w" in said[0]
+
+
 def save_diverged(rank: int, directory: Path) -> list[str]:
     """The error of each save, of which the second and the third find another element on rank 1."""
     from megatron.core.dist_checkpointing import ShardedTensor
