@@ -18,13 +18,15 @@ from mcore_ckpt import (
     LoadError,
     OptionError,
     SaveError,
+    checkpoint_fingerprint,
     copy_checkpoint,
     verify_checkpoint,
 )
 from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.directory import copying
 from mcore_ckpt.directory import lock as lock_module
-from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, read_index
 from mcore_ckpt.storage._local_reader import LocalReader
 from mcore_ckpt.storage._local_writer import LocalWriter
 from mcore_ckpt.storage._object_client import RequestError
@@ -72,6 +74,39 @@ def test_a_copy_to_a_store_and_back_is_the_same(saved: Path, s3_directory: S3Dir
     assert verify_checkpoint(tmp_path / "back").whole
     assert contents(saved) == contents(tmp_path / "back")
     assert loaded(f"{s3_directory.url}/modelopt_state") == 2.0
+
+
+def test_fingerprints_are_copied_and_other_bits_in_a_copy_are_named(
+    s3_directory: S3Directory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("megatron.core.dist_checkpointing")
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from mcore_ckpt import TorchDistSaveStrategy
+
+    keys = ("decoder.rows", "decoder.columns")
+    state = {}
+    for key, axis in zip(keys, (0, 1), strict=True):
+        for n, half in enumerate(torch.arange(4000.0).reshape(40, 100).chunk(2, axis)):
+            state[f"{key}{n}"] = ShardedTensor.from_rank_offsets(key, half.contiguous(), (axis, n, 2))
+    source, local, back = (tmp_path / name for name in ("source", "local", "back"))
+    source.mkdir()
+    TorchDistSaveStrategy().save(state, source)
+    known = read_index(source).fingerprints
+    assert known.keys() == set(keys)
+    for start, end in ((source, local), (source, s3_directory.url), (s3_directory.url, back)):
+        assert main(["copy", str(start), str(end)]) == 0
+        assert read_index(checkpoint_path(end)).fingerprints == known
+        assert main(["verify", str(end), "--state", "--expect-state", checkpoint_fingerprint(source).total]) == 0
+    for key in keys:
+        item = read_index(back).tensors[key].chunks[1].item
+        content = bytearray((back / item.file).read_bytes())
+        content[item.offset + item.length // 2] ^= 1
+        (back / item.file).write_bytes(content)
+    capsys.readouterr()
+    assert main(["verify", str(back), "--state"]) == 1
+    said = capsys.readouterr().out
+    assert all(key in said for key in keys)
 
 
 def test_other_checkpoints_below_one_are_not_taken_along_and_links_are_refused(saved: Path, tmp_path: Path) -> None:
