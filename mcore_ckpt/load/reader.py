@@ -381,7 +381,9 @@ class FileSystemReader(StorageReader):
         # Ranks of a part of the world have a group that is not known here.
         shares = shares_of(wanted, one_group=dist.is_initialized() and len(plans) == dist.get_world_size())
         return [
-            replace(plan, storage_data=(shares.get((offers[rank][0].source, offers[rank][1].host)), rank)) if rank in offers else plan
+            replace(plan, storage_data=(shares.get((offers[rank][0].source, offers[rank][1].host)), rank))
+            if rank in offers
+            else plan
             for rank, plan in enumerate(plans)
         ]
 

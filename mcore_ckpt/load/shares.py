@@ -71,7 +71,8 @@ class WantedRanges(NamedTuple):
         begins = np.append(0, np.flatnonzero((line + starts)[1:] > reach[:-1] + gap_bytes) + 1)
         ends = np.append(begins[1:], len(numbers)) - 1
         columns = numbers[begins], starts[begins], (reach - line)[ends], np.add.reduceat(needed, begins)
-        return cls(tuple(files), *(column.astype(np.int64).tobytes() for column in columns), source)
+        of_file, first, last, wanted = (column.astype(np.int64).tobytes() for column in columns)
+        return cls(tuple(files), of_file, first, last, wanted, source)
 
     def columns(self) -> tuple[_Ints, _Ints, _Ints, _Ints]:
         """Numbers of the files, starts, stops, needed bytes."""
