@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.core.fingerprints import part_of_run
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.format.file_names import DATA_SUFFIX, with_id
 from mcore_ckpt.format.footer import NO_SAVE_ID, ManifestFile
@@ -117,13 +118,15 @@ class WriteBucket(_Bucket):
 
 
 class ItemSums(NamedTuple):
-    """A written item's file, its CRC-32 (of a tensor's payload, or of the whole item), and the cumulative CRC-32 at
-    each block boundary inside a long payload.
+    """A written item's file, its CRC-32 (of a tensor's payload, or of the whole item), the cumulative CRC-32 at each
+    block boundary inside a long payload, and what a tensor's item adds to that tensor's fingerprint, if that was asked
+    for.
     """
 
     file: ManifestFile
     crc32: int
     blocks: array[int]
+    part: int | None = None
 
 
 @dataclass(frozen=True)
@@ -235,28 +238,39 @@ def write_buckets(
     if not buckets:
         return []
     storage = storage_at(Path(buckets[0].path).parent).within(options.write_deadline_s)
-    prepared = [_prepare(bucket, extensions) for bucket in buckets]
-    written = write_in_process(storage, [source for source, _ in prepared], options)
+    prepared = [_prepare(bucket, extensions, fingerprints=options.fingerprints) for bucket in buckets]
+    written = write_in_process(storage, [source for source, _, _ in prepared], options)
     return [
-        _with_sums(results, bucket.save_id, file)
-        for bucket, (_, results), file in zip(buckets, prepared, written, strict=True)
+        _with_sums(results, bucket.save_id, file, specs if options.fingerprints else None)
+        for bucket, (_, specs, results), file in zip(buckets, prepared, written, strict=True)
     ]
 
 
-def _with_sums(results: Sequence[WriteResult], save_id: bytes, written: WrittenFile) -> list[WriteResult]:
+def _with_sums(
+    results: Sequence[WriteResult], save_id: bytes, written: WrittenFile, specs: Sequence[TensorSpec] | None
+) -> list[WriteResult]:
+    """The results of a file's items, with their checksums, and with `specs` what its tensors add to fingerprints."""
     file = ManifestFile(written.size_bytes, written.table_crc32, save_id)
     counts = dict(zip(written.long_payloads, written.inner_blocks, strict=True))
     ends = list(accumulate((counts.get(n, 0) for n in range(len(written.crcs))), initial=0))
     blocks = [written.blocks[a:b] for a, b in pairwise(ends)] if counts else [array("I")] * len(written.crcs)
     sums = [ItemSums(file, crc, array("I")) for crc in written.object_crcs]
-    sums += [ItemSums(file, crc, running) for crc, running in zip(written.crcs, blocks, strict=True)]
+    strided = dict(written.parts)
+    for number, (crc, running) in enumerate(zip(written.crcs, blocks, strict=True)):
+        part = None
+        if specs is not None:
+            part = strided[number] if number in strided else part_of_run(crc, specs[number].stretch())
+        sums.append(ItemSums(file, crc, running, part))
     return [
         _SummedResult(result.index, result.size_in_bytes, result.storage_data, item)
         for result, item in zip(results, sums, strict=True)
     ]
 
 
-def _prepare(bucket: WriteBucket, extensions: Sequence[Any]) -> tuple[BucketSource, list[WriteResult]]:
+def _prepare(
+    bucket: WriteBucket, extensions: Sequence[Any], *, fingerprints: bool = False
+) -> tuple[BucketSource, tuple[TensorSpec, ...], list[WriteResult]]:
+    """What is to be written, which tensors that holds, and the results of all its items when it is written."""
     name = Path(bucket.path).name
     bytes_data, tensor_data = bucket.data
     # In the order in which readers undo them: the first is the one that writes to the file. (DCP's own writer names
@@ -271,7 +285,8 @@ def _prepare(bucket: WriteBucket, extensions: Sequence[Any]) -> tuple[BucketSour
     blob_keys = [item.index.fqn for item, _ in bytes_data]
     if extensions:
         blob_keys += [item.index.fqn for item, _ in bucket.data.tensor_data]
-    layout = lay_out_file(name, [_spec(item, tensor) for item, tensor in tensor_data], blob_keys, sizes)
+    specs = [_spec(item, tensor) for item, tensor in tensor_data]
+    layout = lay_out_file(name, specs, blob_keys, sizes, fingerprints=fingerprints)
     frame = frame_file(layout, name, [blob for _, blob in blobs], bucket.save_id)
     results = [
         WriteResult(item.index, len(blob), storage_info(bucket.storage_key, offset, len(blob), descriptors))
@@ -281,7 +296,7 @@ def _prepare(bucket: WriteBucket, extensions: Sequence[Any]) -> tuple[BucketSour
         info = storage_info(bucket.storage_key, offset, template.item_bytes)
         results.append(WriteResult(item.index, template.item_bytes, info))
     tensors = [_plain(tensor) for _, tensor in tensor_data]
-    return BucketSource(frame, tensors), results
+    return BucketSource(frame, tensors), layout.specs, results
 
 
 def _spec(item: WriteItem, tensor: torch.Tensor) -> TensorSpec:
@@ -350,7 +365,7 @@ def save_buckets(
 
 def describe_bucket(bucket: WriteBucket) -> list[dict[str, Any]]:
     """One row for each item of a bucket: fqn, type, dtype, shape, offsets, file and byte range `[begin, end)`."""
-    _, results = _prepare(bucket, ())
+    _, _, results = _prepare(bucket, ())
     rows = []
     for (item, _), result in zip([*bucket.data.bytes_data, *bucket.data.tensor_data], results, strict=True):
         place = result.storage_data

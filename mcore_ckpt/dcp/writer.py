@@ -482,7 +482,9 @@ def _files_and_sums(
     files = dict(sorted({info.relative_path: sums.file for info, sums in known}.items()))
     if target is not None and target.common_sum is not None:  # the common state that was written ahead of the save
         files[COMMON_FILE] = ManifestFile(*target.common_sum, target.save_id)
-    return files, [WrittenSums((info.relative_path, info.offset), sums.crc32, sums.blocks) for info, sums in known]
+    return files, [
+        WrittenSums((info.relative_path, info.offset), sums.crc32, sums.blocks, sums.part) for info, sums in known
+    ]
 
 
 def _world_rank() -> int:

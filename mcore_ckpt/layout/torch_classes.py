@@ -29,7 +29,14 @@ from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.footer import ManifestFile
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.index import (
+    CheckpointIndex,
+    ObjectEntry,
+    StoredChunk,
+    StoredItem,
+    TensorEntry,
+    parse_shadow_key,
+)
 from mcore_ckpt.format.manifest import Manifest, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_write import MetadataEncoder, manifest_of
 from mcore_ckpt.layout.plans import LocalPlan, of_different_offsets
@@ -157,12 +164,13 @@ def encoded_metadata(
     """
     if type(metadata).__name__ not in _KNOWN_METADATA or not _KNOWN_ATTRIBUTES.issuperset(vars(metadata)):
         return _pickled_metadata(metadata)  # of a planner that keeps more in it than anybody knows
-    index = _index_of(metadata, path, {place: crc for place, crc, _ in sums})
+    index = _index_of(metadata, path, {one.place: one.crc32 for one in sums})
     tensors = dict(index.tensors)
     for key, entry in tensors.items():
         if len(entry.chunks) > 1 and (kept := of_different_offsets(entry.chunks)):
             tensors[key] = entry._replace(chunks=tuple([entry.chunks[n] for n in kept]))
-    index = replace(index, tensors=tensors, blocks={place: running for place, _, running in sums if running})
+    index = replace(index, tensors=tensors, blocks={one.place: one.blocks for one in sums if one.blocks})
+    index = index.with_fingerprints(_fingerprints(index, {one.place: one.part for one in sums}))
     return MetadataEncoder(index).encode(
         index.objects,
         storage_meta=index.storage_meta,
@@ -185,6 +193,24 @@ class WrittenSums(NamedTuple):
     place: tuple[str, int]  # its file and offset
     crc32: int  # of its payload; of an object or of what is transformed, of all of it
     blocks: array[int]  # cumulative CRC-32 at each block boundary inside a long payload
+    part: int | None  # what it adds to the fingerprint of its tensor; None of others, and where that is not known
+
+
+def _fingerprints(index: CheckpointIndex, parts: Mapping[tuple[str, int], int | None]) -> dict[str, int]:
+    """Those of the tensors that were saved in their own shape, and of which each chunk was summed."""
+    found: dict[str, int] = {}
+    for key, entry in index.tensors.items():
+        if key in index.mcore_data or parse_shadow_key(key) is not None:
+            continue
+        total = 0
+        for chunk in entry.chunks:
+            part = parts.get((chunk.item.file, chunk.item.offset))
+            if part is None:
+                break
+            total ^= part
+        else:
+            found[key] = total
+    return found
 
 
 def _index_of(metadata: Metadata, path: str | Path, crcs: Mapping[tuple[str, int], int]) -> CheckpointIndex:
