@@ -65,12 +65,13 @@ class StoredPlaces(NamedTuple):
     file_numbers: array[int]  # which of them (unsigned int, 4 bytes)
     offsets: array[int]  # in bytes (signed, 8 bytes)
     lengths: array[int]  # in bytes (signed, 8 bytes)
-    crcs: array[int]  # as `StoredItem.crc32` (unsigned int, 4 bytes)
+    crcs: array[int]  # as `StoredItem.crc32` (unsigned int, 4 bytes); empty: there are none
 
     def item(self, number: int) -> StoredItem:
         """One of them."""
         file = self.files[self.file_numbers[number]]
-        return StoredItem(file, self.offsets[number], self.lengths[number], (), self.crcs[number])
+        crc = self.crcs[number] if self.crcs else None
+        return StoredItem(file, self.offsets[number], self.lengths[number], (), crc)
 
 
 class PackedTensors(Mapping[str, TensorEntry]):
@@ -96,8 +97,10 @@ class PackedTensors(Mapping[str, TensorEntry]):
         self._entries: dict[str, TensorEntry] | None = None
 
     @classmethod
-    def of(cls, tensors: Mapping[str, TensorEntry]) -> PackedTensors | None:
-        """The same tensors in columns; None if an item of theirs goes through transforms or has no checksum."""
+    def of(cls, tensors: Mapping[str, TensorEntry], *, with_sums: bool = True) -> PackedTensors | None:
+        """The same tensors in columns; None if an item of theirs goes through transforms, or has no checksum
+        (`with_sums`).
+        """
         # By their bytes: very many hostile shapes could have one hash.
         forms: dict[bytes, TensorForm] = {}
         files: dict[str, int] = {}
@@ -107,13 +110,17 @@ class PackedTensors(Mapping[str, TensorEntry]):
             form = TensorForm(dtype, requires_grad, shape, tuple([c[0] for c in chunks]), tuple([c[1] for c in chunks]))
             own.append(forms.setdefault(marshal.dumps(tuple(form), 2), form))
             for _, _, (file, offset, length, transforms, crc) in chunks:
-                if transforms or crc is None:
+                if transforms or (crc is None) == with_sums:
                     return None
                 places.file_numbers.append(files.setdefault(file, len(files)))
                 places.offsets.append(offset)
                 places.lengths.append(length)
-                places.crcs.append(crc)
+                if crc is not None:
+                    places.crcs.append(crc)
         return cls(list(tensors), own, places._replace(files=list(files)))
+
+    def __reduce__(self) -> tuple[type[PackedTensors], tuple[Any, ...]]:
+        return PackedTensors, (self.names, self.forms, self.places)  # not the entries that were made of them
 
     def __getitem__(self, key: str) -> TensorEntry:
         if self._entries is not None:
@@ -140,7 +147,7 @@ class PackedTensors(Mapping[str, TensorEntry]):
             files, numbers, *columns = self.places
             names = map(files.__getitem__, numbers)
             offsets, lengths, crcs = columns
-            items = map(_new_item, zip(names, offsets, lengths, repeat(()), crcs, strict=False))
+            items = map(_new_item, zip(names, offsets, lengths, repeat(()), crcs or repeat(None), strict=False))
             starts = chain.from_iterable([form.offsets for form in self.forms])
             sizes = chain.from_iterable([form.sizes for form in self.forms])
             chunks = map(_new_chunk, zip(starts, sizes, items, strict=True))

@@ -116,7 +116,7 @@ class Columns:
         tensors = index.tensors
         if not isinstance(tensors, PackedTensors) and index.manifest is not None:
             tensors = PackedTensors.of(tensors) or tensors
-        self._packed = tensors if isinstance(tensors, PackedTensors) else None
+        self._packed = tensors if isinstance(tensors, PackedTensors) and tensors.places.crcs else None
         self._max_bytes = min(max_bytes, MAX_COLUMN_BYTES)
         self._taken = bytearray(0 if self._packed is None else len(self._packed.places.lengths))
         # By form of a global tensor (`id`: they belong to the index), slice, and shape; None: it is left to others.

@@ -43,6 +43,7 @@ from mcore_ckpt.items.open_files import BUFFER_BYTES, OpenFiles, ReadStats, nami
 from mcore_ckpt.items.ranges import CHEAP_GAP_BYTES, batches
 from mcore_ckpt.load._columns import UsualRequest, are_apart
 from mcore_ckpt.load._handing_on import HandingOn, Ring
+from mcore_ckpt.load._host_index import index_of_host
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._tensor_reads import TensorReads
 from mcore_ckpt.load.dtype_conversions import DtypeConversions
@@ -152,11 +153,15 @@ class FileSystemReader(StorageReader):
             CorruptCheckpointError, UnsafePickleError: `.metadata` cannot be right.
         """
         if self._index is None:
-            index = read_index(self.path, rank=self._rank)
-            if not are_apart(index):
-                check_apart(index)
-            self._index = index
+            several = self._rank is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+            self._index = index_of_host(self.path, self._decoded) if several else self._decoded()
         return self._index
+
+    def _decoded(self) -> CheckpointIndex:
+        index = read_index(self.path, rank=self._rank)
+        if not are_apart(index):
+            check_apart(index)
+        return index
 
     # ----------------------------------------------------------------------------------------------- boxes and objects
 
