@@ -19,6 +19,7 @@ from typing import Any
 
 from mcore_ckpt.core.boxes import Stretch
 from mcore_ckpt.core.crc import crc32_of_zeros, shift_factor
+from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.file_names import DataFileName, data_file_of
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry, parse_shadow_key
 from mcore_ckpt.format.item_layout import element_bytes
@@ -106,6 +107,8 @@ def index_tensors(plans: Iterable[LocalPlan]) -> tuple[dict[str, TensorEntry], a
     """
     heads: dict[str, tuple[str, tuple[int, ...], list[StoredChunk], list[int]]] = {}
     number = 0
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}  # offsets and sizes recur in many tensors: one of each is kept
+    same = known.setdefault
     for plan in plans:
         boxes, places, files, dtypes = plan.boxes.tolist(), plan.places.tolist(), plan.files, plan.dtypes
         position = 0
@@ -118,7 +121,8 @@ def index_tensors(plans: Iterable[LocalPlan]) -> tuple[dict[str, TensorEntry], a
             if head is None:
                 head = heads[key] = (dtypes[dtype_code], tuple(boxes[position:offsets_at]), [], [])
             item = StoredItem(files[file_code], offset, length)
-            head[2].append(StoredChunk(tuple(boxes[offsets_at:sizes_at]), tuple(boxes[sizes_at:stop]), item))
+            offsets, sizes = tuple(boxes[offsets_at:sizes_at]), tuple(boxes[sizes_at:stop])
+            head[2].append(StoredChunk(same(offsets, offsets), same(sizes, sizes), item))
             head[3].append(number)
             number += 1
             position = stop
@@ -156,6 +160,7 @@ class GlobalPlan:
         """Every rank's plan."""
         return list(map(LocalPlan.decode, self.encoded))
 
+    @collector_paused()
     def encoder(self) -> MetadataEncoder:
         """Put the index of the tensors together, which takes half a second for 20,000 tensors of two ranks."""
         tensors, order = index_tensors(self.decoded())
@@ -213,6 +218,7 @@ class SavedPlan(GlobalPlan):
         entry = self.tensors.get(key)
         return None if entry is None else (entry.dtype, entry.shape, _named(entry.chunks[0].item.file).rank)
 
+    @collector_paused()
     def encoder(self) -> MetadataEncoder:
         """As of any plan."""
         index = CheckpointIndex("", self.tensors, {})
