@@ -33,8 +33,9 @@ _Words = npt.NDArray[np.uint32]
 _WORDS: Final = 4
 _ZERO: Final = (0,) * _WORDS
 _ONE: Final = np.uint32(shift_factor(0))
-# Rows so close together are summed with zeros between: a call for each takes as long as 3 KB of zeros.
+# Short rows so close together are summed with zeros between: a call for each takes as long as 3 KB of zeros.
 _PADDED_BYTES: Final = 2048
+_PADDED_RUN_BYTES: Final = 1024
 _PADDED_ROWS: Final = 64
 _WINDOW_BYTES: Final = 1024 * 1024
 _FAN_IN: Final = 16  # CRCs joined at a time: the table of a distance fits a core's cache
@@ -293,7 +294,7 @@ def _bytes_behind(of: Runs, shape: Sequence[int], elem_bytes: int) -> int:
 
 
 def _is_padded(of: Runs) -> bool:
-    return of.strides[-1] <= _PADDED_BYTES and of.counts[-1] >= _PADDED_ROWS
+    return of.run_bytes < _PADDED_RUN_BYTES and of.strides[-1] <= _PADDED_BYTES and of.counts[-1] >= _PADDED_ROWS
 
 
 def _padded_crc(rows: npt.NDArray[np.uint8], stride_bytes: int) -> int:
