@@ -184,10 +184,11 @@ class LoadOptions:
             ranks must load together then.
         cooperative: `"on"`: what several ranks request is read from the storage by one of them, and handed on: through
             shared memory to the others of its host, through the process group to other hosts. All ranks must load
-            together then, and the same checkpoint. `"auto"` does so within each host, where ranks load together (DCP;
+            together then. `"auto"` does so within each host, where ranks load together (DCP;
             Megatron-Core to 0.17), with what four of them or more request, if the page cache does not have it already.
             `"off"`: each rank reads all for itself.
-        hand_on_deadline_s: seconds that a rank waits for another one of these before the load fails.
+        hand_on_deadline_s: seconds that a rank waits while no rank of its host gets any bytes, before it reads the rest
+            by itself.
         prove: after a load by Megatron-Core, after `install()`, compare the fingerprint of what is in memory with the
             checkpoint's: `"always"`, of all tensors; `"sample"`, of one in 16, which depend on the save; `"off"`. All
             ranks must load together then. Tensors that differ are named in a `LoadError` on all ranks.

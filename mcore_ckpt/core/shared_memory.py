@@ -3,17 +3,24 @@
 A process makes it as a memfd, and tells the others its number and that of the descriptor; they open it through `/proc`.
 So nothing is left behind, whatever ends when, and no space of /dev/shm is needed. Which processes are on one host is
 told by `host_identity`, not by a guess of the launcher.
+
+That a process which sees a word also sees what was written before the word was set rests on the kernel, on every CPU:
+a word is read and set under `flock` of the memory. The kernel takes a lock of its own for each of these calls, so that
+all that a process has read or written before it unlocks is done before another has locked. A process that ends unlocks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import platform
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -52,6 +59,7 @@ class SharedMemory:
         self.view = memoryview(self._memory)
         self._words = (ctypes.c_uint32 * words).from_buffer(self._memory)
         self._address = ctypes.addressof(self._words)
+        self._one_thread = threading.Lock()  # to `flock`, the threads of a process are one
         self.fd = fd
 
     @classmethod
@@ -76,12 +84,23 @@ class SharedMemory:
             raise
 
     def __getitem__(self, word: int) -> int:
-        return self._words[word]
+        with self._locked(fcntl.LOCK_SH):
+            return self._words[word]
 
     def __setitem__(self, word: int, value: int) -> None:
         """Set a word, and wake up all that wait for that."""
-        self._words[word] = value
+        with self._locked(fcntl.LOCK_EX):
+            self._words[word] = value
         _futex(self._address + 4 * word, _FUTEX_WAKE, _ALL, None)
+
+    @contextlib.contextmanager
+    def _locked(self, kind: int) -> Iterator[None]:
+        with self._one_thread:
+            fcntl.flock(self.fd, kind)
+            try:
+                yield
+            finally:
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def wait(self, word: int, seen: int, timeout_s: float) -> None:
         """Wait until a word is no longer what was seen, at most so long; may return early."""

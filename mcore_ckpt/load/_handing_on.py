@@ -5,12 +5,17 @@
     takers     the ranks of a host copy what they want of a share out of the memory of the owner, or the receiver
 
 The memory of a rank is a ring of a few shares (`SharedMemory`). All ranks use shares in the order of the files. Each
-tells which shares it needs no more, and then the next ones take their place. So the lowest share that is not everywhere
-yet has room wherever it is requested, and its bytes are on their way: no two ranks wait for each other.
+tells which shares it needs no more, and then the next ones take their place. A thread uses one share at a time.
 
-Nothing is left out when something fails. Shares that cannot be had are handed on as failed, and raise where they are
-used. A rank that has failed otherwise goes on serving the others. One that has ended is noticed, and one that does
-not get on is named when the deadline has passed.
+No cycle of waits can exist. Before shares up to a number have a place everywhere, all ranks must have released those
+up to another, lower number (`_needs`). A thread waits for a share only if its own rank has released that many, and
+reads the bytes itself otherwise. Take the rank whose lowest share in use is the lowest of all. Where one of its threads
+waits, all ranks have released what that share needs, so the share and all before it have places, and are on their way.
+The thread with the lowest share of a rank may always wait, since a share needs only lower ones.
+
+A rank that waits while no rank of its host has got any bytes for `hand_on_deadline_s` continues alone, with a warning
+that names the rank it has waited for: it takes nothing more, hands on nothing more, and reads the rest itself. Shares
+that cannot be read are handed on as failed, and raise where they are used. A rank that has ended is noticed.
 """
 
 from __future__ import annotations
@@ -44,8 +49,9 @@ from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
 _logger = logging.getLogger(__name__)
 
 # Words of a rank's memory: the number of the share from which on it may still take, the one from which on it has to
-# send, and whether it has found the memory of all others of its host; then a word for each slot.
-_TAKES, _SENDS, _ATTACHED, _SLOTS = 0, 1, 2, 16
+# send, whether it has found the memory of all others of its host, how often it has got bytes, and whether it continues
+# alone; then a word for each slot.
+_TAKES, _SENDS, _ATTACHED, _PROGRESS, _ALONE, _SLOTS = 0, 1, 2, 3, 4, 16
 _WORDS: Final = 4096
 _YES, _NO = 1, 2
 _NO_MORE: Final = 2**32 - 1
@@ -56,12 +62,19 @@ _DATA: Final = 2 * 1024 * 1024
 # Shares that all ranks of a host hold together, if each has two: more of them do not stay in the CPU's cache.
 _HELD: Final = 16
 _LOOK_S: Final = 1.0
+# Ranks of a host come here together, unless one of them has failed on the way.
+_ARRIVE_S: Final = 10.0
 _SLICE_BYTES: Final = 512 * 1024
-# Goes ahead of a share: whether it has failed, its length, its CRC-32.
+# Goes ahead of a share: what has become of it, its length, its CRC-32.
 _HEAD = struct.Struct("<QQQ")
 _TAGS: Final = 2**30
+_READ, _FAILED, _NOT_READ = 0, 1, 2
 
 T = TypeVar("T")
+
+
+class _LateError(LoadError):
+    """Another rank does not get on, or continues alone."""
 
 
 class Ring:
@@ -109,6 +122,8 @@ class HandingOn:
         self._lock = threading.Lock()
         self._turns: dict[int, int] = {}  # shares that are in use, or from which on a span in work may use some
         self._begun = 0  # the lowest share that spans to come may use
+        self._of_thread = threading.local()  # `share`: the one that its span uses
+        self._alone = False
         self._failure: BaseException | None = None
         self._stopped = False
         self._threads: list[threading.Thread] = []
@@ -122,13 +137,9 @@ class HandingOn:
         hosts = {other: member.host for other, member in members.items()}
         numbers = np.arange(count)
         self._takers = shares.ranks_of(here)  # by group
-        provider = np.full(count, -1, dtype=np.int64)
-        is_here = np.array([hosts[owner] == here for owner in shares.owners.tolist()], dtype=bool)
         self._sends_to: dict[int, list[int]] = {}
-        for group, takers in enumerate(self._takers):
+        for group in range(len(self._takers)):
             own = numbers[shares.groups == group]
-            if takers:
-                provider[own] = np.where(is_here[own], shares.owners[own], np.array(takers)[own % len(takers)])
             by_host: dict[str, list[int]] = {}
             for other in shares.wanting[group]:
                 if hosts[other] != here:
@@ -136,15 +147,15 @@ class HandingOn:
             if by_host:
                 for number in own[shares.owners[own] == rank].tolist():
                     self._sends_to[number] = [others[number % len(others)] for others in by_host.values()]
-        self._provider = provider
-        self._place = np.zeros(count, dtype=np.int64)
-        for other in {int(other) for other in np.unique(provider)} - {-1}:
-            own = np.flatnonzero(provider == other)
-            self._place[own] = np.arange(len(own))
-        self._provides = np.flatnonzero(provider == rank)
-        self._ranks_here = sorted({other for takers in self._takers for other in takers})
-        most = max(2, _HELD // max(1, len(self._ranks_here)))
-        self._slots = {other: min(most, members[other].slots) for other in self._ranks_here}
+        needs = np.full(count, -1, dtype=np.int64)
+        for host in sorted(set(hosts.values())):
+            provider, place, slots, before = _places(shares, host)
+            needs = np.maximum(needs, before)
+            if host == here:
+                self._provider, self._place, self._slots = provider, place, slots
+        self._needs = np.maximum.accumulate(needs)
+        self._provides = np.flatnonzero(self._provider == rank)
+        self._ranks_here = sorted(self._slots)
         line = int(shares.stops.max(initial=0)) + ALIGNMENT_BYTES
         self._line = line
         self._ends = shares.numbers * line + shares.stops
@@ -197,9 +208,18 @@ class HandingOn:
                     f"cannot be opened: {error}; it has ended, or may not be looked into: set cooperative='off'"
                 )
         self._memory[_ATTACHED] = _YES if failure is None else _NO
-        found = [
-            self._wait(other, _ATTACHED, bool, "has not begun to read") for other in self._memories if other in others
-        ]
+        arrive_s = self._deadline_s if self._shares.is_between_hosts else min(self._deadline_s, _ARRIVE_S)
+        try:
+            found = [
+                self._wait(other, _ATTACHED, bool, "has not begun to read", arrive_s)
+                for other in self._memories
+                if other in others
+            ]
+        except _LateError as late:
+            if self._shares.is_between_hosts:
+                raise
+            self._continue_alone(late)
+            return False
         if failure is None and _NO not in found:
             return True
         if self._shares.is_between_hosts:
@@ -234,10 +254,23 @@ class HandingOn:
                 self._turns[first] = self._turns.get(first, 0) + 1
             yield span
 
-    def ended(self, span: Any) -> None:
-        """A span has been read."""
+    def begun(self, span: Any) -> None:
+        """This thread begins to read a span."""
+        self._of_thread.share = self._first_share(span)
+
+    def ended(self) -> None:
+        """This thread has read its span."""
         with self._lock:
-            self._release(self._first_share(span))
+            self._move_to(None)
+
+    def _move_to(self, share: int | None) -> None:
+        """This thread uses another share, or none, and not the one that it has used."""
+        before = self._of_thread.share
+        self._of_thread.share = share
+        if share is not None:
+            self._turns[share] = self._turns.get(share, 0) + 1
+        if before is not None:
+            self._release(before)
 
     def _first_share(self, span: Any) -> int:
         files, file = self._shares.files, span.file
@@ -250,41 +283,69 @@ class HandingOn:
         self._turns[share] -= 1
         if not self._turns[share]:
             del self._turns[share]
-            takes = min(min(self._turns, default=self._begun), self._begun)
+            takes = min(self._turns, default=self._begun)
             if takes > self._memory[_TAKES]:
                 self._memory[_TAKES] = takes
 
     @contextmanager
     def reader(self, name: str) -> Iterator[RangeReader]:
         """The reader of a file; shares that are handed on come out of memory."""
-        shares = self._of_file.get(name)
         with self._files.reader(name) as reader:
-            yield reader if shares is None else _SharedReader(reader, self, *shares)
+            yield _SharedReader(reader, self, *self._of_file.get(name, ([], [], [])))
 
     def copy(self, share: int, offset: int, view: memoryview, arrived: Callable[[memoryview], None] | None) -> bool:
-        """Copy bytes of a share, when it has come; False if this rank has said that it does not need it any more."""
+        """Copy bytes of a share, when it has come. False if this rank has to read them itself: it has said that it does
+        not need the share any more, may not wait for it, or continues alone.
+        """
         with self._lock:
+            if self._alone:
+                self._move_to(None)
+                return False
             if share < self._memory[_TAKES]:
                 return False
-            self._turns[share] = self._turns.get(share, 0) + 1
+            self._move_to(share)
+            if self._needs[share] >= self._memory[_TAKES]:
+                return False
         try:
             source = self._share(share)[offset : offset + len(view)]
-            for done in range(0, len(view), _SLICE_BYTES):
-                part = view[done : done + _SLICE_BYTES]
-                direct_io.copy_bytes(part, source[done : done + len(part)])
-                if arrived is not None:
-                    arrived(part)
-        finally:
+        except _LateError as late:
+            self._continue_alone(late)
             with self._lock:
-                self._release(share)
+                self._move_to(None)
+            return False
+        for done in range(0, len(view), _SLICE_BYTES):
+            part = view[done : done + _SLICE_BYTES]
+            direct_io.copy_bytes(part, source[done : done + len(part)])
+            if arrived is not None:
+                arrived(part)
         self._stats.add(bytes_shared=len(view))
+        self.progressed()
         return True
+
+    def progressed(self) -> None:
+        """This rank has got bytes."""
+        with self._lock:
+            self._memory[_PROGRESS] = (self._memory[_PROGRESS] + 1) % 2**32
+
+    def _continue_alone(self, late: _LateError) -> None:
+        """Take nothing more of others, and hand on nothing more."""
+        with self._lock:
+            if self._alone:
+                return
+            self._memory[_ALONE] = _YES  # first: others take a share that is marked for a failure otherwise
+            self._alone = True
+            self._begun = _NO_MORE
+            if not self._turns:
+                self._memory[_TAKES] = _NO_MORE
+        _logger.warning("rank %d reads the rest by itself: %s", self._rank, late)
 
     def _share(self, share: int) -> memoryview:
         provider, place = int(self._provider[share]), int(self._place[share])
         slot, turn = self._slot_of(provider, place)
         what = f"has not handed on {self._named(share)}"
         word = self._wait(provider, _SLOTS + slot, lambda word: word >= turn, what)
+        if word != turn and self._memories[provider][_ALONE]:
+            raise _LateError(f"rank {provider} hands on nothing more")
         if word != turn:
             raise self._failure_of(provider, share)
         return self._slot(provider, slot, self._length(share))
@@ -317,23 +378,33 @@ class HandingOn:
             return same_class(report, LoadError)(report.message)
         return same_class(report, LoadError)(f"rank {provider}, which reads for others, failed: {report.message}")
 
-    def _wait(self, rank: int, word: int, ready: Callable[[int], bool], what: str) -> int:
-        """A word of a rank's memory when it is `ready`. Raises `LoadError` if the rank has ended, or takes too long."""
+    def _wait(
+        self, rank: int, word: int, ready: Callable[[int], bool], what: str, deadline_s: float | None = None
+    ) -> int:
+        """A word of a rank's memory when it is `ready`. Raises `LoadError` if the rank has ended, and `_LateError` if
+        it continues alone, or no rank of this host has got any bytes for so long.
+        """
         memory = self._memories[rank]
-        until_s = time.monotonic() + self._deadline_s
+        deadline_s = deadline_s or self._deadline_s
+        progress, until_s = -1, 0.0
         while not ready(seen := memory[word]):
             if self._stopped:
                 raise LoadError("the load was interrupted")
-            memory.wait(word, seen, min(_LOOK_S, self._deadline_s))
+            if self._alone or (word != _TAKES and memory[_ALONE]):
+                raise _LateError(f"rank {rank} hands on nothing more")
+            if (now := sum(other[_PROGRESS] for other in list(self._memories.values()))) != progress:
+                progress, until_s = now, time.monotonic() + deadline_s
+            memory.wait(word, seen, min(_LOOK_S, deadline_s))
             if memory[word] != seen:
                 continue
             pid = self._shares.members[rank].pid
             if not is_running(pid):
                 raise LoadError(f"rank {rank} (process {pid}) has ended during a load, and {what}")
             if time.monotonic() >= until_s:
-                raise LoadError(
-                    f"rank {rank} (process {pid}) {what} for {self._deadline_s:g} s (hand_on_deadline_s): it hangs, "
-                    "its storage does not answer, or it has raised an error; see its output"
+                raise _LateError(
+                    f"rank {rank} (process {pid}) {what}, and no rank of this host has got any bytes, for "
+                    f"{deadline_s:g} s (hand_on_deadline_s): it hangs, "
+                    "its storage does not answer, or it has raised an error"
                 )
         return seen
 
@@ -374,6 +445,7 @@ class HandingOn:
             nbytes = min(nbytes, max(reader.size_bytes - start, 0))
             reader.read_into(start, view[:nbytes])
         self._stats.add(bytes_provided=nbytes)
+        self.progressed()
 
     def _receive_shares(self) -> None:
         for share in self._provides[self._shares.owners[self._provides] != self._rank].tolist():
@@ -383,7 +455,7 @@ class HandingOn:
     def _make_room(self, share: int) -> None:
         """Wait until nobody needs any more what has the share's place."""
         place, slots = int(self._place[share]), self._slots[self._rank]
-        if place < slots or self._failure is not None:
+        if place < slots or self._failure is not None or self._alone:
             return
         before = int(self._provides[place - slots])
         name = self._named(before)
@@ -394,6 +466,8 @@ class HandingOn:
                     self._wait(taker, _TAKES, lambda takes: takes > before, f"has not taken {name}")
             if before in self._sends_to:
                 self._wait(self._rank, _SENDS, lambda sends: sends > before, f"has not sent {name}")
+        except _LateError as late:
+            self._continue_alone(late)
         except LoadError as error:
             self._fail(error)
 
@@ -402,7 +476,7 @@ class HandingOn:
         slot, turn = self._slot_of(self._rank, int(self._place[share]))
         if self._stopped:
             self._fail(LoadError("the load was interrupted"))
-        failed = self._failure is not None
+        failed = self._failure is not None or self._alone  # its place may be in use then
         view = (
             memoryview(bytearray(self._length(share))) if failed else self._slot(self._rank, slot, self._length(share))
         )
@@ -411,7 +485,7 @@ class HandingOn:
                 fill(share, view)
         except BaseException as error:  # noqa: BLE001  (raised where the share is used, and at the end)
             self._fail(error)
-        self._memory[_SLOTS + slot] = turn + int(self._failure is not None)
+        self._memory[_SLOTS + slot] = turn + int(failed or self._failure is not None or self._alone)
 
     # --------------------------------------------------------------------------------------------------- between hosts
 
@@ -419,14 +493,21 @@ class HandingOn:
         lost: dict[int, BaseException] = {}
         for share, receivers in sorted(self._sends_to.items()):
             slot, turn = self._slot_of(self._rank, int(self._place[share]))
-            word = self._wait(self._rank, _SLOTS + slot, turn.__le__, f"has not read {self._named(share)}")
+            # Without a deadline: this rank marks each share, and a receiver of another host waits for a message.
+            while (word := self._memory[_SLOTS + slot]) < turn:
+                if self._stopped:
+                    raise LoadError("the load was interrupted")
+                self._memory.wait(_SLOTS + slot, word, _LOOK_S)
             if word == turn:
                 content = self._slot(self._rank, slot, self._length(share))
-                head = _HEAD.pack(0, len(content), crc32(content))
+                head = _HEAD.pack(_READ, len(content), crc32(content))
+            elif self._failure is None:
+                content = self._memory.view[:0]
+                head = _HEAD.pack(_NOT_READ, 0, crc32(content))
             else:
                 length = int.from_bytes(self._memory.view[_REPORT : _REPORT + 8], "little")
                 content = self._memory.view[_REPORT + 8 : _REPORT + 8 + length]
-                head = _HEAD.pack(1, len(content), crc32(content))
+                head = _HEAD.pack(_FAILED, len(content), crc32(content))
             for receiver in receivers:
                 if receiver in lost:
                     continue
@@ -464,13 +545,38 @@ class HandingOn:
             raise CorruptCheckpointError(
                 f"{self._named(share)} came from rank {owner} with other bytes than were sent: check the network"
             )
-        if failed:
+        if failed == _NOT_READ:
+            self._continue_alone(_LateError(f"rank {owner}, of another host, hands on nothing more"))
+        elif failed:
             report = pickle.loads(content) if nbytes else None
             message = "" if report is None else report.message
             said = (
                 message if message.startswith("rank ") else f"rank {owner}, which reads for others, failed: {message}"
             )
             raise (LoadError if report is None else same_class(report, LoadError))(said)
+
+
+def _places(shares: Shares, host: str) -> tuple[Any, Any, dict[int, int], Any]:
+    """On a host, in whose memory each share is (-1: in none), its place among those of this rank, how many of them each
+    rank holds at once, and the share that has to go before, -1 if none.
+    """
+    numbers = np.arange(len(shares.starts))
+    by_group = shares.ranks_of(host)
+    ranks = sorted({rank for takers in by_group for rank in takers})
+    provider = np.full(len(numbers), -1, dtype=np.int64)
+    is_here = np.isin(shares.owners, [rank for rank, member in shares.members.items() if member.host == host])
+    for group, takers in enumerate(by_group):
+        own = numbers[shares.groups == group]
+        if takers:
+            provider[own] = np.where(is_here[own], shares.owners[own], np.array(takers)[own % len(takers)])
+    most = max(2, _HELD // max(1, len(ranks)))
+    slots = {rank: min(most, shares.members[rank].slots) for rank in ranks}
+    place, before = np.zeros(len(numbers), dtype=np.int64), np.full(len(numbers), -1, dtype=np.int64)
+    for rank, held in slots.items():
+        own = np.flatnonzero(provider == rank)
+        place[own] = np.arange(len(own))
+        before[own[held:]] = own[: len(own) - min(held, len(own))]
+    return provider, place, slots, before
 
 
 class _SharedReader(RangeReader):
@@ -497,6 +603,7 @@ class _SharedReader(RangeReader):
             part = view[done : done + end - position]
             if not (inside and self._shared.copy(self._numbers[at], position - self._starts[at], part, arrived)):
                 self._reader.read_into(position, part, arrived)
+                self._shared.progressed()
             done += len(part)
 
     def is_cached(self, offset: int, length: int) -> bool:

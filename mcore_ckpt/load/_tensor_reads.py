@@ -156,9 +156,12 @@ class TensorReads:
             with suppress(LoadError), self._files.reader(span.file):
                 pass  # (who reads it tells the error, and what of it was to be read)
             return
+        if self._shared is None:
+            self._read_span(span)
+            return
+        self._shared.begun(span)
         self._read_span(span)
-        if self._shared is not None:
-            self._shared.ended(span)
+        self._shared.ended()
 
     def _read_span(self, span: Span | ColumnSpan) -> None:
         if isinstance(span, ColumnSpan):
@@ -253,11 +256,12 @@ class TensorReads:
 
         start = span.start + len(read.head)
         self._compare_ends(read.wanted, read.place.start, reader.read(span.start, len(read.head)), read.head)
-        self._compare_ends(read.wanted, read.place.start, reader.read(start + length, len(read.tail)), read.tail)
         arrived = stream.feed if stream else add_to_sum if read.record else None
         reader.read_into(start, memory_at(read.address, length), arrived)
         if stream:
             stream.finish()
+        # In the order of the file: ranks that read for each other do not wait for what comes later.
+        self._compare_ends(read.wanted, read.place.start, reader.read(start + length, len(read.tail)), read.tail)
         self._stats.add(reads=1, bytes_read=span.stop - span.start)
         self._compare(read, length, crc)
         return True

@@ -139,8 +139,8 @@ def _waits_for_another(rank: int, path: Path, how: str) -> tuple[float, str]:
             read(self, share, view)
 
         _handing_on.HandingOn._read = fails  # type: ignore[method-assign]
-    group, plan = coordination_group(), reader.plan()
-    plan.add(ReadRequest(key, value, (0,), tuple(value.shape)) for key, value in _state(False).items())
+    group, plan, wanted = coordination_group(), reader.plan(), _state(False)
+    plan.add(ReadRequest(key, value, (0,), tuple(value.shape)) for key, value in wanted.items())
     offer = reader.offer(plan)
     assert offer is not None
     shares = group.run_merged("plan", lambda: {offer[0]: {rank: offer[1]}}, merged, shares_of, wrap=CheckpointError)
@@ -150,17 +150,62 @@ def _waits_for_another(rank: int, path: Path, how: str) -> tuple[float, str]:
             reader.read(plan)
     except LoadError as error:
         return time.monotonic() - began, str(error)
-    return time.monotonic() - began, ""
+    same = all(torch.equal(value, wanted[key]) for key, value in _state(True).items())
+    return time.monotonic() - began, "" if same else "other values"
 
 
-@pytest.mark.parametrize("how", ["raises", "dies", "hangs"])
-def test_a_rank_that_does_not_get_on_is_named(checkpoint: Path, how: str) -> None:
-    """The cause where it can tell, that its process has ended, or that it is late: nobody waits for ever."""
+def test_ranks_read_themselves_what_one_that_hangs_does_not_hand_on(checkpoint: Path) -> None:
+    """After one deadline, and not one for each share."""
+    outcomes = rank_outcomes(_waits_for_another, RANKS, checkpoint, "hangs", deadline_s=60.0, grace_s=20.0)
+    assert [outcome.value[1] for outcome in outcomes] == [""] * RANKS
+
+
+def _load_large(rank: int, path: Path) -> tuple[int, int, bool]:
+    options = LoadOptions(cooperative="on", hand_on_deadline_s=5.0, window_bytes=96 * _MIB, buffer_bytes=96 * _MIB)
+    reader, wanted = FileSystemReader(path, options=options), {"large": torch.zeros(24 * _MIB)}
+    dcp.load(wanted, storage_reader=reader)
+    stats = reader.stats
+    return stats.bytes_from_storage, stats.bytes_needed, torch.equal(wanted["large"], torch.arange(24.0 * _MIB))
+
+
+def test_one_read_may_need_more_than_the_memory_of_a_rank_holds(tmp_path: Path) -> None:
+    """What is copied makes room at once, so that no rank waits for itself."""
+    from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch: nothing is distributed here
+        dcp.save({"large": torch.arange(24.0 * _MIB)}, storage_writer=FileSystemWriterAsync(tmp_path))
+    asked, needed, same = zip(*run_ranks(_load_large, 2, tmp_path), strict=True)
+    assert all(same)
+    assert sum(asked) < 1.05 * needed[0]
+
+
+class _FailingPlanner(dcp.DefaultLoadPlanner):
+    def finish_plan(self, new_plan: Any) -> Any:
+        raise ValueError("no plan")
+
+
+def _load_with_planner(rank: int, path: Path) -> None:
+    planner = _FailingPlanner() if rank == 1 else None
+    dcp.load(
+        _state(False), storage_reader=FileSystemReader(path, options=LoadOptions(cooperative="on")), planner=planner
+    )
+
+
+def test_a_rank_that_fails_before_it_reads_is_not_waited_for_long(checkpoint: Path) -> None:
+    """The others read for themselves, and DCP tells all which rank has failed, long before `hand_on_deadline_s`."""
+    for outcome in rank_outcomes(_load_with_planner, RANKS, checkpoint, deadline_s=60.0, grace_s=60.0):
+        assert isinstance(outcome.error, dcp.api.CheckpointException), outcome.error_text
+        assert list(outcome.error.failures) == [1]
+
+
+@pytest.mark.parametrize("how", ["raises", "dies"])
+def test_a_rank_that_fails_is_named(checkpoint: Path, how: str) -> None:
+    """The cause where it can tell, or that its process has ended: nobody waits for ever."""
     outcomes = rank_outcomes(_waits_for_another, RANKS, checkpoint, how, deadline_s=60.0, grace_s=20.0)
     said = {
         "raises": "the device is broken",
         "dies": "has ended during a load",
-        "hangs": "for 2 s (hand_on_deadline_s)",
     }
     for rank in (0, 2):
         seconds, error = outcomes[rank].value
