@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.load import reader as reader_module
@@ -85,7 +86,7 @@ def _index(
         index = reader.index
         same = dict(index.tensors) == dict(own.tensors) and replace(index, tensors={}) == replace(own, tensors={})
         loaded = _state(False)
-        dcp.load(loaded, storage_reader=reader, no_dist=True)
+        _load_state_dict(loaded, reader, no_dist=True)  # `dcp.load` of torch 2.6 cannot leave the others out
         expected = _state(True)
         return same, all(torch.equal(value, expected[key]) for key, value in loaded.items())
 
