@@ -47,8 +47,9 @@ def total(value: float) -> float:
 
 def cpu_s() -> float:
     """CPU seconds of this process, of its children that live, and of those that it has waited for."""
+    children = _children_cpu_s()  # first: looking for them takes time itself, which a work is not charged with
     ended = os.times()
-    return time.process_time() + ended.children_user + ended.children_system + _children_cpu_s()
+    return time.process_time() + ended.children_user + ended.children_system + children
 
 
 def _children_cpu_s() -> float:

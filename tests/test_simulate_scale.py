@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scale import Gpt, Job, Layout
+from benchmarks.whole_calls import CALLS, OURS, STOCK
 from mcore_ckpt.layout.buckets import lay_out_rank
 from mcore_ckpt.layout.plan_check import global_plan
 
@@ -63,3 +64,16 @@ def test_a_short_run(tmp_path: Path) -> None:
     assert all(one["first_s"] > 0 and one["later_s"] > 0 for one in results["real"])
     assert len([line for line in done.stdout.splitlines() if line.startswith("| 8 |")]) == 2
     assert " * |" in done.stdout  # said of what was not run
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(540)
+def test_whole_calls_of_two_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "calls.json"
+    command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "bench_ranks.py"), "--out", str(out)]
+    command += ["--items", "3", "--ranks", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(out.read_text())
+    assert {(one["side"], one["call"]) for one in results["calls"]} == {(s, c) for s in (OURS, STOCK) for c in CALLS}
+    assert all(one["cpu_s"] > 0 for one in results["calls"])

@@ -78,8 +78,6 @@ class SaveOptions:
             the checkpoint is published.
         fingerprints: store the fingerprint of each tensor, which a load with `prove`, `verify --state` and
             `diff --state` compare with, without reading the tensor. False does without.
-        keep_local_plans: put `all_local_plans` into `.metadata`, so that stock Megatron can reuse the plan of a loaded
-            checkpoint; costs about as much as the rest of `.metadata` again.
         validation: who validates access integrity in Megatron's `save`, after `install()`: `"mcore_ckpt"`, in the
             exchange that a save makes anyway, once for each structure; or `"megatron"`, which gathers all shards on all
             ranks. The same on all ranks.
@@ -109,7 +107,6 @@ class SaveOptions:
     compare_replicas: Literal["always", "sample", "off"] = "off"
     on_diverged: Literal["warn", "raise"] = "warn"
     fingerprints: bool = True
-    keep_local_plans: bool = False
     validation: Validation = "mcore_ckpt"
     trace_path: str | None = None
     on_timings: Callable[[dict[str, Any]], None] | None = None

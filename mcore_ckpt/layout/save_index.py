@@ -24,8 +24,7 @@ from mcore_ckpt.format.manifest import NO_FINGERPRINT, Manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.metadata_write import ChunkFactors, MetadataEncoder
 from mcore_ckpt.layout.file_image import WrittenFile
-from mcore_ckpt.layout.plans import GlobalPlan, LocalPlanBuilder
-from mcore_ckpt.layout.torch_classes import dcp_dispatch_table, local_plans_as_dcp
+from mcore_ckpt.layout.plans import GlobalPlan
 
 
 def metadata_of_save(
@@ -37,12 +36,11 @@ def metadata_of_save(
     save_id: bytes,
     storage_meta: dict[str, Any],
     common: ManifestFile | None = None,
-    keep_local_plans: bool = False,
 ) -> tuple[bytes, Manifest | None]:
     """The content of `.metadata`, and its manifest. Raises `PlanError` if two ranks have written objects of one key.
 
     `objects` are index entries of each rank's objects, file by file; `files` each rank's files, in the order of its
-    plan. Where one has no footer, `.metadata` has no manifest. `keep_local_plans`: put every rank's plan into it.
+    plan. Where one has no footer, `.metadata` has no manifest.
     """
     entries: dict[str, ObjectEntry] = {}
     for rank, of_rank in enumerate(objects):
@@ -50,19 +48,12 @@ def metadata_of_save(
             if entry.fqn in entries:
                 raise PlanError(f"{entry.fqn}: rank {rank} writes an object that another rank has written, too")
             entries[entry.fqn] = entry
-    local_plans = None
-    if keep_local_plans:
-        plans = plan.decoded()
-        plans += [LocalPlanBuilder().build()] * (len(objects) - len(plans))  # of ranks that write nothing
-        local_plans = local_plans_as_dcp(plans, [[entry.fqn for entry in of_rank] for of_rank in objects])
     written = list(chain.from_iterable(files))
     manifest = _manifest(save_id, written, encoder, common) if all(f.has_footer for f in written) else None
     content = encoder.encode(
         entries,
         files={name: with_id(name, save_id) for name, _ in plan.files},
         storage_meta=storage_meta,
-        local_plans=local_plans,
-        dispatch_table=dcp_dispatch_table() if keep_local_plans else None,
         manifest=manifest,
     )
     return content, manifest

@@ -1,8 +1,8 @@
 """The index and the plans as classes of torch.distributed.checkpoint, and back: for its planners and stock callers.
 
 Nothing that DCP reads is lost either way: index hints are the positions of the chunks, as stock writers set them, and
-take no part in comparing or hashing a `MetadataIndex`. Plans become DCP's where stock Megatron is to reuse them
-(`all_local_plans` of `.metadata`).
+take no part in comparing or hashing a `MetadataIndex`. Plans become DCP's where Megatron asks for those of a loaded
+checkpoint.
 
 Versions of torch differ in the fields of these classes. What one of them lacks is set all the same, and not read there;
 what is written is what the oldest one reads.
@@ -39,7 +39,7 @@ from mcore_ckpt.format.index import (
 )
 from mcore_ckpt.format.manifest import Manifest, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_write import MetadataEncoder, manifest_of
-from mcore_ckpt.layout.plans import LocalPlan, of_different_offsets
+from mcore_ckpt.layout.plans import of_different_offsets
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -269,30 +269,6 @@ def _index_of(metadata: Metadata, path: str | Path, crcs: Mapping[tuple[str, int
         version=getattr(metadata, "version", None),
         has_local_plans=getattr(metadata, "all_local_plans", None) is not None,
     )
-
-
-def local_plans_as_dcp(plans: Sequence[LocalPlan], object_keys: Sequence[Sequence[str]]) -> list[SavePlan]:
-    """Every rank's `SavePlan`: its tensors from the columns, and its objects."""
-    return [_as_dcp(plan, keys) for plan, keys in zip(plans, object_keys, strict=True)]
-
-
-def _as_dcp(plan: LocalPlan, object_keys: Sequence[str]) -> SavePlan:
-    properties = [TensorProperties(dtype=getattr(torch, name)) for name in plan.dtypes]
-    items = []
-    position = 0
-    for key, ndim, code in zip(plan.keys, plan.ndims, plan.dtype_codes, strict=True):
-        shape, offsets, sizes = (
-            (
-                torch.Size(plan.boxes[begin : begin + ndim])
-                for begin in range(position, position + 3 * ndim, max(ndim, 1))
-            )
-            if ndim
-            else (torch.Size(()),) * 3
-        )
-        items.append(_write_item(key, properties[code], shape, offsets, sizes))
-        position += 3 * ndim
-    items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in object_keys]
-    return SavePlan(items=items)
 
 
 def _write_item(

@@ -12,7 +12,6 @@ import os
 import sys
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt.core.errors import KindMismatchError, LoadError, SaveError
+from mcore_ckpt.core.errors import KindMismatchError, LoadError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, first_of_this_host
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.process import collector_paused
@@ -29,7 +28,7 @@ from mcore_ckpt.directory.in_force import data_bytes_of_rank
 from mcore_ckpt.directory.remove import remove_tensors
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.items.open_files import ReadStats
-from mcore_ckpt.layout.buckets import TensorSpec, check_hint
+from mcore_ckpt.layout.buckets import check_hint
 from mcore_ckpt.layout.shards import (
     is_main_replica,
     is_sharded_object,
@@ -207,12 +206,9 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         is_async: bool,
     ) -> None:
         """Begin a save, which is put into `begun` at once: a caller that is interrupted can give it up."""
-        options = self.options
-        if self.use_cached_ckpt_structure:
-            options = replace(options, keep_local_plans=True)
         request = SaveRequest(
             directory=checkpoint_path(checkpoint_dir),
-            options=options,
+            options=self.options,
             thread_count=self.thread_count,
             separation_hint=self.separation_hint,
             is_async=is_async,
@@ -225,23 +221,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         if plan is None:
             return
         self.validated_cache_reuse = plan.reused
-        if plan.resumed:
-            self.validated_loaded_metadata_reuse = True
-        if self.use_cached_ckpt_structure and not self.validated_loaded_metadata_reuse:
-            # Asked on all ranks, also on one that has not loaded what the others have.
-            loaded_plans = getattr(self.cached_global_metadata, "all_local_plans", None) or ()
-            same = len(loaded_plans) == group.size and _same_tensors(loaded_plans[group.rank], plan.layout.specs)
-            self.validated_loaded_metadata_reuse = not group.any(not same, wrap=SaveError)
-
-
-def _same_tensors(plan: Any, specs: Sequence[TensorSpec]) -> bool:
-    """Whether a rank's plan of a loaded checkpoint has the tensors that the rank saves now."""
-    loaded = {
-        (item.index.fqn, tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
-        for item in plan.items
-        if item.tensor_data is not None
-    }
-    return loaded == {(spec.key, spec.offsets, spec.sizes) for spec in specs}
+        self.validated_loaded_metadata_reuse |= plan.resumed
 
 
 class _Commit:
@@ -255,6 +235,24 @@ class _Commit:
     def __call__(self) -> None:
         with MegatronErrors():
             self.save_call.commit()
+
+
+class _LoadedMetadata:
+    """DCP's `Metadata` of a checkpoint, made when something of it is asked for.
+
+    Megatron hands it from the strategy of a load to that of the next save; this package's needs none of it.
+    """
+
+    def __init__(self, reader: FileSystemReader) -> None:
+        self._reader = reader
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "all_local_plans":
+            self.all_local_plans = plans_of_index(self._reader.index)
+            return self.all_local_plans
+        return getattr(self._reader.read_metadata(), name)
 
 
 class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
@@ -272,7 +270,8 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
     Attributes:
         stream_ckpt_dequant: as the argument. Megatron asks for it.
-        cached_global_metadata: DCP's `Metadata` of the last checkpoint that was loaded.
+        cached_global_metadata: what has the attributes of DCP's `Metadata` of the last checkpoint that was loaded, and
+            every rank's plan as `all_local_plans`, put together when one of them is asked for.
     """
 
     def __init__(
@@ -290,6 +289,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         self.stream_ckpt_dequant = stream_ckpt_dequant
         self.options = LoadOptions.from_environment() if options is None else options
         self._reader: FileSystemReader | None = None
+        self._loaded_metadata: _LoadedMetadata | None = None
         self._read_version: tuple[Path, tuple[int, ...]] | None = None
         # To go back, all ranks have to be told of the damage that one has found; to read for each other, of much more.
         options = self.options
@@ -308,13 +308,8 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
     @property
     def cached_global_metadata(self) -> Any:
-        """DCP's `Metadata` of the checkpoint that was loaded last; None before the first load."""
-        if self._reader is None:
-            return None
-        metadata = self._reader.read_metadata()
-        if self._reader.index.has_local_plans and not hasattr(metadata, "all_local_plans"):
-            metadata.all_local_plans = plans_of_index(self._reader.index)  # type: ignore[attr-defined]
-        return metadata
+        """What has the attributes of DCP's `Metadata` of the last checkpoint; None before the first load."""
+        return self._loaded_metadata
 
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, async_strategy: str = "", **unknown: Any
@@ -416,6 +411,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         version = metadata_version(path)
         if self._reader is None or self._read_version != (path, version):
             self._reader = FileSystemReader(path, options=self.options)
+            self._loaded_metadata = _LoadedMetadata(self._reader)
             self._read_version = (path, version)
         return self._reader
 

@@ -456,7 +456,6 @@ class SaveTransaction(SaveCall):
             save_id=plan.save_id,
             storage_meta={"checkpoint_id": str(self._directory.path), "save_id": shown_id(plan.save_id)},
             common=self._directory.common_file(has_common_state=common),
-            keep_local_plans=self._options.keep_local_plans,
         )
         if manifest is not None and manifest.fingerprints is not None:
             self._look_for_stale_moments(plan.planned, manifest.fingerprints)

@@ -31,7 +31,6 @@ SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
     "compare_replicas": ("sample", "sample"),
     "on_diverged": ("raise", "raise"),
     "fingerprints": ("0", False),
-    "keep_local_plans": ("1", True),
     "validation": ("megatron", "megatron"),
     "trace_path": ("/tmp/traces", "/tmp/traces"),
     "progress": ("off", False),
