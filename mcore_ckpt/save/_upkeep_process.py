@@ -144,7 +144,9 @@ class _Drains:
         try:
             if not is_known:
                 left = dict(undrained(directory))
-                self._begun = {**left, **self._begun}
+                with self._changed:
+                    for path, note in left.items():
+                        self._begun.setdefault(path, note)
                 found += [*left, *iteration_directories(directory)[-1:]]
         except CheckpointError as error:
             _say(logging.WARNING, f"{run}: cannot be searched for checkpoints that are still to be copied: {error}")

@@ -6,6 +6,7 @@ it is.
 
 from __future__ import annotations
 
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -30,6 +31,8 @@ def run_traps(rank: int, directory: Path, traps: list[Callable[..., None]]) -> d
             trap(rank, directory / trap.__name__)
         except Exception:  # noqa: BLE001  (the test of this trap shows it)
             outcomes[trap.__name__] = traceback.format_exc()
+            # Where the other ranks wait for this one, nothing else tells why.
+            sys.stderr.write(f"rank {rank}: {trap.__name__}: {outcomes[trap.__name__]}")
         dist.barrier()
     return outcomes
 
@@ -75,5 +78,8 @@ def made(directory: Path) -> str:
 
 
 def names(directory: str) -> set[str]:
+    """What lies there when all ranks have come here; no rank goes on before all have looked."""
     dist.barrier()
-    return {path.name for path in Path(directory).iterdir()}
+    found = {path.name for path in Path(directory).iterdir()}
+    dist.barrier()
+    return found
