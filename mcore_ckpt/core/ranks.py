@@ -161,6 +161,15 @@ class RankGroup:
         """Whether the flag is set on any rank."""
         return bool(self.maximum([int(flag)], wrap=wrap)[0])
 
+    def give_up(self, what: str, error: BaseException, *, wrap: type[CheckpointError]) -> NoReturn:
+        """Tell the other ranks, in the exchange that they come to next, that this one has failed before it: all raise,
+        as `run` does. That exchange has to be one of this class in which values go to the coordinator.
+        """
+        with self._contact(what, wrap, error):
+            _, failed = self._up(None, error, lambda first, _: first)
+            self._down(what, wrap, None, error, failed)
+        raise error
+
     # --- from rank to rank, outside of exchanges; from any thread, in one order for each tag of a pair of ranks -------
 
     def send_to(self, rank: int, view: memoryview, tag: int) -> None:
@@ -321,6 +330,11 @@ class RankGroup:
 def reached_every_rank(error: BaseException) -> bool:
     """Whether this exception was raised by `RankGroup.run` and its kin, so that every rank has it already."""
     return bool(getattr(error, _REACHED, False))
+
+
+def mark_as_told(error: BaseException) -> None:
+    """All ranks have been told of this exception, by `RankGroup.give_up`."""
+    setattr(error, _REACHED, True)
 
 
 def was_interrupted(error: BaseException) -> bool:

@@ -5,7 +5,7 @@ Out: the same under this package's saves and loads; `install()`, which puts them
 Must not know: how bytes are laid out, read or written.
 
 Modules: common_state, install, optimizer_state, registry, strategy, _async_queue, _errors, _go_back, _one_save,
-_patches, _proof, _quantized, _replaced, _validation, _versions.
+_patches, _proof, _quantized, _replaced, _together, _validation, _versions.
 With torch: common_state, install, optimizer_state, strategy, _async_queue, _errors, _go_back, _patches, _proof,
-_quantized, _replaced, _validation, _versions.
+_quantized, _replaced, _together, _validation, _versions.
 """

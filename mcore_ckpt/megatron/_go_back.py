@@ -16,6 +16,7 @@ The iteration that training resumes from is part of the common state, so it foll
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -28,20 +29,20 @@ from mcore_ckpt.core.errors import (
     CorruptCheckpointError,
     LoadError,
     NewerFormatError,
-    OptionError,
     UnsafePickleError,
 )
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.core.ranks import RankGroup, coordination_group
+from mcore_ckpt.core.ranks import coordination_group
 from mcore_ckpt.directory.iterations import is_megatrons, iteration_directories, iteration_of, look_at
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, METADATA_FILE, read_config, read_index
 from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
 from mcore_ckpt.megatron._one_save import metadata_version, one_load
 from mcore_ckpt.megatron._proof import prove_load
+from mcore_ckpt.megatron._together import Together, as_load_of_all, meet_for
 from mcore_ckpt.megatron._validation import validation_of_load
-from mcore_ckpt.megatron._versions import differences, patches
+from mcore_ckpt.megatron._versions import patches
 from mcore_ckpt.megatron.common_state import load_common
 from mcore_ckpt.storage.resolve import storage_at
 
@@ -58,52 +59,36 @@ _is_settled: ContextVar[bool] = ContextVar("_is_settled", default=False)
 
 def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's `dist_checkpointing.load`, which goes back if its options say so."""
+    names = list(inspect.signature(stock).parameters)[2:]  # versions have them in another order
 
     @functools.wraps(stock)
     def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         with MegatronErrors():
             directory = checkpoint_path(checkpoint_dir)
-            options = _options_of(args[0] if args else kwargs.get("sharded_strategy"))
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            strategy = arguments.get("sharded_strategy")
+            options = _options_of(strategy)
             goes_back = options.on_damaged == "go_back" and not _is_settled.get()
-            if differences().all_ranks_load:
-                _check_all_agree(goes_back, options, coordination_group(kwargs.get("process_group")))
-            call = _validated(stock if options.prove == "off" else partial(prove_load, stock, options), options)
+            together = meet_for(options, goes_back, strategy is None or hasattr(strategy, "options"), arguments)
+            call = stock if options.prove == "off" else partial(prove_load, stock, options)
+            call = _validated(call, options, together)
             if not goes_back:
                 with one_load(), storage_at(directory).in_use(METADATA_FILE):
                     return call(sharded_state_dict, checkpoint_dir, *args, **kwargs)
             read = partial(_read_from, call, sharded_state_dict, args, kwargs)
-            return _load_whole(read, directory, options, kwargs.get("process_group"))
+            return _load_whole(read, directory, options, arguments.get("process_group"))
 
     return load
 
 
-def _validated(call: Callable[..., Any], options: LoadOptions) -> Callable[..., Any]:
-    @functools.wraps(call)
+def _validated(
+    call: Callable[..., Any], options: LoadOptions, together: Callable[[], Together] | None
+) -> Callable[..., Any]:
     def load(*args: Any, **kwargs: Any) -> Any:
-        with validation_of_load(options):
+        with validation_of_load(options), as_load_of_all(None if together is None else together()):
             return call(*args, **kwargs)
 
     return load
-
-
-def _check_all_agree(goes_back: bool, options: LoadOptions, group: RankGroup) -> None:
-    """Raise `OptionError` on all ranks unless all go back, or none, and all prove and validate alike: those that do
-    exchange more, and one alone would wait for ever.
-    """
-    proves = ("off", "sample", "always").index(options.prove)
-    validates = int(options.validation == "megatron")
-    values = [int(goes_back), int(not goes_back), proves, -proves, validates, -validates]
-    found = group.maximum(values, wrap=LoadError)
-    for name, value, differs in (
-        ("on_damaged", "go_back" if goes_back else "raise", found[0] and found[1]),
-        ("prove", options.prove, found[2] != -found[3]),
-        ("validation", options.validation, found[4] != -found[5]),
-    ):
-        if differs:
-            raise OptionError(
-                f"{name} is {value!r} on rank {group.rank} of the load, and another on others: set "
-                f"MCORE_CKPT_{name.upper()} alike on all hosts, or nowhere"
-            )
 
 
 def _read_from(

@@ -29,6 +29,7 @@ from mcore_ckpt.core.ranks import RankGroup, coordination_group
 from mcore_ckpt.layout.accesses import Accesses
 from mcore_ckpt.layout.plan_check import check_requests
 from mcore_ckpt.megatron._errors import MegatronErrors
+from mcore_ckpt.megatron._together import load_of_all
 from mcore_ckpt.megatron._versions import CHECKPOINTING, megatron_module, patches
 from mcore_ckpt.save.transaction import Validation
 
@@ -191,3 +192,5 @@ def _check_load(requested: _Ungathered) -> None:
     what = "check what is loaded"
     told = group.run_gather_parts(what, requested.accesses.told, wrap=PlanError)
     group.run_on_coordinator(what, functools.partial(check_requests, told or ()), wrap=PlanError)
+    if (together := load_of_all()) is not None:
+        together.checks_in = False

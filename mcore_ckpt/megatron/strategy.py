@@ -44,6 +44,7 @@ from mcore_ckpt.load.shares import Offers, Shares, merged, shares_of
 from mcore_ckpt.megatron._errors import MegatronErrors
 from mcore_ckpt.megatron._one_save import SaveIdentity, check_common, check_ranks, metadata_version, replaced_error
 from mcore_ckpt.megatron._quantized import read_quantized, split_quantized
+from mcore_ckpt.megatron._together import load_of_all
 from mcore_ckpt.megatron._validation import noted_validation
 from mcore_ckpt.megatron._versions import (
     TESTED_VERSIONS,
@@ -332,7 +333,13 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         _name_unknown(f"{type(self).__name__}.load", unknown)
         loaded: list[dict[str, Any]] = []
         with MegatronErrors(), contextlib.ExitStack() as ends:
-            group = coordination_group() if self._collective else RankGroup(None)
+            together = load_of_all()
+            if together is not None:
+                group = together.group
+            elif self._collective:
+                group = coordination_group()
+            else:
+                group = RankGroup(None)
             steps = ends.enter_context(
                 contextlib.closing(self._load_of_one_save(sharded_state_dict, checkpoint_dir, group))
             )
@@ -349,6 +356,8 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
             shares = group.run_merged("plan the load", lambda: next(steps), _both_told, agree, wrap=LoadError)
             group.run_merged("load", finish, lambda first, second: None, lambda _: None, wrap=LoadError)
+            if together is not None:
+                together.reads_in = False
         return loaded[0]
 
     def _load_of_one_save(

@@ -38,7 +38,7 @@ def two_saves(directory: Path, iteration: int = 2) -> tuple[Path, Callable[[], N
 def replaced_between(rank: int, directory: Path) -> list[str]:
     """The messages of loads of a checkpoint that is replaced behind the common state, and behind rank 0's index."""
     dist_checkpointing = installed()
-    from mcore_ckpt.megatron import _go_back
+    from mcore_ckpt.megatron import _together
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
 
     messages = []
@@ -70,7 +70,7 @@ def replaced_between(rank: int, directory: Path) -> list[str]:
             done.touch()
         return found
 
-    agree: Any = _go_back._check_all_agree
+    agree: Any = _together._check_all_agree
 
     def agree_and_wait(*args: Any) -> None:
         agree(*args)
@@ -80,7 +80,7 @@ def replaced_between(rank: int, directory: Path) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(TorchDistLoadStrategy, "_open", replace_behind)
-        patched.setattr(_go_back, "_check_all_agree", agree_and_wait)
+        patched.setattr(_together, "_check_all_agree", agree_and_wait)
         with pytest.raises(LoadError) as raised:
             dist_checkpointing.load(state(0), str(named), validate_access_integrity=False)
     messages.append(str(raised.value))

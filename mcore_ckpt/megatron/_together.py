@@ -1,0 +1,120 @@
+"""Whether the ranks of a load by Megatron-Core come to it together, and what one of them does that cannot go on.
+
+To Megatron-Core 0.17 all ranks load together. Later ones let some load alone, but not where Megatron's `load` checks
+the access integrity, as it does by default: there it gathers from all ranks. So all come together there, and one
+exchange more says whether their options agree. Where ranks may load alone, only those whose options need the others
+come together; one whose options differ from theirs is not heard of there.
+
+A rank that fails tells the others in the exchange that they come to next, as long as that is one of this package's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from mcore_ckpt.core.errors import LoadError, OptionError
+from mcore_ckpt.core.failures import attempt
+from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.core.ranks import RankGroup, coordination_group, mark_as_told, reached_every_rank
+from mcore_ckpt.megatron._versions import differences, megatron_module
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Together:
+    """A load that all ranks of `group` have come to."""
+
+    group: RankGroup
+    checks_in: bool  # the access integrity is checked by an exchange of this package, and that is still to come
+    reads_in: bool  # the strategy is ours, and still has to read
+    ends_in: bool  # what was read is compared with its fingerprint by an exchange of this package, after all others
+
+    @property
+    def next_is_ours(self) -> bool:
+        """Whether the others come to an exchange of this package, and to no other before."""
+        return self.checks_in or self.reads_in or self.ends_in
+
+
+_of_load: ContextVar[Together | None] = ContextVar("_of_load", default=None)
+
+
+def load_of_all() -> Together | None:
+    """The load in progress, if all ranks have come to it, and that is known."""
+    return _of_load.get()
+
+
+def meet_for(
+    options: LoadOptions, goes_back: bool, is_ours: bool, arguments: dict[str, Any]
+) -> Callable[[], Together] | None:
+    """Come together with the other ranks, if they load together; None if ranks may load alone.
+
+    Args:
+        options: of this rank.
+        goes_back: it goes back to an older checkpoint if this one is damaged, and has not begun to.
+        is_ours: the strategy is this package's own, without a wrapper.
+        arguments: of Megatron's `load` after the directory, by name.
+
+    Raises:
+        OptionError: on all ranks, if their options differ.
+        LoadError: a rank is gone.
+    """
+    validation = megatron_module("validation")
+    strict = validation.parse_strict_flag(arguments.get("strict", validation.StrictHandling.ASSUME_OK_UNEXPECTED))
+    validates = bool(arguments.get("validate_access_integrity", True))
+    needs_all = goes_back or options.prove != "off" or options.cooperative == "on"
+    if not (differences().all_ranks_load or validates or needs_all):
+        return None
+    group = coordination_group(arguments.get("process_group"))
+    _check_all_agree(goes_back, options, group)
+    gathers = validation.StrictHandling.requires_global_app_metadata(strict)
+    checks_in = validates and not gathers and options.validation == "mcore_ckpt"
+    reads_in = is_ours and (checks_in or not (validates or gathers))
+    return lambda: Together(group, checks_in, reads_in, reads_in and options.prove != "off")
+
+
+def _check_all_agree(goes_back: bool, options: LoadOptions, group: RankGroup) -> None:
+    """Raise `OptionError` on all ranks unless all go back, prove, validate and cooperate alike, or none does: those
+    that do exchange more, and one alone would wait for ever.
+    """
+    values = [
+        int(goes_back),
+        ("off", "sample", "always").index(options.prove),
+        int(options.validation == "megatron"),
+        int(options.cooperative == "on"),
+    ]
+    maxima = group.maximum(values + [-value for value in values], wrap=LoadError)
+    named = {
+        "on_damaged": "go_back" if goes_back else "raise",
+        "prove": options.prove,
+        "validation": options.validation,
+        "cooperative": options.cooperative,
+    }
+    for (name, value), highest, negated_lowest in zip(
+        named.items(), maxima[: len(values)], maxima[len(values) :], strict=True
+    ):
+        if highest != -negated_lowest:
+            raise OptionError(
+                f"{name} is {value!r} on rank {group.rank} of the load, and another on others: set "
+                f"MCORE_CKPT_{name.upper()} alike on all hosts, or nowhere"
+            )
+
+
+@contextmanager
+def as_load_of_all(together: Together | None) -> Iterator[None]:
+    """Within the block, `load_of_all` is this one. What is raised there on this rank alone, the others are told."""
+    token = _of_load.set(together)
+    try:
+        yield
+    except BaseException as error:
+        if together is not None and together.next_is_ours and not reached_every_rank(error):
+            attempt(partial(together.group.give_up, "load", error, wrap=LoadError))
+            mark_as_told(error)
+        raise
+    finally:
+        _of_load.reset(token)
