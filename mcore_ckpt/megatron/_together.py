@@ -3,7 +3,7 @@
 To Megatron-Core 0.17 all ranks load together. Later ones let some load alone, but not where Megatron's `load` checks
 the access integrity, as it does by default: there it gathers from all ranks. So all come together there, and one
 exchange more says whether their options agree. Where ranks may load alone, only those whose options need the others
-come together; one whose options differ from theirs is not heard of there.
+come together; one whose options differ from theirs is not notified there.
 
 A rank that fails tells the others in the exchange that they come to next, as long as that is one of this package's.
 """
