@@ -264,8 +264,7 @@ class MetadataEncoder:
     def _emit_tensors(self, memo: _Memo, tensors: Iterable[TensorEntry]) -> tuple[bytes, bytes]:
         """Entries of `state_dict_metadata`, and those of `storage_data`, which memoize nothing."""
         get = self._attributes
-        entries: list[bytes] = []
-        places: list[bytes] = []
+        all_entries, all_places = bytearray(), bytearray()
         sizes: dict[tuple[int, ...], bytes] = {}
 
         def new_size(values: tuple[int, ...]) -> bytes:
@@ -283,7 +282,9 @@ class MetadataEncoder:
             fqn_get = memo.next()
             properties = self._properties[entry.dtype, entry.requires_grad]
             shape = sizes.get(entry.shape) or new_size(entry.shape)
-            entries += (_text(entry.fqn), entry_open, properties, get["size"], shape, get["chunks"], b"](")
+            # Joined for each tensor: the pieces of all take ten times the memory.
+            places: list[bytes] = []
+            entries = [_text(entry.fqn), entry_open, properties, get["size"], shape, get["chunks"], b"]("]
             while len(numbers) < len(entry.chunks):
                 numbers.append(get["index"] + _integer(len(numbers)) + get["offset"])
             for number, (offsets, chunk_sizes, item) in zip(numbers, entry.chunks, strict=False):
@@ -295,7 +296,9 @@ class MetadataEncoder:
                     (_integer(length), self._transforms(transforms), b"ub") if transforms else (_integer(length), b"ub")
                 )
             entries.append(b"eub")
-        return b"".join(entries), b"".join(places)
+            all_entries += b"".join(entries)
+            all_places += b"".join(places)
+        return bytes(all_entries), bytes(all_places)
 
     def _emit_objects(self, memo: _Memo, objects: Mapping[str, ObjectEntry]) -> tuple[bytes, bytes]:
         get = self._attributes
