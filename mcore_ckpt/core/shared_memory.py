@@ -20,7 +20,6 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -84,23 +83,30 @@ class SharedMemory:
             raise
 
     def __getitem__(self, word: int) -> int:
-        with self._locked(fcntl.LOCK_SH):
-            return self._words[word]
+        with self._one_thread:
+            fcntl.flock(self.fd, fcntl.LOCK_SH)
+            try:
+                return self._words[word]
+            finally:
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def __setitem__(self, word: int, value: int) -> None:
         """Set a word, and wake up all that wait for that."""
-        with self._locked(fcntl.LOCK_EX):
-            self._words[word] = value
-        _futex(self._address + 4 * word, _FUTEX_WAKE, _ALL, None)
-
-    @contextlib.contextmanager
-    def _locked(self, kind: int) -> Iterator[None]:
         with self._one_thread:
-            fcntl.flock(self.fd, kind)
+            fcntl.flock(self.fd, fcntl.LOCK_EX)
             try:
-                yield
+                self._words[word] = value
             finally:
                 fcntl.flock(self.fd, fcntl.LOCK_UN)
+        _futex(self._address + 4 * word, _FUTEX_WAKE, _ALL, None)
+
+    def count(self, word: int) -> None:
+        """Add one to a word that one thread at a time adds to, and that tells nothing of other bytes: for `counted`."""
+        self._words[word] += 1
+
+    def counted(self, word: int) -> int:
+        """How often there was a `count`, as far as it is known here by now."""
+        return self._words[word]
 
     def wait(self, word: int, seen: int, timeout_s: float) -> None:
         """Wait until a word is no longer what was seen, at most so long; may return early."""

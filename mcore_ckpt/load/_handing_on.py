@@ -122,6 +122,7 @@ class HandingOn:
         self._lock = threading.Lock()
         self._turns: dict[int, int] = {}  # shares that are in use, or from which on a span in work may use some
         self._begun = 0  # the lowest share that spans to come may use
+        self._takes = 0  # the word `_TAKES` of this rank, which only this one sets
         self._of_thread = threading.local()  # `share`: the one that its span uses
         self._alone = False
         self._failure: BaseException | None = None
@@ -235,7 +236,7 @@ class HandingOn:
 
     def _end(self, *, interrupted: bool) -> None:
         self._stopped = self._stopped or interrupted
-        self._memory[_TAKES] = _NO_MORE
+        self._take_from(_NO_MORE)
         try:
             for thread in self._threads:
                 thread.join()
@@ -246,20 +247,30 @@ class HandingOn:
     # --------------------------------------------------------------------------------------------------------- taking
 
     def in_order(self, spans: Iterable[T]) -> Iterator[T]:
-        """Spans, which have a file and a start, in the order of the files; each is `ended` when it has been read."""
+        """Spans, which have a file, a start and a stop, in the order of the files. Those that take something of what is
+        handed on are then to be read `in_work`.
+        """
         for span in spans:
             first = self._first_share(span)
             with self._lock:
                 self._begun = max(self._begun, first)
-                self._turns[first] = self._turns.get(first, 0) + 1
+                if self.takes_some_of(span):
+                    self._turns[first] = self._turns.get(first, 0) + 1
             yield span
 
-    def begun(self, span: Any) -> None:
-        """This thread begins to read a span."""
-        self._of_thread.share = self._first_share(span)
+    def takes_some_of(self, span: Any) -> bool:
+        """Whether a span, or what is read with it up to whole pages, is handed on to this rank, or was to be."""
+        _, starts, stops = self._of_file.get(span.file, ([], [], []))
+        at = bisect.bisect_right(stops, span.start // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+        return at < len(starts) and starts[at] < -(-span.stop // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
-    def ended(self) -> None:
-        """This thread has read its span."""
+    @contextmanager
+    def in_work(self, span: Any) -> Iterator[None]:
+        """Within the block this thread reads a span that takes something; what it needs of others, nobody has to keep
+        any more after it.
+        """
+        self._of_thread.share = self._first_share(span)
+        yield
         with self._lock:
             self._move_to(None)
 
@@ -283,9 +294,12 @@ class HandingOn:
         self._turns[share] -= 1
         if not self._turns[share]:
             del self._turns[share]
-            takes = min(self._turns, default=self._begun)
-            if takes > self._memory[_TAKES]:
-                self._memory[_TAKES] = takes
+            self._take_from(min(self._turns, default=self._begun))
+
+    def _take_from(self, share: int) -> None:
+        """Tell the others that this rank needs no share before this one any more."""
+        if share > self._takes:
+            self._memory[_TAKES] = self._takes = share
 
     @contextmanager
     def reader(self, name: str) -> Iterator[RangeReader]:
@@ -301,10 +315,10 @@ class HandingOn:
             if self._alone:
                 self._move_to(None)
                 return False
-            if share < self._memory[_TAKES]:
+            if share < self._takes:
                 return False
             self._move_to(share)
-            if self._needs[share] >= self._memory[_TAKES]:
+            if self._needs[share] >= self._takes:
                 return False
         try:
             source = self._share(share)[offset : offset + len(view)]
@@ -325,7 +339,7 @@ class HandingOn:
     def progressed(self) -> None:
         """This rank has got bytes."""
         with self._lock:
-            self._memory[_PROGRESS] = (self._memory[_PROGRESS] + 1) % 2**32
+            self._memory.count(_PROGRESS)
 
     def _continue_alone(self, late: _LateError) -> None:
         """Take nothing more of others, and hand on nothing more."""
@@ -336,7 +350,7 @@ class HandingOn:
             self._alone = True
             self._begun = _NO_MORE
             if not self._turns:
-                self._memory[_TAKES] = _NO_MORE
+                self._take_from(_NO_MORE)
         _logger.warning("rank %d reads the rest by itself: %s", self._rank, late)
 
     def _share(self, share: int) -> memoryview:
@@ -392,7 +406,7 @@ class HandingOn:
                 raise LoadError("the load was interrupted")
             if self._alone or (word != _TAKES and memory[_ALONE]):
                 raise _LateError(f"rank {rank} hands on nothing more")
-            if (now := sum(other[_PROGRESS] for other in list(self._memories.values()))) != progress:
+            if (now := sum(other.counted(_PROGRESS) for other in list(self._memories.values()))) != progress:
                 progress, until_s = now, time.monotonic() + deadline_s
             memory.wait(word, seen, min(_LOOK_S, deadline_s))
             if memory[word] != seen:

@@ -24,7 +24,7 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.core.threads import in_parallel
+from mcore_ckpt.core.threads import Crew, Split, in_parallel
 from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor_in
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming, padded_range
@@ -58,6 +58,8 @@ _MAX_FORMS = 2048
 # Copies out of the page cache to a place a few bytes ahead, modulo the page, take four times as long on some CPUs (seen
 # on AMD EPYC: 3 GB/s for a shift of 1 to 16 bytes, 12 GB/s for none or for one of half a page).
 _FAR_SKEW = 2048
+# Threads of a rank that take what is handed on.
+_TAKING_THREADS = 2
 
 
 class TensorReads:
@@ -125,7 +127,10 @@ class TensorReads:
                     in_order = self._shared.in_order(in_order)
                 names = {wanted.item.file for wanted, _ in ranged} | {span.file for span in columns}
                 reads = _opening_ahead(in_order, sorted(names)) if self._files.far else in_order
-                in_parallel(reads, self._read_in_turn, self._threads)
+                if self._shared is None:
+                    in_parallel(reads, self._read, self._threads)
+                else:
+                    self._read_in_turn(reads, self._shared)
             finally:
                 self._per_thread = threading.local()  # frees the buffers
         for key in sorted(self._unranged):
@@ -151,17 +156,33 @@ class TensorReads:
 
     # ---------------------------------------------------------------------------------------------------- reading
 
-    def _read_in_turn(self, span: _Read) -> None:
-        if isinstance(span, _Opening):
-            with suppress(LoadError), self._files.reader(span.file):
-                pass  # (who reads it tells the error, and what of it was to be read)
+    def _read_in_turn(self, reads: Iterator[_Read], shared: HandingOn) -> None:
+        """Read what is handed on by few threads, since more of them would come too late for it, and read it themselves;
+        what lies between by others, which do not wait for it.
+        """
+        split = Split(reads, lambda read: not isinstance(read, _Opening) and shared.takes_some_of(read))
+
+        def take() -> None:
+            while not crew.failed and (span := split.next(first=True)) is not None:
+                with shared.in_work(span):
+                    self._read(span)
+
+        def read_own() -> None:
+            while not crew.failed and (read := split.next(first=False)) is not None:
+                self._read(read)
+
+        own_threads = max(1, self._threads - _TAKING_THREADS)
+        with Crew(own_threads + _TAKING_THREADS, "mcore_ckpt-read") as crew:
+            for work, threads in ((take, _TAKING_THREADS), (read_own, own_threads)):
+                for _ in range(threads):
+                    crew.submit(work)
+
+    def _read(self, read: _Read) -> None:
+        if not isinstance(read, _Opening):
+            self._read_span(read)
             return
-        if self._shared is None:
-            self._read_span(span)
-            return
-        self._shared.begun(span)
-        self._read_span(span)
-        self._shared.ended()
+        with suppress(LoadError), self._files.reader(read.file):
+            pass  # (who reads it tells the error, and what of it was to be read)
 
     def _read_span(self, span: Span | ColumnSpan) -> None:
         if isinstance(span, ColumnSpan):
