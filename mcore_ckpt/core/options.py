@@ -206,7 +206,7 @@ class LoadOptions:
     on_dtype_mismatch: Literal["convert", "raise"] = "convert"
     allowed_classes: tuple[str, ...] = field(default=())
     on_damaged: Literal["raise", "go_back"] = "raise"
-    cooperative: Literal["auto", "on", "off"] = "off"
+    cooperative: Literal["auto", "on", "off"] = "auto"
     hand_on_deadline_s: float = 300.0
     prove: Literal["always", "sample", "off"] = "off"
     validation: Validation = "mcore_ckpt"

@@ -423,18 +423,14 @@ class TestLocalStorageInMemory(StorageConformance):
     """tmpfs, where several of the calls under `direct_io` are refused or do nothing."""
 
     @pytest.fixture
-    def directory(self, tmp_path: Path) -> Path:
+    def directory(self, tmp_path: Path) -> Iterator[Path]:
         shared_memory = Path("/dev/shm")
         if not os.access(shared_memory, os.W_OK):
             pytest.skip("no writable /dev/shm")
         path = shared_memory / f"mcore_ckpt-test-{os.getpid()}-{tmp_path.name}"
-        return path / "checkpoint"
-
-    @pytest.fixture
-    def storage(self, directory: Path) -> Iterator[Storage]:
-        directory.mkdir(parents=True)
-        yield self.make(directory)
-        shutil.rmtree(directory.parent)
+        path.mkdir()
+        yield path / "checkpoint"
+        shutil.rmtree(path)
 
     def make(self, directory: Path) -> Storage:
         return LocalStorage(directory)
