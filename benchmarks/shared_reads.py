@@ -13,8 +13,9 @@ import tempfile
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -39,7 +40,14 @@ ALONE, OFF, ON, AUTO, CACHED_OFF, CACHED_AUTO, FLOOR = WAYS = (
     'from the page cache, cooperative="auto"',
     "floor: all copy from memory",
 )
-_OPTIONS: Final = {ALONE: "off", OFF: "off", ON: "on", AUTO: "auto", CACHED_OFF: "off", CACHED_AUTO: "auto"}
+_OPTIONS: Final[dict[str, Literal["auto", "on", "off"]]] = {
+    ALONE: "off",
+    OFF: "off",
+    ON: "on",
+    AUTO: "auto",
+    CACHED_OFF: "off",
+    CACHED_AUTO: "auto",
+}
 _TENSORS: Final = 16
 _SLICE_BYTES: Final = 512 * 1024
 _WITHIN_S: Final = 120.0
@@ -94,7 +102,7 @@ def _saved(total_bytes: int) -> dict[str, torch.Tensor]:
 
 @cache
 def _sums(total_bytes: int) -> dict[str, int]:
-    return {key: crc32(memoryview(value.numpy()).cast("B")) for key, value in _saved(total_bytes).items()}
+    return {key: crc32(_bytes_of(value)) for key, value in _saved(total_bytes).items()}
 
 
 def _save(rank: int, directory: str, total_bytes: int) -> None:
@@ -130,7 +138,7 @@ def _load(path: Path, wanted: dict[str, torch.Tensor], way: str) -> None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.numpy()).cast("B")
+    return tensor.numpy().view(np.uint8).data
 
 
 def _floor(rank: int, wanted: dict[str, torch.Tensor]) -> Cost:
