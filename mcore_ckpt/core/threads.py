@@ -14,8 +14,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar, overload
 
+from mcore_ckpt.core.failures import attempt, value_of
+
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
 T = TypeVar("T")
 
 # Threads that are stuck in the kernel cannot be waited for; they end by themselves if the device comes back.
@@ -219,6 +224,26 @@ def in_parallel(tasks: Iterable[T], work: Callable[[T], object], threads: int, n
     with crew:
         for _ in range(threads):
             crew.submit(share)
+
+
+@overload
+def together(threads: int, a: Callable[[], A], b: Callable[[], B], /) -> tuple[A, B]: ...
+@overload
+def together(threads: int, a: Callable[[], A], b: Callable[[], B], c: Callable[[], C], /) -> tuple[A, B, C]: ...
+@overload
+def together(threads: int, /, *calls: Callable[[], T]) -> tuple[T, ...]: ...
+def together(threads: int, /, *calls: Callable[[], Any]) -> tuple[Any, ...]:
+    """What each of these calls returns, made in turn, or in at most `threads` threads.
+
+    All of them are made, whichever fails; then the first error of all, in their order, is raised.
+    """
+    outcomes: dict[int, Any] = {}
+
+    def call(number: int) -> None:
+        outcomes[number] = attempt(calls[number])
+
+    in_parallel(range(len(calls)), call, min(threads, len(calls)), "mcore_ckpt-ask")
+    return tuple(value_of(outcomes[number]) for number in range(len(calls)))
 
 
 class Split(Generic[T]):

@@ -39,7 +39,7 @@ def finish_earlier(storage: Storage, lock: DirectoryLock, held: InForce) -> None
 def sweep(storage: Storage, lock: DirectoryLock, held: InForce) -> None:
     """Remove data files of saves that are gone, which no index names."""
     own = lock.owner.save_id
-    for name in storage.unfinished():
+    for name in held.unfinished:
         begun = data_file_of(name)
         if begun is not None and begun.save not in (None, own) and not lock.is_locked_by(begun.save):
             storage.discard_unfinished(name)

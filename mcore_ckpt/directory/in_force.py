@@ -11,8 +11,10 @@ import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from mcore_ckpt.core.threads import together
 from mcore_ckpt.format.file_names import data_file_of, id_in_names
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import (
@@ -52,6 +54,7 @@ class InForce:
     version: FileVersion | None  # which index of that rank, or of all, there is; None if there is none
     index: CheckpointIndex | None  # what that says; None if it cannot be read
     others: frozenset[str] | None  # data files that the other indexes name; None if one of them cannot be read
+    unfinished: tuple[str, ...] = ()  # files that were begun, and are not there yet, where these show in no listing
 
     @property
     def replaced(self) -> set[str]:
@@ -71,9 +74,10 @@ class InForce:
 def look(storage: Storage, rank: int | None = None, ranks: Iterable[int] = ()) -> InForce:
     """What a directory holds for `rank`, or for all ranks; the indexes of `ranks` are looked up by name."""
     own = index_name(rank)
-    version = storage.version(own)
+    version, names, unfinished = together(
+        storage.asks_at_once, partial(storage.version, own), storage.list, storage.unfinished
+    )
     index = None if version is None else _read(storage, own)
-    names = storage.list()
     others: frozenset[str] | None = frozenset()
     asked = {METADATA_FILE, *map(index_name, ranks), *filter(_INDEX_OF_RANK.fullmatch, names)} - {own}
     for name in sorted(asked):
@@ -81,7 +85,7 @@ def look(storage: Storage, rank: int | None = None, ranks: Iterable[int] = ()) -
             continue
         other = _read(storage, name)
         others = None if other is None or others is None else others | index_files(other)
-    return InForce(tuple(names), version, index, others)
+    return InForce(tuple(names), version, index, others, tuple(unfinished))
 
 
 def _read(storage: Storage, name: str) -> CheckpointIndex | None:

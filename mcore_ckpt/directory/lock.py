@@ -47,11 +47,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
-from mcore_ckpt.core.threads import interpreter_ends, start_thread
+from mcore_ckpt.core.threads import interpreter_ends, start_thread, together
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.storage.base import RangeWriter, Storage
 
@@ -264,12 +265,10 @@ class DirectoryLock:
         """
         owner = Owner.here(noted)
         try:
-            storage.create(_lease(owner), owner.encode())
-            storage.create(_lease(owner, _TOKEN), b"")
-            if common_ahead:
-                storage.create(
-                    _lease(owner, _COMMON_TOKEN), b""
-                )  # now, so that a save that takes over finds it to delete
+            files = [(_lease(owner), owner.encode()), (_lease(owner, _TOKEN), b"")]
+            if common_ahead:  # now, so that a save that takes over finds it to delete
+                files.append((_lease(owner, _COMMON_TOKEN), b""))
+            together(storage.asks_at_once, *(partial(storage.create, *file) for file in files))
             after = _take(storage, owner, part)
             try:
                 after += _exclude(storage, owner, part)
@@ -484,11 +483,10 @@ def _read(storage: Storage, name: str) -> bytes | None:
 def _take(storage: Storage, owner: Owner, part: int | None) -> list[Owner]:
     marker = _marker(part)
     for _ in range(_ATTEMPTS):
-        chain = _chain(storage, marker)
-        if not chain:
-            if storage.lock(marker, _lease(owner)):
-                return []
-        else:
+        # Most directories are free: one request tells, and takes it.
+        if storage.lock(marker, _lease(owner), owner.encode()):
+            return []
+        if chain := _chain(storage, marker):
             _wait_until_gone(storage, chain[-1], owner, marker)
             if after := _take_over(storage, chain[-1], owner, marker):
                 return after
@@ -628,17 +626,15 @@ def _renew(owner: Owner, life: _Life) -> None:
 
 
 def _release(storage: Storage, owner: Owner, marker: str, *, remove_marker: bool, keep_note: bool = False) -> None:
+    def delete_marker() -> None:
+        content = _read(storage, marker)
+        if content is not None and Owner.decode(content).save_id == owner.save_id:
+            storage.delete(marker)
+
+    ends = (_TOKEN, _COMMON_TOKEN) if keep_note else (_TOKEN, _COMMON_TOKEN, _NOTE)
+    deleted = [partial(storage.delete, _lease(owner, end)) for end in ends]
     try:
-        if remove_marker:
-            content = _read(storage, marker)
-            if content is not None and Owner.decode(content).save_id == owner.save_id:
-                storage.delete(marker)
+        together(storage.asks_at_once, *([delete_marker] if remove_marker else []), *deleted)
     finally:
         # Last: as long as the lease is there, no other save locks the directory.
-        try:
-            storage.delete(_lease(owner, _TOKEN))
-            storage.delete(_lease(owner, _COMMON_TOKEN))
-            if not keep_note:
-                storage.delete(_lease(owner, _NOTE))
-        finally:
-            storage.delete(_lease(owner))
+        storage.delete(_lease(owner))

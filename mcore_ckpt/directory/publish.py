@@ -10,9 +10,10 @@ import logging
 import platform
 import time
 from collections.abc import Iterable
+from functools import partial
 
 from mcore_ckpt.core.errors import LoadError, SaveError
-from mcore_ckpt.core.threads import in_parallel
+from mcore_ckpt.core.threads import in_parallel, together
 from mcore_ckpt.directory._leftovers import sweep
 from mcore_ckpt.directory.in_force import index_name, look
 from mcore_ckpt.directory.lock import DirectoryLock, holders, seems_gone
@@ -44,12 +45,14 @@ def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_sta
     if not target.replaces:
         storage.sync(parents=True)  # the directory may be new
     target.lock.publish(index_name(part), metadata)
-    with contextlib.suppress(LoadError):
-        if part is None and (published := storage.version(METADATA_FILE)) is not None:
-            _published[storage.location] = published
     try:
         if part is None:
-            _settle_common(storage, target, has_common_state)
+            # The common state first, before anything else is even looked at: until that is done, stock readers, which
+            # know of no pending name, see the old one next to the new `.metadata`.
+            common = partial(_settle_common, storage, target, has_common_state)
+            # Megatron sums up the files after the save: what is there now are the sums of another checkpoint.
+            sums = partial(storage.delete, _INTEGRITY_FILE)
+            together(storage.asks_at_once, common, partial(_note_published, storage), sums)
         _tidy_up(storage, target)
     except Exception as error:  # noqa: BLE001  (whatever it is, the checkpoint must not pass for a failed one)
         # The new checkpoint is complete and in force; the next save into the directory removes what is left over.
@@ -58,9 +61,13 @@ def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_sta
             target.lock.release(keep_note=True)
 
 
+def _note_published(storage: Storage) -> None:
+    with contextlib.suppress(LoadError):
+        if (published := storage.version(METADATA_FILE)) is not None:
+            _published[storage.location] = published
+
+
 def _settle_common(storage: Storage, target: Target, has_common_state: bool) -> None:
-    # The common state first, before anything else is even looked at: until that is done, stock readers, which know of
-    # no pending name, see the old one next to the new `.metadata`.
     pending = target.pending_common
     if has_common_state:
         # Left by an older version, or by a save of it that was killed; readers of 0.19 would prefer it.
@@ -68,13 +75,10 @@ def _settle_common(storage: Storage, target: Target, has_common_state: bool) -> 
         storage.delete(pending)
     elif storage.version(pending) is not None:
         _rename_for_sure(storage, pending, COMMON_FILE)
-    # Megatron sums up the files after the save: what is there now are the sums of another checkpoint.
-    storage.delete(_INTEGRITY_FILE)
 
 
 def _tidy_up(storage: Storage, target: Target) -> None:
-    for name in target.old_files:
-        storage.delete(name)
+    in_parallel(target.old_files, storage.delete, storage.asks_at_once)
     if target.lock.after:
         # Written since the directory was locked, by processes of a save that was taken for gone.
         sweep(storage, target.lock, look(storage, target.lock.part))
@@ -111,7 +115,7 @@ def check_files(storage: Storage, planned: Iterable[tuple[str, int]], *, at_leas
     period_s = _FIRST_PERIOD_S
     found: dict[str, int | None] = {}
     while left:
-        in_parallel(left, look_for, _LOOKERS if len(left) > _LOOKERS else 1)
+        in_parallel(left, look_for, _LOOKERS if len(left) > _LOOKERS else storage.asks_at_once)
         left = {name: size for name, size in left.items() if not is_there(found[name], size)}
         if not left or time.monotonic() >= until_s:
             break

@@ -30,6 +30,7 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import RankGroup, interrupts_wait_for_others, reached_every_rank
 from mcore_ckpt.core.signals import interruptible
+from mcore_ckpt.core.threads import together
 from mcore_ckpt.directory.common_file import common_file_of_save
 from mcore_ckpt.directory.in_force import is_in_force
 from mcore_ckpt.directory.lock import is_locked_by
@@ -49,7 +50,7 @@ from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.rank_state import RankState, collect
 from mcore_ckpt.save.upkeep import check_second_tier, checkpoint_published, note_drain
-from mcore_ckpt.storage.base import align_up
+from mcore_ckpt.storage.base import Storage, align_up
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.snapshot import log_choice, start_writing
 from mcore_ckpt.writing.staging import BucketSource, write_in_process
@@ -388,15 +389,9 @@ class SaveTransaction(SaveCall):
         """Wait for this rank's files, and look whether they are what was planned."""
         result: JobResult = self.job.result()
         check_results(self._files, result.files)
-        if self._directory.target is not None:
-            self._directory.target.lock.check()
-        for file in result.files:
-            found = self._directory.storage.version(file.name)
-            if found is None or found.size_bytes != file.size_bytes:
-                raise SaveError(
-                    f"{self._directory.storage.path(file.name)}: {file.size_bytes} bytes were planned and written, "
-                    + ("and the file has been deleted" if found is None else f"the file has {found.size_bytes}")
-                )
+        storage, target = self._directory.storage, self._directory.target
+        held = [] if target is None else [target.lock.check]
+        together(storage.asks_at_once, *held, *(partial(_check_written, storage, file) for file in result.files))
         if self._is_async:
             self._spans.append(Span("writer", result.started_s, result.finished_s))
         if plan.planned is not None:
@@ -548,6 +543,15 @@ class SaveTransaction(SaveCall):
             _logger.log(report.log_level, "%s", report)
         if self._directory.target is not None:
             checkpoint_published(path, self._options)
+
+
+def _check_written(storage: Storage, file: WrittenFile) -> None:
+    found = storage.version(file.name)
+    if found is None or found.size_bytes != file.size_bytes:
+        raise SaveError(
+            f"{storage.path(file.name)}: {file.size_bytes} bytes were planned and written, "
+            + ("and the file has been deleted" if found is None else f"the file has {found.size_bytes}")
+        )
 
 
 # Saves in progress; and of these, those that cannot be committed any more.

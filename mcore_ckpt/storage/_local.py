@@ -204,7 +204,7 @@ class LocalStorage(Storage):
         except OSError as error:
             raise save_error("creating the file", path, error) from error
 
-    def lock(self, name: str, lease: str) -> bool:
+    def lock(self, name: str, lease: str, content: bytes | None = None) -> bool:
         path = self.path(name)
         try:
             return _durable.link(self.path(lease), path)

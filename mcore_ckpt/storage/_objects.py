@@ -20,9 +20,11 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
+from mcore_ckpt.core.threads import together
 from mcore_ckpt.storage._durable import save_error
 from mcore_ckpt.storage._object_client import ABSENT, Listing, ObjectClient, ObjectState
 from mcore_ckpt.storage._object_readers import is_read, is_reader_lease, reading
@@ -60,6 +62,7 @@ class ObjectStorage(Storage):
     # One connection brings 50 to 100 MB/s of a node's 1 GB/s and more; half of its time may be latency.
     writes_at_once = 8
     reads_at_once = 8
+    asks_at_once = 16
 
     def __init__(
         self,
@@ -211,7 +214,8 @@ class ObjectStorage(Storage):
                 self._client.put(key, content)
                 return
             token = self._key(through)
-            before, right = self._client.head(key), self._client.head(token)
+            head = self._client.head
+            before, right = together(self.asks_at_once, partial(head, key), partial(head, token))
             if right is None:
                 raise FileNotFoundError(errno.ENOENT, f"{through} is gone, by which it was to be published")
             condition = ABSENT if before is None else before.e_tag
@@ -305,9 +309,9 @@ class ObjectStorage(Storage):
             self._client.put(key, content, ABSENT)
             self._client.honours_conditions(key)
 
-    def lock(self, name: str, lease: str) -> bool:
+    def lock(self, name: str, lease: str, content: bytes | None = None) -> bool:
         with self._saving(f"giving {lease} this name", name) as key:
-            return self._put_new(key, self._content(self._key(lease))[1])
+            return self._put_new(key, self._content(self._key(lease))[1] if content is None else content)
 
     def _content(self, key: str) -> tuple[ObjectState, bytes]:
         """A version, and all of its bytes."""

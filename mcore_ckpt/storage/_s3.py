@@ -17,7 +17,7 @@ import struct
 import threading
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Final
 from urllib.parse import unquote_plus
@@ -79,6 +79,7 @@ class _Learnt:
     asked: bool = False
     creates: bool = True
     replaces: bool = True
+    asking: threading.Lock = field(default_factory=threading.Lock)
 
     def keeps(self, condition: str) -> bool:
         return self.creates if condition == ABSENT else self.replaces
@@ -245,25 +246,30 @@ class S3Client(ObjectClient):
 
     def honours_conditions(self, key: str) -> bool:
         learnt = self._learnt
-        if not learnt.asked:
-            content = self.get(key, 1 << 20)[1]
-            ignored = [
-                name
-                for name, condition in (("If-None-Match", ABSENT), ("If-Match", _NO_VERSION))
-                if not self._is_refused(key, content, condition)
-            ]
-            learnt.creates, learnt.replaces = "If-None-Match" not in ignored, "If-Match" not in ignored
-            learnt.asked = True
-            if not ignored:
-                _logger.info("%s: keeps the conditions of puts", self.place)
-            else:
-                _logger.warning(
-                    "%s: the store does not keep this condition of a put: %s. Two jobs that save into one directory at "
-                    "the same moment may not be kept apart. See that only one job writes there",
-                    self.place,
-                    ", ".join(ignored),
-                )
+        with learnt.asking:
+            if not learnt.asked:
+                self._ask_for_conditions(key)
         return learnt.creates and learnt.replaces
+
+    def _ask_for_conditions(self, key: str) -> None:
+        learnt = self._learnt
+        content = self.get(key, 1 << 20)[1]
+        ignored = [
+            name
+            for name, condition in (("If-None-Match", ABSENT), ("If-Match", _NO_VERSION))
+            if not self._is_refused(key, content, condition)
+        ]
+        learnt.creates, learnt.replaces = "If-None-Match" not in ignored, "If-Match" not in ignored
+        learnt.asked = True
+        if not ignored:
+            _logger.info("%s: keeps the conditions of puts", self.place)
+        else:
+            _logger.warning(
+                "%s: the store does not keep this condition of a put: %s. Two jobs that save into one directory at "
+                "the same moment may not be kept apart. See that only one job writes there",
+                self.place,
+                ", ".join(ignored),
+            )
 
     def _is_refused(self, key: str, content: bytes, condition: str) -> bool:
         try:

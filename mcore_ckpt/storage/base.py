@@ -202,12 +202,15 @@ class Storage(ABC):
             first. 0: any.
         writes_at_once: how many keep it busy, of one process; where the user does not say.
         reads_at_once: the same.
+        asks_at_once: requests for a name or a small file that are sent before the first is answered, where none depends
+            on another; 1 where an answer comes sooner than a thread starts.
     """
 
     request_bytes: int = 0
     write_bytes: int = 0
     writes_at_once: int = 2
     reads_at_once: int = 4
+    asks_at_once: int = 1
 
     def within(self, deadline_s: float | None) -> Storage:
         """The same directory, where no request is waited for longer than that; None: as long as the back-end does."""
@@ -416,11 +419,16 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def lock(self, name: str, lease: str) -> bool:
+    def lock(self, name: str, lease: str, content: bytes | None = None) -> bool:
         """Make `name` hold what the small file `lease` holds, unless the name is taken: of all who try at once, on
         whatever host, one succeeds.
 
         Where the file system has no hard links, others may see `name` before its content.
+
+        Args:
+            name: to be given.
+            lease: an existing file.
+            content: what that holds, if the caller knows.
 
         Returns:
             False if the name is taken.

@@ -132,6 +132,28 @@ def test_a_store_gets_more_requests_at_once_than_a_disk(proxied: Proxy, s3_direc
         assert max(sum(first_s <= at_s < first_s + 1.0 for at_s in times_s) for first_s in times_s) >= 5, method
 
 
+def test_a_save_waits_for_few_answers_one_after_the_other(proxied: Proxy, s3_directory: S3Directory) -> None:
+    """Each takes 0.3 seconds: what comes within half of that was sent together."""
+    save(f"{s3_directory.url}/first")  # the store is asked what it can do
+    rounds: list[tuple[float, list[Request]]] = []
+    lock = threading.Lock()
+
+    def rule(request: Request) -> Fault:
+        with lock:
+            now_s = time.monotonic()
+            if not rounds or now_s >= rounds[-1][0] + 0.15:
+                rounds.append((now_s, []))
+            rounds[-1][1].append(request)
+        return Fault("late", seconds=0.3)
+
+    proxied.rule = rule
+    save(f"{s3_directory.url}/second", rows=6)
+    writes = [number for number, (_, sent) in enumerate(rounds) if any("distcp" in each.path for each in sent)]
+    assert writes[0] <= 4, "requests before the first data file is begun"
+    assert len(rounds) <= 20
+    assert loaded(f"{s3_directory.url}/second", rows=6) == 1.0
+
+
 def test_an_object_is_read_in_ranges_of_what_is_wanted(proxied: Proxy, s3_directory: S3Directory) -> None:
     save(s3_directory.url, 5.0, rows=2000)
     proxied.requests.clear()

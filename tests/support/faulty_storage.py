@@ -160,9 +160,9 @@ class FaultyStorage(Storage):
         self.faults.before("create", _without_id(name), len(content))
         self.inner.create(name, content)
 
-    def lock(self, name: str, lease: str) -> bool:
+    def lock(self, name: str, lease: str, content: bytes | None = None) -> bool:
         self.faults.before("lock", _without_id(name))
-        return self.inner.lock(name, lease)
+        return self.inner.lock(name, lease, content)
 
     def renew(self, name: str) -> bool:
         return self.inner.renew(name)  # comes whenever its time has come, so that it has no place in the order
