@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import queue
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -56,19 +59,36 @@ class Adapter:
 
 
 class Raw(Adapter):
-    """The device: the same number of bytes by O_DIRECT in 8 MB pieces, one file a rank, from a buffer in huge pages."""
+    """The device: the same number of bytes by O_DIRECT in 8 MB pieces, one file a rank, from buffers in huge pages.
+    As many pieces are in flight at once as this package has of its own by default.
+    """
+
+    WRITES, READS = 2, 4
 
     def __init__(self) -> None:
-        memory = mmap.mmap(-1, _PIECE_BYTES)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        self._buffer = memoryview(memory)
-        self._buffer[:] = os.urandom(_PIECE_BYTES)
+        self._buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for _ in range(max(self.WRITES, self.READS)):
+            memory = mmap.mmap(-1, _PIECE_BYTES)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            view = memoryview(memory)
+            view[:] = os.urandom(_PIECE_BYTES)
+            self._buffers.put(view)
+
+    def _do(self, move: Callable[[memoryview, int], int], start: int, stop: int, threads: int) -> None:
+        def piece(offset: int) -> None:
+            buffer = self._buffers.get()
+            try:
+                move(buffer[: _aligned(min(_PIECE_BYTES, stop - offset))], offset)
+            finally:
+                self._buffers.put(buffer)
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(piece, range(start, stop, _PIECE_BYTES)))
 
     def save(self, state: list[Shard], path: Path) -> None:
         size = sum(shard.tensor.nbytes for shard in state)
         fd = os.open(path / f"raw{dist.get_rank()}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_DIRECT)
-        for offset in range(0, size, _PIECE_BYTES):
-            os.pwrite(fd, self._buffer[: _aligned(min(_PIECE_BYTES, size - offset))], offset)
+        self._do(lambda view, offset: os.pwrite(fd, view, offset), 0, size, self.WRITES)
         os.fsync(fd)
         os.close(fd)
 
@@ -79,16 +99,16 @@ class Raw(Adapter):
         total = sum(file.stat().st_size for file in files)
         rank, world = dist.get_rank(), dist.get_world_size()
         for file in files:
-            share = _aligned(int(min(1.0, needed * world / total) * file.stat().st_size / world))
-            start = int(rank * file.stat().st_size / world) // _PAGE_BYTES * _PAGE_BYTES
+            size = file.stat().st_size
+            start = int(rank * size / world) // _PAGE_BYTES * _PAGE_BYTES
+            stop = min(size, start + _aligned(int(min(1.0, needed * world / total) * size / world)))
             fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-            done = 0
-            while done < share:
-                count = os.preadv(fd, [self._buffer[: min(_PIECE_BYTES, share - done)]], start + done)
-                if count <= 0:
-                    break
-                done += count
+            self._do(partial(_preadv, fd), start, stop, self.READS)
             os.close(fd)
+
+
+def _preadv(fd: int, view: memoryview, offset: int) -> int:
+    return os.preadv(fd, [view], offset)
 
 
 class _UnderMegatron(Adapter):

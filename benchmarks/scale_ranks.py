@@ -12,7 +12,7 @@ from benchmarks.scale import Job, Layout, Network, Ours, shard_of
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
 from mcore_ckpt.save._planning import SavePlan, Structure, agree
-from mcore_ckpt.save.rank_state import collect
+from mcore_ckpt.save.rank_state import RankState, collect
 from tests.support.standing_ranks import standing_ranks
 
 __all__ = ["Measured", "measure_message_s", "measure_ranks"]
@@ -92,7 +92,7 @@ def _plan(rank: int, items: int, ranks: int) -> tuple[float, float]:
     return min(firsts), min(laters)
 
 
-def _agree(structure: Structure, state: dict[str, object], group: RankGroup) -> SavePlan | None:
+def _agree(structure: Structure, state: dict[str, object], group: RankGroup) -> tuple[SavePlan, RankState] | None:
     collected = collect(state, structure.described)
     structure.described = collected.described
     return agree(
@@ -101,6 +101,7 @@ def _agree(structure: Structure, state: dict[str, object], group: RankGroup) -> 
         group,
         lambda: bytes(range(16)),
         lambda _: False,
+        name="checkpoint",
         thread_count=2,
         separation_hint=None,
         drain_to=None,

@@ -1,6 +1,7 @@
 """What one rank does for the benchmark of object stores: saves and loads at URLs, in the ways that are compared.
 
-    mcore_ckpt          the strategies under Megatron-Core, at msc:// URLs, which mcore_ckpt reads by its own client
+    mcore_ckpt          the strategies under Megatron-Core after `install()`, as a job has them, at msc:// URLs, which
+                        mcore_ckpt reads by its own client
     megatron            Megatron-Core's own strategies at the same URLs, through the multi-storage client
     mcore_ckpt DCP      FileSystemWriterAsync and FileSystemReader under dcp.save and dcp.load
     s3torchconnector    its S3StorageWriter and S3StorageReader under the same
@@ -197,6 +198,10 @@ def begin(rank: int, contender: str, environment: Mapping[str, str], drain_to: s
         from megatron.core.msc_utils import MultiStorageClientFeature
 
         MultiStorageClientFeature.enable()
+    if contender in ("mcore_ckpt", "draining"):
+        import mcore_ckpt
+
+        mcore_ckpt.install()
     _Draining.drain_to = drain_to
     _Rank.adapter = CONTENDERS[contender]()
 
@@ -250,6 +255,9 @@ def async_save(rank: int, url: str, second: str, kind: str, size_bytes: int, ste
     if second:
         from mcore_ckpt.storage.resolve import storage_at
 
+        if rank == 0:  # as a trainer does: what goes to the second tier waits for it
+            run, _, name = url.rpartition("/")
+            storage_at(run).publish("latest_checkpointed_iteration.txt", str(int(name.removeprefix("iter_"))).encode())
         while slowest(float(rank == 0 and storage_at(second).version(".metadata") is None)):
             time.sleep(10 * _POLL_S)
         cost["copied s"] = slowest(time.perf_counter() - started_s)

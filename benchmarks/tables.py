@@ -114,8 +114,8 @@ _NOT_ISOLATED: Final = "†"
 _ONCE: Final = "‡"
 _FOOTNOTES: Final = {
     _NOT_ISOLATED: (
-        "The checkpoint holds what was written to the tensors after the call: CPU tensors are not copied there. "
-        "That is no gain, and is compared with nothing."
+        "Not comparable: CPU tensors are not copied there, so the checkpoint holds what was written to them after "
+        "the call."
     ),
     _ONCE: "Measured once, since it takes long.",
 }
@@ -330,7 +330,10 @@ def _tools(read: _Read) -> str:
     about = read.parts.get("tools", {})
     compared = about.get("compared_with", {})
     rows = []
+    against = next(iter(read.labels("against")), "").rpartition(" ")[2]
     for label, values in read.results["samples"].get("tools", {}).get("s", {}).items():
+        if against and label.endswith(f", {against}"):
+            continue  # of an earlier commit, for who works on the commands
         other = compared.get(label, "")
         ratio = read.ratio("tools", "s", label, other) if other else ""
         others = (read.cell("tools", figure, label) for figure in ("cpu s", "MB"))

@@ -1,4 +1,4 @@
-"""Make what the guides work on, in this folder. Needs torch and safetensors; run it out of a clone.
+"""Make what the guides work on, in this folder. Needs torch; run it out of a clone.
 
 run             two checkpoints of a small model
 copy            the newer one of them
@@ -8,13 +8,13 @@ two_tiers.py    the job of the guide to two tiers
 
 import json
 import shutil
+import struct
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from safetensors.torch import save_file
 
 from tests.support.model_like import model_tensors, write_model
 
@@ -41,7 +41,16 @@ def write_llama(directory: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     tensors = {key: torch.randn(shape, generator=generator).bfloat16() for key, shape in shapes.items()}
     directory.mkdir()
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    # safetensors: the length of a header in JSON, the header, the tensors' bytes.
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    payload = b""
+    for key, tensor in tensors.items():
+        content = tensor.view(torch.int16).numpy().tobytes()
+        ends = [len(payload), len(payload) + len(content)]
+        header[key] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": ends}
+        payload += content
+    described = json.dumps(header).encode()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(described)) + described + payload)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -67,7 +76,7 @@ def main() -> None:
     """Write all of it; nothing may be there."""
     here = Path.cwd()
     for iteration in (100, 200):
-        write_model(here / "run" / f"iter_{iteration:07d}", tensors=model_tensors(iteration))
+        write_model(here / "run" / f"iter_{iteration:07d}", tensors=model_tensors(iteration), iteration=iteration)
     (here / "run" / "latest_checkpointed_iteration.txt").write_text("200")
     shutil.copytree(here / "run" / "iter_0000200", here / "copy" / "iter_0000200")
     write_llama(here / "Llama-small")

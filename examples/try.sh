@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Try mcore_ckpt on a copy of a run's newest checkpoint; the job's launch line follows the two directories:
-#   examples/try.sh run trial torchrun --nproc-per-node 8 -m mcore_ckpt.launch pretrain_gpt.py ... --load trial --save trial
+# Try mcore_ckpt on a run's newest checkpoint; the job's launch line follows the two directories:
+#   examples/try.sh run trial torchrun --nproc-per-node 8 -m mcore_ckpt.launch pretrain_gpt.py ... --load run --save trial
 set -euo pipefail
 run=${1:?see the head of this script}
 trial=${2:?see the head of this script}
@@ -8,10 +8,6 @@ shift 2
 
 mcore-ckpt list "$run"
 mcore-ckpt verify "$run"
-iteration=$(cat "$run/latest_checkpointed_iteration.txt")
-name=$(printf 'iter_%07d' "$iteration")
-mcore-ckpt copy "$run/$name" "$trial/$name"
-printf '%s' "$iteration" > "$trial/latest_checkpointed_iteration.txt"
 
 "$@" # the losses are in the job's log
 

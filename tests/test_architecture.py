@@ -196,7 +196,8 @@ for name in {names!r}:
         print(name, error.name.partition(".")[0])
 """
     needing = dict(line.split() for line in run(code).splitlines())
-    needing.pop("storage._obstore", None)  # of the extra `objects`
+    for name in ("_gcs", "_gcs_tokens", "_obstore"):
+        needing.pop(f"storage.{name}", None)  # of the extra `objects`
     assert set(needing.values()) <= {"torch"}
     assert set(needing) == TREE.needing_torch
     assert {layer_of(name) for name in needing} == {name for name, some in TREE.layers.items() if some}

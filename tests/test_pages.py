@@ -151,7 +151,7 @@ def test_messages_that_are_explained_are_in_the_code() -> None:
 
 EXAMPLES = {
     # In the place of a launch line: the job's last save.
-    "try.sh": ["run", "trial", "cp", "-r", "trial/iter_0000200", "trial/iter_0000210"],
+    "try.sh": ["run", "trial", "cp", "-r", "run", "trial"],
     "damage.sh": ["run/iter_0000200", "copy/iter_0000200"],
     "layout.sh": ["run/iter_0000200", "tp4/iter_0000200", "4", "1"],
     "hf.sh": ["Llama-small", "start/release", "model", "2"],
@@ -180,7 +180,7 @@ def test_examples_run(name: str, example_run: Path, request: pytest.FixtureReque
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     expected = {
-        "try.sh": "iter_0000210  complete",
+        "try.sh": "iter_0000200  complete",
         "damage.sh": "repaired: ",
         "layout.sh": "identical: ",
         "hf.sh": "valid: ",
@@ -212,6 +212,20 @@ def test_variables_that_pages_and_examples_set_are_options() -> None:
         assert unknown <= {"MCORE_CKPT_STAGE"}, path
 
 
+# For tests, or for who measures: their docstrings tell.
+NOT_IN_THE_TABLE = {"fsync", "window_bytes", "max_gap_bytes", "buffer_bytes", "on_timings", "progress"}
+
+
+def test_each_option_has_a_row_with_its_default() -> None:
+    text = (ROOT / "docs" / "usage.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text, re.MULTILINE))
+    options = {field.name: field.default for kind in (SaveOptions, LoadOptions) for field in fields(kind)}
+    assert rows.keys() == options.keys() - NOT_IN_THE_TABLE
+    for name, default in options.items():
+        if isinstance(default, str):
+            assert rows[name] == f'`"{default}"`', name
+
+
 @pytest.mark.skipif("MEGATRON_LM_REPO" not in os.environ, reason="MEGATRON_LM_REPO: a checkout of Megatron-LM")
 def test_flags_that_are_explained_exist() -> None:
     checkout = Path(os.environ["MEGATRON_LM_REPO"]) / "megatron" / "training"
@@ -221,6 +235,16 @@ def test_flags_that_are_explained_exist() -> None:
             for flag in re.findall(r"`--([\w-]+)", row.split("|")[1]):
                 name = flag.removeprefix("no-").replace("-", "_")
                 assert f"--{flag}" in code or name in code or name.removeprefix("ckpt_") in code, flag
+
+
+@pytest.mark.skipif("MEGATRON_LM_REPO" not in os.environ, reason="MEGATRON_LM_REPO: a checkout of Megatron-LM")
+def test_messages_of_megatron_that_are_explained_are_in_its_code() -> None:
+    checkout = Path(os.environ["MEGATRON_LM_REPO"]) / "megatron"
+    code = "\n".join(path.read_text() for path in checkout.rglob("*.py"))
+    rows = re.findall(r"^\| Megatron: ([^|]+) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert rows
+    for row in rows:
+        assert [piece for piece in re.findall(r"`([^`]+)`", row) if piece not in code] == []
 
 
 def headings(path: Path) -> set[str]:

@@ -37,7 +37,7 @@ def test_a_public_ci_runs_targets_and_nothing_else(workflow: Path) -> None:
 
 
 def test_what_ci_runs_can_be_made() -> None:
-    made = re.findall(r"^ *make ([\w-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    made = re.findall(r"^ *(?:make|tests \S+) ([\w-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert {"test", "test-long", "lint", "site"} <= set(made) <= targets()
     assert "run: make dist" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 
@@ -51,9 +51,18 @@ def test_ci_runs_the_oldest_and_the_newest_versions() -> None:
         name: version.split(".") for name, version in allowed.items()
     }
     legs = re.findall(r"^ *leg (3\.\d+) ", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    assert legs == ["3.12", "3.10"]
+    assert legs == ["3.12", "3.10", "3.13"]
     newest = {name: version for name, version, python in pinned if python == '>= "3.12"'}
     assert f"torch {newest['torch']}" in (ROOT / "README.md").read_text()
+
+
+def test_python_versions_are_those_that_ci_runs() -> None:
+    classified = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    legs = re.findall(r"^ *leg (3\.\d+) ", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert sorted(classified) == sorted(["3.11", *legs])
+    assert (
+        f"Python | {classified[0]} to {classified[-1]}, all run by CI" in (ROOT / "docs/compatibility.md").read_text()
+    )
 
 
 def test_megatron_versions_are_one_list() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_ckpt.commands._shell import Outcome
-from mcore_ckpt.core.console import human_bytes
+from mcore_ckpt.commands._shell import Outcome, human_rate
+from mcore_ckpt.core.console import counted, human_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,10 +21,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.tools.copy import copy_checkpoint
 
     report = copy_checkpoint(arguments.source, arguments.target)
-    rate = report.copied_bytes / max(report.seconds, 1e-9)
     text = (
-        f"{report.target}: copied {len(report.copied)} files, {human_bytes(report.copied_bytes)} in "
-        f"{report.seconds:.1f} s ({human_bytes(int(rate))}/s)"
+        f"{report.target}: copied {counted(len(report.copied), 'file')}, {human_bytes(report.copied_bytes)}"
+        f"{human_rate(report.copied_bytes, report.seconds)}"
     )
     if report.kept:
         text += f"; {len(report.kept)} were there already"

@@ -10,10 +10,18 @@ from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.tools.diff import TensorDiff
+    from mcore_ckpt.tools.diff import DiffReport, TensorDiff
 
 _SHOWN = 30
+_SHOWN_VALUES = 5
 _MOST_WORKERS = 8
+_FLAT_BUCKETS = (
+    "note: the optimizer's flat buckets (dp_reshardable) also hold what lay in memory between the parameters, which "
+    "Megatron-Core never sets: it may differ though all parameters are the same. To compare these, reshard both with "
+    "--optimizer-layout fully_reshardable first"
+)
+
+_AS_STORED = "; fingerprints compared as they are stored, without reading that data (mcore-ckpt verify does)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--atol", type=float, default=0.0, metavar="X", help="absolute difference that counts as none (default: 0)"
     )
-    parser.add_argument("--all", action="store_true", help="list all that differ, and those that do not")
+    parser.add_argument("--all", action="store_true", help="list all that differ, and tensors that do not")
     add_workers(parser, "threads that read and compare")
 
 
@@ -41,6 +49,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     """Compare."""
     from mcore_ckpt.tools.diff import diff_checkpoints
     from mcore_ckpt.tools.inspection import checkpoint_directory
+    from mcore_ckpt.tools.keys import is_flat_bucket
 
     if not 1 <= arguments.workers <= _MOST_WORKERS:
         raise OptionError(
@@ -62,7 +71,10 @@ def run(arguments: argparse.Namespace) -> Outcome:
     lines = [one_line(f"only in A: {key}") for key in report.only_in_a]
     lines += [one_line(f"only in B: {key}") for key in report.only_in_b]
     lines += [one_line(f"object differs: {key}") for key in report.objects_differ]
-    lines += [one_line(f"common state differs: {key}") for key in report.common_differs]
+    lines += [
+        one_line(f"common state differs: {key}{_values_of(report, key, everything=arguments.all)}")
+        for key in report.common_differs
+    ]
     lines += [one_line(f"common state cannot be compared: {key}") for key in report.not_compared]
     limit = len(shown) if arguments.all else _SHOWN
     if shown:
@@ -70,11 +82,13 @@ def run(arguments: argparse.Namespace) -> Outcome:
         lines += ["", table(header, map(_row, shown[:limit]), right=(2, 3, 4, 5, 6))]
     if len(shown) > limit:
         lines.append(f"... and {len(shown) - limit} more tensors (--all lists them)")
+    if any(is_flat_bucket(tensor.fqn) and not tensor.same for tensor in report.tensors):
+        lines.append(_FLAT_BUCKETS)
     same = sum(tensor.same for tensor in report.tensors)
     verdict = "identical" if report.identical else "DIFFERENT"
     compared = f", {human_bytes(report.read_bytes)} compared"
     if arguments.keys_only or arguments.state:
-        compared = ", fingerprints compared" if arguments.state else ""
+        compared = _AS_STORED if arguments.state else ""
     total_objects = report.objects_same + len(report.objects_differ)
     lines += ["", f"{verdict}: {same} of {len(report.tensors)} common tensors are the same"]
     lines[-1] += f", {report.objects_same} of {total_objects} common objects; {len(report.only_in_a)} keys only in A"
@@ -83,6 +97,15 @@ def run(arguments: argparse.Namespace) -> Outcome:
         lines.append(f"{report.shadow_copies} shadow copies are left out; `mcore-ckpt verify` compares them")
     document = document_of(report, identical=report.identical, tensors=[_document(tensor) for tensor in report.tensors])
     return Outcome(document, "\n".join(lines).strip("\n"), DONE if report.identical else DIFFERS)
+
+
+def _values_of(report: DiffReport, entry: str, *, everything: bool) -> str:
+    """What differs in an entry of the common state, behind its name: a few of the values, or all."""
+    found = [each for each in report.common_values if each.entry == entry]
+    shown = found if everything else found[:_SHOWN_VALUES]
+    values = ", ".join(f"{each.name} {each.a} / {each.b}".strip() for each in shown)
+    more = f", ... ({len(found) - len(shown)} more, --all lists them)" if len(shown) < len(found) else ""
+    return f": {values}{more}"
 
 
 def _what(tensor: TensorDiff) -> str:

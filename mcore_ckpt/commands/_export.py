@@ -13,7 +13,7 @@ from mcore_ckpt.commands._conversions import (
     require_check,
 )
 from mcore_ckpt.commands._shell import Outcome, few
-from mcore_ckpt.core.console import human_bytes
+from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.models.options import ExportOptions
 
@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
     )
     if arguments.dry_run:
         return plan_outcome(report)
-    size = f"{report.tensors} tensors, {human_bytes(report.payload_bytes)} in {len(report.files)} files"
+    files = counted(len(report.files), "file")
+    size = f"{counted(report.tensors, 'tensor')}, {human_bytes(report.payload_bytes)} in {files}"
     text = f"{report.target}: {report.family}, {size}" if report.family else f"{report.target}: {size}"
     if report.format in ("hf", "fsdp_dtensor", "megatron-legacy"):
         text = "\n".join([text, *notes_of(report)])

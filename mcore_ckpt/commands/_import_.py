@@ -13,7 +13,7 @@ from mcore_ckpt.commands._conversions import (
     require_check,
 )
 from mcore_ckpt.commands._shell import Outcome, few
-from mcore_ckpt.core.console import human_bytes
+from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.models.options import ImportOptions
 
@@ -69,5 +69,5 @@ def run(arguments: argparse.Namespace) -> Outcome:
         return Outcome(report, text)
     layouts = " as ".join(part for part in (report.source_layout, report.target_layout) if part)
     what = f"{report.family} for {layouts}" if report.family else layouts
-    text = "\n".join([f"{report.target}: {what}, {size} in {len(report.files)} files", *notes_of(report)])
+    text = "\n".join([f"{report.target}: {what}, {size} in {counted(len(report.files), 'file')}", *notes_of(report)])
     return checked_outcome(report, text, to_megatron=True) if arguments.check_logits else Outcome(report, text)

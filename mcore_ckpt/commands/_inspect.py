@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from mcore_ckpt.commands._shell import DONE, Outcome, numbers, one_line, table
-from mcore_ckpt.core.console import human_bytes, human_count
+from mcore_ckpt.core.console import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
     from mcore_ckpt.format.index import CheckpointIndex
@@ -99,7 +99,7 @@ def _items(index: CheckpointIndex, pattern: str) -> Outcome:
         right=(1, 2),
     )
     total = sum(row.stop - row.start for row in rows)
-    return Outcome({"items": rows}, f"{text}\n{len(rows)} items, {human_bytes(total)}")
+    return Outcome({"items": rows}, f"{text}\n{counted(len(rows), 'item')}, {human_bytes(total)}")
 
 
 def _objects(index: CheckpointIndex, pattern: str) -> Outcome:
@@ -173,7 +173,7 @@ def _summary(index: CheckpointIndex, *, arguments_only: bool) -> Outcome:
         ("save", "no manifest" if summary.save_id is None else summary.save_id),
         (
             "size",
-            f"{human_bytes(summary.file_bytes)} in {summary.files} files of {summary.ranks} ranks"
+            f"{human_bytes(summary.file_bytes)} in {counted(summary.files, 'file')} of {counted(summary.ranks, 'rank')}"
             + ("" if summary.balance is None else f" (largest rank / mean {summary.balance:.2f})")
             + f", .metadata {human_bytes(summary.metadata_bytes)}",
         ),

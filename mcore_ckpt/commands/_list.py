@@ -6,7 +6,7 @@ import argparse
 import time
 
 from mcore_ckpt.commands._shell import DIFFERS, DONE, FAILED, Outcome, document_of, human_age, one_line, table
-from mcore_ckpt.core.console import human_bytes
+from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.directory.drain_note import DrainNote
 
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     lines = [table(("checkpoint", "state", "size", "age", "layout", ""), rows, right=(2, 3)), *notes]
     if report.tracker_problem:
         lines.append(f"tracker: {report.tracker_problem}")
-    lines.append(f"{report.path}: {len(rows)} checkpoints, {whole} complete, {human_bytes(total_bytes)}")
+    lines.append(f"{report.path}: {counted(len(rows), 'checkpoint')}, {whole} complete, {human_bytes(total_bytes)}")
     document = document_of(report, checkpoints=documents)
     newer = [listed.checkpoint for listed in report.checkpoints if listed.checkpoint.newer]
     damaged = any(listed.checkpoint.problems and not listed.checkpoint.locked for listed in report.checkpoints)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mcore_ckpt.commands._shell import Outcome, add_dry_run, table
-from mcore_ckpt.core.console import human_bytes
+from mcore_ckpt.core.console import counted, human_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         )
     going = sum(not decision.keep for decision in report.decisions)
     verb = "removed" if report.removed else "to remove"
-    text = f"{report.path}: {going} of {len(rows)} checkpoints {verb}, {human_bytes(report.freed_bytes)}"
+    text = f"{report.path}: {going} of {counted(len(rows), 'checkpoint')} {verb}, {human_bytes(report.freed_bytes)}"
     if going and not report.removed:
         text += "; nothing was removed (--yes does it)"
     lines = [table(("checkpoint", "", "size", "why"), rows, right=(2,)), *notes, text]

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="take the common state (common.pt) as it is: it was changed on purpose",
     )
-    add_dry_run(parser, "show what is wrong; write nothing")
+    add_dry_run(parser, "show what is wrong, and what of it the copy could repair; write nothing")
     add_workers(parser, "threads that read and sum")
 
 
@@ -32,7 +32,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
     """Repair, or show what is wrong."""
     if not arguments.other and not arguments.accept_common_state:
         raise OptionError("repair: give --from OTHER, --accept-common-state, or both")
-    if not arguments.dry_run:
-        return verified(arguments, repair_from=arguments.other, accept=arguments.accept_common_state, optimizer=False)
-    outcome = verified(arguments, repair_from=None, accept=False, optimizer=False)
-    return replace(outcome, text=f"{outcome.text}\nnothing was written")
+    dry_run, accept = arguments.dry_run, arguments.accept_common_state
+    outcome = verified(
+        arguments, repair_from=arguments.other, accept=accept and not dry_run, dry_run=dry_run, optimizer=False
+    )
+    return replace(outcome, text=f"{outcome.text}\nnothing was written") if dry_run else outcome

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mcore_ckpt.commands._conversions import add_options, given_options, plan_outcome
+from mcore_ckpt.commands._conversions import add_options, given_options, notes_of, plan_outcome
 from mcore_ckpt.commands._shell import Outcome
-from mcore_ckpt.core.console import human_bytes
+from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, ReshardOptions
 
@@ -41,11 +41,11 @@ def run(arguments: argparse.Namespace) -> Outcome:
     guesses = f", {report.guesses} of them by a guess (see --dry-run)" if report.guesses else ""
     text = (
         f"{report.target}: {report.target_layout}, {report.tensors} tensors{guesses} in {report.chunks} chunks, "
-        f"{len(report.files)} files, {human_bytes(report.file_bytes)}\n"
+        f"{counted(len(report.files), 'file')}, {human_bytes(report.file_bytes)}\n"
         f"{'resumed, ' if report.resumed else ''}copied in {report.copy_s:.1f} s, "
         + (f"compared with the source in {report.verify_s:.1f} s" if report.verified else "not verified")
     )
-    return Outcome(report, text)
+    return Outcome(report, "\n".join([text, *notes_of(report)]))
 
 
 def _carry_surroundings(given: Path, source: Path, target: Path) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
+from mcore_ckpt.core.console import human_bytes
+
 Container = argparse._ActionsContainer  # noqa: SLF001  (a parser, or a group of its arguments)
 
 DONE: Final = 0
@@ -55,6 +57,12 @@ def human_age(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def human_rate(nbytes: int, seconds: float) -> str:
+    """` in 12.3 s (2.1 GB/s)`; without the rate below a second, which says nothing of the storage."""
+    rate = f" ({human_bytes(int(nbytes / seconds))}/s)" if seconds >= 1 else ""
+    return f" in {seconds:.1f} s{rate}"
 
 
 def one_line(text: str) -> str:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, add_workers, document_of, one_line
-from mcore_ckpt.core.console import human_bytes
+from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, add_workers, document_of, human_rate, one_line
+from mcore_ckpt.core.console import counted, human_bytes
+from mcore_ckpt.core.errors import OptionError
+
+if TYPE_CHECKING:
+    from mcore_ckpt.items.item_checks import Problem
 
 _SHOWN = 50
+_SHOWN_OF_A_FILE = 5
 _OTHER_OPTIMIZER = (
     "a job that loads the optimizer resumes from its weights, not from the model's. Megatron-Core saves a fully "
     "reshardable optimizer of several buckets shifted; the model's weights are not, and with --no-load-optim a job "
@@ -42,13 +50,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Outcome:
     """Verify."""
+    expected = arguments.expect_state
+    if expected is not None and not re.fullmatch("[0-9a-fA-F]{32}", expected):
+        raise OptionError(f"--expect-state {expected!r}: expected the 32 hexadecimal digits of a fingerprint")
     verdict = verified(
         arguments,
         repair_from=arguments.repair_from,
         accept=arguments.accept_common_state,
         optimizer=arguments.check_optimizer,
     )
-    if not arguments.state and not arguments.expect_state:
+    if not arguments.state and expected is None:
         return verdict
     return _with_state(verdict, arguments)
 
@@ -73,21 +84,66 @@ def _with_state(verdict: Outcome, arguments: argparse.Namespace) -> Outcome:
         text += f"\nNOT AS SAVED: {len(others)} tensors have another fingerprint than was stored with them: {named}"
         return Outcome(document, text, DIFFERS)
     expected = arguments.expect_state
-    if not expected:
+    if expected is None:
         return Outcome(document, text, DONE)
-    if expected.lower() in (str(found), str(model), str(optimizer)):
+    # The fingerprint of nothing is zeros, which nobody has noted of a state.
+    if expected.lower() in [str(part) for part in (found, model, optimizer) if part.tensors]:
         return Outcome(document, f"{text}, as expected", DONE)
     return Outcome(document, f"{text}, expected {expected}: DIFFERENT", DIFFERS)
 
 
-def verified(arguments: argparse.Namespace, *, repair_from: str | None, accept: bool, optimizer: bool) -> Outcome:
+def _why_not_compared(directory: str) -> str:
+    from mcore_ckpt.format.metadata_read import read_index
+    from mcore_ckpt.tools.parallel_layout import optimizer_layout
+
+    said = "the optimizer was not compared with the model: "
+    if optimizer_layout(read_index(directory), {}) == "dp_reshardable":
+        return said + (
+            "it is stored in flat buckets, which do not say which element is whose; reshard first, and verify that: "
+            "mcore-ckpt reshard CKPT NEW --optimizer-layout fully_reshardable"
+        )
+    return said + "it stores no weights in float32 under the names of the model's"
+
+
+def _problem_lines(problems: Sequence[Problem]) -> list[str]:
+    """What concerns whole files or the index first; of one file's items the first few."""
+    of_items = [problem for problem in problems if problem.file and problem.fqn]
+    lines = [_line(problem) for problem in problems if not (problem.file and problem.fqn)]
+    for file in dict.fromkeys(problem.file for problem in of_items):
+        found = [_line(problem) for problem in of_items if problem.file == file]
+        lines += found[:_SHOWN_OF_A_FILE]
+        if len(found) > _SHOWN_OF_A_FILE:
+            lines.append(f"... and {len(found) - _SHOWN_OF_A_FILE} more in {one_line(str(file))} (--json lists all)")
+    return _some(lines)
+
+
+def _line(problem: Problem) -> str:
+    return one_line(f"{problem.kind}: {problem.message}")
+
+
+def _some(lines: list[str]) -> list[str]:
+    more = len(lines) - _SHOWN
+    return lines if more <= 0 else [*lines[:_SHOWN], f"... and {more} more lines like these (--json lists all)"]
+
+
+def verified(
+    arguments: argparse.Namespace,
+    *,
+    repair_from: str | None,
+    accept: bool,
+    optimizer: bool,
+    dry_run: bool = False,
+) -> Outcome:
     """Verify, after the common state was accepted as it is, and repair what is damaged; each where it is asked for."""
+    from mcore_ckpt.format.metadata_read import MAX_METADATA_BYTES, METADATA_FILE, read_small_file
     from mcore_ckpt.tools.inspection import checkpoint_directory
     from mcore_ckpt.tools.verify import verify_checkpoint, verify_optimizer
 
     directory = checkpoint_directory(arguments.checkpoint)
     # Looked at first: what is wrong with it shows before the hours that a verification may take.
     other = checkpoint_directory(repair_from) if repair_from else None
+    if other is not None:
+        read_small_file(other, METADATA_FILE, MAX_METADATA_BYTES)
     shown = False if arguments.quiet else None
     accepted = None
     if accept:
@@ -98,27 +154,34 @@ def verified(arguments: argparse.Namespace, *, repair_from: str | None, accept: 
     if other is not None and report.problems:
         from mcore_ckpt.tools.repair import repair_checkpoint
 
-        report = repair_checkpoint(report, other, progress=shown)
+        report = repair_checkpoint(report, other, dry_run=dry_run, progress=shown)
     if optimizer and report.whole:
         report = verify_optimizer(report, progress=shown)
-    rate = report.read_bytes / report.seconds if report.seconds else 0
-    lines = [one_line(f"{problem.kind}: {problem.message}") for problem in report.problems[:_SHOWN]]
-    if len(report.problems) > _SHOWN:
-        lines.append(f"... and {len(report.problems) - _SHOWN} more (--json lists all)")
+    lines = _problem_lines(report.problems)
     lines += [f"accepted as it is: {accepted}"] if accepted else []
-    lines += [f"repaired: {name}" for name in report.repaired]
-    verdict = "valid" if report.whole else f"DAMAGED, {len(report.problems)} problems"
+    lines += _some([f"repaired: {name}" for name in report.repaired])
+    lines += _some([f"would repair: {name}" for name in report.would_repair])
+    if report.unmatched:
+        some = bool(report.repaired or report.would_repair)
+        lines.append(
+            f"{other} has nothing with the checksums of {'the other damage' if some else 'what is damaged'}; "
+            "is it a copy of this very save, or made of one?"
+        )
+    if report.problems and not other and not any(problem.kind in ("index", "optimizer") for problem in report.problems):
+        lines.append(f"with a copy of this save: mcore-ckpt repair {one_line(report.path)} --from COPY")
+    verdict = "valid" if report.whole else f"DAMAGED, {counted(len(report.problems), 'problem')}"
     lines.append(
-        f"{one_line(report.path)}: {verdict}: {report.items} items, "
-        f"{report.records} checksums, {human_bytes(report.read_bytes)} in {report.seconds:.1f} s "
-        f"({human_bytes(int(rate))}/s)" + (f"; {report.unchecked} items carry no checksum" if report.unchecked else "")
+        f"{one_line(report.path)}: {verdict}: {counted(report.items, 'item')}, {counted(report.records, 'checksum')}, "
+        f"{human_bytes(report.read_bytes)}{human_rate(report.read_bytes, report.seconds)}"
+        + (f"; {report.unchecked} items carry no checksum" if report.unchecked else "")
     )
     if optimizer:
         lines.append(
             "the optimizer was not compared with the model: other things are wrong"
             if report.compared is None
-            else f"the optimizer's weights were compared with {report.compared} tensors of the model"
-            + ("" if report.compared else ": it stores none in float32 by their names")
+            else f"the optimizer's weights were compared with {counted(report.compared, 'tensor')} of the model"
+            if report.compared
+            else _why_not_compared(report.path)
         )
         lines += [_OTHER_OPTIMIZER] if any(problem.kind == "optimizer" for problem in report.problems) else []
     document = document_of(report, whole=report.whole, accepted=accepted)

@@ -14,11 +14,12 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
 from importlib import import_module
-from typing import Any, Final, TextIO
+from typing import Any, Final, NoReturn, TextIO
 
 from mcore_ckpt.commands._shell import FAILED, INTERNAL, INTERRUPTED, Outcome, document_of
 from mcore_ckpt.core.errors import CheckpointError
@@ -41,7 +42,10 @@ _COMMANDS: Final = {
         _LOOK,
         "the checkpoints of a run: which are complete, how large, how old, in which layout",
         ("run", "run --json"),
-        ("all are complete", "one is incomplete, or the tracker file names none that is complete"),
+        (
+            "all are complete, but for what a save is writing or a killed one has left",
+            "one that no save has marked is incomplete, or the tracker file names none that is complete",
+        ),
     ),
     "inspect": _Command(
         _LOOK,
@@ -153,7 +157,7 @@ class _PrintCompletion(argparse.Action):
         try:
             import shtab
         except ImportError:
-            parser.error("--print-completion needs shtab: pip install 'mcore-ckpt[completion]'")
+            parser.error("--print-completion needs shtab: pip install shtab")
         for actions in (sub._actions for sub in _subparsers(parser)):  # noqa: SLF001  (argparse has no other way)
             for action in actions:
                 if action.metavar in _DIRECTORIES:
@@ -171,12 +175,31 @@ def _subparsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser
     ]
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that says which of its words a misspelled one is most like, as `install()` does for variables."""
+
+    def error(self, message: str) -> NoReturn:
+        import difflib  # (takes as long as half of `--help`)
+
+        words: list[str] = []
+        known: list[str] = []
+        if message.startswith("unrecognized arguments: "):
+            words = [word.partition("=")[0] for word in message.split()[2:] if word.startswith("--")]
+            parsers = [self, *_subparsers(self)]
+            actions = [action for each in parsers for action in each._actions]  # noqa: SLF001
+            known = [name for action in actions if action.help != argparse.SUPPRESS for name in action.option_strings]
+        elif found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            words, known = [found[1]], re.findall(r"[\w-]+", found[2])
+        alike = [like for word in words for like in difflib.get_close_matches(word, known, n=1)]
+        super().error(message + (f"; did you mean {', '.join(alike)}?" if alike else ""))
+
+
 def make_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
     """The whole parser; only `commands` get their arguments, since only their modules are imported."""
     from mcore_ckpt.core.version import __version__
 
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="mcore-ckpt",
         usage="%(prog)s [--version] [--print-completion SHELL] COMMAND ...",
         description=_overview(),
@@ -195,7 +218,7 @@ def make_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
     # The description lists the commands in groups, which argparse cannot do.
     hidden = None if len(commands) > 1 else argparse.SUPPRESS
     added = parser.add_subparsers(prog="mcore-ckpt", dest="command", metavar="COMMAND", required=True, help=hidden)
-    common = argparse.ArgumentParser(add_help=False)
+    common = _Parser(add_help=False)
     output = common.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     output.add_argument("--quiet", "-q", action="store_true", help="no progress bar")

@@ -4,6 +4,9 @@ Each rank opens a port, and leaves it in the store through which the job has met
 accepts a connection there: the kernel does so as long as the process exists. So a rank that has lost contact can tell a
 process that has ended (its host refuses) from a host that is down or cut off (nothing answers), without any thread,
 and without any exchange before something has failed.
+
+A process that is stopped, or hangs, answers like any other. So each rank that has waited in vain leaves word of that in
+the store. The rank that was waited for leaves none.
 """
 
 from __future__ import annotations
@@ -18,7 +21,10 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
+
+from mcore_ckpt.core.shared_memory import host_identity
 
 # Longer than the three attempts of the kernel to find a host of the own network.
 _ANSWERS_S: Final = 4.0
@@ -29,6 +35,9 @@ _AGAIN_S: Final = 0.25
 _WAITING: Final = 4096
 _NAMED: Final = 16
 _KEY: Final = "mcore_ckpt/reached_at/"
+_WAITED: Final = "mcore_ckpt/waited_for/"
+# Ranks come to an exchange one after the other, and so do the ends of their patience.
+_LEAVE_WORD_S: Final = 10.0
 _ENDED: Final = "ended"
 _UNREACHABLE: Final = "cannot be reached: the host is down or cut off"
 
@@ -44,6 +53,7 @@ class _Reached:
     pid: int
     address: str
     port: int
+    identity: str  # of `host_identity`
 
     @property
     def is_local(self) -> bool:
@@ -56,12 +66,19 @@ def announce(store: Any, rank: int) -> None:
     if met is None:
         return
     with contextlib.suppress(OSError):  # without a port, or a way to it, this rank cannot be asked for
-        here = _Reached(platform.node(), os.getpid(), _own_address(met), _port())
+        here = _Reached(platform.node(), os.getpid(), _own_address(met), _port(), host_identity())
         store.set(f"{_KEY}{rank}", json.dumps(asdict(here)))
 
 
-def who_is_missing(store: Any, ranks: Iterable[int]) -> str:
-    """Which of these ranks do not answer, in words for a message: "rank 2 (process 71 on host h1) ended".
+def has_contact(store: Any, rank: int) -> None:
+    """An exchange has succeeded after one that has not: the word of that counts no more."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        store.delete_key(f"{_WAITED}{rank}")
+
+
+def who_is_missing(store: Any, rank: int, ranks: Iterable[int]) -> str:
+    """Which of these ranks do not answer, in words for a message: "rank 2 (process 71 on host h1) ended". `rank` is
+    this one, which has waited in vain.
 
     Takes seconds. Empty if that cannot be told; never raises.
     """
@@ -73,6 +90,7 @@ def who_is_missing(store: Any, ranks: Iterable[int]) -> str:
         if silence := _dial({0: met}, _ANSWERS_S):
             return f"the store at {met[0]}:{met[1]}, through which the ranks have met, {silence[0]}"
         try:
+            store.set(f"{_WAITED}{rank}", "")
             return _who(store, sorted(ranks))
         except Exception as error:  # noqa: BLE001  (a store raises what it likes, and there is an error to be raised)
             problem = error  # perhaps the store was just ending
@@ -83,11 +101,35 @@ def who_is_missing(store: Any, ranks: Iterable[int]) -> str:
 def _who(store: Any, ranks: list[int]) -> str:
     silent = [rank for rank in ranks if not store.check([f"{_KEY}{rank}"])]
     known = {rank: _Reached(**json.loads(store.get(f"{_KEY}{rank}"))) for rank in ranks if rank not in silent}
-    missing = _missing(known)
+    missing = _missing(known) or _stopped(known)
+    if not missing and not silent:
+        missing = _without_word(store, list(known))
     said = [_of_host(missing, known, why, host) for why, host in sorted(_groups(missing, known))]
     if silent:
         said.append(f"{_listed(silent)} took part in no save or load before")
-    return "; ".join(said) or "the processes of all ranks exist: one hangs, or is in another call"
+    return "; ".join(said) or "all ranks have lost contact"
+
+
+def _stopped(known: Mapping[int, _Reached]) -> dict[int, str]:
+    """The ranks on this host that have been stopped."""
+    here = host_identity()
+    found = {}
+    for rank, it in known.items():
+        with contextlib.suppress(OSError):
+            # The name of the program, in brackets, may contain anything.
+            if it.identity == here and Path(f"/proc/{it.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
+                found[rank] = "is stopped (SIGSTOP, or a debugger)"
+    return found
+
+
+def _without_word(store: Any, ranks: list[int]) -> dict[int, str]:
+    """The ranks that have waited for nobody."""
+    until_s = time.monotonic() + _LEAVE_WORD_S
+    while late := [rank for rank in ranks if not store.check([f"{_WAITED}{rank}"])]:
+        if time.monotonic() >= until_s:
+            break
+        time.sleep(_AGAIN_S)
+    return dict.fromkeys(late, f"has not waited within {_LEAVE_WORD_S:.0f} s: it hangs, or is in another call")
 
 
 def _missing(known: Mapping[int, _Reached]) -> dict[int, str]:

@@ -92,3 +92,8 @@ def human_count(count: int) -> str:
             return f"{value:.3g}{unit}" if unit else str(count)
         value /= 1000
     raise AssertionError("unreachable: the last unit takes everything")
+
+
+def counted(count: int, what: str) -> str:
+    """`1 file`, `2 files`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -8,7 +8,7 @@ same value and release the GIL on large buffers.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -16,16 +16,18 @@ from typing import Any
 _CANDIDATES = ("isal.isal_zlib", "zlib_ng.zlib_ng", "zlib")
 
 
-def _fastest(candidates: tuple[str, ...]) -> tuple[str, Callable[..., int]]:
+def _fastest(candidates: tuple[str, ...]) -> tuple[str, Callable[..., int], Callable[[int, int, int], int] | None]:
+    """Name of a module, its `crc32`, and its `crc32_combine`, which not every one has."""
     for module_name in candidates[:-1]:
         try:
-            return module_name, importlib.import_module(module_name).crc32
+            module = importlib.import_module(module_name)
+            return module_name, module.crc32, getattr(module, "crc32_combine", None)
         except (ImportError, AttributeError):
             continue
-    return candidates[-1], importlib.import_module(candidates[-1]).crc32
+    return candidates[-1], importlib.import_module(candidates[-1]).crc32, None
 
 
-IMPLEMENTATION, _crc32 = _fastest(_CANDIDATES)
+IMPLEMENTATION, _crc32, _combine = _fastest(_CANDIDATES)
 
 
 def crc32(buffer: Any, value: int = 0) -> int:
@@ -33,18 +35,24 @@ def crc32(buffer: Any, value: int = 0) -> int:
     return _crc32(buffer, value)
 
 
-def crc32s(buffers: Iterable[Any]) -> list[int]:
+def crc32s(buffers: Iterable[Any]) -> Iterator[int]:
     """The CRC-32 of each of many small buffers, without a call of a function of Python's for each."""
-    return list(map(_crc32, buffers))
+    return map(_crc32, buffers)
 
 
-def crc32_combine(first: int, second: int, second_bytes: int) -> int:
+POLYNOMIAL = 0xEDB88320  # bit-reversed, as all of a CRC-32 is: the highest bit stands for x^0
+CASTAGNOLI = 0x82F63B78  # that of CRC-32C
+
+
+def crc32_combine(first: int, second: int, second_bytes: int, polynomial: int = POLYNOMIAL) -> int:
     """CRC-32 of two adjoining blocks from that of each, in a few microseconds: so blocks can be summed out of order.
 
     A CRC is the remainder of a polynomial over GF(2): `first` has to be multiplied by x^(8 * second_bytes), which takes
     one multiplication for each bit of the length (the idea is Mark Adler's, in zlib).
     """
-    return (_multiply(_power_of_x(8 * second_bytes), first) if first else 0) ^ second
+    if _combine is not None and polynomial == POLYNOMIAL:
+        return _combine(first, second, second_bytes)
+    return (_multiply(_power_of_x(8 * second_bytes, polynomial), first, polynomial) if first else 0) ^ second
 
 
 def crc32_of_zeros(nbytes: int) -> int:
@@ -54,30 +62,27 @@ def crc32_of_zeros(nbytes: int) -> int:
 
 def shift_factor(nbytes: int) -> int:
     """The polynomial by which a CRC-32 is multiplied to count in front of so many bytes; `1 << 31` for none."""
-    return _power_of_x(8 * nbytes)
+    return _power_of_x(8 * nbytes, POLYNOMIAL)
 
 
-POLYNOMIAL = 0xEDB88320  # bit-reversed, as all of a CRC-32 is: the highest bit stands for x^0
-
-
-def _multiply(a: int, b: int) -> int:
+def _multiply(a: int, b: int, polynomial: int) -> int:
     """Product of two polynomials, modulo the CRC's."""
     product = 0
     bit = 1 << 31
     while bit:
         if a & bit:
             product ^= b
-        b = (b >> 1) ^ POLYNOMIAL if b & 1 else b >> 1
+        b = (b >> 1) ^ polynomial if b & 1 else b >> 1
         bit >>= 1
     return product
 
 
 @lru_cache(maxsize=1024)
-def _power_of_x(exponent: int) -> int:
+def _power_of_x(exponent: int, polynomial: int) -> int:
     result, square = 1 << 31, 1 << 30
     while exponent:
         if exponent & 1:
-            result = _multiply(result, square)
-        square = _multiply(square, square)
+            result = _multiply(result, square, polynomial)
+        square = _multiply(square, square, polynomial)
         exponent >>= 1
     return result

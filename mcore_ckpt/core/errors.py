@@ -26,6 +26,8 @@ next. Errors of third parties are mapped once, where they enter; the original st
 
 from __future__ import annotations
 
+from typing import Final
+
 __all__ = [
     "CheckpointError",
     "CheckpointExistsError",
@@ -47,6 +49,13 @@ __all__ = [
     "WriteTimeoutError",
     "WriterDiedError",
 ]
+
+
+IF_DAMAGED: Final = (
+    "`mcore-ckpt repair --from` takes the bytes from another copy, and a job with MCORE_CKPT_ON_DAMAGED=go_back loads "
+    "an earlier checkpoint"
+)
+"""How the message of a damaged file ends: what to do next."""
 
 
 class CheckpointError(Exception):

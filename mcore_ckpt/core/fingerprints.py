@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,7 +40,10 @@ _WINDOW_BYTES: Final = 1024 * 1024
 _FAN_IN: Final = 16  # CRCs joined at a time: the table of a distance fits a core's cache
 # From so many bytes on, and in rows as long, their CRC-32 is sooner joined from those of the rows than summed.
 _JOINED_BYTES: Final = 1024 * 1024
-_JOINED_ROW_BYTES: Final = 512
+_JOINED_ROW_BYTES: Final = 4096
+# From here on, rows are joined one by one.
+_LONG_ROW_BYTES: Final = 256 * 1024
+_NOTHING: Final = np.zeros(0, np.uint32)
 
 
 class TensorFingerprint(NamedTuple):
@@ -56,18 +58,23 @@ class TensorFingerprint(NamedTuple):
 
 
 class DivergedReplica(NamedTuple):
-    """A slice of a tensor that ranks hold with other bits than the rank whose replica is saved."""
+    """A slice of a tensor of which ranks hold other bits than the rank that they are compared with: that whose replica
+    is saved. In a state of plain DCP, which settles that in the save, it is the lowest one that holds the slice, and
+    `saved_by` is None.
+    """
 
     key: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    saved_by: int
+    saved_by: int | None
     ranks: tuple[int, ...]
+    compared_with: int
 
     def __str__(self) -> str:
         return (
-            f"{self.key}: ranks {', '.join(map(str, self.ranks))} hold other bits than rank {self.saved_by} in the "
-            f"slice at {list(self.offsets)} of sizes {list(self.sizes)}"
+            f"{self.key}: ranks {', '.join(map(str, self.ranks))} hold other bits than rank {self.compared_with} in "
+            f"the slice at {list(self.offsets)} of sizes {list(self.sizes)}"
+            + ("; DCP chooses which one is saved" if self.saved_by is None else "")
         )
 
 
@@ -130,7 +137,7 @@ def part_of(content: Any, shape: Sequence[int], box: Box, elem_bytes: int) -> in
         values = np.array([_padded_crc(group, strides[-1]) for group in groups], np.uint32)
         counts, strides = counts[:-1], strides[:-1]
     else:
-        values = np.array(crc32s(rows), np.uint32)
+        values = np.fromiter(crc32s(rows), np.uint32, len(rows))
     values = values.reshape(counts)
     for stride in reversed(strides):
         values = _joined(values, stride)
@@ -158,12 +165,13 @@ class StridedSums:
     """What stored chunks of several runs add to their tensors, summed as their bytes pass.
 
     To join the sums of rows takes as long for a few of them as for many: those of chunks of the same form are joined
-    together, in the end.
+    together, in the end. Different numbers may come from different threads.
     """
 
     def __init__(self) -> None:
-        self._rows: dict[int, tuple[Stretch, Runs, array[int]]] = {}
+        self._rows: dict[int, tuple[Stretch, Runs, int, list[_Words]]] = {}
         self._begun: dict[int, int] = {}  # of a row of which bytes are still to come
+        self._cuts: dict[int, list[tuple[int, int, int]]] = {}  # of long rows: first byte, length, CRC-32
         self._parts: dict[int, int] = {}
 
     def feed(
@@ -175,22 +183,26 @@ class StridedSums:
         view = memoryview(content).cast("B")
         bounds = list(itertools.pairwise((0, *cuts, len(view))))
         found = self._rows.get(number)
-        if found is None and not first_byte and stretch.elems == math.prod(stretch.box.sizes):
-            of = runs(stretch.shape, stretch.box, stretch.elem_bytes)
-            if of.strides and not _is_padded(of):
-                found = self._rows[number] = stretch, of, array("I")
+        if found is None and not first_byte and (of := rows_to_sum(stretch)) is not None:
+            found = self._rows[number] = stretch, of, 0, []
         if found is None:
             part = part_of_elements(view, stretch, first_byte // stretch.elem_bytes)
             self._parts[number] = self._parts.get(number, 0) ^ part
             return _sums(view, bounds, value)
-        _, of, values = found
+        _, of, _, crcs = found
+        if of.run_bytes >= _LONG_ROW_BYTES:
+            return self._feed_long_rows(number, of, crcs, view, bounds, first_byte, value)
         if len(view) < _JOINED_BYTES or of.run_bytes < _JOINED_ROW_BYTES:
-            self._feed_rows(number, of, values, view, first_byte, 0, len(view))
-            return _sums(view, bounds, value)
-        pieces = [self._feed_rows(number, of, values, view, first_byte, *bound) for bound in bounds]
-        rows = np.zeros((len(pieces), max(len(crcs) for _, crcs in pieces)), np.uint32)
-        for crcs, (_, some) in zip(rows, pieces, strict=True):
-            crcs[len(crcs) - len(some) :] = some  # 0 is the CRC-32 of nothing
+            sums = []
+            for start, stop in bounds:
+                value = crc32(view[start:stop], value)
+                sums.append(value)
+                self._feed_rows(number, of, crcs, view, first_byte, start, stop)  # that lie in the CPU's cache now
+            return sums
+        pieces = [self._feed_rows(number, of, crcs, view, first_byte, *bound) for bound in bounds]
+        rows = np.zeros((len(pieces), max(len(some) for _, some in pieces)), np.uint32)
+        for row, (_, some) in zip(rows, pieces, strict=True):
+            row[len(row) - len(some) :] = some  # 0 is the CRC-32 of nothing
         sums = []
         for (start, stop), (head, some), joined in zip(
             bounds, pieces, _joined(rows, of.run_bytes).tolist(), strict=True
@@ -201,9 +213,68 @@ class StridedSums:
             sums.append(value)
         return sums
 
+    def _feed_long_rows(
+        self,
+        number: int,
+        of: Runs,
+        crcs: list[_Words],
+        view: memoryview,
+        bounds: Iterable[tuple[int, int]],
+        first_byte: int,
+        value: int,
+    ) -> list[int]:
+        """As `feed`: each stretch up to the end of a row or to a cut is summed once, for the row and for the chunk."""
+        sums = []
+        for start, stop in bounds:
+            while start < stop:
+                done = (first_byte + start) % of.run_bytes
+                nbytes = min(of.run_bytes - done, stop - start)
+                crc = crc32(view[start : start + nbytes])
+                value = crc32_combine(value, crc, nbytes)
+                self._begun[number] = crc32_combine(self._begun[number], crc, nbytes) if done else crc
+                if done + nbytes == of.run_bytes:
+                    crcs.append(np.array([self._begun[number]], np.uint32))
+                start += nbytes
+            sums.append(value)
+        return sums
+
+    def feed_rows(self, number: int, stretch: Stretch, content: Any, first_byte: int) -> None:
+        """As `feed`, of a chunk that has `rows_to_sum`, from any of its rows on (of long ones, from any byte on), and
+        without sums of its own bytes.
+        """
+        view = memoryview(content).cast("B")
+        found = self._rows.get(number)
+        if found is None:
+            of = rows_to_sum(stretch)
+            assert of is not None
+            found = self._rows[number] = stretch, of, first_byte // of.run_bytes, []
+        _, of, _, crcs = found
+        if of.run_bytes < _LONG_ROW_BYTES:
+            self._feed_rows(number, of, crcs, view, first_byte, 0, len(view))
+            return
+        cuts, start = self._cuts.setdefault(number, []), 0
+        while start < len(view):
+            at = first_byte + start
+            nbytes = min(of.run_bytes - at % of.run_bytes, len(view) - start)
+            if cuts and at % of.run_bytes:
+                cuts[-1] = cuts[-1][0], cuts[-1][1] + nbytes, crc32(view[start : start + nbytes], cuts[-1][2])
+            else:
+                cuts.append((at, nbytes, crc32(view[start : start + nbytes])))
+            start += nbytes
+
+    def crc32_of_rows(self, number: int) -> int:
+        """The CRC-32 of all that has come by `feed_rows` under that number."""
+        if number in self._cuts:
+            crc = 0
+            for _, nbytes, of_cut in self._cuts[number]:
+                crc = crc32_combine(crc, of_cut, nbytes)
+            return crc
+        _, of, _, crcs = self._rows[number]
+        return int(_joined(np.concatenate(crcs), of.run_bytes)) if crcs else 0
+
     def _feed_rows(
-        self, number: int, of: Runs, values: array[int], view: memoryview, first_byte: int, start: int, stop: int
-    ) -> tuple[int, list[int]]:
+        self, number: int, of: Runs, crcs: list[_Words], view: memoryview, first_byte: int, start: int, stop: int
+    ) -> tuple[int, _Words]:
         """Sum the rows in `view[start:stop]`. Returns how many bytes belong to a row begun before, and the CRC-32 of
         each complete row behind those.
         """
@@ -211,29 +282,56 @@ class StridedSums:
         if head:
             self._begun[number] = crc32(view[start : start + head], self._begun[number])
             if (first_byte + start + head) % of.run_bytes:
-                return head, []
-            values.append(self._begun[number])
+                return head, _NOTHING
+            crcs.append(np.array([self._begun[number]], np.uint32))
         start += head
         middle = start + (stop - start) // of.run_bytes * of.run_bytes
-        crcs = crc32s(np.frombuffer(view[start:middle], np.uint8).reshape(-1, of.run_bytes))
-        values.extend(crcs)
+        rows = np.frombuffer(view[start:middle], np.uint8).reshape(-1, of.run_bytes)
+        crcs.append(np.fromiter(crc32s(rows), np.uint32, len(rows)))
         if middle < stop:
             self._begun[number] = crc32(view[middle:stop])
-        return head, crcs
+        return head, crcs[-1]
 
     def finish(self) -> dict[int, int]:
-        """By number of the chunk, of all of whose bytes have come."""
+        """By number of the chunk, of whose rows complete ones have come."""
         alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-        for number, (_, of, _) in self._rows.items():
+        for number, (_, of, _, _) in self._rows.items():
+            if number in self._cuts:
+                continue
             alike.setdefault((of.counts, of.strides), []).append(number)
         for (counts, strides), numbers in alike.items():
-            joined = np.array([self._rows[number][2] for number in numbers], np.uint32).reshape(-1, *counts)
+            rows = np.zeros((len(numbers), math.prod(counts)), np.uint32)  # 0 is the CRC-32 of nothing
+            for crcs, number in zip(rows, numbers, strict=True):
+                _, _, first, values = self._rows[number]
+                row = np.concatenate(values) if values else _NOTHING
+                crcs[first : first + len(row)] = row
+            joined = rows.reshape(-1, *counts)
             for stride in reversed(strides):
                 joined = _joined(joined, stride)
             for number, value in zip(numbers, joined.tolist(), strict=True):
-                stretch, of, _ = self._rows[number]
+                stretch, of, _, _ = self._rows[number]
                 self._parts[number] = _shift_one(value, _bytes_behind(of, stretch.shape, stretch.elem_bytes))
+        for number, cuts in self._cuts.items():
+            stretch, of, _, _ = self._rows[number]
+            total, part = math.prod(stretch.shape) * stretch.elem_bytes, 0
+            for at, nbytes, crc in cuts:
+                number_of_row, inside = divmod(at, of.run_bytes)
+                part ^= _shift_one(crc, total - _row_start(of, number_of_row) - inside - nbytes)
+            self._parts[number] = part
         return self._parts
+
+
+def may_begin_at(of: Runs, byte: int) -> bool:
+    """Whether `StridedSums.feed_rows` takes these rows from that byte of the chunk on, or up to there."""
+    return of.run_bytes >= _LONG_ROW_BYTES or byte % of.run_bytes == 0
+
+
+def rows_to_sum(stretch: Stretch) -> Runs | None:
+    """The rows of a chunk that are best summed each by itself; None: there are none."""
+    if stretch.elems != math.prod(stretch.box.sizes):
+        return None
+    of = runs(stretch.shape, stretch.box, stretch.elem_bytes)
+    return of if of.strides and not _is_padded(of) else None
 
 
 def products(crcs: _Words, factors: _Words) -> _Words:
@@ -287,6 +385,15 @@ def _sums(view: memoryview, bounds: Iterable[tuple[int, int]], value: int) -> li
     return sums
 
 
+def _row_start(of: Runs, row: int) -> int:
+    """Where a row begins in the bytes of the tensor."""
+    start = of.first_byte
+    for count, stride in zip(reversed(of.counts), reversed(of.strides), strict=True):
+        row, at = divmod(row, count)
+        start += at * stride
+    return start
+
+
 def _bytes_behind(of: Runs, shape: Sequence[int], elem_bytes: int) -> int:
     """Bytes of the tensor behind the last run of a slice."""
     last = of.first_byte + sum((count - 1) * stride for count, stride in zip(of.counts, of.strides, strict=True))
@@ -333,7 +440,9 @@ def _products(a: _Words, b: _Words) -> _Words:
 
 
 def _joined(values: _Words, stride_bytes: int) -> _Words:
-    """Join along the last axis what lies at equal distances."""
+    """Join along the last axis what lies at equal distances; 0 of nothing."""
+    if not values.shape[-1]:
+        return np.zeros(values.shape[:-1], np.uint32)
     while (count := values.shape[-1]) > 1:
         if missing := -count % _FAN_IN:  # 0 is the CRC-32 of nothing
             values = np.concatenate([np.zeros((*values.shape[:-1], missing), values.dtype), values], axis=-1)

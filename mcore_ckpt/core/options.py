@@ -1,6 +1,7 @@
 """Options of a save and of a load, and the only place that reads the environment.
 
-Each field can be set for a job by `MCORE_CKPT_<FIELD>` (upper case), for example `MCORE_CKPT_WRITER=fork`.
+Each field can be set for a job by `MCORE_CKPT_<FIELD>` (upper case), for example `MCORE_CKPT_WRITER=fork`; a number of
+bytes also as `512M` or `5GiB`.
 An explicit argument wins over the environment.
 """
 
@@ -9,10 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.core.sizes import parse_size, shown_size
 
 _MIB = 1024 * 1024
 # The kernel's clocks take no more than they can count.
@@ -25,20 +27,46 @@ _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRAN
 # And the number of a process among those.
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
+# And its number among all of the job.
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
 DirectIo = Literal["auto", "on", "off"]
 PageCache = Literal["auto", "on", "off"]
 Validation = Literal["mcore_ckpt", "megatron"]
-_VALIDATIONS = ("mcore_ckpt", "megatron")
+Distribution = Literal["auto", "on", "megatron"]
 
 
-def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise OptionError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+# By class: the values that its fields may have which are `Literal`.
+_allowed: dict[type, dict[str, tuple[str, ...]]] = {}
+
+
+def _check_choices(options: SaveOptions | LoadOptions) -> None:
+    kind = type(options)
+    if kind not in _allowed:
+        hints = get_type_hints(kind)
+        _allowed[kind] = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    for name, allowed in _allowed[kind].items():
+        if (value := getattr(options, name)) not in allowed:
+            raise OptionError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
 
 
 def _at_least(name: str, value: float | None, minimum: float) -> None:
     if value is not None and not value >= minimum:  # NaN is no number of anything
-        raise OptionError(f"{name}={value!r}: expected at least {minimum}")
+        shown = shown_size(int(minimum)) if name.endswith("_bytes") else str(minimum)
+        raise OptionError(f"{name}={value!r}: expected at least {minimum}" + f" ({shown})" * (shown != str(minimum)))
+
+
+def _check_window(size_bytes: int) -> None:
+    if size_bytes < 64 * 1024 or size_bytes % 4096:
+        raise OptionError(f"window_bytes={size_bytes}: expected a multiple of 4096, at least 65536, such as 8MiB")
+
+
+def _check_directory(name: str, path: str | None) -> None:
+    if path is not None:
+        try:
+            checkpoint_path(path)
+        except OptionError as error:
+            raise OptionError(f"{name}={path!r}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +109,11 @@ class SaveOptions:
         validation: who validates access integrity in Megatron's `save`, after `install()`: `"mcore_ckpt"`, in the
             exchange that a save makes anyway, once for each structure; or `"megatron"`, which gathers all shards on all
             ranks. The same on all ranks.
+        distribution: which ranks save tensors that several ranks hold. `"auto"`: main replicas are saved, or what
+            Megatron's fully parallel wrapper chooses, whose choice this package makes then, after `install()`, as
+            Megatron does but without gathering all shards on all ranks. `"on"`: without a wrapper, too, all ranks that
+            hold a replica save for each other, so that ranks and hosts save about as much. `"megatron"` leaves the
+            wrapper to Megatron. The same on all ranks.
         trace_path: directory for Chrome trace files, one for each rank and save; None writes none.
         on_timings: called on every rank with a `dict` of phase timings when a save has been finalized.
         progress: show a progress bar while a person waits for a save on a terminal.
@@ -108,21 +141,14 @@ class SaveOptions:
     on_diverged: Literal["warn", "raise"] = "warn"
     fingerprints: bool = True
     validation: Validation = "mcore_ckpt"
+    distribution: Distribution = "auto"
     trace_path: str | None = None
     on_timings: Callable[[dict[str, Any]], None] | None = None
     progress: bool = True
     take_ahead: bool = True
 
     def __post_init__(self) -> None:
-        _choice("on_existing", self.on_existing, ("replace", "error"))
-        _choice("writer", self.writer, ("persistent", "fork"))
-        _choice("direct_io", self.direct_io, ("auto", "on", "off"))
-        _choice("drain_tracker", self.drain_tracker, ("auto", "on", "off"))
-        _choice("when_busy", self.when_busy, ("wait", "skip"))
-        _choice("on_failure", self.on_failure, ("raise", "warn"))
-        _choice("compare_replicas", self.compare_replicas, ("always", "sample", "off"))
-        _choice("on_diverged", self.on_diverged, ("warn", "raise"))
-        _choice("validation", self.validation, _VALIDATIONS)
+        _check_choices(self)
         _at_least("thread_count", self.thread_count, 1)
         _at_least("io_threads", self.io_threads, 1)
         _at_least("max_in_flight", self.max_in_flight, 1)
@@ -130,8 +156,7 @@ class SaveOptions:
         _at_least("keep_every", self.keep_every, 1)
         if self.keep_every is not None and self.keep_last is None:
             raise OptionError(f"keep_every={self.keep_every}: without keep_last nothing is removed; set keep_last, too")
-        if self.drain_to is not None:
-            checkpoint_path(self.drain_to)  # refuses what is no directory
+        _check_directory("drain_to", self.drain_to)
         _at_least("staging_budget_bytes", self.staging_budget_bytes, _MIB)
         _at_least("write_deadline_s", self.write_deadline_s, 0.001)
         if self.write_deadline_s is not None and self.write_deadline_s > _LONGEST_DEADLINE_S:
@@ -139,8 +164,7 @@ class SaveOptions:
                 f"write_deadline_s={self.write_deadline_s!r}: expected at most {_LONGEST_DEADLINE_S:.0f}, a year; "
                 "None waits for ever"
             )
-        if self.window_bytes < 64 * 1024 or self.window_bytes % 4096:
-            raise OptionError(f"window_bytes={self.window_bytes}: expected a multiple of 4096, at least 65536")
+        _check_window(self.window_bytes)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **explicit: Any) -> SaveOptions:
@@ -181,8 +205,9 @@ class LoadOptions:
             ranks must load together then.
         cooperative: `"on"`: what several ranks request is read from the storage by one of them, and handed on: through
             shared memory to the others of its host, through the process group to other hosts. All ranks must load
-            together then. `"auto"` does so within each host, where ranks load together (DCP;
-            Megatron-Core to 0.17), with what four of them or more request, if the page cache does not have it already.
+            together then. `"auto"` does so within each host, where ranks load together (DCP; Megatron-Core to 0.17,
+            and later where it checks the access integrity), with what four of them or more request, if the page cache
+            does not have it already.
             `"off"`: each rank reads all for itself.
         hand_on_deadline_s: seconds that a rank waits while no rank of its host gets any bytes, before it reads the rest
             by itself.
@@ -190,6 +215,9 @@ class LoadOptions:
             checkpoint's: `"always"`, of all tensors; `"sample"`, of one in 16, which depend on the save; `"off"`. All
             ranks must load together then. Tensors that differ are named in a `LoadError` on all ranks.
         validation: as of `SaveOptions`, for loads by Megatron-Core.
+        distribution: who reads what behind Megatron's fully parallel load wrapper, after `install()`: chosen by this
+            package as Megatron does (`"auto"` or `"on"`), and each rank reads the objects that it requests; or
+            `"megatron"`, which gathers all shards, and all objects, on all ranks. The same on all ranks.
         run_code_from_checkpoint: unpickle stored objects and the common state without any restriction, which lets
             the maker of the checkpoint run code as you. For old checkpoints of your own only, if nothing else helps.
     """
@@ -210,24 +238,17 @@ class LoadOptions:
     hand_on_deadline_s: float = 300.0
     prove: Literal["always", "sample", "off"] = "off"
     validation: Validation = "mcore_ckpt"
+    distribution: Distribution = "auto"
     run_code_from_checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        _choice("on_damaged", self.on_damaged, ("raise", "go_back"))
-        _choice("prove", self.prove, ("always", "sample", "off"))
-        _choice("validation", self.validation, _VALIDATIONS)
-        _choice("cooperative", self.cooperative, ("auto", "on", "off"))
+        _check_choices(self)
         _at_least("hand_on_deadline_s", self.hand_on_deadline_s, 0.001)
-        _choice("on_dtype_mismatch", self.on_dtype_mismatch, ("convert", "raise"))
-        _choice("page_cache", self.page_cache, ("auto", "on", "off"))
-        _choice("verify_slices", self.verify_slices, ("auto", "on", "off"))
         _at_least("io_threads", self.io_threads, 1)
         _at_least("max_gap_bytes", self.max_gap_bytes, 0)
-        for tier in (self.drain_to, self.local_tier):
-            if tier is not None:
-                checkpoint_path(tier)  # refuses what is no directory
-        if self.window_bytes < 64 * 1024 or self.window_bytes % 4096:
-            raise OptionError(f"window_bytes={self.window_bytes}: expected a multiple of 4096, at least 65536")
+        _check_directory("drain_to", self.drain_to)
+        _check_directory("local_tier", self.local_tier)
+        _check_window(self.window_bytes)
         _at_least("buffer_bytes", self.buffer_bytes, self.window_bytes)
 
     @classmethod
@@ -243,10 +264,21 @@ def _from_environment(cls: type[_Options], environment: Mapping[str, str] | None
     source = os.environ if environment is None else environment
     values: dict[str, Any] = {}
     for option in fields(cls):
-        text = source.get(_ENVIRONMENT_PREFIX + option.name.upper())
+        text = source.get(_variable(option.name))
         if text is not None and option.name not in explicit:
             values[option.name] = _parse(option.name, str(option.type), text)
-    return cls(**{**values, **explicit})
+    try:
+        return cls(**{**values, **explicit})
+    except OptionError as error:
+        # Each check begins with the field's name; the user has written that of the variable.
+        name, _, rest = str(error).partition("=")
+        if name not in values:
+            raise
+        raise OptionError(f"{_variable(name)}={rest}") from None
+
+
+def _variable(name: str) -> str:
+    return _ENVIRONMENT_PREFIX + name.upper()
 
 
 def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -277,6 +309,12 @@ def ranks_of_this_host(environment: Mapping[str, str] | None = None) -> int:
     return 1
 
 
+def rank_of_this_process() -> str:
+    """For messages: `rank 3: `, as the usual launchers tell a process and what it starts; or nothing."""
+    rank = next((os.environ[name] for name in _RANKS if os.environ.get(name)), "")
+    return f"rank {rank}: " if rank else ""
+
+
 def first_of_this_host(rank: int, environment: Mapping[str, str] | None = None) -> bool:
     """Whether a rank is the first of its host, as far as the launcher tells; else whether it is the first of all."""
     source = os.environ if environment is None else environment
@@ -289,7 +327,7 @@ def first_of_this_host(rank: int, environment: Mapping[str, str] | None = None) 
 
 def _parse(name: str, annotation: str, text: str) -> Any:
     """Turn an environment variable's text into the type that the field's annotation names."""
-    variable = _ENVIRONMENT_PREFIX + name.upper()
+    variable = _variable(name)
     if "Callable" in annotation:
         raise OptionError(f"{variable}: {name} is a function and cannot be set from the environment")
     if "None" in annotation and text.lower() in ("", "none"):
@@ -302,6 +340,8 @@ def _parse(name: str, annotation: str, text: str) -> Any:
         raise OptionError(f"{variable}={text!r}: expected one of 1, 0, true, false, yes, no, on, off")
     if annotation.startswith("tuple"):
         return tuple(part.strip() for part in text.split(",") if part.strip())
+    if name.endswith("_bytes"):
+        return parse_size(text, at_least=0, what=f"{variable}=")
     convert: Callable[[str], Any] = str
     if annotation.startswith("int"):
         convert = int

@@ -5,6 +5,9 @@ A step that may fail on one rank runs inside `RankGroup.run`: whatever happens, 
 follows, and if any rank failed then all raise the same exception. No rank is left waiting in a later collective for a
 rank that has given up.
 
+Each exchange says what it is. Where ranks meet in different ones, or with settings that all must have alike, all raise;
+but not where only the coordinator speaks in one of them (`run_on_coordinator`, `run_scattered`): that ends by time-out.
+
 An exchange is a binomial tree up to the coordinator, in which values are merged on the way, and a broadcast, which gloo
 does by such a tree. So it takes two messages for each rank, and twice the logarithm of their number in time. (Gloo's
 all-gather and all-reduce are rings: a step for each rank, in all of which every rank takes part.)
@@ -17,8 +20,10 @@ import operator
 import pickle
 import struct
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
@@ -26,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt.core._reachability import announce, who_is_missing
+from mcore_ckpt.core._reachability import announce, has_contact, who_is_missing
 from mcore_ckpt.core.errors import CheckpointError, OptionError
 from mcore_ckpt.core.failures import FailureReport, describe, remote_cause, same_class
 from mcore_ckpt.core.signals import interrupts_wait
@@ -39,15 +44,23 @@ U = TypeVar("U")
 
 # One message carries a payload of up to this many bytes; a larger one takes a second message of exact size.
 _SLOT_BYTES = 1024
-_HEADER = struct.Struct("<QQ")  # outcome of the step, length of the payload
+_HEADER = struct.Struct("<QQI")  # outcome of the step, length of the payload, and which exchange this is
 _INLINE_BYTES = _SLOT_BYTES - _HEADER.size
 # What is larger goes straight to the coordinator: half way up the tree a rank would hold it for half of the others.
 _MERGED_BYTES = 4096
 _OK, _FAILED, _FAILED_EVERYWHERE = range(3)
 _NAMED_RANKS = 16
+# Stands between a message and the traceback of the rank that failed.
+_TRACEBACK = "\n--- on rank "
 # An attribute rather than a list of such errors: it survives an error's conversion into another class.
 _REACHED = "_reached_every_rank"
 _INTERRUPTED = "_rank_was_interrupted"
+
+
+# Settings, by name, that all ranks of an exchange must have alike; each exchange carries them.
+_alike: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("_alike", default=())
+# Whether this process has left word of contact that it has lost.
+_lost = False
 
 
 class RankGroup:
@@ -68,13 +81,14 @@ class RankGroup:
         """Whether this is the one rank that plans and publishes for all."""
         return self.rank == 0
 
-    def run(self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError]) -> list[T]:
+    def run(self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError], name: str | None = None) -> list[T]:
         """Call `fn` on every rank and give every rank the values of all.
 
         Args:
             what: the step in words, for the message: "write the data files".
             fn: this rank's part.
             wrap: class of the exception if the one that `fn` raised is not of our tree.
+            name: what ranks must come to alike, where `what` is not the same on all; None: `what`.
 
         Returns:
             The values by rank.
@@ -84,7 +98,7 @@ class RankGroup:
                 failing rank if it was of our tree, else `wrap`. On a rank that failed, its own exception is the cause.
         """
         parts = self.run_merged(
-            what, lambda: {self.rank: pickle.dumps(fn())}, operator.or_, lambda merged: merged, wrap=wrap
+            what, lambda: {self.rank: pickle.dumps(fn())}, operator.or_, lambda merged: merged, wrap=wrap, name=name
         )
         return [pickle.loads(parts[rank]) for rank in range(self.size)]
 
@@ -96,6 +110,7 @@ class RankGroup:
         conclude: Callable[[T], U],
         *,
         wrap: type[CheckpointError],
+        name: str | None = None,
     ) -> U:
         """Call `fn` on every rank, merge the values on their way, and give every rank what the coordinator makes of it.
 
@@ -103,11 +118,12 @@ class RankGroup:
         """
         value, error = _attempt(fn)
         with self._contact(what, wrap, error):
-            merged, failed = self._up(value, error, merge)
+            tag = _tag(what if name is None else name)
+            merged, failed = self._up(tag, value, error, merge)
             if self.is_coordinator and not failed:
                 concluded, error = _attempt(partial(conclude, merged))
-                return self._down(what, wrap, concluded, error)
-            return self._down(what, wrap, None, error, failed)
+                return self._down(tag, what, wrap, concluded, error)
+            return self._down(tag, what, wrap, None, error, failed)
 
     def run_gather(self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError]) -> list[T] | None:
         """As `run`, but only the coordinator gets the values (others None), and only it needs memory for them."""
@@ -126,9 +142,10 @@ class RankGroup:
         # Of each long one, the first rank that has it, and which of that rank's it is.
         first = {part: (self.rank, n) for n, part in reversed(list(enumerate(told))) if isinstance(part, _Long)}
         with self._contact(what, wrap, error):
-            merged, failed = self._up(None if error else ({self.rank: told}, first), error, _both_told)
+            tag = _tag(what)
+            merged, failed = self._up(tag, None if error else ({self.rank: told}, first), error, _both_told)
             by_rank, first = merged if merged is not None else ({}, first)
-            senders = self._down(what, wrap, frozenset(first.values()), error, failed)
+            senders = self._down(tag, what, wrap, frozenset(first.values()), error, failed)
             mine = [part for n, part in enumerate(parts or ()) if (self.rank, n) in senders]
             if mine:
                 self._send_bytes(0, b"".join(mine))
@@ -143,7 +160,16 @@ class RankGroup:
         """Call `fn` on the coordinator alone and give every rank its value, or its exception as `run` does."""
         value, error = _attempt(fn) if self.is_coordinator else (None, None)
         with self._contact(what, wrap, error):
-            return self._down(what, wrap, value, error)
+            return self._down(_tag(what), what, wrap, value, error)
+
+    def run_scattered(self, what: str, fn: Callable[[], Sequence[T]], *, wrap: type[CheckpointError]) -> T:
+        """Call `fn` on the coordinator alone, and give each rank one of the values that it returns, in the order of the
+        ranks; or its exception as `run` does.
+        """
+        values, error = _attempt(fn) if self.is_coordinator else (None, None)
+        with self._contact(what, wrap, error):
+            self._down(_tag(what), what, wrap, None, error)
+            return self._apart(list(values or ()))
 
     def all_gather(self, value: T, *, wrap: type[CheckpointError]) -> list[T]:
         """Give every rank the values of all, by rank."""
@@ -152,10 +178,6 @@ class RankGroup:
     def maximum(self, values: Sequence[int], *, wrap: type[CheckpointError]) -> list[int]:
         """Element-wise maximum over the ranks; every rank passes as many values."""
         return self.run_merged("compare notes", lambda: list(values), _maximum, lambda merged: merged, wrap=wrap)
-
-    def run_xor(self, what: str, fn: Callable[[], Sequence[int]], *, wrap: type[CheckpointError]) -> list[int]:
-        """As `run`, but every rank gets the element-wise XOR of the integers that `fn` returns on all of them."""
-        return self.run_merged(what, lambda: list(fn()), _xor, lambda merged: merged, wrap=wrap)
 
     def any(self, flag: bool, *, wrap: type[CheckpointError]) -> bool:
         """Whether the flag is set on any rank."""
@@ -166,8 +188,8 @@ class RankGroup:
         as `run` does. That exchange has to be one of this class in which values go to the coordinator.
         """
         with self._contact(what, wrap, error):
-            _, failed = self._up(None, error, lambda first, _: first)
-            self._down(what, wrap, None, error, failed)
+            _, failed = self._up(None, None, error, lambda first, _: first)
+            self._down(None, what, wrap, None, error, failed)
         raise error
 
     # --- from rank to rank, outside of exchanges; from any thread, in one order for each tag of a pair of ranks -------
@@ -182,22 +204,32 @@ class RankGroup:
 
     # --- one exchange -------------------------------------------------------------------------------------------------
 
-    def _up(self, value: Any, error: BaseException | None, merge: Callable[[Any, Any], Any]) -> tuple[Any, _Failed]:
-        """To the coordinator: the values of all ranks that have one, merged, and which ranks failed."""
+    def _up(
+        self, tag: _Tag | None, value: Any, error: BaseException | None, merge: Callable[[Any, Any], Any]
+    ) -> tuple[Any, _Failed]:
+        """To the coordinator: the values of all ranks that have one, merged, and which ranks failed. Those who have
+        come to another exchange have. (No tag: this rank gives up, in whichever the others come to.)
+        """
         failed: _Failed = {} if error is None else {self.rank: _failure(error)}
         step = 1
         while step < self.size and self.rank % (2 * step) == 0:
             if self.rank + step < self.size:
-                theirs, others = pickle.loads(self._receive(self.rank + step))
+                their_tag, theirs, others = pickle.loads(self._receive(self.rank + step))
+                differs = None if tag is None or their_tag is None else _difference(their_tag, tag, self.rank)
+                if differs is not None:
+                    theirs = None
+                    others = {self.rank + step: _failure(differs), **others}
+                tag = their_tag if tag is None else tag
                 failed = _first_in_full({**failed, **others})
                 value = theirs if value is None else value if theirs is None else merge(value, theirs)
             step *= 2
         if not self.is_coordinator:
-            self._send(self.rank - step, pickle.dumps((value, failed)))
+            self._send(self.rank - step, pickle.dumps((tag, value, failed)))
         return value, failed
 
     def _down(
         self,
+        tag: _Tag | None,
         what: str,
         wrap: type[CheckpointError],
         value: T | None,
@@ -212,12 +244,31 @@ class RankGroup:
             everywhere = len(failed) == self.size and all(failure.everywhere for failure in failed.values())
             outcome = _FAILED_EVERYWHERE if everywhere else _FAILED
         answer = pickle.dumps(failed if outcome else value) if self.is_coordinator else b""
-        outcome, answer = self._broadcast(outcome, answer)
+        number = 0 if tag is None else zlib.crc32(tag[0].encode())
+        outcome, answer, their_number = self._broadcast(outcome, answer, number)
         if outcome == _FAILED_EVERYWHERE and error is not None:
             raise error  # every rank has this one already, from a step inside this step
         if outcome:
             self._raise(what, wrap, pickle.loads(answer), error)
+        if tag is not None and number != their_number:
+            raise wrap(
+                f"could not {what}: rank {self.rank} of {self.size} has come to this, and the first rank to something "
+                "else: all ranks must make the same calls in the same order"
+            )
         return value if self.is_coordinator else pickle.loads(answer)  # type: ignore[return-value]
+
+    def _apart(self, values: list[T]) -> T:
+        """The coordinator's values, to each rank its own: down the tree of `_up`, with those of ranks further down."""
+        step = 1
+        while step < self.size and self.rank % (2 * step) == 0:
+            step *= 2
+        if not self.is_coordinator:
+            values = pickle.loads(self._receive(self.rank - step))
+        while (step := step // 2) > 0:
+            if step < len(values):
+                self._send(self.rank + step, pickle.dumps(values[step:]))
+                values = values[:step]
+        return values[0]
 
     def _raise(self, what: str, wrap: type[CheckpointError], failed: _Failed, error: BaseException | None) -> NoReturn:
         if error is not None and not isinstance(error, Exception):
@@ -233,8 +284,8 @@ class RankGroup:
         named = ", ".join(map(str, sorted(failed)[:_NAMED_RANKS])) + (", ..." if len(failed) > _NAMED_RANKS else "")
         others = f" ({len(failed)} ranks failed: {named})" if len(failed) > 1 else ""
         raised = same_class(report, wrap)(
-            f"could not {what}: rank {first} of {self.size}{others}: {report.message}\n"
-            f"--- on rank {first} ---\n{report.traceback_text}"
+            f"could not {what}: rank {first} of {self.size}{others}: {report.message}"
+            f"{_TRACEBACK}{first} ---\n{report.traceback_text}"
         )
         setattr(raised, _REACHED, True)
         setattr(raised, _INTERRUPTED, any(failure.interrupted for failure in failed.values()))
@@ -243,11 +294,16 @@ class RankGroup:
     @contextmanager
     def _contact(self, what: str, wrap: type[CheckpointError], failure: BaseException | None) -> Iterator[None]:
         """Say in our own words that another rank is gone; gloo only knows addresses. `failure`: of this rank before."""
+        global _lost
         try:
             yield
+            if _lost:
+                _lost = False
+                has_contact(_store(), dist.get_rank())
         except (RuntimeError, ValueError) as error:
             if self.size == 1 or isinstance(error, CheckpointError):
                 raise
+            _lost = True
             missing = self._missing()
             raise wrap(
                 f"could not {what}: rank {self.rank} of {self.size} has lost contact with another rank"
@@ -259,8 +315,9 @@ class RankGroup:
     def _missing(self) -> str:
         """Which other ranks cannot be reached, in words; empty if nothing can be said."""
         try:
-            others = [rank for rank in map(self._global_rank, range(self.size)) if rank != dist.get_rank()]
-            return who_is_missing(_store(), others)
+            own = dist.get_rank()
+            others = [rank for rank in map(self._global_rank, range(self.size)) if rank != own]
+            return who_is_missing(_store(), own, others)
         except (RuntimeError, ValueError):  # the process group is being taken down
             return ""
 
@@ -272,7 +329,7 @@ class RankGroup:
             self._send_bytes(rank, payload)
 
     def _receive(self, rank: int) -> bytes:
-        _, length, inline = _open_slot(self._receive_bytes(rank, _SLOT_BYTES))
+        _, length, _, inline = _open_slot(self._receive_bytes(rank, _SLOT_BYTES))
         return inline if length <= _INLINE_BYTES else self._receive_bytes(rank, length)
 
     def _send_bytes(self, rank: int, payload: bytes | bytearray) -> None:
@@ -309,27 +366,44 @@ class RankGroup:
                 received[part], content = content[: part.length].tobytes(), content[part.length :]
         return received
 
-    def _broadcast(self, outcome: int, payload: bytes) -> tuple[int, bytes]:
-        """The coordinator's outcome and payload, on all ranks."""
+    def _broadcast(self, outcome: int, payload: bytes, number: int) -> tuple[int, bytes, int]:
+        """The coordinator's outcome, payload and number of the exchange, on all ranks."""
         if self.size == 1:
-            return outcome, payload
-        slot = _slot(outcome, payload)
+            return outcome, payload, number
+        slot = _slot(outcome, payload, number)
         dist.broadcast(torch.frombuffer(slot, dtype=torch.uint8), src=self._global_rank(0), group=self._group)
-        outcome, length, inline = _open_slot(slot)
+        outcome, length, number, inline = _open_slot(slot)
         if length <= _INLINE_BYTES:
-            return outcome, inline
+            return outcome, inline, number
         buffer = bytearray(payload) if self.is_coordinator else bytearray(length)
         dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=self._global_rank(0), group=self._group)
-        return outcome, bytes(buffer)
+        return outcome, bytes(buffer), number
 
     def _global_rank(self, rank: int) -> int:
         assert self._group is not None
         return dist.get_global_rank(self._group, rank)
 
 
+@contextmanager
+def carrying(settings: Mapping[str, str]) -> Iterator[None]:
+    """Within the block all exchanges in which values go to the coordinator carry these settings: `OptionError` is
+    raised on all ranks where they differ.
+    """
+    token = _alike.set(tuple(settings.items()))
+    try:
+        yield
+    finally:
+        _alike.reset(token)
+
+
 def reached_every_rank(error: BaseException) -> bool:
     """Whether this exception was raised by `RankGroup.run` and its kin, so that every rank has it already."""
     return bool(getattr(error, _REACHED, False))
+
+
+def without_tracebacks(message: str) -> str:
+    """The message of an error that was raised on all ranks, without the tracebacks behind it, however nested."""
+    return message.partition(_TRACEBACK)[0]
 
 
 def mark_as_told(error: BaseException) -> None:
@@ -409,6 +483,31 @@ def _gloo_group_like(wanted: dist.ProcessGroup, world: dist.ProcessGroup) -> dis
     return group
 
 
+# What an exchange is, and the settings that it carries.
+_Tag = tuple[str, tuple[tuple[str, str], ...]]
+
+
+def _tag(name: str) -> _Tag:
+    return name, _alike.get()
+
+
+def _difference(theirs: _Tag, own: _Tag, rank: int) -> Exception | None:
+    """Why another rank and this one, `rank`, do not meet in one exchange: the other's error; None if they do."""
+    settings = dict(own[1])
+    for name, value in theirs[1]:
+        if settings.get(name, value) != value:
+            return OptionError(
+                f"{name} is {value!r} there, and {settings[name]!r} on rank {rank}: set MCORE_CKPT_{name.upper()} "
+                "alike on all hosts, or nowhere"
+            )
+    if theirs[0] == own[0]:
+        return None
+    return RuntimeError(
+        f"this rank has come to another exchange ({theirs[0]}) than rank {rank} ({own[0]}): all ranks must make the "
+        "same calls in the same order"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Failure:
     """A rank's failure: the report of it, unless a rank before it failed, too; whether every rank has raised it."""
@@ -463,22 +562,18 @@ def _attempt(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
-def _xor(first: list[int], second: list[int]) -> list[int]:
-    return list(map(operator.xor, first, second))
-
-
 def _maximum(first: list[int], second: list[int]) -> list[int]:
     return list(map(max, first, second))
 
 
-def _slot(outcome: int, payload: bytes) -> bytearray:
+def _slot(outcome: int, payload: bytes, number: int = 0) -> bytearray:
     slot = bytearray(_SLOT_BYTES)
-    _HEADER.pack_into(slot, 0, outcome, len(payload))
+    _HEADER.pack_into(slot, 0, outcome, len(payload), number)
     inline = payload[:_INLINE_BYTES]
     slot[_HEADER.size : _HEADER.size + len(inline)] = inline
     return slot
 
 
-def _open_slot(slot: bytes | bytearray) -> tuple[int, int, bytes]:
-    outcome, length = _HEADER.unpack_from(slot)
-    return outcome, length, bytes(slot[_HEADER.size : _HEADER.size + min(length, _INLINE_BYTES)])
+def _open_slot(slot: bytes | bytearray) -> tuple[int, int, int, bytes]:
+    outcome, length, number = _HEADER.unpack_from(slot)
+    return outcome, length, number, bytes(slot[_HEADER.size : _HEADER.size + min(length, _INLINE_BYTES)])

@@ -49,11 +49,10 @@ from mcore_ckpt.dcp.bucket_writer import (
     take_sent_prefix,
     write_buckets,
 )
-from mcore_ckpt.directory.in_force import index_name
 from mcore_ckpt.directory.publish import check_files, publish
 from mcore_ckpt.directory.target import Target, abandon, lock_late, open_target
 from mcore_ckpt.format.footer import SAVE_ID_BYTES, ManifestFile, shown_id
-from mcore_ckpt.format.metadata_read import COMMON_FILE
+from mcore_ckpt.format.metadata_read import COMMON_FILE, index_name
 from mcore_ckpt.layout.buckets import check_hint
 from mcore_ckpt.layout.dense_tensors import check_memory
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
@@ -435,7 +434,15 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             self._target = lock_late(self._storage, {result.storage_data.relative_path for result in written})
         try:
             if self._alone is None:
-                note_drain(self.path, self.options, self._save_id, None, commits=True, total_bytes=sum(ends.values()))
+                note_drain(
+                    self.path,
+                    self.options,
+                    self._save_id,
+                    None,
+                    commits=True,
+                    total_bytes=sum(ends.values()),
+                    tells_loads=False,
+                )
             publish(self._storage, self._target, content, has_common_state=False)
         except BaseException:
             self._give_up()

@@ -40,9 +40,11 @@ def common_file_of_save(storage: Storage, target: Target, *, has_common_state: b
 
 
 def _sum_of_file(storage: Storage, save_id: bytes, name: str = COMMON_FILE) -> ManifestFile | None:
-    if not storage.exists(name):
+    try:
+        opened = storage.open_reader(name, direct="off")
+    except CheckpointNotFoundError:
         return None
-    with storage.open_reader(name, direct="off") as reader:
+    with opened as reader:
         value = 0
         for at in range(0, reader.size_bytes, _PIECE_BYTES):
             value = crc32(reader.read(at, min(_PIECE_BYTES, reader.size_bytes - at)), value)

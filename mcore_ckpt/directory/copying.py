@@ -5,7 +5,9 @@ A file that is there already is compared, not sent again: so a copy that was int
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import secrets
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.directory.folders import files_below
-from mcore_ckpt.directory.in_force import common_file_in_force, index_files, is_pending, with_common_files
+from mcore_ckpt.directory.in_force import common_file_in_force, index_files, is_pending, look, with_common_files
 from mcore_ckpt.directory.iterations import is_checkpoint_name
 from mcore_ckpt.directory.lock import DirectoryLock, is_lock_file
 from mcore_ckpt.format.file_names import data_file_of
@@ -33,6 +35,13 @@ from mcore_ckpt.storage.base import FileVersion, RangeReader, RangeWriter, Stora
 from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.resolve import storage_at
 
+ARRIVED: Final = ".mcore_ckpt_arrived."
+"""With the id of a save behind it: what a node has copied of that, as it tells the node that commits."""
+
+COPYING: Final = ".mcore_ckpt_copying."
+"""With the id of a save behind it: a data file on its way to the second tier."""
+
+_OF_THIS_PACKAGE: Final = ".mcore_ckpt_"
 _PIECE_BYTES: Final = 8 * 1024 * 1024
 _THREADS: Final = 4
 _MOST_SHOWN: Final = 5
@@ -78,6 +87,19 @@ def files_of(directory: Path) -> CheckpointFiles:
     )
 
 
+def own_files(directory: Path) -> list[str]:
+    """Names of the files in a directory itself, but not in folders, that a copy of the checkpoint has, too. Raises
+    `LoadError`.
+    """
+    index = parse_index(read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES), str(directory))
+    data = index_files(index)
+    return [
+        name
+        for name in storage_at(directory).list()
+        if name in data or name == METADATA_FILE or not (_is_left_out(name) or name.startswith(_OF_THIS_PACKAGE))
+    ]
+
+
 def _is_left_out(name: str) -> bool:
     """Whether an entry of the directory is copied otherwise, or not at all."""
     if name in (METADATA_FILE, COMMON_FILE, DRAIN_FILE) or is_checkpoint_name(name):
@@ -86,8 +108,8 @@ def _is_left_out(name: str) -> bool:
 
 
 def _is_passing(name: str) -> bool:
-    """Whether a file is of a lock, or is just being published, or was when its process ended."""
-    return is_lock_file(name) or (name.startswith(".") and name.endswith(".tmp"))
+    """Whether a file is of a lock, or is just being published or copied, or was when its process ended."""
+    return is_lock_file(name) or name.startswith((ARRIVED, COPYING)) or (name.startswith(".") and name.endswith(".tmp"))
 
 
 def _index_last(name: str) -> tuple[bool, str]:
@@ -126,8 +148,8 @@ def refuse_others(target: Path, names: Collection[str]) -> None:
 
 
 def _is_apart(name: str) -> bool:
-    """Whether an entry of the directory is no part of the checkpoint in it."""
-    return _is_passing(name) or is_checkpoint_name(name)
+    """Whether an entry of the directory is no part of the checkpoint in it; a note tells of which save it is."""
+    return _is_passing(name) or is_checkpoint_name(name) or name == DRAIN_FILE
 
 
 def copy_file(
@@ -135,40 +157,122 @@ def copy_file(
     name: str,
     writes: Storage,
     own_name: str,
-    arrived: Callable[[int], None] = lambda nbytes: None,
-    lock: DirectoryLock | None = None,
+    *,
+    lock: DirectoryLock,
 ) -> int | None:
-    """Copy a file, and compare; returns its length, or None if it was there. `arrived` is called with lengths written.
+    """Copy a file under the lock of the whole directory, and compare; returns its length, or None if it was there.
 
-    With the lock of the whole directory no file is made or removed after another process has taken that over. Raises
-    `LoadError` if it cannot be read, `SaveError` if it cannot be written, or does not hold what was written.
+    No file is made or removed after another process has taken the directory over. Raises `LoadError` if it cannot be
+    read, `SaveError` if it cannot be written, or does not hold what was written.
     """
-    delete = writes.delete if lock is None else lock.delete
     version = reads.version(name)
     with reads.open_reader(name) as reader:
-        there = writes.version(own_name)
-        if there is not None:
-            if there.size_bytes == reader.size_bytes and _crc(reader) == _crc_of(writes, own_name):
-                return None
-            delete(own_name)
-        open_writer = writes.open_writer if lock is None else lock.open_writer
-        writer = open_writer(own_name, size_bytes=reader.size_bytes)
-        try:
-            expected = _crc(reader, writer, arrived)
-            refuse_changed(reads, name, version)
-            writer.finish(reader.size_bytes)
-        except BaseException:
-            writer.abort()
-            raise
-        size_bytes = reader.size_bytes
+        is_same = _is_same(reader, writes, own_name)
+        if is_same:
+            return None
+        if is_same is not None:
+            lock.delete(own_name)
+        writer = lock.open_writer(own_name, size_bytes=reader.size_bytes)
+        expected = _written(reads, name, version, reader, writer)
     got = _crc_of(writes, own_name)
     if got != expected:
-        delete(own_name)
-        raise SaveError(
-            f"{writes.path(own_name)}: the copy has CRC-32 {got:#010x}, expected {expected:#010x}, as read from "
-            f"{reads.path(name)}; it was deleted. Check the device, and copy again"
-        )
-    return size_bytes
+        lock.delete(own_name)
+        raise _differs(reads, name, writes, own_name, got, expected)
+    return reader.size_bytes
+
+
+def copy_data_file(reads: Storage, name: str, writes: Storage, save: str, arrived: Callable[[int], None]) -> int | None:
+    """Copy a file whose name carries the id of a save, without a lock; otherwise as `copy_file`. `arrived` is called
+    with lengths written.
+
+    Other processes may be copying the same file. It has its name when it is complete and compared, where it could be
+    read before (an object is there when it is complete). A damaged one of that name goes under the lock only.
+    """
+    version = reads.version(name)
+    private = writes.made_by(renamed=f"{COPYING}{save}.{secrets.token_hex(8)}", in_place=name)
+    with reads.open_reader(name) as reader:
+        is_same = _is_same(reader, writes, name)
+        if is_same:
+            return None
+        if is_same is not None:
+            _remove_damaged(writes, name)
+        writer = writes.open_writer(private, size_bytes=reader.size_bytes)
+        expected = _written(reads, name, version, reader, writer, arrived)
+    try:
+        got = _crc_of(writes, private)
+        if got != expected:
+            if private == name:
+                _remove_damaged(writes, name)
+            raise _differs(reads, name, writes, name, got, expected)
+        if private != name and not _named(writes, private, name) and _crc_of(writes, name) != expected:
+            raise SaveError(f"{writes.path(name)}: another process has copied something else there; copy again")
+    finally:
+        if private != name:
+            with contextlib.suppress(SaveError):  # what is left is swept when the checkpoint is committed
+                writes.delete(private)
+    return reader.size_bytes
+
+
+def _named(writes: Storage, private: str, name: str) -> bool:
+    """Give a copy its name; False if another process was faster, which may have committed the checkpoint, and swept."""
+    try:
+        return writes.move_new(private, name)
+    except SaveError:
+        if not writes.exists(name):
+            raise
+        return False
+
+
+def _remove_damaged(writes: Storage, name: str) -> None:
+    """Remove a data file that is not what it should be, unless a checkpoint needs it that is in force by now."""
+    with DirectoryLock.take(writes) as lock:
+        needed = look(writes).needed
+        if needed is None or name in needed:
+            raise SaveError(
+                f"{writes.path(name)}: is not what it is a copy of, and the checkpoint that is in force there needs "
+                "it. It stays. `mcore-ckpt verify` says whether it is damaged"
+            )
+        lock.delete(name)
+
+
+def _is_same(reader: RangeReader, writes: Storage, name: str) -> bool | None:
+    """Whether a file of that name holds what is read; None if there is none."""
+    there = writes.version(name)
+    if there is None:
+        return None
+    return there.size_bytes == reader.size_bytes and _crc(reader) == _crc_of(writes, name)
+
+
+def _written(
+    reads: Storage,
+    name: str,
+    version: FileVersion | None,
+    reader: RangeReader,
+    writer: RangeWriter,
+    arrived: Callable[[int], None] = lambda nbytes: None,
+) -> int:
+    """Write what is read; returns the CRC-32 of it."""
+    try:
+        expected = _crc(reader, writer, arrived)
+        refuse_changed(reads, name, version)
+        writer.finish(reader.size_bytes)
+    except BaseException:
+        writer.abort()
+        raise
+    return expected
+
+
+def _differs(reads: Storage, name: str, writes: Storage, own_name: str, got: int, expected: int) -> SaveError:
+    return SaveError(
+        f"{writes.path(own_name)}: the copy has CRC-32 {got:#010x}, expected {expected:#010x}, as read from "
+        f"{reads.path(name)}; it was deleted. Check the device, and copy again"
+    )
+
+
+def is_copied(reads: Storage, name: str, writes: Storage) -> bool:
+    """Whether a file is in both, with the same content. Raises `LoadError` or `SaveError`."""
+    with reads.open_reader(name) as reader:
+        return bool(_is_same(reader, writes, name))
 
 
 def _crc_of(storage: Storage, name: str) -> int:

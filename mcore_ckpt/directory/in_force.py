@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +21,7 @@ from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     MAX_METADATA_BYTES,
     METADATA_FILE,
-    metadata_of_rank,
+    index_name,
     parse_index,
 )
 from mcore_ckpt.storage.base import FileVersion, Storage, align_up
@@ -32,11 +32,6 @@ _COMMON_STATE_KEY = "common_state/"
 _INDEX_OF_RANK = re.compile(r"__\d+" + re.escape(METADATA_FILE))
 # With the number that format 1 had in it.
 _PENDING = re.compile(re.escape(COMMON_FILE) + r"(?:\.\d+)?\.(?P<id>[0-9a-f]{16})\.pending")
-
-
-def index_name(rank: int | None) -> str:
-    """Name of the index of a checkpoint that one rank has saved alone; for None, of one that all ranks have saved."""
-    return METADATA_FILE if rank is None else metadata_of_rank(rank)
 
 
 def index_files(index: CheckpointIndex) -> set[str]:
@@ -162,9 +157,11 @@ def with_common_files(storage: Storage, names: Iterable[str], index: CheckpointI
     return [name for name in names if name not in asked] + there
 
 
-def data_bytes_of_rank(storage: Storage, rank: int, ranks: int) -> int | None:
-    """How much one rank has written of a checkpoint, in complete pages; None if other ranks have saved it. A guess."""
-    files = [(found.rank, size) for name, size in storage.sizes().items() if (found := data_file_of(name))]
+def data_bytes_of_rank(sizes: Mapping[str, int], rank: int, ranks: int) -> int | None:
+    """How much one rank has written of a checkpoint of these files, in complete pages; None if other ranks have saved
+    it. A guess.
+    """
+    files = [(found.rank, size) for name, size in sizes.items() if (found := data_file_of(name))]
     if max((of for of, _ in files), default=0) + 1 != ranks:
         return None
     return sum(align_up(size) for of, size in files if of == rank)

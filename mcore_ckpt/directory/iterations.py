@@ -190,9 +190,14 @@ def _lock_state(storage: Storage, names: Iterable[str]) -> tuple[bool, bool]:
 
 
 def _drain_of(directory: Path, index: CheckpointIndex) -> DrainNote | None:
-    """The note of this very save, not of one that it has replaced, or that has not been published."""
-    note = DrainNote.read(directory)
-    return note if note is not None and note.save in saves_of(index) else None
+    """The note of this very save, not of one that it has replaced, or that has not been published. One that cannot be
+    read says nothing of the checkpoint.
+    """
+    try:
+        note = DrainNote.read(directory)
+    except LoadError:
+        return None
+    return None if note is None else note.among(saves_of(index))
 
 
 def _problems(

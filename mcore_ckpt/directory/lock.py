@@ -6,6 +6,7 @@ A save has an id, and locks the directory before it writes anything else. Its lo
     .mcore_ckpt_incomplete.ID             the lease: who that is (`Owner`); its time of change is the heartbeat
     .mcore_ckpt_incomplete.ID.publish     a token: becomes `.metadata` when the save is published
     .mcore_ckpt_incomplete.ID.common      a token: becomes the common state, where that is written ahead of all else
+    .mcore_ckpt_incomplete.ID.marker      a token: becomes the marker, while the save ID takes over from another
     .mcore_ckpt_incomplete.ID.replaced    files of the checkpoint that the save replaces, whose names tell no save
     .mcore_ckpt_incomplete.ID.next        the lease of the save that takes over from the save ID, while that goes on
     .mcore_ckpt_incomplete.rank-R         the marker of a save that has a part of the directory: see below
@@ -23,8 +24,13 @@ save that dies within is taken over from in the same way, so the holder is the e
 marker.
 
 **A holder that was only thought to be gone** (it was stopped, or cut off) can do no harm when it resumes: its heartbeat
-finds no lease, and it can publish neither a common state nor a checkpoint, since the tokens that would become those
-files have been deleted. The names of its data files carry its id, so no other save ever uses them.
+finds no lease, and it can publish neither a common state nor a checkpoint, nor make its lease the marker, since the
+tokens that would become those files have been deleted. The names of its data files carry its id, so no other save ever
+uses them.
+
+**A publish of which an object store has not said what becomes of it** is treated as that of a save that has died then:
+released, such a lock leaves the marker, the token and the list, and what the published file names stays. The save that
+takes over completes the publish before it looks at the directory: so what is still on its way arrives too late.
 
 **A part of a directory** is what one rank needs that saves a checkpoint of its own there, and knows nothing of the
 others (DCP without collectives). It has a marker of its own, so that several ranks can be at work, and no rank twice.
@@ -78,13 +84,15 @@ _RETRY_S: Final = 0.01
 _PREFIX: Final = INCOMPLETE_MARKER + "."
 _TOKEN: Final = ".publish"
 _COMMON_TOKEN: Final = ".common"
+_MARKER_TOKEN: Final = ".marker"
 _NOTE: Final = ".replaced"
 _NEXT: Final = ".next"
 _SAVE_ID: Final = re.compile(r"[0-9a-f]{16}")
 _PART_MARKER: Final = re.compile(re.escape(_PREFIX) + r"rank-(\d{1,9})")
 # How long a save of a part, which has met one of the whole, may take to step back.
 _STEPS_BACK_S: Final = 0.3
-_LOCK_FILE: Final = re.compile(re.escape(_PREFIX) + r"([0-9a-f]{16})(\.publish|\.common|\.replaced|\.next)?$")
+_LOCK_FILE: Final = re.compile(re.escape(_PREFIX) + r"([0-9a-f]{16})(\.publish|\.common|\.marker|\.replaced|\.next)?$")
+_TOKENS: Final = (_TOKEN, _COMMON_TOKEN, _MARKER_TOKEN)
 
 # Locks that this process holds, by save id; one that nothing refers to any more is not held.
 _held: weakref.WeakValueDictionary[str, DirectoryLock] = weakref.WeakValueDictionary()
@@ -221,6 +229,7 @@ class _Life:
     ended: threading.Event = field(default_factory=threading.Event)
     released: bool = False
     lost: bool = False
+    undecided: set[str] = field(default_factory=set)  # tokens by which something may yet be published
 
 
 class DirectoryLock:
@@ -241,6 +250,7 @@ class DirectoryLock:
         self.part = part
         self._life = _Life(storage, _marker(part))
         self._token_used = False  # for other things than publishing, which end with it
+        self._has_published = False  # which has used the token up
         _held[owner.save_id] = self
         # The thread releases a lock that is forgotten: a device that hangs must not hold up the thread that forgets it.
         forgotten = weakref.finalize(self, self._life.ended.set)
@@ -256,12 +266,14 @@ class DirectoryLock:
         *,
         common_ahead: bool = False,
         part: int | None = None,
+        names: Callable[[], Iterable[str]] | None = None,
     ) -> DirectoryLock:
         """Lock a directory, which must exist; waits until it is known whether a holder elsewhere is gone.
 
         `noted` are more entries of the lease, in JSON's types. `common_ahead`: a common state is going to be published,
-        too. `part`: the rank whose part it is; None for all. Raises `SaveError` if another save holds it, or a part of
-        it.
+        too. `part`: the rank whose part it is; None for all. `names` lists the directory; it is called, once, when the
+        marker is there and locks of single ranks are looked for. Raises `SaveError` if another save holds it, or a part
+        of it.
         """
         owner = Owner.here(noted)
         try:
@@ -271,19 +283,19 @@ class DirectoryLock:
             together(storage.asks_at_once, *(partial(storage.create, *file) for file in files))
             after = _take(storage, owner, part)
             try:
-                after += _exclude(storage, owner, part)
+                after += _exclude(storage, owner, part, names or storage.list)
             except BaseException:
-                _release(storage, owner, _marker(part), remove_marker=not after)
+                _release(_Life(storage, _marker(part)), owner, remove_marker=not after)
                 raise
         except BaseException:
-            for end in ("", _TOKEN, _COMMON_TOKEN):
+            for end in ("", *_TOKENS):
                 with contextlib.suppress(SaveError, OSError):
                     storage.delete(_lease(owner, end))
             raise
         try:
             return cls(storage, owner, after, part)
         except BaseException:  # no thread can be started
-            _release(storage, owner, _marker(part), remove_marker=not after)
+            _release(_Life(storage, _marker(part)), owner, remove_marker=not after)
             raise
 
     @property
@@ -313,30 +325,62 @@ class DirectoryLock:
         """Whether a save holds the directory or a part of it, or is about to; asked of its lease."""
         return is_locked_by(self.storage, save)
 
-    def sweep(self, names: Iterable[str]) -> None:
-        """Remove what is left of locks of processes that are gone, among these files of the directory."""
-        for name in names:
+    def sweep(self, names: Iterable[str], *, notes: bool = True) -> None:
+        """Remove what is left of locks of processes that are gone, among these files of the directory; with `notes`
+        also lists of files, which `left_notes` has not been asked for.
+
+        A process that cannot be seen is gone when its heartbeat is an hour old: nobody waits for that to be so here.
+        """
+        for name in sorted(names, reverse=True):  # the rights to publish before the lease
             match = _LOCK_FILE.match(name)
-            if match is None or match.group(1) == self.owner.save_id:
+            if match is None or match.group(1) == self.owner.save_id or (match.group(2) == _NOTE and not notes):
                 continue
             # The file `.next` belongs to the save that it names.
             content = _read(self.storage, name if match.group(2) == _NEXT else _PREFIX + match.group(1))
-            if content is None or _is_long_gone(self.storage, Owner.decode(content)):
-                self.storage.delete(name)
+            owner = None if content is None else Owner.decode(content)
+            if owner is not None and not owner.host and self._is_young(name):
+                continue  # a save that is about to lock the directory is writing it
+            if owner is None or _is_long_gone(self.storage, owner, self.now_ns):
+                remove = self.storage.revoke if match.group(2) in _TOKENS else self.storage.delete
+                remove(name)
+
+    def _is_young(self, name: str) -> bool:
+        file, now_ns = self.storage.version(name), self.now_ns()
+        return file is not None and now_ns is not None and now_ns - file.modified_ns < _UNREADABLE_S * 1e9
 
     def publish(self, name: str, content: bytes, *, common: bool = False) -> None:
         """Publish a file, unless the directory has been taken over: one, and with `common` one common state."""
-        self.check()
-        try:
-            token = _lease(self.owner, _COMMON_TOKEN) if common else _lease(self.owner, _TOKEN)
+        if self._beats_by_hand or self._life.lost or not self.is_held:
+            self.check()
+        token = _lease(self.owner, _COMMON_TOKEN) if common else _lease(self.owner, _TOKEN)
+        try:  # through what a save that takes over takes away
             self.storage.publish(name, content, through=token)
-        except SaveError:
-            self.check()  # says better what has happened, if the directory was lost between the two
+            self._has_published = self._has_published or not common
+        except BaseException as error:
+            if self.storage.may_yet_publish(token):
+                self._life.undecided.add(token)
+            if isinstance(error, SaveError):
+                self.check()  # says better what has happened, if the directory was lost between the two
+            if isinstance(error, SaveError) and self.is_undecided:
+                raise SaveError(f"{error}. It may still come into force: its files stay") from error.__cause__
             raise
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether `publish` has failed, and what it was to publish may come into force all the same."""
+        return bool(self._life.undecided)
 
     def delete(self, name: str) -> None:
         """Remove a file of a name that other saves may use, too, unless the directory has been taken over."""
         self._through(lambda token: self.storage.delete_through(name, token))
+
+    def remove(self, name: str) -> None:
+        """As `delete`; after `publish`, which has used the right to that up, the directory is only looked at first."""
+        if self._has_published:
+            self.check()
+            self.storage.delete(name)
+        else:
+            self.delete(name)
 
     def open_writer(self, name: str, *, size_bytes: int) -> RangeWriter:
         """Create a file of a name that other saves may use, too: it gets it with `finish`, unless the directory has
@@ -363,6 +407,14 @@ class DirectoryLock:
         if held and self._beats_by_hand:
             self.storage.renew(_lease(self.owner))
         return held and self.storage.version(_lease(self.owner)) is not None
+
+    def now_ns(self) -> int | None:
+        """What time it is, in nanoseconds since 1970, by the clock by which the storage's files have theirs; None if
+        the lease is lost.
+        """
+        self.storage.renew(_lease(self.owner))
+        now = self.storage.version(_lease(self.owner))
+        return None if now is None else now.modified_ns
 
     def check(self) -> None:
         """Raise `SaveError` if the directory is not this save's any more."""
@@ -396,15 +448,20 @@ class DirectoryLock:
         self._life.released = True
         self._life.ended.set()
         _held.pop(self.owner.save_id, None)
-        if self._token_used:
+        if self._token_used and not self.is_undecided:
             with contextlib.suppress(SaveError, LoadError, OSError):
                 self.storage.revoke(_lease(self.owner, _TOKEN))
-        _release(self.storage, self.owner, self._life.marker, remove_marker=remove_marker, keep_note=keep_note)
+        _release(self._life, self.owner, remove_marker=remove_marker, keep_note=keep_note)
 
 
 def is_locked_by(storage: Storage, save: str) -> bool:
     """Whether the lease of a save is in a directory; raises `LoadError`."""
     return storage.version(_PREFIX + save) is not None
+
+
+def may_yet_publish(storage: Storage, save: str) -> bool:
+    """Whether a save that has failed may still come into force, by its id; see `Storage.may_yet_publish`."""
+    return storage.may_yet_publish(_PREFIX + save + _TOKEN)
 
 
 def holders(storage: Storage) -> list[Owner]:
@@ -440,7 +497,7 @@ def contenders(storage: Storage, names: Iterable[str]) -> list[Owner]:
     for name in names:
         if not is_lock_file(name):
             continue
-        lease = name.removesuffix(_TOKEN)  # that has other content, and names no process
+        lease = name.removesuffix(_TOKEN).removesuffix(_MARKER_TOKEN)  # that has other content, and names no process
         content = _read(storage, lease)
         owner = Owner(lease.removeprefix(_PREFIX)) if content is None else Owner.decode(content)
         found.setdefault(owner.save_id, owner)
@@ -458,13 +515,18 @@ def seems_gone(storage: Storage, owner: Owner) -> bool:
     return state != "alive"
 
 
-def _is_long_gone(storage: Storage, owner: Owner) -> bool:
-    """Whether a save that is locking the directory, or was, is gone, without waiting to see."""
+def _is_long_gone(storage: Storage, owner: Owner, now_ns: Callable[[], int | None]) -> bool:
+    """Whether a save that is locking the directory, or was, is gone, without waiting to see; `now_ns` by the storage's
+    clock, if that can be told.
+    """
     state = owner.process_state()
-    if state in ("gone", "rebooted"):
-        return True
+    if state != "unknown":
+        return state != "alive"
     beat = storage.version(_lease(owner))
-    return beat is None and state == "unknown"
+    if beat is None:
+        return True
+    now = now_ns()
+    return now is not None and now - beat.modified_ns > _LONGEST_LEASE_S * 1e9
 
 
 def _lease(owner: Owner, end: str = "") -> str:
@@ -494,15 +556,17 @@ def _take(storage: Storage, owner: Owner, part: int | None) -> list[Owner]:
     raise SaveError(f"{storage}: the directory could not be locked in {_ATTEMPTS} attempts: other saves lock it, too")
 
 
-def _exclude(storage: Storage, owner: Owner, part: int | None) -> list[Owner]:
+def _exclude(storage: Storage, owner: Owner, part: int | None, names: Callable[[], Iterable[str]]) -> list[Owner]:
     """A lock of all ranks excludes locks of single ranks, and vice versa; returns the owners that were replaced."""
     if part is not None:
         whole = holders(storage)
         if whole:
             _wait_until_gone(storage, whole[-1], owner, INCOMPLETE_MARKER)
+        for each in whole:
+            storage.revoke(_lease(each, _TOKEN))
         return []  # what is left of one that is gone is for the next save of the whole to find
     replaced: list[Owner] = []
-    for marker in filter(_PART_MARKER.fullmatch, storage.list()):
+    for marker in filter(_PART_MARKER.fullmatch, names()):
         until_s = time.monotonic() + _STEPS_BACK_S
         while chain := _chain(storage, marker):
             try:
@@ -513,7 +577,8 @@ def _exclude(storage: Storage, owner: Owner, part: int | None) -> list[Owner]:
                 time.sleep(_RETRY_S)
                 continue
             for each in chain:
-                storage.revoke(_lease(each, _TOKEN))
+                for end in (_TOKEN, _MARKER_TOKEN):
+                    storage.revoke(_lease(each, end))
                 for name in (_lease(each), _lease(each, _NEXT)):
                     storage.delete(name)
             storage.delete(marker)
@@ -523,27 +588,46 @@ def _exclude(storage: Storage, owner: Owner, part: int | None) -> list[Owner]:
 
 def _take_over(storage: Storage, gone: Owner, owner: Owner, marker: str) -> list[Owner]:
     """Become the holder after one that is gone; returns all that are gone, or none if another save did."""
+    storage.create(_lease(owner, _MARKER_TOKEN), b"")  # first, so that who finds this save by the link finds it, too
     if not storage.lock(_lease(gone, _NEXT), _lease(owner)):
+        storage.delete(_lease(owner, _MARKER_TOKEN))
         return []
     chain = _chain(storage, marker)
     ids = [each.save_id for each in chain]
     if owner.save_id not in ids:
         # Another save had taken over, and tidied up, before the link was made: nothing leads to it.
-        storage.delete(_lease(gone, _NEXT))
+        for name in (_lease(gone, _NEXT), _lease(owner, _MARKER_TOKEN)):
+            storage.delete(name)
         return []
     if ids[-1] != owner.save_id:
         raise SaveError(f"{storage}: {chain[-1]} has locked the directory while this process was held up")
     for each in chain[:-1]:
         # From here on, it cannot do anything any more, if it should not be gone after all.
-        for name in (_lease(each, _TOKEN), _lease(each, _COMMON_TOKEN)):
-            storage.revoke(name)
+        for end in _TOKENS:
+            storage.revoke(_lease(each, end))
         storage.delete(_lease(each))
-    storage.publish(marker, owner.encode())
+    try:
+        storage.publish(marker, owner.encode(), through=_lease(owner, _MARKER_TOKEN))
+    except SaveError as error:
+        now = _chain(storage, marker)
+        if now and now[-1].save_id == owner.save_id:
+            raise
+        who = now[-1] if now else "another save"
+        raise SaveError(f"{storage}: {who} has locked the directory while this process was held up") from error
     for each in chain[:-1]:
         storage.delete(_lease(each, _NEXT))
-    if gone.host:
+    if gone.host and not _is_of_living_process(gone, owner):  # else that save has failed, and its process has said so
         _logger.warning("%s: taken over from a save that is gone (%s)", storage, gone)
     return chain[:-1]
+
+
+def _is_of_living_process(gone: Owner, here: Owner) -> bool:
+    """Whether the process of a save that is gone lives: this one (`here`), or another."""
+    is_here = bool(gone.started) and all(
+        getattr(gone, name) == getattr(here, name)
+        for name in ("host", "machine", "boot", "pid_namespace", "pid", "started")
+    )
+    return is_here or gone.process_state() == "alive"
 
 
 def _wait_until_gone(storage: Storage, holder: Owner, owner: Owner, marker: str) -> None:
@@ -622,17 +706,26 @@ def _renew(owner: Owner, life: _Life) -> None:
             return
     if not life.released and life.pid == os.getpid():
         with contextlib.suppress(SaveError, LoadError, OSError):
-            _release(life.storage, owner, life.marker, remove_marker=False)
+            _release(life, owner, remove_marker=False)
 
 
-def _release(storage: Storage, owner: Owner, marker: str, *, remove_marker: bool, keep_note: bool = False) -> None:
+def _release(life: _Life, owner: Owner, *, remove_marker: bool, keep_note: bool = False) -> None:
+    storage, marker = life.storage, life.marker
+    if life.undecided:
+        remove_marker, keep_note = False, True
+        _logger.warning(
+            "%s: the store has not said what becomes of what this save (%s) was to publish: that may still come into "
+            "force. The files that it names stay; the next save into this directory completes it first",
+            storage,
+            owner,
+        )
+
     def delete_marker() -> None:
-        content = _read(storage, marker)
-        if content is not None and Owner.decode(content).save_id == owner.save_id:
-            storage.delete(marker)
+        storage.delete_own(marker, lambda content: Owner.decode(content).save_id == owner.save_id)
 
     ends = (_TOKEN, _COMMON_TOKEN) if keep_note else (_TOKEN, _COMMON_TOKEN, _NOTE)
-    deleted = [partial(storage.delete, _lease(owner, end)) for end in ends]
+    names = [name for end in ends if (name := _lease(owner, end)) not in life.undecided]
+    deleted = [partial(storage.delete, name) for name in names]
     try:
         together(storage.asks_at_once, *([delete_marker] if remove_marker else []), *deleted)
     finally:

@@ -9,21 +9,20 @@ import contextlib
 import logging
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
-from mcore_ckpt.core.errors import LoadError, SaveError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.core.threads import in_parallel, together
 from mcore_ckpt.directory._leftovers import sweep
-from mcore_ckpt.directory.in_force import index_name, look
+from mcore_ckpt.directory.in_force import look
 from mcore_ckpt.directory.lock import DirectoryLock, holders, seems_gone
 from mcore_ckpt.directory.target import Target, refuse_lost, take_reserved
-from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, INTEGRITY_FILE, METADATA_FILE, index_name
 from mcore_ckpt.storage.base import FileVersion, Storage
 
 _logger = logging.getLogger(__name__)
 
-_INTEGRITY_FILE = "integrity.json"
 # How long a file that another host has written may take to be seen on this one, and how often it is looked for.
 _FILES_APPEAR_WITHIN_S = 10.0
 _FIRST_PERIOD_S = 0.05
@@ -51,7 +50,7 @@ def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_sta
             # know of no pending name, see the old one next to the new `.metadata`.
             common = partial(_settle_common, storage, target, has_common_state)
             # Megatron sums up the files after the save: what is there now are the sums of another checkpoint.
-            sums = partial(storage.delete, _INTEGRITY_FILE)
+            sums = partial(storage.delete, INTEGRITY_FILE)
             together(storage.asks_at_once, common, partial(_note_published, storage), sums)
         _tidy_up(storage, target)
     except Exception as error:  # noqa: BLE001  (whatever it is, the checkpoint must not pass for a failed one)
@@ -74,7 +73,7 @@ def _settle_common(storage: Storage, target: Target, has_common_state: bool) -> 
         storage.delete(COMMON_FILE)
         storage.delete(pending)
     elif storage.version(pending) is not None:
-        _rename_for_sure(storage, pending, COMMON_FILE)
+        _rename_for_sure(storage, target)
 
 
 def _tidy_up(storage: Storage, target: Target) -> None:
@@ -86,22 +85,32 @@ def _tidy_up(storage: Storage, target: Target) -> None:
     storage.sync()
 
 
-def _rename_for_sure(storage: Storage, source: str, name: str) -> None:
-    """Rename; an error of a moment must not leave stock readers the old common state next to the new `.metadata`."""
+def _rename_for_sure(storage: Storage, target: Target) -> None:
+    """Rename the pending common state, unless a save that has taken over has put its own there; an error of a moment
+    must not leave stock readers the old one next to the new `.metadata`.
+    """
+    rename = partial(storage.move_over, target.pending_common, COMMON_FILE, target.common_before)
     for _ in range(_RENAMES - 1):
         try:
-            storage.move(source, name)
+            rename()
             return
         except SaveError as error:
             _logger.warning("%s: %s; it is tried again", storage, error)
             time.sleep(_FIRST_PERIOD_S)
-    storage.move(source, name)
+    rename()
 
 
-def check_files(storage: Storage, planned: Iterable[tuple[str, int]], *, at_least: bool = False) -> None:
+def check_files(
+    storage: Storage,
+    planned: Iterable[tuple[str, int]],
+    *,
+    at_least: bool = False,
+    missing: Callable[[], object] = lambda: None,
+) -> None:
     """Raise `SaveError` unless every planned file (name, bytes) is there, at its size, as this process sees it.
 
-    The ranks' own results do not tell whether all of them write to one place.
+    The ranks' own results do not tell whether all of them write to one place. `missing` is called when one is not there
+    at first, and may raise what says better why.
     """
 
     def look_for(name: str) -> None:
@@ -119,6 +128,7 @@ def check_files(storage: Storage, planned: Iterable[tuple[str, int]], *, at_leas
         left = {name: size for name, size in left.items() if not is_there(found[name], size)}
         if not left or time.monotonic() >= until_s:
             break
+        missing()
         # A network file system may show what another host has written a little later.
         time.sleep(period_s)
         period_s *= 2
@@ -150,7 +160,7 @@ def settle(storage: Storage, config: bytes | None = None) -> None:
         if not target.lock.is_still_held():
             refuse_lost(storage, target)
         if target.replaces and storage.version(target.pending_common) is not None:
-            storage.move(target.pending_common, COMMON_FILE)
+            storage.move_over(target.pending_common, COMMON_FILE, target.common_before)
         if config is not None and not _has_config(storage, config):
             target.lock.publish(CONFIG_FILE, config)
         sweep(storage, target.lock, look(storage))
@@ -164,9 +174,12 @@ def write_config(storage: Storage, content: bytes) -> bool:
     existing file is replaced under a lock only, and a new one replaces nothing.
     """
     settle(storage, content)  # another strategy saved next to the common state
-    if _has_config(storage, content):
+    has_config, is_published = together(
+        storage.asks_at_once, partial(_has_config, storage, content), partial(_is_still_published, storage)
+    )
+    if has_config:
         return True
-    if not _is_still_published(storage):
+    if not is_published:
         return False
     if storage.publish_new(CONFIG_FILE, content) or _has_config(storage, content):
         return True
@@ -185,11 +198,11 @@ def write_config(storage: Storage, content: bytes) -> bool:
 
 
 def _has_config(storage: Storage, content: bytes) -> bool:
-    return (
-        storage.exists(CONFIG_FILE)
-        and storage.size(CONFIG_FILE) == len(content)
-        and storage.read(CONFIG_FILE, 0, len(content)) == content
-    )
+    try:
+        with storage.open_reader(CONFIG_FILE, direct="off") as reader:
+            return reader.size_bytes == len(content) and reader.read(0, len(content)) == content
+    except CheckpointNotFoundError:
+        return False
 
 
 def _is_still_published(storage: Storage) -> bool:

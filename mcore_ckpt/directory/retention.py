@@ -5,6 +5,8 @@ folders that a save of Megatron-Core makes in it; whatever else lies in its dire
 under another name: so nothing half removed passes for a checkpoint, and a removal that was interrupted can be finished.
 The directory is locked for the whole removal, so that no save begins in it meanwhile; the note of the lock tells a
 removal that has died from a save that has.
+
+What a save that is gone has left goes, too, where it is all that the directory holds: no save may come into it again.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from mcore_ckpt.directory.folders import FOLDERS_OF_MEGATRON, files_below, folde
 from mcore_ckpt.directory.in_force import index_files, is_pending
 from mcore_ckpt.directory.iterations import RunCheckpoint, directories_of_run, iteration_of, look_at, tracked_name
 from mcore_ckpt.directory.lock import DirectoryLock, contenders, is_lock_file
-from mcore_ckpt.format.file_names import DATA_SUFFIX
+from mcore_ckpt.format.file_names import DATA_SUFFIX, data_file_of
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
     DRAIN_FILE,
+    INTEGRITY_FILE,
     MAX_METADATA_BYTES,
     METADATA_FILE,
     parse_index,
@@ -41,8 +44,11 @@ _REMOVED_INDEX = METADATA_FILE + ".removed"
 _REMOVAL = "removal"
 _READ = "a load is reading it"
 _LOCKED = "a save is at work in it, or has died there"
+_LEFT = "left by a save that is gone"
+# What the note of a lock says whose directory holds only that: ids of these saves, whose own locks go first.
+_TAKE_UP = "take_up"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_SIDECARS = (CONFIG_FILE, COMMON_FILE, DRAIN_FILE, "integrity.json")
+_SIDECARS = (CONFIG_FILE, COMMON_FILE, DRAIN_FILE, INTEGRITY_FILE)
 # Stock Megatron-Core and DCP mark no directory that they write to: files newer than the index tell, for so long.
 _RECENT_NS = 3600 * 10**9
 
@@ -101,10 +107,11 @@ def prune_run(
 
     Args:
         run: the directory that holds `iter_0000100` and the like.
-        keep_last: how many whole checkpoints stay, the newest; at least 1.
+        keep_last: how many complete checkpoints stay, the newest; at least 1.
         keep_every: iterations that are multiples of it stay.
         remove: do it.
-        saved_last: name of the directory that was saved last; None: what was published last, by the storage's clock.
+        saved_last: name of the directory that was saved last; None: as the notes of a second tier say, or what was
+            published last, by the storage's clock.
 
     Raises:
         CheckpointNotFoundError: there is no such directory, or no checkpoint of any kind in it.
@@ -114,7 +121,7 @@ def prune_run(
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
-            raise OptionError(f"{name}={value}: expected at least 1; the newest whole checkpoint always stays")
+            raise OptionError(f"{name}={value}: expected at least 1; the newest complete checkpoint always stays")
     tracked = tracked_name(run)
     directories = directories_of_run(run)
     checkpoints = [look_at(directory, tracked=tracked)[0] for directory in directories]
@@ -127,6 +134,9 @@ def prune_run(
     newest = _newest(whole, keep_last, None if saved_last is None else iteration_of(saved_last))
     decisions = []
     for checkpoint in checkpoints:
+        if _is_left(checkpoint, newest, links):
+            decisions.append(_taken_up(checkpoint) if remove else PruneDecision(checkpoint, False, _LEFT))
+            continue
         reason = (
             _reason_to_keep(checkpoint, newest, keep_last, keep_every)
             or _linked(checkpoint, links)
@@ -160,12 +170,18 @@ def _newest(whole: list[RunCheckpoint], keep_last: int, saved_last: int | None) 
     """`whole` is sorted by number. A number above the last save is of a branch that the run has left, or of a later
     save: neither counts.
     """
-    times = {each.iteration: each.saved_at_s or 0.0 for each in whole if each.iteration is not None}
+    times = {each.iteration: _saved_s(each) for each in whole if each.iteration is not None}
     by_time = sorted(times, key=lambda iteration: (times[iteration], iteration))
     head = saved_last if saved_last is not None else (by_time[-1] if by_time else 0)
     below = [iteration for iteration in times if iteration <= head]
     lowest = below[-keep_last] if len(below) >= keep_last else None
     return _Newest(head, lowest, frozenset(by_time[-keep_last:]))
+
+
+def _saved_s(checkpoint: RunCheckpoint) -> float:
+    """When it was saved: in a second tier its note tells, and `.metadata` has the time of the copy."""
+    noted_s = 0.0 if checkpoint.drain is None else checkpoint.drain.saved_s
+    return noted_s or checkpoint.saved_at_s or 0.0
 
 
 def _linked(checkpoint: RunCheckpoint, links: Mapping[str, str]) -> str | None:
@@ -188,7 +204,10 @@ def _reason_to_keep(checkpoint: RunCheckpoint, newest: _Newest, keep_last: int, 
     if _half_removed(storage_at(checkpoint.path)):
         return None
     if newest.lowest is None:
-        return f"there are no {keep_last} whole checkpoints" if keep_last > 1 else "no checkpoint is whole"
+        if not newest.by_time:
+            return "no checkpoint is complete"
+        said = "is no complete checkpoint" if keep_last == 1 else f"are no {keep_last} complete checkpoints"
+        return f"there {said}, counted down from iteration {newest.head}, which was saved last"
     if checkpoint.iteration > newest.head:
         return f"its number is above that of the last save, {newest.head}"
     if checkpoint.iteration in newest.by_time:
@@ -205,8 +224,10 @@ def _half_removed(storage: Storage) -> bool:
     return storage.exists(_REMOVED_INDEX) and not storage.exists(METADATA_FILE)
 
 
-def _reason_to_wait(checkpoint: RunCheckpoint) -> str | None:
-    """Why a checkpoint that could go must not go now; None if nothing stands against it."""
+def _reason_to_wait(checkpoint: RunCheckpoint, now_ns: int | None = None) -> str | None:
+    """Why a checkpoint that could go must not go now; None if nothing stands against it. `now_ns`: by the storage's
+    clock, if that is known, since the clock of this host may be wrong.
+    """
     storage = storage_at(checkpoint.path)
     try:
         name, index = _index_to_remove(storage)
@@ -217,12 +238,92 @@ def _reason_to_wait(checkpoint: RunCheckpoint) -> str | None:
         of_index = storage.version(name)
         limit_ns = 0 if of_index is None else of_index.modified_ns
         if name == METADATA_FILE:
-            limit_ns = max(limit_ns, time.time_ns() - _RECENT_NS)
+            limit_ns = max(limit_ns, (time.time_ns() if now_ns is None else now_ns) - _RECENT_NS)
         if storage.is_in_use(name):
             return _READ
     except LoadError as error:
         return f"its files cannot be looked at: {error}"
     return "its files are newer than its index: a save may be at work" if newest_ns > limit_ns else None
+
+
+def _is_left(checkpoint: RunCheckpoint, newest: _Newest, links: Mapping[str, str]) -> bool:
+    """Whether a directory holds nothing but what saves that are gone have left, untouched for an hour by this host's
+    clock. An iteration above the last save is left to the save that is likely to come.
+    """
+    if (
+        not checkpoint.abandoned
+        or checkpoint.tracked
+        or checkpoint.iteration is None
+        or checkpoint.iteration >= newest.head
+        or checkpoint.path.is_symlink()
+        or _linked(checkpoint, links)
+    ):
+        return False
+    storage = storage_at(checkpoint.path)
+    try:
+        names = storage.list()
+        return _holds_only(storage, names, _gone(storage, names)) and _is_quiet(storage, names, time.time_ns())
+    except LoadError:
+        return False
+
+
+def _gone(storage: Storage, names: list[str]) -> set[str]:
+    """Ids of the saves whose locks are left, and of those that an attempt to remove what they have left has noted."""
+    found = contenders(storage, names)
+    noted = [(owner.noted or {}).get(_TAKE_UP) for owner in found]
+    ids = [each for listed in noted if isinstance(listed, list) for each in listed if isinstance(each, str)]
+    return {*ids, *(owner.save_id for owner in found)}
+
+
+def _holds_only(storage: Storage, names: list[str], gone: set[str]) -> bool:
+    """Whether files and uploads are those that such saves have made, with what every save makes next to its data."""
+    if storage.folders():
+        return False
+    carry_ids = [name for name in names if not (is_lock_file(name) or _comes_with_data(name))]
+    files = [data_file_of(name) for name in (*carry_ids, *storage.unfinished())]
+    return all(found is not None and found.save in gone for found in files)
+
+
+def _comes_with_data(name: str) -> bool:
+    return name in _SIDECARS or is_pending(name) or (name.startswith(".") and name.endswith(".tmp"))
+
+
+def _is_quiet(storage: Storage, names: list[str], now_ns: int) -> bool:
+    versions = [storage.version(name) for name in names]
+    return all(version is None or version.modified_ns < now_ns - _RECENT_NS for version in versions)
+
+
+def _taken_up(checkpoint: RunCheckpoint) -> PruneDecision:
+    """Remove a directory that holds nothing but what saves that are gone have left."""
+    storage = storage_at(checkpoint.path)
+    try:
+        before = storage.list()
+        gone = _gone(storage, before)
+        locks = [version for name in before if is_lock_file(name) and (version := storage.version(name)) is not None]
+        lock = DirectoryLock.take(storage, {_TAKE_UP: sorted(gone)})
+        is_done = False
+        try:
+            lock.sweep(before)  # first: a publish of which the store has said nothing is completed by that
+            now_ns, names = lock.now_ns(), storage.list()
+            others = [name for name in names if not is_lock_file(name)]
+            if (
+                now_ns is not None
+                and all(version.modified_ns < now_ns - _RECENT_NS for version in locks)
+                and _holds_only(storage, others, gone)
+                and _is_quiet(storage, others, now_ns)
+            ):
+                for name in storage.unfinished():
+                    storage.discard_unfinished(name)
+                for name in others:
+                    lock.delete(name)
+                is_done = True
+        finally:
+            lock.release(remove_marker=is_done)
+    except (SaveError, LoadError) as error:
+        return PruneDecision(checkpoint, True, f"{_LEFT}, and cannot be removed: {error}")
+    if is_done and storage.remove():
+        return PruneDecision(checkpoint, False, "removed")
+    return PruneDecision(checkpoint, True, _LOCKED)
 
 
 def _is_of_removals(storage: Storage) -> bool:
@@ -247,7 +348,7 @@ def _remove(checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> PruneDeci
         raise SaveError(f"{checkpoint.path}: cannot be locked, and so not removed: {error}") from error
     save_before = any((owner.noted or {}).get(_REMOVAL) is not True for owner in lock.after)
     try:
-        reason = _LOCKED if save_before else _reason_now(storage, checkpoint, run)
+        reason = _LOCKED if save_before else _reason_now(storage, checkpoint, run, lock.now_ns())
         if reason is not None:
             return PruneDecision(checkpoint, True, reason)
         lock.sweep(storage.list())
@@ -289,7 +390,9 @@ def _locked(storage: Storage, checkpoint: RunCheckpoint, run: str | os.PathLike[
     return DirectoryLock.take(storage, {_REMOVAL: True})
 
 
-def _reason_now(storage: Storage, checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> str | None:
+def _reason_now(
+    storage: Storage, checkpoint: RunCheckpoint, run: str | os.PathLike[str], now_ns: int | None = None
+) -> str | None:
     """Why a checkpoint must stay as it is now that it is locked; None if it is as it was when it was chosen."""
     if tracked_name(run) == checkpoint.name:
         return "the tracker file names it"
@@ -297,7 +400,7 @@ def _reason_now(storage: Storage, checkpoint: RunCheckpoint, run: str | os.PathL
     # After a removal has begun there is none, until a save publishes one.
     if published is not None and published.modified_ns / 1e9 != checkpoint.saved_at_s:
         return "it has been saved again"
-    return _reason_to_wait(checkpoint)
+    return _reason_to_wait(checkpoint, now_ns)
 
 
 def _being_removed(directory: Path, lock: DirectoryLock | None) -> Iterator[str]:

@@ -31,8 +31,9 @@ from typing import NoReturn
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.core.threads import together
 from mcore_ckpt.directory._leftovers import finish_earlier
-from mcore_ckpt.directory.in_force import look, pending_name
+from mcore_ckpt.directory.in_force import InForce, look, pending_name
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.footer import SAVE_ID_BYTES
@@ -54,6 +55,7 @@ class Target:
     # The common state that was written ahead of all else, as it was then; None if none was.
     common: FileVersion | None = None
     common_sum: tuple[int, int] | None = None  # length in bytes and CRC-32 of that
+    common_before: FileVersion | None = None  # the common state that it is going to replace; None if there is none
     nonce: bytes = field(default_factory=partial(secrets.token_bytes, SAVE_ID_BYTES - _LOCK_ID_BYTES))  # 8 bytes
 
     @property
@@ -100,9 +102,15 @@ def open_target(storage: Storage, options: SaveOptions, rank: int | None = None)
 
 def _locked(storage: Storage, rank: int | None = None, *, common_ahead: bool = False) -> Target:
     storage.ensure()
-    lock = DirectoryLock.take(storage, common_ahead=common_ahead, part=rank)
+    looked: list[InForce] = []
+
+    def names() -> Iterable[str]:
+        looked.append(look(storage, rank))
+        return looked[-1].names
+
+    lock = DirectoryLock.take(storage, common_ahead=common_ahead, part=rank, names=names)
     try:
-        found = look(storage, rank)
+        found = looked[-1] if looked and not lock.after else look(storage, rank)
         finish_earlier(storage, lock, found)
         old_files = tuple(sorted(found.replaced))
         lock.note([name for name in old_files if not _tells_its_save(name)])
@@ -153,9 +161,16 @@ def write_common(storage: Storage, content: bytes) -> None:
     target = reserve(storage)
     try:
         target.lock.publish(target.common_file, content, common=True)
-        written, summed = storage.version(target.common_file), (len(content), crc32(content))
-        _reserved[storage.location] = replace(target, common=written, common_sum=summed)
-        target.lock.check()
+        asked = (target.common_file, COMMON_FILE) if target.replaces else (target.common_file,)
+        _, written, *before = together(
+            storage.asks_at_once, target.lock.check, *(partial(storage.version, name) for name in asked)
+        )
+        _reserved[storage.location] = replace(
+            target,
+            common=written,
+            common_sum=(len(content), crc32(content)),
+            common_before=before[0] if before else None,
+        )
     except BaseException as error:
         if isinstance(error, SaveError) and not target.lock.is_still_held():
             refuse_lost(storage, take_reserved(storage) or target)
@@ -175,9 +190,13 @@ def refuse_lost(storage: Storage, target: Target) -> NoReturn:
 def abandon(storage: Storage, target: Target) -> None:
     """Coordinator: put the directory back as it was before `open_target`, and let it go.
 
-    Where there is no checkpoint the marker stays, and says that what lies there is not one. What other ranks have not
-    removed, or are still writing, the next save finds by the id in its name.
+    If it may yet be published, all of it stays for the next save. Where there is no checkpoint the marker stays, and
+    says that what lies there is not one. What other ranks have not removed, or are still writing, the next save finds
+    by the id in its name.
     """
+    if target.lock.is_undecided:
+        target.lock.release()
+        return
     try:
         storage.delete(target.pending_common)
         ours = target.common is not None and not target.replaces and target.lock.is_still_held()

@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Final, NamedTuple
 
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import CorruptCheckpointError, NewerFormatError
+from mcore_ckpt.core.errors import IF_DAMAGED, CorruptCheckpointError, NewerFormatError
 from mcore_ckpt.format._columns import Columns, column_bytes, deflated, text_bytes
 
 BLOCK_BYTES: Final = 1024 * 1024
@@ -161,7 +161,7 @@ def decode_footer(data: bytes, where: str) -> FileFooter | None:
     if crc32(data[:-4]) != stated:
         raise CorruptCheckpointError(
             f"{where}: its integrity footer (the last {FOOTER_BYTES} bytes) does not have the CRC-32 that it "
-            "states; the file was damaged after it was written, load another copy or an earlier checkpoint"
+            f"states: the file was damaged after it was written; {IF_DAMAGED}"
         )
     if version not in (_NAMED_FILE_VERSION, _FILE_VERSION):
         raise newer_error(where, version, _FILE_VERSION)
@@ -186,7 +186,7 @@ def check_footer(footer: FileFooter | None, size_bytes: int, expected: ManifestF
             raise CorruptCheckpointError(
                 f"{where}: expected a data file of save {shown_id(expected.save_id)}, got one without an integrity "
                 f"footer ({size_bytes} bytes, expected {expected.size_bytes}): it was truncated, overwritten or put "
-                "there by another program; load another copy or an earlier checkpoint"
+                f"there by another program; {IF_DAMAGED}"
             )
         if footer.save_id != expected.save_id:
             raise CorruptCheckpointError(
@@ -204,7 +204,7 @@ def check_footer(footer: FileFooter | None, size_bytes: int, expected: ManifestF
     if size_bytes != planned_bytes or (expected is not None and expected.size_bytes != size_bytes):
         raise CorruptCheckpointError(
             f"{where}: expected {planned_bytes if expected is None else expected.size_bytes} bytes, the file has "
-            f"{size_bytes}: it was truncated or extended; load another copy or an earlier checkpoint"
+            f"{size_bytes}: it was truncated or extended; {IF_DAMAGED}"
         )
 
 

@@ -51,6 +51,7 @@ from mcore_ckpt.format.index import (
 )
 from mcore_ckpt.format.manifest import Manifest, split_metadata
 from mcore_ckpt.format.safe_pickle import loads
+from mcore_ckpt.storage.base import RangeReader
 from mcore_ckpt.storage.resolve import storage_at
 
 METADATA_FILE = ".metadata"
@@ -63,6 +64,8 @@ TRACKER_FILE = "latest_checkpointed_iteration.txt"
 NEMO_WEIGHTS, NEMO_CONTEXT = "weights", "context"
 INCOMPLETE_MARKER = ".mcore_ckpt_incomplete"
 DRAIN_FILE = ".mcore_ckpt_drain"
+# Of Megatron-Core, from 0.19 on: SHA-256 of all files.
+INTEGRITY_FILE = "integrity.json"
 
 # The index of 1,024 ranks with 1,000 items each, plans included, is 0.43 GB; ten times that is no index any more.
 MAX_METADATA_BYTES = 4 * 1024**3
@@ -70,20 +73,30 @@ MAX_CONFIG_BYTES = 1024 * 1024
 _METADATA_OF_RANK = re.compile(r"__(\d+)" + re.escape(METADATA_FILE))
 
 
-def metadata_of_rank(rank: int) -> str:
-    """Name of the index that DCP saves for one rank without collectives."""
-    return f"__{rank}{METADATA_FILE}"
+def index_name(rank: int | None) -> str:
+    """Name of the index of a checkpoint that one rank has saved alone; for None, of one that all ranks have saved."""
+    return METADATA_FILE if rank is None else f"__{rank}{METADATA_FILE}"
 
 
-def read_index(path: str | Path, *, strict: bool = True, rank: int | None = None) -> CheckpointIndex:
+def open_index(path: str | Path, rank: int | None = None) -> RangeReader:
+    """The file that `read_index` reads. Raises `CheckpointNotFoundError`, `CorruptCheckpointError`."""
+    return _open_small_file(checkpoint_path(path), index_name(rank), MAX_METADATA_BYTES)
+
+
+def read_index(
+    path: str | Path, *, strict: bool = True, rank: int | None = None, opened: RangeReader | None = None
+) -> CheckpointIndex:
     """Read the index of the checkpoint in directory `path`, or that of a `rank` saved with `use_collectives=False`.
 
-    `strict`: raise for a chunk or object that has no place in any file; otherwise list it in `problems`. Raises
-    `CheckpointNotFoundError`, `CorruptCheckpointError`, or `UnsafePickleError` for a class that no index holds.
+    `strict`: raise for a chunk or object that has no place in any file; otherwise list it in `problems`. `opened`: its
+    file, which stays open. Raises `CheckpointNotFoundError`, `CorruptCheckpointError`, or `UnsafePickleError` for a
+    class that no index holds.
     """
-    directory = checkpoint_path(path)
-    name = METADATA_FILE if rank is None else metadata_of_rank(rank)
-    data = read_small_file(directory, name, MAX_METADATA_BYTES)
+    directory, name = checkpoint_path(path), index_name(rank)
+    if opened is None:
+        data = read_small_file(directory, name, MAX_METADATA_BYTES)
+    else:
+        data = opened.read(0, opened.size_bytes)
     return parse_index(data, str(directory), strict=strict, name=name)
 
 
@@ -180,15 +193,21 @@ def encode_config() -> bytes:
 
 def read_small_file(directory: Path, name: str, max_bytes: int, *, follow_links: bool = False) -> bytes:
     """All of a file that has no reason to be large. Raises `LoadError`, of the class that says why."""
+    with _open_small_file(directory, name, max_bytes, follow_links=follow_links) as reader:
+        return reader.read(0, reader.size_bytes)
+
+
+def _open_small_file(directory: Path, name: str, max_bytes: int, *, follow_links: bool = False) -> RangeReader:
     try:
-        with storage_at(directory, follow_links=follow_links).open_reader(name, direct="off") as reader:
-            if reader.size_bytes > max_bytes:
-                raise CorruptCheckpointError(
-                    f"{reader.name}: expected at most {max_bytes} bytes, the file has {reader.size_bytes}"
-                )
-            return reader.read(0, reader.size_bytes)
+        reader = storage_at(directory, follow_links=follow_links).open_reader(name, direct="off")
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(_not_found(directory, name)) from error
+    if reader.size_bytes > max_bytes:
+        reader.close()
+        raise CorruptCheckpointError(
+            f"{reader.name}: expected at most {max_bytes} bytes, the file has {reader.size_bytes}"
+        )
+    return reader
 
 
 def _not_found(directory: Path, name: str) -> str:

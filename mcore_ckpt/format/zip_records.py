@@ -267,7 +267,8 @@ def _record_start(item: ItemBytes, record: ZipRecord) -> int:
     signature, _, flags, method, _, _, crc, stored, size, name_bytes, extra_bytes = LOCAL_HEADER.unpack_from(fixed)
     expected = b"PK\x03\x04", record.flags, 0, len(name), name
     if (signature, flags, method, name_bytes, fixed[30:]) != expected:
-        raise item.corrupt(f"expected the header of {record.name} at byte {record.header_offset}", repr(fixed))
+        where = f"expected the header of {record.name} at byte {record.header_offset}"
+        raise item.corrupt(where, f"got {fixed[:12]!r}...")
     start: int = content_at + extra_bytes
     stop = start + record.stored_bytes
     if stop > item.item_bytes:

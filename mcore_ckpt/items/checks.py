@@ -9,7 +9,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 
-from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, MissingKeyError
+from mcore_ckpt.core.errors import IF_DAMAGED, ChecksumError, CorruptCheckpointError, MissingKeyError
 from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, StoredItem
 from mcore_ckpt.format.item_reading import LocatedTensor
 
@@ -109,7 +109,7 @@ def _overlap(index: CheckpointIndex, file: str) -> CorruptCheckpointError:
         reaching = max(reaching, following, key=operator.itemgetter(1))
     return CorruptCheckpointError(
         f"{index.path}: {reaching[2]} and {following[2]} are said to be stored in the same bytes, so one of the"
-        " two is not: the index is damaged; load another copy or an earlier checkpoint"
+        f" two is not: the index is damaged; {IF_DAMAGED}"
     )
 
 
@@ -127,7 +127,7 @@ def check_located(
     if crc is not None and located.crc32 is not None and located.crc32 != crc:
         raise ChecksumError(
             f"the item states the CRC-32 {located.crc32:#010x} for its elements, .metadata {crc:#010x}: the file was"
-            " damaged after it was written, or part of it is another save's; load another copy or an earlier checkpoint"
+            f" damaged after it was written, or part of it is another save's; {IF_DAMAGED}"
         )
 
 
@@ -139,5 +139,5 @@ def check_proportion(nbytes: int, item: StoredItem, where: str) -> None:
     if not item.transforms and nbytes > _MAX_INFLATION * item.length:
         raise CorruptCheckpointError(
             f"{where}: {nbytes} bytes of elements cannot lie in {item.length} bytes: the index is damaged, or the item "
-            "repeats one element, as no checkpoint does; load another copy or an earlier checkpoint"
+            f"repeats one element, as no checkpoint does; {IF_DAMAGED}"
         )

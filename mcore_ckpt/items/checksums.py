@@ -14,7 +14,7 @@ from typing import Protocol
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.crc import crc32, crc32_combine
-from mcore_ckpt.core.errors import ChecksumError
+from mcore_ckpt.core.errors import IF_DAMAGED, ChecksumError
 from mcore_ckpt.format.footer import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.format.item_reading import verify_records
 
@@ -121,8 +121,8 @@ class BlockStream:
 def checksum_error(where: str, what: str, got: int, expected: int) -> ChecksumError:
     """The error for bytes that do not have the CRC-32 which was written with them; `what` is those bytes and a verb."""
     return ChecksumError(
-        f"{where}: {what} CRC-32 {got:#010x}, expected {expected:#010x}: the file was damaged after it was written;"
-        " load another copy or an earlier checkpoint"
+        f"{where}: {what} CRC-32 {got:#010x}, expected {expected:#010x}: the file was damaged after it was written; "
+        f"{IF_DAMAGED}"
     )
 
 

@@ -38,13 +38,13 @@ class FileFooters:
 
     def check(self, name: str, reader: RangeReader) -> None:
         """Compare a file with what `.metadata` says of it. Raises `CorruptCheckpointError`, or `LoadError`."""
-        if name in self._checked:
+        if reader.name in self._checked:
             return
         index = self._index()
         footer = checked_footer(index, name, reader)
         if index.manifest is None and footer is not None:
             self._check_table(index, name, read_table(reader, footer), reader.name)
-        self._checked.add(name)
+        self._checked.add(reader.name)
 
     def _check_table(self, index: CheckpointIndex, name: str, table: FileTable, where: str) -> None:
         with self._lock:

@@ -23,7 +23,7 @@ from mcore_ckpt.format.state_file import read_tensor_outline
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.items.checks import check_located, check_proportion, item_name
 from mcore_ckpt.items.checksums import check_records, checksum_error, range_crc
-from mcore_ckpt.items.file_footers import checked_footer
+from mcore_ckpt.items.file_footers import checked_footer, read_table
 from mcore_ckpt.items.open_files import OpenFiles, naming
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.direct_io import aligned_buffer
@@ -92,14 +92,16 @@ def checks_of(index: CheckpointIndex) -> list[ItemCheck]:
 
 
 def check_data_files(storage: Storage, index: CheckpointIndex, names: Iterable[str]) -> None:
-    """Compare these data files with the index: their footers, and the CRC-32 of each record.
+    """Compare these data files with the index: their footers and tables, and the CRC-32 of each record.
 
     Raises `CorruptCheckpointError` that tells what is wrong first, or `LoadError`.
     """
     files = set(names)
     for name in sorted(files):
         with storage.open_reader(name) as reader:
-            checked_footer(index, name, reader)
+            footer = checked_footer(index, name, reader)
+            if footer is not None:
+                read_table(reader, footer)
     checks = [check for check in checks_of(index) if check.item.file in files]
     checker = ItemChecker(storage)
     checker.run(list(spans_of(checks)), _WORKERS)

@@ -6,7 +6,8 @@ found under such a name, at that length, is a file of the very save that is load
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.format.file_names import data_file_of
@@ -20,30 +21,76 @@ class NearestFiles:
     Args:
         near: where they are looked for first; the directory need not exist.
         far: where they are else.
+        home: which of the two the index is of: files that cannot be told from others by name and length, as those of
+            Megatron-Core, are read there alone.
         index: of the checkpoint; asked at the first file.
     """
 
-    def __init__(self, near: Storage, far: Storage, index: Callable[[], CheckpointIndex]) -> None:
+    def __init__(self, near: Storage, far: Storage, home: Storage, index: Callable[[], CheckpointIndex]) -> None:
         self._near = near
         self._far = far
+        self._home = home
         self._index = index
+        self._opened: dict[str, Storage] = {}
+        self._is_left = False
         self.request_bytes = max(near.request_bytes, far.request_bytes)
         self.reads_at_once = max(near.reads_at_once, far.reads_at_once)
+        self.open_ahead = max(near.open_ahead, far.open_ahead)
+        self.keeps_pages = near.keeps_pages and far.keeps_pages
 
     def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
         """As `Storage.open_reader`."""
-        return self._open_near(name, direct) or self._far.open_reader(name, direct=direct)
-
-    def _open_near(self, name: str, direct: DirectIo) -> RangeReader | None:
-        found, manifest = data_file_of(name), self._index().manifest
+        manifest = self._index().manifest
         expected = None if manifest is None else manifest.files.get(name)
-        if found is None or found.save is None or expected is None:
+        if not _is_told(name) or expected is None:
+            return self._home.open_reader(name, direct=direct)
+        reader = None if self._is_left else self._open_near(name, direct, expected.size_bytes)
+        self._opened[name] = self._far if reader is None else self._near
+        return reader or self._far.open_reader(name, direct=direct)
+
+    @contextlib.contextmanager
+    def in_use(self, name: str) -> Iterator[None]:
+        """As `Storage.in_use`, of the directory that is read besides that of the index, if there is one to read."""
+        if self._home is self._far:
+            other = self._near
+        elif self._all_are_near():
+            yield
+            return
+        else:
+            other = self._far
+        with other.in_use(name):
+            yield
+
+    def _all_are_near(self) -> bool:
+        manifest = self._index().manifest
+        files = {} if manifest is None else {name: file for name, file in manifest.files.items() if _is_told(name)}
+        there = self._near.sizes() if files else {}
+        return all(there.get(name) == file.size_bytes for name, file in files.items())
+
+    def where(self, error: LoadError) -> Storage | None:
+        """The directory in which the file was read that an error names; None if it names none."""
+        said = str(error)
+        return next((storage for name, storage in list(self._opened.items()) if name in said), None)
+
+    def leave_near(self, error: LoadError) -> Storage | None:
+        """Where all files of this save are read from now on, if the error is of one that was read near; else None."""
+        if self._is_left or self.where(error) is not self._near:
             return None
+        self._is_left = True
+        return self._far
+
+    def _open_near(self, name: str, direct: DirectIo, size_bytes: int) -> RangeReader | None:
         try:
             reader = self._near.open_reader(name, direct=direct)
         except LoadError:
             return None
-        if reader.size_bytes == expected.size_bytes:
+        if reader.size_bytes == size_bytes:
             return reader
         reader.close()
         return None
+
+
+def _is_told(name: str) -> bool:
+    """Whether a name tells of which save a file is."""
+    found = data_file_of(name)
+    return found is not None and found.save is not None

@@ -84,9 +84,9 @@ class OpenFiles:
         self._idle: OrderedDict[str, RangeReader] = OrderedDict()
 
     @property
-    def far(self) -> bool:
-        """Whether opening a file takes as long as reading some of it."""
-        return self._storage.request_bytes > 0
+    def open_ahead(self) -> int:
+        """How many files are opened ahead of the one that is read (`Storage`)."""
+        return self._storage.open_ahead
 
     def reads_at_once(self, options: LoadOptions) -> int:
         """How many, as far as their buffers have room."""
@@ -148,6 +148,14 @@ class OpenFiles:
                     _, surplus = self._idle.popitem(last=False)
         if surplus is not None:
             surplus.close()
+
+    def forget(self) -> None:
+        """Open files again from now on; none is in use."""
+        with self._lock:
+            readers = list(self._idle.values())
+            self._idle.clear()
+        for reader in readers:
+            reader.close()
 
     def close(self) -> None:
         """Close what is idle, and what is in use when its last user releases it."""

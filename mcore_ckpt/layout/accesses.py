@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from mcore_ckpt.layout.buckets import TensorSpec
 from mcore_ckpt.layout.plans import LocalPlan
-from mcore_ckpt.layout.shards import is_main_replica, is_sharded_tensor, leaves, stored_form
+from mcore_ckpt.layout.shards import is_main, leaves_by_kind, stored_form
 from mcore_ckpt.layout.torch_classes import dtype_name
 
 
@@ -44,10 +44,7 @@ class Accesses(NamedTuple):
     @classmethod
     def of(cls, sharded_state_dict: Any) -> Accesses:
         """Those of a nested dict/list, as they are now."""
-        tensors: list[Any] = []
-        objects: list[Any] = []
-        for leaf in leaves(sharded_state_dict):
-            (tensors if is_sharded_tensor(leaf) else objects).append(leaf)
+        tensors, objects = leaves_by_kind(sharded_state_dict)
         return cls(
             (
                 [shard.key for shard in tensors],
@@ -68,22 +65,25 @@ class Accesses(NamedTuple):
             ),
         )
 
-    def told(self, written: Sequence[TensorSpec] | None = None) -> list[bytes]:
+    def told(self, written: Sequence[TensorSpec] | None = None, *, mains_are_written: bool = False) -> list[bytes]:
         """What the coordinator is told of them (`plan_check.py`): main replicas, other replicas, objects. Of main
-        replicas nothing, where they are what the plan of this rank says that it has `written`.
+        replicas nothing, where they are what the plan of this rank says that it has `written`, or are known to be what
+        all ranks together have.
         """
         keys, dtypes, shapes, offsets, sizes = _stored(self.tensors)
-        is_main = [is_main_replica(_Replica(replica)) for replica in self.tensors[-1]]
-        mains = [list(compress(column, is_main)) for column in (keys, dtypes, shapes, offsets, sizes)]
-        is_written = written is not None and mains == [list(map(itemgetter(field), written)) for field in range(5)]
+        are_main = list(map(is_main, self.tensors[-1]))
+        mains = [list(compress(column, are_main)) for column in (keys, dtypes, shapes, offsets, sizes)]
+        is_written = mains_are_written or (
+            written is not None and mains == [list(map(itemgetter(field), written)) for field in range(5)]
+        )
         others = zip(keys, dtypes, shapes, strict=True)
-        replicas = list(dict.fromkeys(other for other, main in zip(others, is_main, strict=True) if not main))
+        replicas = list(dict.fromkeys(other for other, main in zip(others, are_main, strict=True) if not main))
         uneven = list(dict.fromkeys(key for key, grid in zip(keys, self.tensors[6], strict=True) if grid is None))
         counts: dict[str, int] = {}
         unique_keys = []
         for key, unique_key, shape, replica in zip(*self.objects, strict=True):
             counts.setdefault(key, math.prod(shape))
-            if is_main_replica(_Replica(replica)):
+            if is_main(replica):
                 unique_keys.append((key, unique_key))
         return [
             b"" if is_written else _plan_of(*mains).encode(),
@@ -100,10 +100,6 @@ def _stored(tensors: tuple[list[Any], ...]) -> tuple[list[Any], ...]:
         forms = [stored_form(shard) for shard in map(_Shard._make, zip(*tensors, strict=True))]
         shapes, offsets, sizes = ([form[field] for form in forms] for field in range(3))
     return keys, list(map(dtype_name, dtypes)), shapes, offsets, sizes
-
-
-class _Replica(NamedTuple):
-    replica_id: Any
 
 
 def _plan_of(keys: list[str], dtypes: list[str], shapes: list[Any], offsets: list[Any], sizes: list[Any]) -> LocalPlan:

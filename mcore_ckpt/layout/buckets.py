@@ -17,7 +17,7 @@ import heapq
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import NamedTuple
 
 from mcore_ckpt.core.boxes import Stretch
@@ -83,9 +83,9 @@ def balance(sizes_bytes: Sequence[int], buckets: int) -> list[list[int]]:
     filled = [(0, bucket) for bucket in range(buckets)]
     chosen: list[list[int]] = [[] for _ in range(buckets)]
     for index in sorted(range(len(sizes_bytes)), key=sizes_bytes.__getitem__, reverse=True):
-        total_bytes, bucket = heapq.heappop(filled)
+        total_bytes, bucket = filled[0]
         chosen[bucket].append(index)
-        heapq.heappush(filled, (total_bytes + sizes_bytes[index], bucket))
+        heapq.heapreplace(filled, (total_bytes + sizes_bytes[index], bucket))
     for indices in chosen:
         indices.sort()
     return chosen
@@ -159,23 +159,40 @@ def lay_out_file(
     """Lay out a bucket's file; the region of the objects gets some room to grow beyond `objects_bytes`.
     `fingerprints`: the writer sums what those of tensors need.
     """
+    return _laid_out(file_name, specs, object_keys, objects_bytes, fingerprints=fingerprints)[0]
+
+
+def _laid_out(
+    file_name: str,
+    specs: Sequence[TensorSpec],
+    object_keys: Sequence[str],
+    objects_bytes: Sequence[int],
+    *,
+    fingerprints: bool,
+) -> tuple[BucketLayout, TableColumns]:
+    """The layout, and the same in columns."""
     templates = [tensor_template(spec.dtype, spec.sizes) for spec in specs]
     item_offsets = array("q")
     payload_offsets = array("q")
     payload_lengths = array("q")
     crc_positions = array("q")
+    item_bytes: list[int] = []
     position = bytes_region = region_bytes(objects_bytes)
-    for template in templates:
-        start = place(position, template)
-        payload = start + len(template.head)
-        tail = payload + template.payload_bytes
-        item_offsets.append(start)
-        payload_offsets.append(payload)
-        payload_lengths.append(template.payload_bytes)
-        for crc_position in template.crc_positions:
-            crc_positions.append(tail + crc_position)
-        position = tail + len(template.tail)
-    footer = footer_plan(specs, item_offsets, [template.item_bytes for template in templates], object_keys)
+    for _, alike in groupby(templates, id):  # most tensors are like their neighbours: those lie at equal distances
+        template, *others = alike
+        count, payload, size_bytes = 1 + len(others), len(template.head), template.item_bytes
+        first = place(position, template)
+        step = place(first + size_bytes, template) - first
+        starts = range(first, first + count * step, step)
+        item_offsets.extend(starts)
+        payload_offsets.extend(range(first + payload, starts.stop + payload, step))
+        payload_lengths.extend([template.payload_bytes] * count)
+        crcs = [payload + template.payload_bytes + crc_position for crc_position in template.crc_positions]
+        crc_positions.extend([start + crc for start in starts for crc in crcs])
+        item_bytes += [size_bytes] * count
+        position = starts[-1] + size_bytes
+    columns = _table_columns(specs, item_offsets, item_bytes, object_keys)
+    footer = FooterPlan.of(columns)
     image = FileImage(
         size_bytes=position + footer.size_bytes,
         payload_offsets=payload_offsets,
@@ -183,9 +200,10 @@ def lay_out_file(
         crc_positions=crc_positions,
         strided=tuple(_strided(specs)) if fingerprints else (),
     )
-    return BucketLayout(
+    layout = BucketLayout(
         file_name, tuple(specs), tuple(object_keys), bytes_region, tuple(templates), item_offsets, image, footer
     )
+    return layout, columns
 
 
 def _strided(specs: Sequence[TensorSpec]) -> Iterator[tuple[int, Stretch]]:
@@ -205,19 +223,26 @@ def footer_plan(
     object_keys: Sequence[str],
 ) -> FooterPlan:
     """The integrity footer of a file that holds these tensors, in its order, and objects of these keys."""
+    return FooterPlan.of(_table_columns(specs, item_offsets, item_bytes, object_keys))
+
+
+def _table_columns(
+    specs: Sequence[TensorSpec],
+    item_offsets: Iterable[int],
+    item_bytes: Iterable[int],
+    object_keys: Sequence[str],
+) -> TableColumns:
     dtypes = {dtype: code for code, dtype in enumerate(dict.fromkeys(spec.dtype for spec in specs))}
-    boxes = chain.from_iterable((*spec.shape, *spec.offsets, *spec.sizes) for spec in specs)
+    boxes = chain.from_iterable([(spec.shape, spec.offsets, spec.sizes) for spec in specs])
     places = chain.from_iterable(zip(item_offsets, item_bytes, strict=True))
-    return FooterPlan.of(
-        TableColumns(
-            tuple(dtypes),
-            [spec.key for spec in specs],
-            array("I", [dtypes[spec.dtype] for spec in specs]),
-            array("I", [len(spec.shape) for spec in specs]),
-            array("q", boxes),
-            array("q", places),
-            object_keys,
-        )
+    return TableColumns(
+        tuple(dtypes),
+        [spec.key for spec in specs],
+        array("I", [dtypes[spec.dtype] for spec in specs]),
+        array("I", [len(spec.shape) for spec in specs]),
+        array("q", list(chain.from_iterable(boxes))),
+        array("q", list(places)),
+        object_keys,
     )
 
 
@@ -307,13 +332,11 @@ def lay_out_rank(
     for name, objects, (_, indices) in zip(names, objects_of_file, chosen, strict=True):
         of_file = [specs[index] for index in indices]
         sizes = [object_bytes[index] for index in objects]
-        bucket = lay_out_file(
+        bucket, columns = _laid_out(
             name, of_file, [object_keys[index] for index in objects], sizes, fingerprints=fingerprints
         )
         buckets.append(bucket)
-        builder.begin_file(name, bucket.image.size_bytes)
-        for spec, offset, template in zip(of_file, bucket.item_offsets, bucket.templates, strict=True):
-            builder.add(spec.key, spec.dtype, spec.shape, spec.offsets, spec.sizes, offset, template.item_bytes)
+        builder.add_file(name, bucket.image.size_bytes, columns)
     return RankLayout(
         specs=tuple(specs),
         buckets=tuple(buckets),

@@ -1,21 +1,22 @@
 """The fingerprint of the state that ranks hold in memory: Megatron's sharded tensors, whatever the layout, or DTensors.
 
-Without names each rank sums up its main replicas, and one reduction of 40 bytes puts the parts together. With names it
+Without names each rank sums up its main replicas, and one reduction of 40 bytes puts the parts together (and names
+tensors without elements, since what several ranks hold of one of them is the same). With names it
 sums up all its replicas, and the coordinator compares them. So it does for the tensors of plain DCP, of which no rank
-by itself knows who else holds the same.
+by itself knows who else holds the same. A state is plain DCP's if no rank holds anything sharded by Megatron.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mcore_ckpt.core.boxes import Box, flat_boxes
+from mcore_ckpt.core.boxes import Box, Stretch, flat_boxes
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.core.fingerprints import (
     DivergedReplica,
@@ -40,6 +41,9 @@ _WINDOW_BYTES = 32 * 1024 * 1024
 # What the storage of a subclass holds is not known.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+# What a tensor that is that stretch of a global one adds, if that is known already.
+Known = Callable[[torch.Tensor, Stretch], int | None]
+
 
 def fingerprint(
     sharded_state_dict: Any, process_group: dist.ProcessGroup | None = None, *, names: bool = False
@@ -51,11 +55,12 @@ def fingerprint(
 
     Args:
         sharded_state_dict: nested dict/list with Megatron's sharded tensors, and factories of them, which are built.
-            Without any of Megatron's, a state dict as plain DCP saves it: its tensors and DTensors (FSDP2) count, under
-            the keys that DCP gives them.
+            Without any of Megatron's on any rank, a state dict as plain DCP saves it: its tensors and DTensors (FSDP2)
+            count, under the keys that DCP gives them. Which of several replicas DCP saves is settled when it saves; the
+            one of the lowest rank counts. So where some have diverged, the checkpoint may have another fingerprint.
         process_group: the ranks that hold it together; None: all.
-        names: also return the fingerprint of each tensor, on every rank, and compare replicas with the ones that would
-            be saved. All replicas are read then, and lists of them are exchanged.
+        names: also return the fingerprint of each tensor, on every rank, and compare replicas with those that count.
+            All replicas are read then, and lists of them are exchanged.
 
     Raises:
         PlanError: a shard has no data, or (with `names`) ranks disagree on a tensor, or their main replicas do not make
@@ -63,13 +68,20 @@ def fingerprint(
     """
     group = coordination_group(process_group)
     what = "take the fingerprint of the state"
-    if not names:
-        *words, by_dcp = group.run_xor(what, lambda: _words_of_rank(sharded_state_dict), wrap=PlanError)
-        if not by_dcp:
-            return StateFingerprint(str(StateWords(tuple(words))))
-    gathered = group.run_gather(what, lambda: list(parts_of(sharded_state_dict, replicas=True)), wrap=PlanError)
-    found = group.run_on_coordinator(what, lambda: _compared(gathered or []), wrap=PlanError)
-    return found if names else StateFingerprint(found.total)
+    built: list[Any] = []
+
+    def of_rank() -> _OfRank:
+        built.append(_built(sharded_state_dict))
+        is_megatrons = next(leaves(built[0]), None) is not None
+        return _OfRank.of([] if names else parts_of(built[0], replicas=False), is_megatrons)
+
+    found = group.run_merged(what, of_rank, _OfRank.merged, lambda merged: merged, wrap=PlanError)
+    if found.is_megatrons and not names:
+        return StateFingerprint(str(found.words ^ state_words((*one, 0, True) for one in found.empty)))
+    take = partial(parts_of, replicas=True) if found.is_megatrons else _dcp_parts
+    gathered = group.run_gather(what, lambda: list(take(built[0])), wrap=PlanError)
+    compared = group.run_on_coordinator(what, lambda: _compared(gathered or []), wrap=PlanError)
+    return compared if names else StateFingerprint(compared.total)
 
 
 class Part(NamedTuple):
@@ -90,32 +102,47 @@ class Part(NamedTuple):
         return start == 0 and not any(self.box.offsets) and (stop > 0 or not math.prod(self.shape))
 
 
-def _words_of_rank(tree: Any) -> tuple[int, ...]:
-    """The words of this rank's main replicas, and one more: a random number where the state is plain DCP's."""
-    built = _built(tree)
-    if _is_dcps(built):
-        return (*state_words(()).words, secrets.randbits(64) or 1)
-    parts = parts_of(built, replicas=False)
-    return (*state_words((part.key, part.dtype, part.shape, part.crc, part.is_first) for part in parts).words, 0)
+class _OfRank(NamedTuple):
+    """Of the main replicas of a rank, or of several; and whether they hold anything of Megatron's."""
 
+    words: StateWords
+    empty: frozenset[tuple[str, str, tuple[int, ...]]]  # tensors without elements: several ranks may hold the first one
+    is_megatrons: bool
 
-def _is_dcps(tree: Any) -> bool:
-    """Whether nothing of Megatron's is there, but tensors are."""
-    return next(leaves(tree), None) is None and any(True for _ in dcp_tensors(tree))
+    @classmethod
+    def of(cls, mains: Iterable[Part], is_megatrons: bool) -> _OfRank:
+        """Of one rank."""
+        empty = set()
+
+        def others() -> Iterator[tuple[str, str, tuple[int, ...], int, bool]]:
+            for part in mains:
+                if 0 in part.shape:
+                    empty.add((part.key, part.dtype, part.shape))
+                else:
+                    yield part.key, part.dtype, part.shape, part.crc, part.is_first
+
+        words = state_words(others())
+        return cls(words, frozenset(empty), is_megatrons)
+
+    def merged(self, other: _OfRank) -> _OfRank:
+        """Of both."""
+        is_megatrons = self.is_megatrons or other.is_megatrons
+        return _OfRank(self.words ^ other.words, self.empty | other.empty, is_megatrons)
 
 
 def parts_of(tree: Any, *, replicas: bool) -> Iterator[Part]:
-    """The main replicas of this rank, or all replicas, summed up."""
-    tree = _built(tree)
-    if replicas and next(leaves(tree), None) is None:
-        for key, data, shape, box in dcp_tensors(tree):
-            yield _part(key, data, shape, box, (0, math.prod(box.sizes)), None)
-        return
+    """The main replicas of Megatron's that this rank holds, or all replicas, summed up."""
     for shard in shards_of(tree):
         shadow = parse_shadow_key(shard.key)
         is_main = shadow is None and is_main_replica(shard)
         if is_main or replicas:
             yield part_of_shard(shard.key if shadow is None else shadow.fqn, shard, is_main)
+
+
+def _dcp_parts(tree: Any) -> Iterator[Part]:
+    """All that plain DCP would find on this rank."""
+    for key, data, shape, box in dcp_tensors(tree):
+        yield _part(key, data, shape, box, (0, math.prod(box.sizes)), None)
 
 
 def shards_of(tree: Any) -> list[Any]:
@@ -139,8 +166,8 @@ def _built(tree: Any) -> Any:
     return tree
 
 
-def part_of_shard(key: str, shard: Any, is_main: bool) -> Part:
-    """A replica, summed up. Raises `PlanError` as `fingerprint`."""
+def part_of_shard(key: str, shard: Any, is_main: bool, known: Known | None = None) -> Part:
+    """A replica, summed up, unless what it adds is `known`. Raises `PlanError` as `fingerprint`."""
     data = shard.data
     if not isinstance(data, torch.Tensor):
         raise PlanError(f"{key}: the shard at {list(shard.global_offset)} has no data ({type(data).__name__})")
@@ -154,6 +181,11 @@ def part_of_shard(key: str, shard: Any, is_main: bool) -> Part:
             f"{key}: the shard at {list(box.offsets)} has data of shape {list(data.shape)}, expected "
             f"{stretch[1] - stretch[0]} elements of the slice of sizes {list(sizes)}"
         )
+    if known is not None:
+        start, stop = stretch
+        crc = known(data, Stretch(shape, box, start, stop - start, data.element_size()))
+        if crc is not None:
+            return Part(key, dtype_name(data.dtype), shape, box, stretch, crc, is_main)
     return _part(key, data, shape, box, stretch, is_main)
 
 
@@ -225,4 +257,6 @@ def _diverged(
         main = next(((rank, part) for rank, part in of_slice if part.is_main), of_slice[0])
         others = tuple(rank for rank, part in of_slice if (part.crc, part.dtype) != (main[1].crc, main[1].dtype))
         if others:
-            yield DivergedReplica(key, *box, main[0], others)
+            # What DCP finds on several ranks is saved by one that depends on planner and sizes.
+            saved_by = None if main[1].is_main is None else main[0]
+            yield DivergedReplica(key, *box, saved_by, others, main[0])

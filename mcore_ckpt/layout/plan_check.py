@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.format.index import parse_shadow_key
-from mcore_ckpt.layout.plans import GlobalPlan, LocalPlan, LocalPlanBuilder, SavedPlan
+from mcore_ckpt.layout.plans import GlobalPlan, LocalPlan, LocalPlanBuilder, SavedPlan, decoded_plans
 from mcore_ckpt.layout.shards import noted_shapes
 
 _Ints = npt.NDArray[np.int64]
@@ -76,7 +76,7 @@ def global_plan(
 
     With `accesses`, what ranks tell of all that they hold (`Accesses.told`) is checked, too.
     """
-    plans = [LocalPlan.decode(encoded) for encoded, _ in told]
+    plans = decoded_plans(encoded for encoded, _ in told)
     planned = check_plans(plans)
     if accesses:
         _check_told(accesses, plans, planned)
@@ -113,7 +113,7 @@ def check_requests(accesses: Sequence[Sequence[bytes]]) -> None:
 
     Of tensors whose shards lie on no regular grid any part may be asked for, if that is so of all of their shards.
     """
-    plans = [LocalPlan.decode(of_rank[0]) for of_rank in accesses]
+    plans = decoded_plans(of_rank[0] for of_rank in accesses)
     uneven = frozenset(key for encoded in {of_rank[1] for of_rank in accesses} for key in json.loads(encoded)[1])
     if uneven:
         _check_grids(uneven, plans, accesses)
@@ -204,10 +204,13 @@ def check_plans(
     told = np.zeros(len(items.keys), dtype=bool)  # keys whose chunks are known to tile
     for ndim in np.flatnonzero(np.bincount(items.ndims[alike])).tolist():
         chosen = np.flatnonzero(alike & (items.ndims == ndim))
-        numbers = items.boxes[items.positions[chosen][:, None] + np.arange(3 * ndim)].reshape(len(chosen), 3, ndim)
+        if len(chosen) == len(items.key_ids):
+            numbers = items.boxes.reshape(len(chosen), 3, ndim)  # as they are: there may be gigabytes
+        else:
+            numbers = items.boxes[items.positions[chosen][:, None] + np.arange(3 * ndim)].reshape(len(chosen), 3, ndim)
         rows = np.zeros(len(items.key_ids), dtype=np.int64)
         rows[chosen] = np.arange(len(chosen))
-        alike[chosen] = (numbers[:, 0] == numbers[rows[heads[chosen]], 0]).all(axis=1)
+        alike[chosen] = _in_all_columns(numbers[:, 0] == numbers[rows[heads[chosen]], 0])
         key_ids = items.key_ids[chosen]
         told[key_ids] = _in_a_row(key_ids, numbers)[key_ids]
     if not alike.all():
@@ -227,7 +230,11 @@ def check_plans(
 def _joined(plans: Sequence[LocalPlan]) -> _Items:
     key_numbers: dict[str, int] = {}
     dtype_numbers: dict[str, int] = {}
-    key_ids = [key_numbers.setdefault(key, len(key_numbers)) for plan in plans for key in plan.keys]
+    of_list: dict[int, _Ints] = {}  # ranks with the same keys share one list of them
+    for plan in plans:
+        if id(plan.keys) not in of_list:
+            numbers = [key_numbers.setdefault(key, len(key_numbers)) for key in plan.keys]
+            of_list[id(plan.keys)] = _column(numbers)
     dtype_ids = [_column([])]
     for plan in plans:
         of_rank = _column([dtype_numbers.setdefault(name, len(dtype_numbers)) for name in plan.dtypes])
@@ -235,7 +242,7 @@ def _joined(plans: Sequence[LocalPlan]) -> _Items:
     ndims = np.concatenate([_column([]), *(_column(plan.ndims) for plan in plans)])
     return _Items(
         keys=list(key_numbers),
-        key_ids=_column(key_ids),
+        key_ids=np.concatenate([_column([]), *(of_list[id(plan.keys)] for plan in plans)]),
         ranks=np.repeat(np.arange(len(plans)), [len(plan.keys) for plan in plans]),
         dtypes=list(dtype_numbers),
         dtype_ids=np.concatenate(dtype_ids),
@@ -265,7 +272,7 @@ def _in_a_row(key_ids: _Ints, numbers: _Ints) -> npt.NDArray[np.bool_]:
     starts, lengths, whole = offsets[everyone, axes], sizes[everyone, axes], shapes[everyone, axes]
     others = offsets.copy()
     others[everyone, axes] = 0
-    fits = (divided.sum(axis=1) <= 1) & (lengths > 0) & ~others.any(axis=1) & (shapes > 0).all(axis=1)
+    fits = (divided.sum(axis=1) <= 1) & (lengths > 0) & _in_all_columns(others == 0) & _in_all_columns(shapes > 0)
     good[key_ids[~fits]] = False
     order = np.lexsort((starts, key_ids))
     key_ids, axes, starts, lengths, whole = (column[order] for column in (key_ids, axes, starts, lengths, whole))
@@ -277,6 +284,14 @@ def _in_a_row(key_ids: _Ints, numbers: _Ints) -> npt.NDArray[np.bool_]:
     good[key_ids[begins & (starts != 0)]] = False
     good[key_ids[ends & (starts + lengths != whole)]] = False
     return good
+
+
+def _in_all_columns(values: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """`values.all(axis=1)` for a few long columns, of which numpy takes one row after the other."""
+    found = np.ones(len(values), dtype=bool)
+    for column in values.T:
+        found &= column
+    return found
 
 
 def _disagreement(items: _Items, head: int, other: int, does: str = _SAVES) -> str:
@@ -315,4 +330,6 @@ def _check_one_by_one(items: _Items, first: _Ints, wanted: npt.NDArray[np.bool_]
     for key_id, of_key in boxes.items():
         problem = covers(items.numbers(int(first[key_id]))[0], of_key)
         if problem:
-            raise PlanError(f"{items.keys[key_id]}: {problem}")
+            holders = sorted(set(items.ranks[items.key_ids == key_id].tolist()))
+            named = ", ".join(map(str, holders[:_NAMED])) + (", ..." if len(holders) > _NAMED else "")
+            raise PlanError(f"{items.keys[key_id]}: {problem}; chunks of it are on rank {named}")

@@ -21,6 +21,7 @@ from mcore_ckpt.core.boxes import Stretch
 from mcore_ckpt.core.crc import crc32_of_zeros, shift_factor
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.file_names import DataFileName, data_file_of
+from mcore_ckpt.format.footer import TableColumns
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry, parse_shadow_key
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_write import ChunkFactors, MetadataEncoder
@@ -48,14 +49,29 @@ class LocalPlan:
 
     def encode(self) -> bytes:
         """The plan as bytes, to send to the coordinator of this process group."""
-        columns = pickle.dumps(tuple(getattr(self, name) for name in self.__slots__), protocol=5)
+        keys, *others = (getattr(self, name) for name in self.__slots__)
+        columns = pickle.dumps((pickle.dumps(keys, protocol=5), *others), protocol=5)
         # A tenth of the bytes for a tenth of the time: keys and shapes are alike. The coordinator keeps those of all.
         return zlib.compress(columns, 1)
 
     @classmethod
-    def decode(cls, data: bytes) -> LocalPlan:
-        """The inverse of `encode`; only for bytes that a rank of this process group sent."""
-        return cls(*pickle.loads(zlib.decompress(data)))
+    def decode(cls, data: bytes, known_keys: dict[bytes, list[str]] | None = None) -> LocalPlan:
+        """The inverse of `encode`; only for bytes that a rank of this process group sent. `known_keys`: lists of plans
+        decoded before, one of which this plan shares if its keys are the same.
+        """
+        encoded_keys, *others = pickle.loads(zlib.decompress(data))
+        keys = None if known_keys is None else known_keys.get(encoded_keys)
+        if keys is None:
+            keys = pickle.loads(encoded_keys)
+            if known_keys is not None:
+                known_keys[encoded_keys] = keys
+        return cls(keys, *others)
+
+
+def decoded_plans(encoded: Iterable[bytes]) -> list[LocalPlan]:
+    """Plans of several ranks. Those with the same keys, as most ranks of a large job have, share one list of them."""
+    known_keys: dict[bytes, list[str]] = {}
+    return [LocalPlan.decode(plan, known_keys) for plan in encoded]
 
 
 class LocalPlanBuilder:
@@ -82,12 +98,8 @@ class LocalPlanBuilder:
     ) -> None:
         """One chunk: box (`offsets`, `sizes`) of a tensor of `shape`, `length_bytes` at `offset_bytes`."""
         plan = self._plan
-        code = self._dtype_codes.get(dtype)
-        if code is None:
-            code = self._dtype_codes[dtype] = len(plan.dtypes)
-            plan.dtypes.append(dtype)
         plan.keys.append(key)
-        plan.dtype_codes.append(code)
+        plan.dtype_codes.append(self._code(dtype))
         plan.file_codes.append(len(plan.files) - 1)
         plan.ndims.append(len(shape))
         plan.boxes.extend(shape)
@@ -95,6 +107,24 @@ class LocalPlanBuilder:
         plan.boxes.extend(sizes)
         plan.places.append(offset_bytes)
         plan.places.append(length_bytes)
+
+    def add_file(self, file_name: str, size_bytes: int, columns: TableColumns) -> None:
+        """A file, and all of its chunks, in columns."""
+        plan = self._plan
+        self.begin_file(file_name, size_bytes)
+        plan.dtype_codes.extend(array("i", map([*map(self._code, columns.dtypes)].__getitem__, columns.dtype_codes)))
+        plan.keys.extend(columns.keys)
+        plan.file_codes.extend(array("i", [len(plan.files) - 1]) * len(columns.keys))
+        plan.ndims.extend(array("i", columns.ndims))
+        plan.boxes.extend(columns.boxes)
+        plan.places.extend(columns.places)
+
+    def _code(self, dtype: str) -> int:
+        code = self._dtype_codes.get(dtype)
+        if code is None:
+            code = self._dtype_codes[dtype] = len(self._plan.dtypes)
+            self._plan.dtypes.append(dtype)
+        return code
 
     def build(self) -> LocalPlan:
         """The finished plan."""
@@ -158,7 +188,7 @@ class GlobalPlan:
 
     def decoded(self) -> list[LocalPlan]:
         """Every rank's plan."""
-        return list(map(LocalPlan.decode, self.encoded))
+        return decoded_plans(self.encoded)
 
     @collector_paused()
     def encoder(self) -> MetadataEncoder:

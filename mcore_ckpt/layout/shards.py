@@ -19,8 +19,10 @@ and `.metadata` notes the parameter's own global shape in `mcore_data`.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
+from itertools import compress
 from typing import Any, NamedTuple
 
 from mcore_ckpt.core.errors import PlanError
@@ -45,7 +47,11 @@ def is_sharded_object(value: object) -> bool:
 
 def is_main_replica(shard: Any) -> bool:
     """True when this copy of a replicated shard is the one that is written (`replica_id` is 0, or all zeros)."""
-    replica_id = shard.replica_id
+    return is_main(shard.replica_id)
+
+
+def is_main(replica_id: Any) -> bool:
+    """The same of a `replica_id`."""
     if isinstance(replica_id, int):
         return replica_id == 0
     return not any(replica_id)
@@ -84,15 +90,20 @@ def _collect(values: Iterable[object], found: list[Any]) -> None:
             found.append(value)
 
 
+def leaves_by_kind(tree: object) -> tuple[list[Any], list[Any]]:
+    """The sharded tensors, and the sharded objects, of a nested dict/list, each in order."""
+    found = list(leaves(tree))
+    kinds = [_LEAF_TYPES.get(type(leaf)) for leaf in found]
+    are_tensors = [is_sharded_tensor(leaf) if kind is None else kind for leaf, kind in zip(found, kinds, strict=True)]
+    return list(compress(found, are_tensors)), list(compress(found, map(operator.not_, are_tensors)))
+
+
 def main_replicas(tree: object) -> tuple[list[Any], list[Any]]:
     """Sharded tensors and sharded objects of a nested dict/list that this rank writes (`is_main_replica`), in order."""
-    tensors: list[Any] = []
-    objects: list[Any] = []
-    for leaf in leaves(tree):
-        replica_id = leaf.replica_id
-        if (type(replica_id) is int and replica_id == 0) or is_main_replica(leaf):
-            is_tensor = _LEAF_TYPES.get(type(leaf))
-            (tensors if is_tensor or (is_tensor is None and is_sharded_tensor(leaf)) else objects).append(leaf)
+    tensors, objects = (
+        [leaf for leaf in of_kind if (type(leaf.replica_id) is int and leaf.replica_id == 0) or is_main_replica(leaf)]
+        for of_kind in leaves_by_kind(tree)
+    )
     return tensors, objects
 
 

@@ -441,4 +441,4 @@ def place(span: ColumnSpan, view: memoryview, address: int, shift: int, verify_c
 
 
 def _same_sums(payloads: Iterable[memoryview], items: FileColumns) -> bool:
-    return np.array(crc32s(payloads), dtype="<u4").tobytes() == items.crcs.tobytes()
+    return np.fromiter(crc32s(payloads), "<u4", len(items.starts)).tobytes() == items.crcs.tobytes()

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from mcore_ckpt.core.boxes import Box, intersect, relative, runs
+from mcore_ckpt.core.boxes import Box, Stretch, intersect, relative, runs
 from mcore_ckpt.core.errors import ChecksumError
+from mcore_ckpt.core.fingerprints import may_begin_at, rows_to_sum
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.footer import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.format.item_layout import tensor_template
@@ -90,15 +91,21 @@ def own_place(wanted: WantedItem) -> PayloadPlace | None:
 
 class Extents:
     """Plans the reads of one load. `sizes`: as `split_box` takes them; `running`: cumulative sums of payloads, by file
-    and offset of the item (`CheckpointIndex.blocks`).
+    and offset of the item (`CheckpointIndex.blocks`); `columns_of`: the place in its tensor of a chunk whose rows are
+    to be summed.
     """
 
     def __init__(
-        self, options: LoadOptions, sizes: Mapping[str, int], running: Mapping[tuple[str, int], Sequence[int]]
+        self,
+        options: LoadOptions,
+        sizes: Mapping[str, int],
+        running: Mapping[tuple[str, int], Sequence[int]],
+        columns_of: Callable[[WantedItem], Stretch | None] | None = None,
     ) -> None:
         self._options = options
         self._sizes = sizes
         self._running = running
+        self._columns_of = columns_of
         self._checks_slices = options.verify_crc and options.verify_slices != "off"
         self._checks_all = options.verify_crc and options.verify_slices == "on"
 
@@ -166,6 +173,10 @@ class Extents:
         nbytes, address = wanted.payload_bytes, wanted.wants[0].address
         count = -(-nbytes // self._options.window_bytes)
         length = align_up(-(-nbytes // count))
+        columns = None if self._columns_of is None or count == 1 else self._columns_of(wanted)
+        rows = None if columns is None else rows_to_sum(columns)
+        if rows is not None and not may_begin_at(rows, length) and rows.run_bytes <= length:
+            length += -length % rows.run_bytes  # a row is summed by the read that fills all of it
         for begin in range(0, nbytes, length):
             part = ChunkPart(whole, begin, min(begin + length, nbytes))
             read = PartRead(wanted, place, part, wanted.wants, address + begin, 1, record, None)

@@ -10,7 +10,8 @@ tells which shares it needs no more, and then the next ones take their place. A 
 No cycle of waits can exist. Before shares up to a number have a place everywhere, all ranks must have released those
 up to another, lower number (`_needs`). A thread waits for a share only if its own rank has released that many, and
 reads the bytes itself otherwise. Take the rank whose lowest share in use is the lowest of all. Where one of its threads
-waits, all ranks have released what that share needs, so the share and all before it have places, and are on their way.
+waits, all ranks have released what that share needs, so the share and all before it have places, each
+when the one before it there has been filled, and are on their way.
 The thread with the lowest share of a rank may always wait, since a share needs only lower ones.
 
 A rank that waits while no rank of its host has got any bytes for `hand_on_deadline_s` continues alone, with a warning
@@ -474,6 +475,8 @@ class HandingOn:
         before = int(self._provides[place - slots])
         name = self._named(before)
         try:
+            # It may still be on its way: a rank that may not wait for it reads those bytes by itself, and goes on.
+            self._await_filled(before)
             for taker in self._takers[self._shares.groups[before]]:
                 # One that has ended takes nothing, and is missed when all ranks come together.
                 if is_running(self._shares.members[taker].pid) or self._memories[taker][_TAKES] > before:
@@ -499,7 +502,21 @@ class HandingOn:
                 fill(share, view)
         except BaseException as error:  # noqa: BLE001  (raised where the share is used, and at the end)
             self._fail(error)
-        self._memory[_SLOTS + slot] = turn + int(failed or self._failure is not None or self._alone)
+        with self._lock:
+            # A failed share does not wait for the one before it in its place, whose mark may then come after its own.
+            word = turn + int(failed or self._failure is not None or self._alone)
+            self._memory[_SLOTS + slot] = max(word, self._memory[_SLOTS + slot])
+
+    def _await_filled(self, share: int, *, always: bool = False) -> int:
+        """The word of a share's place in this rank's memory, when it has come. All are marked, so there is no deadline;
+        once this rank has failed, or continues alone, no place is used, and only `always` waits.
+        """
+        slot, turn = self._slot_of(self._rank, int(self._place[share]))
+        while (word := self._memory[_SLOTS + slot]) < turn and (always or not (self._failure or self._alone)):
+            if self._stopped:
+                raise LoadError("the load was interrupted")
+            self._memory.wait(_SLOTS + slot, word, _LOOK_S)
+        return word
 
     # --------------------------------------------------------------------------------------------------- between hosts
 
@@ -507,11 +524,7 @@ class HandingOn:
         lost: dict[int, BaseException] = {}
         for share, receivers in sorted(self._sends_to.items()):
             slot, turn = self._slot_of(self._rank, int(self._place[share]))
-            # Without a deadline: this rank marks each share, and a receiver of another host waits for a message.
-            while (word := self._memory[_SLOTS + slot]) < turn:
-                if self._stopped:
-                    raise LoadError("the load was interrupted")
-                self._memory.wait(_SLOTS + slot, word, _LOOK_S)
+            word = self._await_filled(share, always=True)
             if word == turn:
                 content = self._slot(self._rank, slot, self._length(share))
                 head = _HEAD.pack(_READ, len(content), crc32(content))

@@ -2,7 +2,7 @@
 
 The first process to ask binds an abstract Unix socket named after the checkpoint's directory and the version of its
 `.metadata`, and decodes. The others connect and wait. They get the index in columns, in a memfd that is sent through
-the socket. No name stays behind, whatever ends when. The ranks agree on nothing: each compares the version itself.
+the socket. No name stays behind, whatever ends when. The ranks agree on nothing: each has opened the file.
 
 Where anything is in the way (no such sockets, another user's process behind the name, a process that dies or stops, a
 damaged `.metadata`), each process decodes for itself, and raises what it finds. The decoding process is trusted as far
@@ -30,8 +30,7 @@ from mcore_ckpt.core.process import collector_paused, is_running
 from mcore_ckpt.core.shared_memory import host_identity
 from mcore_ckpt.core.version import __version__
 from mcore_ckpt.format.index import CheckpointIndex, PackedTensors
-from mcore_ckpt.format.metadata_read import METADATA_FILE
-from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.storage.base import FileVersion
 
 # Below, decoding takes less than a few milliseconds.
 _WORTH_BYTES: Final = 512 * 1024
@@ -44,11 +43,13 @@ _CREDENTIALS: Final = struct.Struct("3i")
 _WAITING: Final = 1024
 
 
-def index_of_host(directory: Path, decode: Callable[[], CheckpointIndex]) -> CheckpointIndex:
-    """What `decode` returns, of the `.metadata` in `directory`; or what another process of this host got from it.
-    Raises as `decode`.
+def index_of_host(
+    directory: Path, version: FileVersion | None, decode: Callable[[], CheckpointIndex]
+) -> CheckpointIndex:
+    """What `decode` returns, of that version of the `.metadata` in `directory`; or what another process of this host
+    got from it. Raises as `decode`.
     """
-    name = _name(directory)
+    name = _name(directory, version)
     listener = None if name is None else _bound(name)
     if name is None:
         return decode()
@@ -57,23 +58,18 @@ def index_of_host(directory: Path, decode: Callable[[], CheckpointIndex]) -> Che
         return decode() if found is None else replace(found, path=str(directory)).with_fingerprints(found.fingerprints)
     try:
         index = decode()
-        if _name(directory) == name:  # not replaced meanwhile: then this may be the index of either
-            with contextlib.suppress(RuntimeError):  # the interpreter ends
-                threading.Thread(target=_serve, args=(listener, index), name="mcore_ckpt index", daemon=True).start()
-                listener = None
+        with contextlib.suppress(RuntimeError):  # the interpreter ends
+            threading.Thread(target=_serve, args=(listener, index), name="mcore_ckpt index", daemon=True).start()
+            listener = None
         return index
     finally:
         if listener is not None:
             _stop(listener)
 
 
-def _name(directory: Path) -> bytes | None:
+def _name(directory: Path, version: FileVersion | None) -> bytes | None:
     """That of the socket; None: the index is not worth it, or cannot be shared."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
-        return None
-    try:
-        version = storage_at(directory).version(METADATA_FILE)
-    except Exception:  # noqa: BLE001  (told when the file is read)
         return None
     if version is None or version.size_bytes < _WORTH_BYTES:
         return None

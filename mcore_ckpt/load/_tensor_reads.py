@@ -13,18 +13,20 @@ from __future__ import annotations
 import ctypes
 import heapq
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from itertools import islice
 from typing import NamedTuple
 
 import torch
 
-from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.boxes import Box, Stretch
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.core.fingerprints import may_begin_at, rows_to_sum
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.threads import Crew, Split, in_parallel
+from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor_in
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming, padded_range
@@ -35,6 +37,7 @@ from mcore_ckpt.load._handing_on import HandingOn
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._placement import HostBytes, ReadBuffer, memory_at, narrow, place_box
 from mcore_ckpt.load._wanted_items import WantedItem
+from mcore_ckpt.load.arrivals import Arrivals
 from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.read_requests import LoadPlan
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
@@ -49,9 +52,6 @@ _SCATTERING_THREADS = 2
 # So much is copied at once where bytes are looked at more than once: what a core's own cache holds.
 _CACHED_BYTES = 1024 * 1024
 
-# So many files are open ahead of the one that is read, where opening one takes a request.
-_FILES_AHEAD = 4
-
 # Forms of items that are remembered; each takes 1 to 4 KB.
 _MAX_FORMS = 2048
 
@@ -63,8 +63,8 @@ _TAKING_THREADS = 2
 
 
 class TensorReads:
-    """Carries out one plan. `running`: cumulative sums of payloads, by file and offset of the item; `shared`: what one
-    rank reads for several.
+    """Carries out one plan. `shared`: what one rank reads for several; `arrivals`: where it is noted what has been
+    summed where it belongs.
     """
 
     def __init__(
@@ -74,8 +74,9 @@ class TensorReads:
         located: ItemLocations,
         stats: ReadStats,
         decoder: ItemDecoder,
-        running: Mapping[tuple[str, int], Sequence[int]],
         shared: HandingOn | None,
+        index: CheckpointIndex,
+        arrivals: Arrivals | None,
     ) -> None:
         self._files = files
         self._shared = shared
@@ -85,7 +86,10 @@ class TensorReads:
         self._stats = stats
         self._decoder = decoder
         self._sizes = files.read_sizes(options)
-        self._planner = Extents(options, self._sizes, running)
+        self._index = index
+        self._arrivals = arrivals
+        rows = None if arrivals is None else self._columns_of
+        self._planner = Extents(options, self._sizes, index.blocks, rows)
         self._unranged: dict[tuple[str, int, str], tuple[WantedItem, str]] = {}
         self._forms: dict[tuple[torch.dtype, tuple[int, ...], int], ItemForm] = {}
         self._pinned = False
@@ -100,6 +104,9 @@ class TensorReads:
         self._pinned = any(want.tensor.is_cuda for wanted in items[:64] for want in wanted.wants)
         sizes = self._sizes
         columns = [] if plan.columns is None else spans_of(plan.columns, **sizes)
+        if self._arrivals is not None:
+            self._arrivals.expect(self._index, (want.tensor for wanted in items for want in wanted.wants))
+            self._arrivals.expect(self._index, () if plan.columns is None else plan.columns.tensors)
         ranged: list[tuple[WantedItem, PayloadPlace | None]] = []  # no place: packed, or still to be located
         packed: set[int] = set()
         unlocated: list[WantedItem] = []
@@ -126,7 +133,7 @@ class TensorReads:
                 if self._shared is not None:
                     in_order = self._shared.in_order(in_order)
                 names = {wanted.item.file for wanted, _ in ranged} | {span.file for span in columns}
-                reads = _opening_ahead(in_order, sorted(names)) if self._files.far else in_order
+                reads = _opening_ahead(in_order, sorted(names), self._files.open_ahead)
                 if self._shared is None:
                     in_parallel(reads, self._read, self._threads)
                 else:
@@ -268,23 +275,15 @@ class TensorReads:
         reader.check_range(item.offset, item.length)
         if (read.head or read.tail) and not reader.is_cached(span.start, span.stop - span.start):
             return False
-        length, crc = read.part.stop - read.part.start, 0
-        stream = None if read.blocks is None else read.blocks.stream(read.part.start)
-
-        def add_to_sum(part: memoryview) -> None:
-            nonlocal crc
-            crc = crc32(part, crc)
-
+        length, sums = read.part.stop - read.part.start, self._sums_of(read)
         start = span.start + len(read.head)
         self._compare_ends(read.wanted, read.place.start, reader.read(span.start, len(read.head)), read.head)
-        arrived = stream.feed if stream else add_to_sum if read.record else None
-        reader.read_into(start, memory_at(read.address, length), arrived)
-        if stream:
-            stream.finish()
+        reader.read_into(start, memory_at(read.address, length), sums.feed)
+        sums.finish()
         # In the order of the file: ranks that read for each other do not wait for what comes later.
         self._compare_ends(read.wanted, read.place.start, reader.read(start + length, len(read.tail)), read.tail)
         self._stats.add(reads=1, bytes_read=span.stop - span.start)
-        self._compare(read, length, crc)
+        self._compare(read, length, sums.crc)
         return True
 
     def _copy_cached(self, reader: RangeReader, extent: Extent) -> bool:
@@ -365,23 +364,33 @@ class TensorReads:
         for begin, expected in ((at - len(read.head), read.head), (at + length, read.tail)):
             content = memory_at(memory.address + begin, len(expected))
             self._compare_ends(read.wanted, read.place.start, content, expected)
-        stream = None if read.blocks is None else read.blocks.stream(read.part.start)
-        crc = 0
-        if stream or read.record or read.address:
+        sums = self._sums_of(read)
+        if sums.needed or read.address:
             for done in range(0, length, _CACHED_BYTES):
-                nbytes = min(_CACHED_BYTES, length - done)
-                if stream:
-                    stream.feed(memory_at(memory.address + at + done, nbytes))
-                elif read.record:
-                    crc = crc32(memory_at(memory.address + at + done, nbytes), crc)
+                nbytes, source = min(_CACHED_BYTES, length - done), memory.address + at + done
                 if read.address:
-                    ctypes.memmove(read.address + done, memory.address + at + done, nbytes)
-        if stream:
-            stream.finish()
+                    ctypes.memmove(read.address + done, source, nbytes)
+                    source = read.address + done
+                sums.feed(memory_at(source, nbytes))
+        sums.finish()
         if not read.address:
             for want in read.wants:
                 place_box(memory, at, read.part.box, read.wanted.chunk.sizes, read.wanted.dtype, want)
-        self._compare(read, length, crc)
+        self._compare(read, length, sums.crc)
+
+    def _sums_of(self, read: PartRead) -> _PartSums:
+        if self._arrivals is None or not read.address:
+            return _PartSums(read)
+        columns = None
+        if read.record is not None and read.wants[0].whole:
+            columns = self._columns_of(read.wanted)
+            rows = None if columns is None else rows_to_sum(columns)
+            if rows is not None and not (may_begin_at(rows, read.part.start) and may_begin_at(rows, read.part.stop)):
+                columns = None
+        return _PartSums(read, self._arrivals, columns)
+
+    def _columns_of(self, wanted: WantedItem) -> Stretch | None:
+        return None if self._arrivals is None else self._arrivals.columns_of(self._index, wanted)
 
     def _compare(self, read: PartRead, length: int, crc: int) -> None:
         """Note a part's CRC-32; with the last part of a payload, compare the sum with what was written."""
@@ -407,6 +416,43 @@ class TensorReads:
             self._decode_later(wanted, "its elements do not lie where this package writes them")
 
 
+class _PartSums:
+    """The sums of one part, fed with its bytes from the first to the last. With `arrivals` these lie where they belong,
+    and that is noted.
+    """
+
+    __slots__ = ("_arrivals", "_columns", "_done", "_number", "_read", "_stream", "crc", "needed")
+
+    def __init__(self, read: PartRead, arrivals: Arrivals | None = None, columns: Stretch | None = None) -> None:
+        self.crc = self._done = 0
+        self._read = read
+        self._arrivals = arrivals
+        self._number = 0 if arrivals is None else arrivals.new_read()
+        self._columns = columns
+        self._stream = None if read.blocks is None else read.blocks.stream(read.part.start)
+        self.needed = self._stream is not None or read.record is not None or arrivals is not None
+
+    def feed(self, content: memoryview) -> None:
+        if self._stream is not None:
+            self._stream.feed(content)
+        if self._columns is not None and self._arrivals is not None:
+            first_byte = self._read.part.start + self._done
+            self._arrivals.feed_rows(self._number, self._columns, content, first_byte)
+        elif self._read.record is not None or self._arrivals is not None:
+            self.crc = crc32(content, self.crc)
+        self._done += len(content)
+
+    def finish(self) -> None:
+        """All bytes have come. `ChecksumError`: a block of them is not what was written."""
+        if self._stream is not None:
+            self._stream.finish()
+        if self._arrivals is not None:
+            read = self._read
+            if self._columns is not None:
+                self.crc = self._arrivals.crc32_of_rows(self._number)
+            self._arrivals.note(self._number, read.wants[0].tensor, read.address, self._done, self.crc, self._columns)
+
+
 class _Opening(NamedTuple):
     """A file that is read later, and is opened already: where that takes a request, nobody waits for it then."""
 
@@ -416,10 +462,10 @@ class _Opening(NamedTuple):
 _Read = Span | ColumnSpan | _Opening
 
 
-def _opening_ahead(spans: Iterable[Span | ColumnSpan], files: Iterable[str]) -> Iterator[_Read]:
-    """The same, and between them files that come later."""
-    left = map(_Opening, files)
-    yield from islice(left, _FILES_AHEAD)
+def _opening_ahead(spans: Iterable[Span | ColumnSpan], files: Iterable[str], ahead: int) -> Iterator[_Read]:
+    """The same, and between them files that come later, if any are to be opened ahead."""
+    left = map(_Opening, files if ahead else ())
+    yield from islice(left, ahead)
     current = None
     for span in spans:
         if span.file != current:

@@ -20,6 +20,7 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, ShapeMismatchError
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.layout.shards import StoredForm, local_box, original_shape, stored_form
 from mcore_ckpt.load._placement import narrow
+from mcore_ckpt.load.arrivals import noted_now, noting_nothing
 from mcore_ckpt.load.read_requests import LoadPlan, ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 
@@ -105,8 +106,12 @@ class ShardsPlan:
 
     def read(self) -> None:
         """Fill the data."""
+        noted = noted_now()
+        if noted is not None:
+            noted.expect(self.reader.index, (one.tensor for one in self.spread))
         self.reader.read(self.plan)
-        _read_spread(self.reader, self.spread)
+        with noting_nothing():
+            _read_spread(self.reader, self.spread)
 
 
 # The first five fields of a `ReadRequest`.

@@ -10,41 +10,42 @@ import io
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.core.errors import IF_DAMAGED, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.core.threads import together
 from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.items.checks import check_proportion, chunk_name, item_name
 from mcore_ckpt.items.checksums import check_records, checksum_error
-from mcore_ckpt.items.file_footers import FileFooters
-from mcore_ckpt.items.nearest import NearestFiles
 from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
-from mcore_ckpt.items.ranges import Extent, coalesce
-from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.items.ranges import Extent, Span, coalesce
 
 _logger = logging.getLogger(__name__)
 
 
 class ItemDecoder:
-    """Reads items and decodes them. Transforms are undone by DCP's `ExtensionRegistry`; None: what torch knows."""
+    """Reads items and decodes them. `opened` gives the files. Transforms are undone by DCP's `ExtensionRegistry`; None:
+    what torch knows.
+    """
 
     def __init__(
         self,
-        storage: Storage | NearestFiles,
+        opened: Callable[[], AbstractContextManager[OpenFiles]],
         options: LoadOptions,
         stats: ReadStats,
-        footers: FileFooters | None,
         extension_registry: Any = None,
     ) -> None:
         self._extension_registry = extension_registry
-        self._footers = footers
-        self._storage = storage
+        self._opened = opened
         self._options = options
         self._stats = stats
         self._reasons: set[str] = set()
@@ -56,18 +57,20 @@ class ItemDecoder:
             for entry in entries
         ]
         extents.sort(key=lambda extent: (extent.file, extent.start))
-        files = OpenFiles(self._storage, self._options.page_cache, self._footers)
-        options = self._options
-        try:
-            for span in coalesce(extents, **files.read_sizes(options)):
-                first: ObjectEntry = span.extents[0].owner
-                content = self._read(files, first.fqn, StoredItem(span.file, span.start, span.stop - span.start))
-                for extent in span.extents:
-                    stored = content[extent.start - span.start : extent.stop - span.start]
-                    yield extent.owner, self._checked(extent.owner.fqn, extent.owner.item, stored, is_object=True)
-                    self._stats.add(bytes_needed=len(stored))
-        finally:
-            files.close()
+        with self._opened() as files:
+            spans = coalesce(extents, **files.read_sizes(self._options))
+            at_once = max(1, files.open_ahead)
+            while few := list(islice(spans, at_once)):
+                contents = together(at_once, *(partial(self._read_span, files, span) for span in few))
+                for span, content in zip(few, contents, strict=True):
+                    for extent in span.extents:
+                        stored = content[extent.start - span.start : extent.stop - span.start]
+                        yield extent.owner, self._checked(extent.owner.fqn, extent.owner.item, stored, is_object=True)
+                        self._stats.add(bytes_needed=len(stored))
+
+    def _read_span(self, files: OpenFiles, span: Span) -> bytes:
+        first: ObjectEntry = span.extents[0].owner
+        return self._read(files, first.fqn, StoredItem(span.file, span.start, span.stop - span.start))
 
     def tensor(self, fqn: str, chunk: StoredChunk, dtype: torch.dtype, reason: str) -> torch.Tensor:
         """Decode a stored chunk of a tensor, for a `reason` that is logged once for each kind."""
@@ -79,12 +82,9 @@ class ItemDecoder:
             _logger.warning(
                 "%s is read and decoded completely, which is slow, because %s; so are others like it", where, reason
             )
-        files = OpenFiles(self._storage, self._options.page_cache, self._footers)
-        try:
+        with self._opened() as files:
             stored = self._read(files, fqn, chunk.item)
-            content = self._checked(fqn, chunk.item, stored, is_object=False)
-        finally:
-            files.close()
+        content = self._checked(fqn, chunk.item, stored, is_object=False)
         self._stats.add(fallbacks=1)
         try:
             loaded = load_object(
@@ -97,8 +97,7 @@ class ItemDecoder:
             raise
         except Exception as error:
             raise CorruptCheckpointError(
-                f"{where}: cannot be decoded ({type(error).__name__}: {str(error)[:300]}); load another copy or"
-                " an earlier checkpoint"
+                f"{where}: cannot be decoded ({type(error).__name__}: {str(error)[:300]}); {IF_DAMAGED}"
             ) from error
         if not isinstance(loaded, torch.Tensor) or tuple(loaded.shape) != chunk.sizes or loaded.dtype != dtype:
             got = f"{loaded.dtype} of shape {list(loaded.shape)}" if isinstance(loaded, torch.Tensor) else type(loaded)
@@ -108,8 +107,7 @@ class ItemDecoder:
         if loaded.layout is not torch.strided or loaded.device.type == "meta":
             kind = "on the meta device" if loaded.device.type == "meta" else f"of layout {loaded.layout}"
             raise CorruptCheckpointError(
-                f"{where}: expected a tensor with an element at each place, stored is one {kind}; load another copy or"
-                " an earlier checkpoint"
+                f"{where}: expected a tensor with an element at each place, stored is one {kind}; {IF_DAMAGED}"
             )
         # Through the class: an attribute that the pickle gave it may have any name.
         return torch.Tensor.detach(loaded)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import math
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -33,8 +35,9 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import checkpoint_path, is_supported
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
+from mcore_ckpt.core.threads import together
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
-from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
+from mcore_ckpt.format.metadata_read import METADATA_FILE, open_index, read_index
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.items.checks import check_apart, missing_key
 from mcore_ckpt.items.file_footers import FileFooters
@@ -46,12 +49,15 @@ from mcore_ckpt.load._handing_on import HandingOn, Ring
 from mcore_ckpt.load._host_index import index_of_host
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._tensor_reads import TensorReads
+from mcore_ckpt.load.arrivals import noted_now
 from mcore_ckpt.load.dtype_conversions import DtypeConversions
 from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.read_requests import LoadPlan, ReadRequest, check_planned, ranges_of, stored_dtype, tensor_entry
 from mcore_ckpt.load.shares import Member, Offers, Shares, WantedRanges, shares_of
-from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.storage.base import FileVersion, RangeReader, Storage
 from mcore_ckpt.storage.resolve import storage_at
+
+_logger = logging.getLogger(__name__)
 
 # A load of less is over before ranks have found each other's memory.
 _WORTH_BYTES = 16 * 1024 * 1024
@@ -76,6 +82,7 @@ class FileSystemReader(StorageReader):
         stats: what the reads have cost so far (`ReadStats`).
         options: the options in force.
         conversions: what loads convert to other dtypes.
+        index_version: of the file that `index` was read from; None before, or where DCP has handed the index over.
     """
 
     def __init__(
@@ -112,6 +119,7 @@ class FileSystemReader(StorageReader):
         self._storage = storage_at(self.path)
         self._files = self._nearest()
         self._index: CheckpointIndex | None = None
+        self.index_version: FileVersion | None = None
         self._metadata: Metadata | None = None
         self._ring: Ring | None = None
         self._shared: HandingOn | None = None
@@ -119,7 +127,29 @@ class FileSystemReader(StorageReader):
         self._located = ItemLocations()
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
         self._footers = FileFooters(lambda: self.index)
-        self._decoder = ItemDecoder(self._files, self.options, self.stats, self._footers, self._extension_registry)
+        self._open: OpenFiles | None = None
+        self._decoder = ItemDecoder(self._opened, self.options, self.stats, self._extension_registry)
+
+    @contextmanager
+    def _opened(self) -> Iterator[OpenFiles]:
+        """Data files of this checkpoint; in `files_stay_open` those that were opened before are still open."""
+        if self._open is not None:
+            yield self._open
+            return
+        files = OpenFiles(self._files, self.options.page_cache, self._footers)
+        try:
+            yield files
+        finally:
+            files.close()
+
+    @contextmanager
+    def files_stay_open(self) -> Iterator[None]:
+        """Within the block files are opened once, whatever is read of them."""
+        with self._opened() as self._open:
+            try:
+                yield
+            finally:
+                self._open = None
 
     def _nearest(self) -> Storage | NearestFiles:
         """What opens data files: with a second tier, where they are nearest."""
@@ -129,9 +159,9 @@ class FileSystemReader(StorageReader):
             for tier in (self.options.local_tier, self.options.drain_to)
         )
         if local not in (None, run):
-            return NearestFiles(storage_at(local / name), self._storage, lambda: self.index)
+            return NearestFiles(storage_at(local / name), self._storage, self._storage, lambda: self.index)
         if second not in (None, run):
-            return NearestFiles(self._storage, storage_at(second / name), lambda: self.index)
+            return NearestFiles(self._storage, storage_at(second / name), self._storage, lambda: self.index)
         return self._storage
 
     @property
@@ -154,11 +184,14 @@ class FileSystemReader(StorageReader):
         """
         if self._index is None:
             several = self._rank is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-            self._index = index_of_host(self.path, self._decoded) if several else self._decoded()
+            with open_index(self.path, self._rank) as opened:
+                decode = partial(self._decoded, opened)
+                self._index = index_of_host(self.path, opened.version, decode) if several else decode()
+                self.index_version = opened.version
         return self._index
 
-    def _decoded(self) -> CheckpointIndex:
-        index = read_index(self.path, rank=self._rank)
+    def _decoded(self, opened: RangeReader | None = None) -> CheckpointIndex:
+        index = read_index(self.path, rank=self._rank, opened=opened)
         if not are_apart(index):
             check_apart(index)
         return index
@@ -189,16 +222,55 @@ class FileSystemReader(StorageReader):
 
     def read(self, plan: LoadPlan) -> None:
         """Carry out a plan. Raises as `read_items`."""
-        files = OpenFiles(self._files, self.options.page_cache, self._footers)
-        reads = TensorReads(
-            files, self.options, self._located, self.stats, self._decoder, self.index.blocks, self._shared
-        )
         try:
-            reads.run(plan)
+            self._run(plan)
         except LoadError as error:
-            raise naming(error, str(self.path)) from error
-        finally:
-            files.close()
+            named = self._naming(error)
+            if not self._reads_far_after(error, named):
+                raise named from error
+            try:
+                self._run(plan)
+            except LoadError as second:
+                raise type(named)(f"{named}; and {self._naming(second)}") from second
+
+    def _run(self, plan: LoadPlan) -> None:
+        with self._opened() as files:
+            reads = TensorReads(
+                files,
+                self.options,
+                self._located,
+                self.stats,
+                self._decoder,
+                self._shared,
+                self.index,
+                noted_now(),
+            )
+            reads.run(plan)
+
+    def _naming(self, error: LoadError) -> LoadError:
+        """The same error; it names the directory of the file."""
+        where = self._files.where(error) if isinstance(self._files, NearestFiles) else None
+        return naming(error, str(where or self.path))
+
+    def _reads_far_after(self, error: LoadError, named: LoadError) -> bool:
+        """Whether what has failed is to be read again, in the second tier: a file that lies nearer is damaged. Not
+        where ranks read for each other, since others wait for what this one hands on.
+        """
+        files = self._files
+        if not isinstance(files, NearestFiles) or self._shared is not None:
+            return False
+        far = files.leave_near(error)
+        if far is None:
+            return False
+        _logger.warning(
+            "%s. All files of this load are read in %s from here on; remove the damaged one, and only that is",
+            named,
+            far,
+        )
+        self._located = ItemLocations()
+        if self._open is not None:
+            self._open.forget()
+        return True
 
     def offer(self, plan: LoadPlan) -> tuple[WantedRanges, Member] | None:
         """What a plan reads, and where other ranks of this host find what this one reads for them. None: it reads all
@@ -231,7 +303,7 @@ class FileSystemReader(StorageReader):
 
     def _is_cached(self, ranges: Iterable[tuple[str, int, int, int]]) -> bool:
         """Whether the page cache of this host has most of these ranges, as far as their beginnings tell."""
-        if self.options.page_cache == "off" or self._files.request_bytes:  # a store, which has none
+        if self.options.page_cache == "off" or not self._files.keeps_pages:
             return False
         looks = []
         for file, start, stop, _ in ranges:
@@ -253,7 +325,7 @@ class FileSystemReader(StorageReader):
             with HandingOn(shares, rank, ring, files, self.options, self.stats, group) as self._shared:
                 yield
         except LoadError as error:
-            raise naming(error, str(self.path)) from error
+            raise self._naming(error) from error
         finally:
             self._shared = None
             files.close()
@@ -268,10 +340,16 @@ class FileSystemReader(StorageReader):
         return next(self._object_contents([self._object_entry(fqn)]))[1]
 
     def _object_contents(self, entries: Iterable[ObjectEntry]) -> Iterator[tuple[ObjectEntry, bytes]]:
-        try:
-            yield from self._decoder.object_contents(entries)
-        except LoadError as error:
-            raise naming(error, str(self.path)) from error
+        left = {entry.fqn: entry for entry in entries}
+        while left:
+            try:
+                for entry, content in self._decoder.object_contents(left.copy().values()):
+                    del left[entry.fqn]
+                    yield entry, content
+            except LoadError as error:
+                named = self._naming(error)
+                if not self._reads_far_after(error, named):
+                    raise named from error
 
     def read_object(self, fqn: str) -> Any:
         """A stored object, its pickle held to the allow-list.
@@ -323,20 +401,26 @@ class FileSystemReader(StorageReader):
         """
         if kwargs.get("rank") != self._rank:
             self._forget(kwargs.get("rank"))
-        self._begin_load()
+        _, index = together(self._storage.asks_at_once, self._begin_load, lambda: self.index)
         if self._metadata is None:
             from mcore_ckpt.layout.torch_classes import to_dcp_metadata
 
-            self._metadata = to_dcp_metadata(self.index)
+            self._metadata = to_dcp_metadata(index)
         if self._metadata.storage_meta is None:
             self._metadata.storage_meta = StorageMeta()
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
 
+    def other_tier_in_use(self) -> AbstractContextManager[None]:
+        """Within the block no `prune` removes the checkpoint where a load finds what is not in its own directory."""
+        return self._files.in_use(METADATA_FILE) if isinstance(self._files, NearestFiles) else contextlib.nullcontext()
+
     def _begin_load(self) -> None:
         """Until `read_data` has ended, or this reader is deleted, no `prune` removes the checkpoint."""
         with ExitStack() as begun:
             begun.enter_context(self._storage.in_use(METADATA_FILE))
+            if self._index is not None:
+                begun.enter_context(self.other_tier_in_use())
             self._load.close()  # of a load that was begun before; after the other, so that there is no moment between
             self._load = begun.pop_all()
 
@@ -352,6 +436,7 @@ class FileSystemReader(StorageReader):
             check_apart(index)
             self._index = index
             self._metadata = metadata
+            self._load.enter_context(self.other_tier_in_use())
 
     def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
         """The plan, and with it which bytes it reads, if ranks read for each other (`LoadOptions.cooperative`)."""
@@ -404,7 +489,7 @@ class FileSystemReader(StorageReader):
         shares, rank = plan.storage_data if _is_share(plan.storage_data) else (None, 0)
         group = coordination_group() if shares is not None and shares.is_between_hosts else None
         try:
-            with self.handing_on(shares, rank, group):
+            with self.handing_on(shares, rank, group), self.files_stay_open():
                 self._read_data(plan, planner)
         finally:
             self._load.close()

@@ -34,10 +34,11 @@ from mcore_ckpt.core.errors import (
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.core.ranks import coordination_group
+from mcore_ckpt.core.ranks import coordination_group, without_tracebacks
 from mcore_ckpt.directory.iterations import is_megatrons, iteration_directories, iteration_of, look_at
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, METADATA_FILE, read_config, read_index
 from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
+from mcore_ckpt.megatron._fully_parallel import served_group
 from mcore_ckpt.megatron._one_save import metadata_version, one_load
 from mcore_ckpt.megatron._proof import prove_load
 from mcore_ckpt.megatron._together import Together, as_load_of_all, meet_for
@@ -69,8 +70,9 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             strategy = arguments.get("sharded_strategy")
             options = _options_of(strategy)
             goes_back = options.on_damaged == "go_back" and not _is_settled.get()
-            together = meet_for(options, goes_back, strategy is None or hasattr(strategy, "options"), arguments)
-            call = stock if options.prove == "off" else partial(prove_load, stock, options)
+            is_ours, distributes = strategy is None or hasattr(strategy, "options"), served_group(strategy, LoadOptions)
+            together = meet_for(options, goes_back, is_ours, arguments, distributes)
+            call = stock if options.prove == "off" else partial(prove_load, stock, options, strategy)
             call = _validated(call, options, together)
             if not goes_back:
                 with one_load(), storage_at(directory).in_use(METADATA_FILE):
@@ -120,7 +122,8 @@ def _load_whole(read: Callable[[Path], Any], named: Path, options: LoadOptions, 
             replaced += 1
             if replaced == _READ_AGAIN:
                 failed = partial(_raise_replaced, directory, outcome)
-                group.run(f"load {directory}, which others replace all the time", failed, wrap=LoadError)
+                what = f"load {directory}, which others replace all the time"
+                group.run(what, failed, wrap=LoadError, name="load what is replaced")
             if is_first_rank():
                 _logger.warning("%s: replaced by another save while it was loaded; the new one is loaded", directory)
             continue
@@ -219,7 +222,8 @@ def _newest_older(damaged: Path, problem: str, options: LoadOptions) -> Path:
     """
     run = damaged.absolute().parent
     iteration = iteration_of(damaged.name)
-    problem = " ".join(problem.split())
+    _logger.debug("%s is damaged: %s", damaged, problem)
+    problem = " ".join(without_tracebacks(problem).split())
     if iteration is not None:
         for candidate in reversed(iteration_directories(run)):
             found = iteration_of(candidate.name)
@@ -229,12 +233,12 @@ def _newest_older(damaged: Path, problem: str, options: LoadOptions) -> Path:
                 continue
             if is_first_rank():
                 _logger.warning(
-                    "THE CHECKPOINT IS DAMAGED: %s (%s). Going back to %s, iteration %d, as on_damaged='go_back' asks: "
-                    "tensors, common state and iteration are those of that checkpoint",
+                    "going back to iteration %d, %s, as on_damaged='go_back' asks: tensors, common state and iteration "
+                    "are those of that checkpoint. THE CHECKPOINT IS DAMAGED: %s (%s)",
+                    found,
+                    candidate,
                     damaged,
                     problem,
-                    candidate,
-                    found,
                 )
             return candidate
     raise CorruptCheckpointError(

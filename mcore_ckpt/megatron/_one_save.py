@@ -15,11 +15,10 @@ from pathlib import Path
 
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.directory.common_file import read_common_file
-from mcore_ckpt.directory.in_force import common_file_in_force
 from mcore_ckpt.format.footer import shown_id
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.manifest import Manifest
-from mcore_ckpt.format.metadata_read import METADATA_FILE
+from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.storage.resolve import storage_at
 
 # Of each directory whose common state the load in progress has read: which save that was of. None outside of a load.
@@ -77,14 +76,12 @@ def note_common(directory: Path, source: SaveIdentity) -> None:
 
 def check_common(directory: Path, source: SaveIdentity, index: CheckpointIndex) -> None:
     """Raise `LoadError` if tensors and the common state that the same load has read are of two saves. Without
-    `install()` Megatron-Core has read `common.pt` by itself: then the file is compared with the manifest.
+    `install()` Megatron-Core has read `common.pt` by itself: then that file is compared with the manifest.
     """
     noted = _common_of.get()
     if noted is None:
-        storage = storage_at(directory)
-        name = common_file_in_force(storage.list(), index) if index.manifest is not None else None
-        if name is not None:
-            read_common_file(storage, name, index.manifest)
+        if index.manifest is not None and COMMON_FILE in index.manifest.files:
+            read_common_file(storage_at(directory), COMMON_FILE, index.manifest)
         return
     common = noted.get(str(directory.absolute()))
     if common is not None and not common.is_same(source):

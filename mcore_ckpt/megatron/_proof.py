@@ -1,24 +1,33 @@
 """Is what a load has put into memory what the checkpoint holds, bit for bit? (`LoadOptions.prove`)
 
 Checksums prove what was read. This proves where it went, under another layout and through Megatron's exchange between
-ranks, too. Each rank sums up the main replicas that it holds after the load. The one that has a tensor's first element
-adds the fingerprint that was stored with it, or where there is none, what its chunks come to. One reduction of 72 bytes
-says whether all is equal. Only if it is not, lists of tensors are exchanged.
+ranks, too. Each rank sums up what it holds after the load. What the load has summed in that memory, after the last byte
+had come, is not summed again, unless Megatron exchanges tensors between ranks, or torch has written to it since. The
+rank that has a tensor's first element adds the fingerprint that was stored with it, or where there is none, what its
+chunks come to. Replicas with one `replica_id` are the tensor again, compared as one of its own, if its fingerprint
+is stored. One reduction says whether all is equal: numbers of a fixed size, and 8 bytes for each slice, but for 65,536
+at most. Only if it is not, or if the slices of a tensor do not make it up once (Megatron allows one `replica_id` for
+all ranks but the first), lists of what ranks hold are exchanged.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from mcore_ckpt.core.boxes import flat_boxes
+from mcore_ckpt.core.boxes import Box, flat_boxes
+from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.fingerprints import StateWords, state_words
@@ -27,9 +36,10 @@ from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry, parse_shadow_key
 from mcore_ckpt.items.fingerprints import global_shape, part_of_chunk
-from mcore_ckpt.layout.fingerprint import is_factory, part_of_shard, shards_of
+from mcore_ckpt.layout.fingerprint import Known, is_factory, part_of_shard, shards_of
 from mcore_ckpt.layout.shards import is_main_replica, is_sharded_tensor
 from mcore_ckpt.layout.torch_classes import dtype_name
+from mcore_ckpt.load.arrivals import Arrivals, noting, save_id
 from mcore_ckpt.load.read_requests import ReadRequest, stored_dtype
 from mcore_ckpt.load.reader import FileSystemReader
 
@@ -37,61 +47,217 @@ _logger = logging.getLogger("mcore_ckpt")
 
 _SAMPLE = 16  # one tensor in so many
 _SHOWN = 10
+_MOST_SLICES = 65_536  # 512 KB
 _WHAT = "prove the state that was loaded"
 
 
 class _Held(NamedTuple):
-    """What one rank holds of a tensor, and, where that begins with its first element, the stored CRC-32."""
+    """What one rank holds of a tensor, and, where that begins with its first element, the stored CRC-32; `replica`:
+    empty of the main one; `piece`: the slice, and which elements of it.
+    """
 
     key: str
+    replica: str
     dtype: str
     shape: tuple[int, ...]
-    elements: int
+    piece: tuple[Box, tuple[int, int]]
     crc: int
     stored: int | None
+
+    @property
+    def elements(self) -> int:
+        """How many these are."""
+        start, stop = self.piece[1]
+        return stop - start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank holds the tensor by itself."""
+        return self.elements == math.prod(self.shape)
+
+
+class _Sums(NamedTuple):
+    """What ranks tell of what they hold."""
+
+    compared: int  # tensors
+    skipped: int  # tensors that cannot be compared
+    replicas: int  # slices of replicas that cannot be
+    state: StateWords
+    differs: StateWords  # all that is compared against what is stored: zero if it is equal
+    missing: int  # elements against those of the tensors, times a hash, modulo 2^64: zero if none is missing or double
+    slices: bytes  # 8 for each one that is a part of what several ranks hold together, of `_MOST_SLICES` at most
+    empty: frozenset[tuple[str, str, tuple[int, ...]]]  # tensors without elements, of which any rank may tell
+    is_told_twice: bool = False  # a slice, under one `replica_id`
+
+    def merged(self, other: _Sums) -> _Sums:
+        """Of both."""
+        return _Sums(
+            self.compared + other.compared,
+            self.skipped + other.skipped,
+            self.replicas + other.replicas,
+            self.state ^ other.state,
+            self.differs ^ other.differs,
+            (self.missing + other.missing) % 2**64,
+            _smallest(self.slices + other.slices),
+            self.empty | other.empty,
+        )
+
+    def concluded(self) -> _Sums:
+        """Of all ranks."""
+        slices = np.frombuffer(self.slices, np.uint64)
+        empty = state_words((*one, 0, True) for one in self.empty)
+        return self._replace(
+            compared=self.compared + len(self.empty),
+            state=self.state ^ empty,
+            slices=b"",
+            is_told_twice=len(np.unique(slices)) < len(slices),
+        )
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether nothing more needs to be known."""
+        return self.differs == StateWords() and not self.missing and not self.is_told_twice
+
+
+class _Outcome(NamedTuple):
+    """What is equal: how many tensors, and their fingerprint; and what could not be compared: tensors that were loaded
+    in part, and slices of replicas.
+    """
+
+    compared: int
+    state: StateWords
+    in_part: int = 0
+    replicas: int = 0
 
 
 def prove_load(
     stock: Callable[..., Any],
     options: LoadOptions,
+    strategy: Any,
     sharded_state_dict: Any,
     checkpoint_dir: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Megatron's `load`, and the proof. Raises `LoadError` on all ranks if a tensor differs."""
+    """Megatron's `load`, and the proof; `strategy`: that loads. Raises `LoadError` on all ranks if a tensor differs."""
     noted = _noted(sharded_state_dict)  # Megatron changes what it is given
-    result = stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    arrivals = Arrivals(partial(_is_chosen, options))
+    with noting(arrivals):
+        result = stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     loaded = result[0] if isinstance(result, tuple) else result
-    directory, group = checkpoint_path(checkpoint_dir), coordination_group(kwargs.get("process_group"))
+    names = list(inspect.signature(stock).parameters)[2:]  # versions have them in another order
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    directory, group = checkpoint_path(checkpoint_dir), coordination_group(arguments.get("process_group"))
+    # An exchange between ranks writes to tensors without counting as a new version of them.
+    known = None if hasattr(strategy, "base_strategy") else arrivals.part_of
     held: list[_Held] = []
 
-    def words() -> tuple[int, ...]:
-        held.extend(_held(list(_with_loaded(noted, loaded)), FileSystemReader(directory, options=options), options))
-        total = state_words((one.key, one.dtype, one.shape, one.crc, one.stored is not None) for one in held)
-        firsts = [one for one in held if one.stored is not None]
-        stored = state_words((one.key, one.dtype, one.shape, one.stored or 0, True) for one in firsts)
-        return (*total.words, *(total ^ stored).words)
+    def sums() -> _Sums:
+        reader = FileSystemReader(directory, options=options)
+        if arrivals.saves - {save_id(reader.index)}:
+            raise LoadError(
+                f"{directory}: the checkpoint was replaced while it was loaded, and what was loaded cannot be compared "
+                "any more: load again"
+            )
+        leaves, lost = _with_loaded(noted, loaded, reader.index)
+        left_out: Counter[bool] = Counter()  # of main replicas, of others
+        for one in [*_held(leaves, reader, options, known), *_left_out(lost, reader.index, options)]:
+            if isinstance(one, bool):
+                left_out[one] += 1
+            else:
+                held.append(one)
+        return _sums_of(held, group.rank, left_out[True], left_out[False])
 
-    found = group.run_xor(_WHAT, words, wrap=LoadError)
-    in_part = 0
-    if any(found[4:]):
+    found = group.run_merged(_WHAT, sums, _Sums.merged, _Sums.concluded, wrap=LoadError)
+    outcome = _Outcome(found.compared, found.state)
+    if not found.tells_all:
         gathered = group.run_gather(_WHAT, lambda: held, wrap=LoadError)
-        in_part = group.run_on_coordinator(_WHAT, partial(_differing, gathered, directory), wrap=LoadError)
-    _say(group, directory, options, StateWords(tuple(found[:4])), in_part)
+        outcome = group.run_on_coordinator(_WHAT, partial(_differing, gathered, directory), wrap=LoadError)
+    if group.is_coordinator:
+        _say(group, directory, options, found, outcome)
     return result
 
 
-def _say(group: RankGroup, directory: Path, options: LoadOptions, words: StateWords, in_part: int) -> None:
-    if group.is_coordinator:
-        _logger.info(
-            "%s: state proven: %s%s on %d ranks%s",
-            directory,
-            words,
-            f" (one tensor in {_SAMPLE})" if options.prove == "sample" else "",
-            group.size,
-            f"; {in_part} tensors were loaded in part, and not compared" if in_part else "",
+def _sums_of(held: list[_Held], rank: int, skipped: int, replicas: int) -> _Sums:
+    some = [one for one in held if one.elements]
+    names, wholes = [], Counter[tuple[str, str]]()
+    for one in some:
+        name = one.key
+        if one.replica:  # a fault that is the same in two replicas must not cancel itself
+            name += f"\0{one.replica}"
+            if one.is_whole:
+                name += f"\0{rank}\0{wholes[one.key, one.replica]}"
+                wholes[one.key, one.replica] += 1
+        names.append(name)
+    mains = [one for one in some if not one.replica]
+    named = list(zip(names, some, strict=True))
+    differs = state_words((name, one.dtype, one.shape, one.crc, one.stored is not None) for name, one in named)
+    differs ^= state_words(
+        (name, one.dtype, one.shape, one.stored, True) for name, one in named if one.stored is not None
+    )
+    missing, slices = 0, []
+    for name, one in named:
+        lacks = one.elements - (0 if one.stored is None else math.prod(one.shape))
+        missing += lacks * _hash(name) if lacks else 0
+        if not (one.replica and one.is_whole):
+            slices.append(_hash(f"{name}\0{one.piece}"))
+    return _Sums(
+        sum(one.stored is not None for one in mains),
+        skipped,
+        replicas,
+        _words(mains),
+        differs,
+        missing % 2**64,
+        _smallest(np.array(slices, np.uint64).tobytes()),
+        frozenset((one.key, one.dtype, one.shape) for one in held if not one.replica and 0 in one.shape),
+    )
+
+
+def _smallest(slices: bytes) -> bytes:
+    """The smallest of these hashes, so that what ranks tell does not grow with the job. A slice that comes twice is
+    among them twice or not at all, but for the last; ranks that share a `replica_id` do so for all slices, as a rule.
+    """
+    if len(slices) <= 8 * _MOST_SLICES:
+        return slices
+    return np.sort(np.frombuffer(slices, np.uint64))[:_MOST_SLICES].tobytes()
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def _words(mains: Iterable[_Held]) -> StateWords:
+    return state_words((one.key, one.dtype, one.shape, one.crc, one.stored is not None) for one in mains)
+
+
+def _say(group: RankGroup, directory: Path, options: LoadOptions, found: _Sums, outcome: _Outcome) -> None:
+    left, replicas = [], found.replicas + outcome.replicas
+    if found.skipped:
+        left.append(
+            f"{counted(found.skipped, 'tensor')} converted, of another shape, of a class of its own or not found where "
+            "it was asked for"
         )
+    if outcome.in_part:
+        left.append(f"{counted(outcome.in_part, 'tensor')} loaded in part")
+    if replicas:
+        left.append(f"{counted(replicas, 'replica')} of slices")
+    if not outcome.compared:
+        sampled = f", of which one in {_SAMPLE} was to be" if options.prove == "sample" else ""
+        _logger.warning(
+            "%s: state not proven: no tensor could be compared%s%s",
+            directory,
+            sampled,
+            f"; {'; '.join(left)}" if left else "",
+        )
+        return
+    _logger.info(
+        "%s: state proven: %s%s on %s%s",
+        directory,
+        outcome.state,
+        f" (one tensor in {_SAMPLE})" if options.prove == "sample" else "",
+        counted(group.size, "rank"),
+        f"; not compared: {'; '.join(left)}" if left else "",
+    )
 
 
 def _noted(tree: Any) -> Any:
@@ -107,42 +273,74 @@ def _noted(tree: Any) -> Any:
     return noted
 
 
-def _with_loaded(noted: Any, loaded: Any) -> Iterator[Any]:
-    """Descriptions with what was loaded for them."""
+def _with_loaded(noted: Any, loaded: Any, index: CheckpointIndex) -> tuple[list[Any], list[Any]]:
+    """Descriptions with what was loaded for them, and those for which nothing is found."""
+    found: list[Any] = []
+    lost: list[Any] = []
+    _match(noted, loaded, index, found, lost)
+    return found, lost
+
+
+def _match(noted: Any, loaded: Any, index: CheckpointIndex, found: list[Any], lost: list[Any]) -> None:
     if isinstance(noted, dict):
-        if isinstance(loaded, dict):
-            for key in noted.keys() & loaded.keys():
-                yield from _with_loaded(noted[key], loaded[key])
+        for key, value in noted.items():
+            _match(value, loaded.get(key) if isinstance(loaded, dict) else None, index, found, lost)
     elif isinstance(noted, list):
-        if isinstance(loaded, (list, tuple)):
-            for one, value in zip(noted, loaded, strict=False):
-                yield from _with_loaded(one, value)
-    elif noted is not None and isinstance(loaded, torch.Tensor):
-        noted.data = loaded
-        yield noted
+        values = loaded if isinstance(loaded, (list, tuple)) else ()
+        if len(noted) != len(values):
+            # Megatron leaves out of a list what the checkpoint lacks.
+            noted = [one for one in noted if not is_sharded_tensor(one) or one.key in index.tensors]
+        if len(noted) != len(values):
+            values = [None] * len(noted)
+        for one, value in zip(noted, values, strict=True):
+            _match(one, value, index, found, lost)
+    elif noted is not None:
+        if isinstance(loaded, torch.Tensor):
+            noted.data = loaded
+        (lost if noted.data is None else found).append(noted)
 
 
-def _held(leaves: list[Any], reader: FileSystemReader, options: LoadOptions) -> Iterator[_Held]:
-    """This rank's main replicas of what is stored in the same dtype and shape."""
+def _left_out(lost: list[Any], index: CheckpointIndex, options: LoadOptions) -> Iterator[bool]:
+    """For each slice of a replica that the checkpoint has, but was not found, False; for each tensor True."""
+    for one in lost:
+        if one.key in index.tensors and _is_chosen(options, index, one.key):
+            is_main = is_main_replica(one)
+            if not is_main or not any(getattr(one, "global_offset", ())):
+                yield is_main
+
+
+def _is_chosen(options: LoadOptions, index: CheckpointIndex, key: str) -> bool:
+    """Whether this tensor is compared; of a sample, other ones of each save."""
+    if options.prove != "sample":
+        return True
+    return crc32(key.encode(), crc32(save_id(index))) % _SAMPLE == 0
+
+
+def _held(
+    leaves: list[Any], reader: FileSystemReader, options: LoadOptions, known: Known | None
+) -> Iterator[_Held | bool]:
+    """What this rank holds of what is stored in the same dtype and shape; True for the first part of a main replica of
+    what is not, False for other replicas of that, and of what has no fingerprint stored to compare them with.
+    """
     index = reader.index
-    save = reader.path.name.encode() if index.manifest is None else index.manifest.save_id
-    seed = crc32(save)
     for shard in shards_of(leaves):
-        entry = index.tensors.get(shard.key)
-        if entry is None or not is_main_replica(shard) or parse_shadow_key(shard.key) is not None:
-            continue
-        if options.prove == "sample" and crc32(shard.key.encode(), seed) % _SAMPLE:
+        entry, is_main = index.tensors.get(shard.key), is_main_replica(shard)
+        if entry is None or parse_shadow_key(shard.key) is not None or not _is_chosen(options, index, shard.key):
             continue
         shape = global_shape(index, entry)
         # What is converted, quantized or padded otherwise has other bits.
-        if dtype_name(shard.data.dtype) != entry.dtype or shape != tuple(shard.global_shape):
+        is_alike = dtype_name(shard.data.dtype) == entry.dtype and shape == tuple(shard.global_shape)
+        if not is_alike or type(shard.data) not in (torch.Tensor, torch.nn.Parameter):
+            if not is_main or not any(shard.global_offset):
+                yield is_main
             continue
-        if type(shard.data) not in (torch.Tensor, torch.nn.Parameter):
+        if not is_main and entry.fqn not in index.fingerprints:
+            yield False
             continue
-        part = part_of_shard(shard.key, shard, True)
+        part = part_of_shard(shard.key, shard, is_main, known)
         stored = _stored_crc(reader, index, entry, shape) if part.is_first else None
-        elements = part.stretch[1] - part.stretch[0]
-        yield _Held(part.key, part.dtype, shape, elements, part.crc, stored)
+        replica = "" if is_main else str(shard.replica_id)
+        yield _Held(part.key, replica, part.dtype, shape, (part.box, part.stretch), part.crc, stored)
 
 
 def _stored_crc(reader: FileSystemReader, index: CheckpointIndex, entry: TensorEntry, shape: tuple[int, ...]) -> int:
@@ -169,29 +367,64 @@ def _read(reader: FileSystemReader, entry: TensorEntry, chunk: StoredChunk, firs
     return elements.view(torch.uint8).numpy()
 
 
-def _differing(gathered: list[list[_Held]] | None, directory: Path) -> int:
-    """How many tensors were loaded in part, of which nothing can be said. `LoadError`: complete ones differ."""
-    tensors: dict[str, list[tuple[int, _Held]]] = {}
+def _differing(gathered: list[list[_Held]] | None, directory: Path) -> _Outcome:
+    """What is complete and equal, and what nothing can be said of. `LoadError`: complete tensors differ, or slices from
+    those of an equal one.
+
+    Of the ranks that hold one slice under one `replica_id`, the first one belongs to the first copy of the tensor, the
+    next one to the next. What makes up no tensor again is compared slice by slice.
+    """
+    copies: dict[tuple[str, str, int], list[tuple[int, _Held]]] = {}
+    holders = Counter[tuple[str, str, tuple[Box, tuple[int, int]]]]()
     for rank, held in enumerate(gathered or []):
         for one in held:
-            tensors.setdefault(one.key, []).append((rank, one))
-    in_part, differing = 0, []
-    for key, parts in tensors.items():
+            if one.elements or (not one.replica and 0 in one.shape):
+                at = one.key, one.replica, one.piece
+                # A replica that a rank holds whole is a copy by itself, whatever slices others have under its id.
+                number = ~holders[at] if one.replica and one.is_whole else holders[at]
+                copies.setdefault((one.key, one.replica, number), []).append((rank, one))
+                holders[at] += 1
+    equal: dict[tuple[str, tuple[Box, tuple[int, int]]], int] = {}
+    left: list[tuple[str, str, int]] = []
+    differing, wrong = [], set()
+    for (key, replica, number), parts in copies.items():
         crc = elements = 0
         stored = None
         for _, one in parts:
             crc, elements = crc ^ one.crc, elements + one.elements
             stored = one.stored if one.stored is not None else stored
         if stored is None or elements != math.prod(parts[0][1].shape):
-            in_part += 1
-        elif crc != stored:
+            left.append((key, replica, number))
+        elif crc == stored:
+            equal.update(((key, one.piece), one.crc) for _, one in parts)
+        else:
             ranks = ", ".join(str(rank) for rank, _ in parts[:_SHOWN])
-            differing.append(f"{key} (CRC-32 {crc:08x} on ranks {ranks}, stored {stored:08x})")
+            wrong.add(key)
+            differing.append(f"{key} ({_which(replica)}CRC-32 {crc:08x} on ranks {ranks}, stored {stored:08x})")
+    in_part = replicas = 0
+    for key, replica, number in left:
+        in_part += not replica and not number
+        for rank, one in copies[key, replica, number]:
+            crc_of_equal = equal.get((key, one.piece))
+            if crc_of_equal is None:
+                replicas += bool(replica or number)
+            elif crc_of_equal != one.crc:
+                wrong.add(key)
+                box = one.piece[0]
+                differing.append(
+                    f"{key} ({_which(replica)}rank {rank}, in the slice at {list(box.offsets)} of sizes "
+                    f"{list(box.sizes)}, of which others hold what is stored)"
+                )
     if differing:
         more = f", and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise LoadError(
-            f"{directory}: {len(differing)} of {len(tensors)} tensors in memory are not what is stored: "
-            f"{'; '.join(differing[:_SHOWN])}{more}. Do not train with this state: load again, with another layout or "
-            "without wrappers; if it stays, report it with this message"
+            f"{directory}: {len(wrong)} of {len({key for key, _, _ in copies})} tensors in memory are not what is "
+            f"stored: {'; '.join(differing[:_SHOWN])}{more}. Do not train with this state: load again, with another "
+            "layout or without wrappers; if it stays, report it with this message"
         )
-    return in_part
+    mains = [parts for (_, replica, number), parts in copies.items() if not replica and not number]
+    return _Outcome(len(mains) - in_part, _words(one for parts in mains for _, one in parts), in_part, replicas)
+
+
+def _which(replica: str) -> str:
+    return f"replica {replica}, " if replica else ""

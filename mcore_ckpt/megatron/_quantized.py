@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt.items.ranges import batches
+from mcore_ckpt.load.arrivals import noting_nothing
 from mcore_ckpt.megatron._versions import quantized_test
 
 # Scratch that is held at once, in bytes; more only where a single tensor is larger.
@@ -40,7 +41,8 @@ def read_quantized(read: Callable[[Sequence[Any]], None], shards: Sequence[Any])
     """
     for batch in batches(shards, lambda shard: shard.data.numel() * shard.data.dtype.itemsize, _SCRATCH_BYTES):
         scratches = [_with_scratch(shard) for shard in batch]
-        read(scratches)
+        with noting_nothing():
+            read(scratches)
         for shard, scratch in zip(batch, scratches, strict=True):
             _quantize(shard.data, scratch.data)
 

@@ -12,20 +12,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import operator
 import pickle
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
-from mcore_ckpt.core.errors import OptionError, PlanError, SaveError
+from mcore_ckpt.core.errors import CheckpointError, PlanError, SaveError
+from mcore_ckpt.core.failures import attempt
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
-from mcore_ckpt.core.ranks import RankGroup, coordination_group
+from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, mark_as_told, reached_every_rank
 from mcore_ckpt.layout.accesses import Accesses
 from mcore_ckpt.layout.plan_check import check_requests
 from mcore_ckpt.megatron._errors import MegatronErrors
@@ -43,50 +40,74 @@ class _Asked:
 
     accesses: Accesses | None = None
     common: Any = None
+    # A fully parallel wrapper has chosen others to save the main replicas, and has looked that they are the same.
+    mains_are_saved: bool = False
+    # The ranks of a wrapper's group, if an exchange between them comes ahead of any of all ranks, and is still to come.
+    meets_in: Callable[[], RankGroup] | None = None
+    # This rank has come to an exchange of all ranks. What fails before it, the others are told of there.
+    has_come: bool = False
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the others, in the exchanges that they come to first, what this rank has raised before."""
+        if self.has_come or reached_every_rank(error):
+            return
+        groups = [everyone := coordination_group()]
+        if self.meets_in is not None:
+            within = self.meets_in()
+            groups = [within, everyone] if within.size < everyone.size else [within]
+        for group in groups:
+            attempt(functools.partial(group.give_up, "save", error, wrap=SaveError))
+        mark_as_told(error)
 
 
 _of_save: ContextVar[_Asked | None] = ContextVar("_of_save", default=None)
-# By default group, the values of `SaveOptions.validation` that all ranks have had in a save.
-_agreed: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 _of_load: ContextVar[bool] = ContextVar("_of_load", default=False)
 
 
 @contextmanager
-def validation_of_save(strategy: Any, strategy_class: type) -> Iterator[None]:
-    """Within a call of Megatron's `save` with that strategy: what it asks to be validated is noted for the strategy."""
+def validation_of_save(strategy: Any, strategy_class: type, meets_in: Callable[[], RankGroup] | None) -> Iterator[None]:
+    """Within a call of Megatron's `save` with that strategy: what it asks to be validated is noted for the strategy.
+    What this rank raises before the first exchange, all ranks raise. `meets_in`: as of `_Asked`.
+    """
     while hasattr(strategy, "base_strategy"):
         strategy = strategy.base_strategy
-    is_ours = strategy is None or type(strategy) is strategy_class
+    if strategy is not None and type(strategy) is not strategy_class:
+        with _as_asked(None):
+            yield
+        return
     options = getattr(strategy, "options", None) or SaveOptions.from_environment()
-    if is_ours:
-        _check_all_agree(options.validation)
-    token = _of_save.set(_Asked() if is_ours and options.validation == "mcore_ckpt" else None)
+    # Ranks exchange other things by other values. So whichever exchange comes first says whether they are the same.
+    with carrying({"validation": options.validation, "distribution": options.distribution}):
+        if options.validation != "mcore_ckpt":
+            with MegatronErrors():
+                _meet_ahead(meets_in)
+            with _as_asked(None):
+                yield
+            return
+        asked = _Asked(meets_in=meets_in)
+        with _as_asked(asked):
+            try:
+                yield
+            except BaseException as error:
+                asked.tell(error)
+                raise
+
+
+@contextmanager
+def _as_asked(asked: _Asked | None) -> Iterator[None]:
+    token = _of_save.set(asked)
     try:
         yield
     finally:
         _of_save.reset(token)
 
 
-def _check_all_agree(validation: str) -> None:
-    """Raise `OptionError` on all ranks unless all validate alike: Megatron's gather waits for all. Asked once of a
-    value, in the life of the default group.
-    """
-    group = coordination_group()
-    if group.size == 1:
-        return
-    agreed = _agreed.setdefault(dist.group.WORLD, set())
-    if validation in agreed:
-        return
-    with MegatronErrors():
-        found = group.run_merged(
-            "agree on the validation", lambda: {validation}, operator.or_, lambda merged: merged, wrap=SaveError
-        )
-        if len(found) > 1:
-            raise OptionError(
-                f"validation is {validation!r} on rank {group.rank} of the save, and another on others: set "
-                "MCORE_CKPT_VALIDATION alike on all hosts, or nowhere"
-            )
-    agreed.add(validation)
+def _meet_ahead(meets_in: Callable[[], RankGroup] | None) -> None:
+    """Come together with all ranks ahead of Megatron's validation, in the exchanges that others may come to first."""
+    everyone = coordination_group()
+    if meets_in is not None:
+        meet(meets_in(), everyone)
+    meet(everyone, everyone)
 
 
 @contextmanager
@@ -99,14 +120,60 @@ def validation_of_load(options: LoadOptions) -> Iterator[None]:
         _of_load.reset(token)
 
 
+def come_to_exchange() -> None:
+    """This rank comes to an exchange of the save in progress, in which all ranks are told what fails on one."""
+    if (asked := _of_save.get()) is not None:
+        asked.has_come = True
+
+
+def come_to_exchange_within() -> None:
+    """This rank comes to the exchange within the group of a wrapper, `_Asked.meets_in`."""
+    if (asked := _of_save.get()) is not None:
+        asked.meets_in = None
+
+
+def meet(group: RankGroup, everyone: RankGroup) -> None:
+    """Come together with the ranks of a group, ahead of what Megatron gathers: they are told of failures here."""
+    try:
+        group.run_merged("agree on the options", lambda: None, lambda _, __: None, lambda _: None, wrap=SaveError)
+    except BaseException as error:
+        tell_other_groups(group, everyone, error, "save", SaveError)
+        raise
+
+
+def tell_other_groups(
+    group: RankGroup, everyone: RankGroup, error: BaseException, what: str, wrap: type[CheckpointError]
+) -> None:
+    """Tell the ranks of other groups, on their way to the next exchange of all, that this group has failed."""
+    if group.size < everyone.size:
+        attempt(functools.partial(everyone.give_up, what, error, wrap=wrap))
+        mark_as_told(error)
+
+
 def noted_validation() -> Validation | None:
-    """What the save in progress has to validate; None if nothing, or if Megatron has done so."""
+    """What the save in progress has to validate, for the exchange that comes next; None if nothing, or if Megatron has
+    done so.
+    """
+    come_to_exchange()
     asked = _of_save.get()
     if asked is None or asked.accesses is None:
         return None
+    found = Validation(asked.accesses, mains_are_saved=asked.mains_are_saved)
     if asked.common is None:
-        return Validation(asked.accesses)
-    return Validation(asked.accesses, _digest(asked.common), functools.partial(_compare_common, asked.common))
+        return found
+    compare = functools.partial(_compare_common, asked.common)
+    return found._replace(common_digest=_digest(asked.common), compare_common=compare)
+
+
+def is_validated_here() -> bool:
+    """Whether all ranks have come to a save that this package validates: then Megatron's validation gathers nothing."""
+    return _of_save.get() is not None
+
+
+def note_mains_are_saved() -> None:
+    """What the ranks of a parallelization group save are the main replicas of the group, each once."""
+    if (asked := _of_save.get()) is not None:
+        asked.mains_are_saved = True
 
 
 def _digest(common: Any) -> bytes:
@@ -147,6 +214,13 @@ class _Ungathered:
         self._gather = gather
 
     def __iter__(self) -> Iterator[Any]:
+        if (together := load_of_all()) is None:
+            return iter(self._gather()[1])
+        # A rank that has failed before tells the others here: they would wait for it in what Megatron gathers.
+        together.group.run_merged(
+            "gather what is loaded", lambda: None, lambda _, __: None, lambda _: None, wrap=PlanError
+        )
+        together.checks_in = together.validates
         return iter(self._gather()[1])
 
 
@@ -167,7 +241,11 @@ def _noting(stock: Any) -> Any:
             return stock(sharded_state_dict, *args, **kwargs)
         gather = functools.partial(stock, sharded_state_dict, *args, **kwargs)
         group = args[0] if args else kwargs.get("process_group")
-        return None, _Ungathered(Accesses.of(sharded_state_dict), gather, group)
+        asked = _of_save.get()
+        accesses = None if asked is None else asked.accesses
+        if accesses is None:
+            accesses = Accesses.of(sharded_state_dict)
+        return None, _Ungathered(accesses, gather, group)
 
     return determine_global_metadata
 

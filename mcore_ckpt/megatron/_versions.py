@@ -66,7 +66,7 @@ def megatron_module(name: str = "") -> ModuleType:
         if error.name is not None and (error.name == "megatron" or error.name == "megatron.core"):
             raise UnsupportedMegatronError(
                 "megatron-core is not installed, and this needs it (the reader, the writer and the command do "
-                "not). Install it with: pip install 'mcore-ckpt[megatron]'"
+                "not). Install it with: pip install '.[megatron]' in a checkout of mcore_ckpt"
             ) from error
         raise UnsupportedMegatronError(
             f"megatron-core {installed_version_text()} has no module {error.name}; "

@@ -33,6 +33,7 @@ from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, MAX_METADA
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._one_save import SaveIdentity, metadata_version, note_common
+from mcore_ckpt.megatron._validation import come_to_exchange
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logging.getLogger(__name__)
@@ -47,17 +48,20 @@ _late_error: ContextVar[list[Exception] | None] = ContextVar("_late_error", defa
 
 
 def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Write the common state of the save that follows, and lock the directory for it; every rank calls this, the first
-    writes. Next to an older checkpoint it waits under a name of its own until the new one is published.
+    """Write the common state of the save that follows, and lock the directory for it; every rank calls this. The first
+    writes, when all have come. Next to an older checkpoint it waits under a name of its own until the new one is
+    published.
     """
-    storage = storage_at(checkpoint_dir)
 
-    def write() -> None:
-        content = io.BytesIO()
+    def write(_: None) -> None:
+        storage, content = storage_at(checkpoint_dir), io.BytesIO()
         torch.save(common_state_dict, content)
         write_common(storage, content.getvalue())
 
-    coordination_group().run_on_coordinator("write the common state", write, wrap=SaveError)
+    come_to_exchange()
+    coordination_group().run_merged(
+        "write the common state", lambda: None, lambda first, _: first, write, wrap=SaveError
+    )
 
 
 def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:

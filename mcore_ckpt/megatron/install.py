@@ -28,7 +28,9 @@ from mcore_ckpt.format.metadata_read import read_config
 from mcore_ckpt.megatron import _async_queue as megatron_queue
 from mcore_ckpt.megatron import common_state
 from mcore_ckpt.megatron._errors import MegatronErrors
+from mcore_ckpt.megatron._fully_parallel import first_group, replace_wrappers
 from mcore_ckpt.megatron._go_back import around_load, directory_to_read
+from mcore_ckpt.megatron._integrity import replace_integrity
 from mcore_ckpt.megatron._patches import (
     MODULES_CALLING_PRODUCT,
     MODULES_NAMING_CUDA,
@@ -146,6 +148,11 @@ def _replace_all(megatron: Differences) -> None:
         _required(name, "determine_global_metadata", "validate_sharding_integrity")
     _required("serialization", "determine_global_metadata")
     replace_validation()
+    replace_integrity()
+    wrappers = ("FullyParallelSaveStrategyWrapper", "FullyParallelLoadStrategyWrapper")
+    exchanged = ("determine_main_replica_uniform_distribution", "exchange_loaded_objects_gather_object")
+    _required("strategies.fully_parallel", *wrappers, *exchanged)
+    replace_wrappers()
     patches.replace(serialization, "save", _save_or_leave_nothing(serialization.save, TorchDistSaveStrategy))
     patches.replace(serialization, "load", around_load(serialization.load))
     megatron_queue.replace_methods(patches, async_utils.AsyncCallsQueue, MegatronErrors)
@@ -243,7 +250,8 @@ def _save_or_leave_nothing(stock: Any, strategy_class: type) -> Any:
             before = saves_in_progress(directory)
             try:
                 call = partial(stock, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-                with validation_of_save(args[0] if args else kwargs.get("sharded_strategy"), strategy_class):
+                strategy = args[0] if args else kwargs.get("sharded_strategy")
+                with validation_of_save(strategy, strategy_class, first_group(strategy)):
                     request, failure = common_state.with_late_config_errors(call)
                 if request is None:
                     common_state.raise_config_error(failure)

@@ -24,6 +24,7 @@ from mcore_ckpt.core.options import LoadOptions, SaveOptions, first_of_this_host
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, interrupts_wait_for_others
+from mcore_ckpt.core.threads import together
 from mcore_ckpt.directory.in_force import data_bytes_of_rank
 from mcore_ckpt.directory.remove import remove_tensors
 from mcore_ckpt.format.metadata_read import METADATA_FILE
@@ -94,6 +95,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         cached_global_metadata: Megatron's training code puts the metadata of a loaded checkpoint here.
         validated_cache_reuse: the last save reused the plan of the one before.
         validated_loaded_metadata_reuse: the last save had the structure of the loaded checkpoint.
+        is_distributed: a wrapper has chosen which ranks save what, in the next save.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         self.cached_global_metadata: Any = None
         self.validated_cache_reuse = False
         self.validated_loaded_metadata_reuse = False
+        self.is_distributed = False
         self._structure = Structure()
 
     @property
@@ -207,6 +210,8 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         is_async: bool,
     ) -> None:
         """Begin a save, which is put into `begun` at once: a caller that is interrupted can give it up."""
+        group = coordination_group()
+        is_distributed, self.is_distributed = self.is_distributed, False
         request = SaveRequest(
             directory=checkpoint_path(checkpoint_dir),
             options=self.options,
@@ -215,8 +220,8 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             is_async=is_async,
             bucket_writer=_replaced_bucket_writer(),
             validation=noted_validation(),
+            spreads=self.options.distribution == "on" and not is_distributed and group.size > 1,
         )
-        group = coordination_group()
         begun.append(begin_save(sharded_state_dict, request, group, self._structure))
         plan = begun[0].plan
         if plan is None:
@@ -367,12 +372,23 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         meanwhile, and that shows in what was read. Yields what this rank is going to read, and of which save, to be
         told which ranks read what for each other.
         """
-        reader = self._open(checkpoint_dir)
+        path = self._to_read(checkpoint_dir)
+        storage = storage_at(path)
+        with contextlib.ExitStack() as load:
+            begin = partial(load.enter_context, storage.in_use(METADATA_FILE))
+            _, reader = together(storage.asks_at_once, begin, partial(self._opened, path))
+            load.enter_context(reader.other_tier_in_use())
+            filled = yield from self._load_by(reader, sharded_state_dict, group)
+        return filled
+
+    def _load_by(
+        self, reader: FileSystemReader, sharded_state_dict: dict[str, Any], group: RankGroup
+    ) -> Generator[_Told, dict[tuple[str, str], Shares], dict[str, Any]]:
         _, version = self._read_version or (reader.path, ())
+        source = SaveIdentity.of(reader.index.manifest, version)
         read_before = reader.stats.bytes_read
         try:
-            with reader.conversions.of_one_load(), storage_at(reader.path).in_use(METADATA_FILE):
-                source = SaveIdentity.of(reader.index.manifest, version)
+            with reader.conversions.of_one_load():
                 filled = yield from self._load(reader, sharded_state_dict, group, source)
         except LoadError as error:
             if metadata_version(reader.path) != version:
@@ -384,7 +400,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         check_common(reader.path, source, reader.index)
         if first_of_this_host(dist.get_rank() if dist.is_initialized() else 0):
             run_loaded(reader.path, SaveOptions.from_environment(), self.options.local_tier)
-        _expect_save(reader.path, reader.stats.bytes_read - read_before)
+        _expect_save(reader, reader.stats.bytes_read - read_before)
         expect_layout(reader.path.name, reader.index)
         return filled
 
@@ -397,32 +413,41 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             planned = plan_shards(reader, plain) if _reads_itself(plain) else None
             offer = None if planned is None or group.size == 1 else reader.offer(planned.plan)
         shares = yield {} if offer is None else {offer[0]: {group.rank: offer[1]}}, {source.save_id: group.rank}
-        with reader.handing_on(shares.get((offer[0].source, offer[1].host)) if offer else None, group.rank, group):
-            if planned is None:
-                _read(reader, plain)
-            else:
-                planned.read()
-        read_quantized(partial(_read, reader), quantized)
-        keys = [leaf.unique_key for leaf in wanted if is_sharded_object(leaf)]
-        objects = _ObjectsInTurn(reader.read_objects(keys))
+        with reader.files_stay_open():
+            with reader.handing_on(shares.get((offer[0].source, offer[1].host)) if offer else None, group.rank, group):
+                if planned is None:
+                    _read(reader, plain)
+                else:
+                    planned.read()
+            read_quantized(partial(_read, reader), quantized)
+            keys = [leaf.unique_key for leaf in wanted if is_sharded_object(leaf)]
+            objects = _ObjectsInTurn(reader.read_objects(keys))
         filled: dict[str, Any] = replace_leaves(
             sharded_state_dict, lambda leaf: objects.of(leaf) if is_sharded_object(leaf) else leaf.data
         )
         return filled
 
-    def _open(self, checkpoint_dir: _Path) -> FileSystemReader:
-        """A reader whose index is read again only when the checkpoint is another one, or has been replaced."""
+    def _to_read(self, checkpoint_dir: _Path) -> Path:
         path = checkpoint_path(checkpoint_dir)
         if self.options.on_damaged == "go_back":
             from mcore_ckpt.megatron._go_back import directory_to_read
 
             path = directory_to_read(path, self.options)
-        version = metadata_version(path)
-        if self._reader is None or self._read_version != (path, version):
+        return path
+
+    def _opened(self, path: Path) -> FileSystemReader:
+        """A reader whose index is read again only when the checkpoint is another one, or has been replaced."""
+        known = self._reader is not None and self._read_version is not None and self._read_version[0] == path
+        if self._reader is None or not known or self._read_version != (path, metadata_version(path)):
             self._reader = FileSystemReader(path, options=self.options)
             self._loaded_metadata = _LoadedMetadata(self._reader)
-            self._read_version = (path, version)
+            self._read_version = None  # until the index is there
+            _ = self._reader.index
+            self._read_version = (path, tuple(self._reader.index_version or ()))
         return self._reader
+
+    def _open(self, checkpoint_dir: _Path) -> FileSystemReader:
+        return self._opened(self._to_read(checkpoint_dir))
 
     def load_tensors_metadata(self, checkpoint_dir: _Path, metadata: Any = None) -> dict[str, Any]:
         """What tensors the checkpoint holds: key -> Megatron `ShardedTensor` of the global shape, without data."""
@@ -470,13 +495,15 @@ def load_state_dict(sharded_state_dict: dict[str, Any], checkpoint: str, options
         return loaded
 
 
-def _expect_save(loaded: Path, read_bytes: int) -> None:
+def _expect_save(loaded: FileSystemReader, read_bytes: int) -> None:
     """A rank that resumes from a checkpoint of as many ranks is likely to save as much as it has in there, and no more
     than it has loaded.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     with contextlib.suppress(LoadError):
-        written_bytes = data_bytes_of_rank(storage_at(loaded), rank, ranks)
+        manifest = loaded.index.manifest
+        named = {} if manifest is None else {name: file.size_bytes for name, file in manifest.files.items()}
+        written_bytes = data_bytes_of_rank(named or storage_at(loaded.path).sizes(), rank, ranks)
         if written_bytes is not None:
             expect_save(min(written_bytes, read_bytes))
 

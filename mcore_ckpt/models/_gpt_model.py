@@ -1,7 +1,7 @@
 """Megatron-Core's GPT model as a job makes it, built from the arguments that a checkpoint stores.
 
 With Megatron's own ("local") layers, which need no GPU: on the meta device, where only the parameters are asked for
-(`flat_buckets`), or to be run on a CPU (`convert/logits.py`). The caller has set up Megatron's process groups, or lets
+(`flat_buckets`), or to be run on a CPU (`models/logits.py`). The caller has set up Megatron's process groups, or lets
 it be done here.
 
 Where those layers lack something, the smallest stand-in that computes the same takes their place: the core of attention
@@ -174,6 +174,10 @@ def _activation(arguments: Mapping[str, Any]) -> dict[str, Any]:
         return {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
     if arguments.get("quick_geglu"):
         return {"gated_linear_unit": True, "activation_func": quick_gelu}
+    if arguments.get("squared_relu"):
+        from megatron.core.activations import squared_relu
+
+        return {"activation_func": squared_relu, "gated_linear_unit": bool(arguments.get("gated_linear_unit"))}
     # What Megatron's fused kernel computes, which a job uses unless it is told not to.
     fused = arguments.get("bias_gelu_fusion", True)
     gelu = functools.partial(torch.nn.functional.gelu, approximate="tanh" if fused else "none")

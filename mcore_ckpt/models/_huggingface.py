@@ -20,7 +20,7 @@ from typing import Any
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
-from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.core.paths import StorePath, checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, object_key
 from mcore_ckpt.format.metadata_read import read_small_file
 from mcore_ckpt.models._foreign import (
@@ -70,6 +70,8 @@ _MODEL_FILES = (
     "config.json generation_config.json tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json "
     "added_tokens.json vocab.json vocab.txt merges.txt chat_template.json chat_template.jinja spiece.model"
 ).split()
+# Any of which makes a directory one that `AutoTokenizer.from_pretrained` can load a tokenizer from.
+_TOKENIZER_FILES = "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt spiece.model".split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,12 +461,21 @@ def _stored_arguments(
     conversion: _Converted, directory: Path, dtypes: set[str], options: ImportOptions, more: Mapping[str, Any]
 ) -> Namespace:
     """Megatron's arguments, as a job looks for them."""
+    directories = ([] if options.hf_config is None else [checkpoint_path(options.hf_config)]) + [directory]
+    tokenizer = next((str(path.absolute()) for path in directories if _has_tokenizer(path)), None)
+    # A job takes what is stored rather than its own options, and may start in another directory.
+    of_tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer} if tokenizer else {}
     return Namespace(
         **conversion.arguments,
         bf16="bfloat16" in dtypes,
         fp16="float16" in dtypes and "bfloat16" not in dtypes,
         ckpt_format="torch_dist",
-        tokenizer_type="HuggingFaceTokenizer",
-        tokenizer_model=options.hf_config or str(directory),
+        **of_tokenizer,
         **more,
     )
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    """Whether a job finds a tokenizer there; none is loaded from an object store."""
+    in_store = isinstance(directory, StorePath)
+    return not in_store and any((directory / name).is_file() for name in _TOKENIZER_FILES)

@@ -8,11 +8,12 @@ without a GPU stays there, and so does an end for want of memory.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -35,8 +36,17 @@ TOLERANCE: Final = 1e-4
 """Of the largest logit: what is left of rounding in another order after a hundred layers of float32. A layer that
 computes something else makes a hundredth and more."""
 
+_ENVIRON: Final = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TORCHDYNAMO_DISABLE": "1",
+}
 _BATCH, _MAX_TOKENS = 2, 24
 _NEEDED = {"torch": "torch", "transformers": "transformers", "megatron.core": "megatron-core"}
+# What of these `compare` uses: a package that does not fit the others fails here, not when it is imported itself.
+_USED = {"transformers": "transformers.models.auto.modeling_auto", "megatron.core": "megatron.core.models.gpt"}
 # Besides the parameters: the interpreter with its packages, and activations.
 _BASE_BYTES = 1024**3
 
@@ -69,19 +79,12 @@ def check_logits(checkpoint: str | os.PathLike[str], model: str | os.PathLike[st
     """Run both models, one after the other, in a process of its own; without stored arguments, Megatron's come from the
     settings of `model`. `OptionError`: a package or memory is missing; `LoadError`: one cannot be loaded or run.
     """
-    require_packages()
+    _require_installed()
     directory = checkpoint_directory(checkpoint)
     _require_memory(read_index(directory).without_shadow_copies())
-    environ = {
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "TORCHDYNAMO_DISABLE": "1",
-    }
     job = {"checkpoint": str(directory), "model": str(model), "arch": arch}
     try:
-        return LogitsReport(**in_own_process(__name__, "compare", job, environ))
+        return LogitsReport(**in_own_process(__name__, "compare", job, _ENVIRON))
     except ChildError as error:
         if error.exit_code == -9:
             raise OptionError(
@@ -92,7 +95,17 @@ def check_logits(checkpoint: str | os.PathLike[str], model: str | os.PathLike[st
 
 
 def require_packages() -> None:
-    """Raise `OptionError` unless all is installed that a check needs."""
+    """Raise `OptionError` unless all that a check needs is installed and can be imported."""
+    _require_installed()
+    try:
+        in_own_process(__name__, "import_packages", [_USED.get(module, module) for module in _NEEDED], _ENVIRON)
+    except ChildError as error:
+        raise OptionError(
+            f"--check-logits runs both models, and what that needs cannot be imported: {error}. Nothing was written"
+        ) from None
+
+
+def _require_installed() -> None:
     missing = []
     for module, package in _NEEDED.items():
         try:
@@ -120,6 +133,12 @@ def _require_memory(index: CheckpointIndex) -> None:
 
 
 # --- in a process of its own
+
+
+def import_packages(modules: Sequence[str]) -> None:
+    """Import them, as `compare` is going to."""
+    for module in modules:
+        importlib.import_module(module)
 
 
 def compare(job: Mapping[str, str]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.reshard.options import ConversionOptions, option, parse_size, partition_rules, rename_rules
+from mcore_ckpt.core.sizes import parse_size
+from mcore_ckpt.reshard.options import ConversionOptions, option, partition_rules, rename_rules
 from mcore_ckpt.reshard.rules import PartitionRule, RenameRule
 
 _SIZE = "default: 1; with megatron-legacy that of SRC"

@@ -14,12 +14,12 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Final, TypeVar
 
 from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.core.sizes import parse_size, shown_size
 from mcore_ckpt.reshard.rules import PartitionRule, RenameRule, parse_partition_rules, parse_rename_rules, rules_in
 
 FULLY_RESHARDABLE: Final = "fully_reshardable"
 """The layout that an optimizer's state can be given."""
 
-_PREFIXES: Final = "KMGT"
 # By the field's name. Sizes are called as in Megatron's `tools/checkpoint/convert.py`.
 _ALIASES: Final = {
     "workers": "-j",
@@ -57,36 +57,6 @@ def help_of(described: Field[Any]) -> str:
         shown = shown_size(default)
     plain = default is None or default == () or isinstance(default, bool)
     return str(described.metadata["text"]) + ("" if plain else f" (default: {shown})")
-
-
-def parse_size(given: str | int, *, at_least: int = 1) -> int:
-    """Bytes, from `2G` or `2GB` (`2 * 1000**3`), `2GiB` or `2Gi` (`2 * 1024**3`) or a plain number; raises
-    `OptionError`.
-    """
-    text = str(given)
-    number, base = text.strip().upper().removesuffix("B"), 1000
-    if number.endswith("I"):
-        number, base = number[:-1], 1024
-    power = _PREFIXES.find(number[-1:]) + 1 if number else 0
-    try:
-        value = int(float(number[:-1] if power or base == 1024 else number) * base**power)
-    except (ValueError, OverflowError):
-        value = -1
-    if value < at_least:
-        raise OptionError(
-            f"size {text!r}: expected a number such as 512M (512 * 1000**2) or 512MiB (512 * 1024**2), and at least "
-            f"{shown_size(at_least)}"
-        )
-    return value
-
-
-def shown_size(size_bytes: int) -> str:
-    """A size as `parse_size` takes it: `5GB`, `384MiB`."""
-    for base, unit in ((1000, "B"), (1024, "iB")):
-        for power in range(len(_PREFIXES), 0, -1):
-            if size_bytes and size_bytes % base**power == 0:
-                return f"{size_bytes // base**power}{_PREFIXES[power - 1]}{unit}"
-    return str(size_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -223,6 +223,14 @@ def _group_size(index: CheckpointIndex, expert: bool) -> int | None:
     return votes.most_common(1)[0][0] if votes else None
 
 
+def divides(fqn: str, shape: Sequence[int], partition: Partition, count: int, vocabulary: int | None = None) -> bool:
+    """Whether `divide` divides a tensor among `count` ranks as its partition says, if that is to be divided at all."""
+    if partition.boxes is not None or partition.axis is None:
+        return True
+    padded = vocabulary if vocabulary and _VOCABULARY.search(model_key(fqn)) else None
+    return _is_even(shape[partition.axis], partition.parts, count, padded)
+
+
 def divide(
     fqn: str, shape: Sequence[int], partition: Partition, count: int, vocabulary: int | None = None
 ) -> list[Box]:
@@ -251,11 +259,15 @@ def divide(
     return boxes
 
 
+def _is_even(size: int, parts: int, count: int, padded: int | None) -> bool:
+    return (padded is not None and padded % count == 0) or size % (parts * count) == 0
+
+
 def _cut(size: int, parts: int, count: int, padded: int | None) -> list[tuple[int, int]]:
     if padded is not None and padded % count == 0:
         step = padded // count
         return [(start, min(step, size - start)) for start in range(0, size, step)]
-    if size % (parts * count):
+    if not _is_even(size, parts, count, padded):
         # Parts that do not divide stay as they are, but never cross the boundary between two halves.
         count = 1
         if size % parts:

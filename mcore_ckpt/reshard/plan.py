@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, TensorEntry, parse_object_key
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.reshard.names import expert_of
-from mcore_ckpt.reshard.partition import Partition, Partitioner, divide
+from mcore_ckpt.reshard.partition import Partition, Partitioner, divide, divides
 from mcore_ckpt.target.slots import TargetPlan
 from mcore_ckpt.target.torch_dist import DividedTensor, plan_torch_dist
 from mcore_ckpt.tools.keys import is_optimizer_key, layer_number, model_key, stacked_axes
@@ -28,6 +29,7 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 _ALWAYS_FLOAT32 = (".expert_bias", ".e_score_correction_bias")
 _LAST_STAGE = re.compile(r"(?:^|\.)(?:output_layer|lm_head|final_layernorm|final_norm|ln_f|mtp)(?:\.|$)")
 _MOST_RANKS = 1_000_000
+_SHOWN_KINDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class TargetLayout:
 
     def __str__(self) -> str:
         etp = "" if self.etp is None else f" ETP {self.etp}"
-        return f"TP {self.tp} PP {self.pp} EP {self.ep}{etp} ({self.ranks} ranks)"
+        return f"TP {self.tp} PP {self.pp} EP {self.ep}{etp} ({counted(self.ranks, 'rank')})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +235,7 @@ def make_plan(
         slices = tuple(divide(fqn, entry.shape, partition, count, vocabulary))
         ranks = tuple(owners.of_chunks(entry, partition, slices))
         decisions.append(Decision(entry, (rename or {}).get(fqn, fqn), partition, slices, ranks))
+    notes = (*_uneven_layers(owners, layout), *_undivided(decisions, layout, arguments or {}, vocabulary))
     chosen = index.objects if object_keys is None else {key: index.objects[key] for key in object_keys}
     target = plan_torch_dist(
         index,
@@ -240,12 +243,35 @@ def make_plan(
         [(entry, owners.of_object(entry)) for entry in chosen.values()],
         workers,
     )
-    notes = tuple(
-        f"{count} layers of {prefix}layers do not divide into {layout.pp} stages evenly; files may not match the ranks"
-        for prefix, count in owners.layer_counts.items()
-        if count % layout.pp
-    )
     return ReshardPlan(layout, tuple(decisions), notes, target)
+
+
+def _uneven_layers(owners: _Owners, layout: TargetLayout) -> Iterator[str]:
+    for prefix, count in owners.layer_counts.items():
+        if count % layout.pp:
+            yield (
+                f"{count} layers of {prefix}layers do not divide into {layout.pp} stages evenly; files may not match "
+                "the ranks"
+            )
+
+
+def _undivided(
+    decisions: Iterable[Decision], layout: TargetLayout, arguments: Mapping[str, Any], vocabulary: int | None
+) -> Iterator[str]:
+    """What the target's tensor-parallel ranks do not divide evenly."""
+    heads = arguments.get("num_attention_heads")
+    if isinstance(heads, int) and heads % layout.tp:
+        yield f"{heads} attention heads do not divide among TP {layout.tp}: no job of Megatron-Core has this layout"
+    kinds: dict[str, int] = {}
+    for one in decisions:
+        partition, entry = one.partition, one.entry
+        count = layout.expert_tp if partition.expert else layout.tp
+        if partition.axis is not None and not divides(entry.fqn, entry.shape, partition, count, vocabulary):
+            kinds[".".join(model_key(entry.fqn).split(".")[-2:])] = entry.shape[partition.axis]
+    if kinds:
+        shown = ", ".join(f"{kind} (axis of {size})" for kind, size in [*kinds.items()][:_SHOWN_KINDS])
+        more = f" and {len(kinds) - _SHOWN_KINDS} more" if len(kinds) > _SHOWN_KINDS else ""
+        yield f"in one piece, since tensor-parallel ranks do not divide them: {shown}{more}"
 
 
 def target_dtype(entry: TensorEntry, wanted: str | None) -> str:

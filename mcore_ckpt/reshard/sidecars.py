@@ -11,7 +11,14 @@ from mcore_ckpt.directory.folders import files_below
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.directory.lock import is_lock_file
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, MAX_CONFIG_BYTES, METADATA_FILE, read_small_file
+from mcore_ckpt.format.metadata_read import (
+    COMMON_FILE,
+    CONFIG_FILE,
+    INTEGRITY_FILE,
+    MAX_CONFIG_BYTES,
+    METADATA_FILE,
+    read_small_file,
+)
 from mcore_ckpt.items.item_checks import check_file
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
@@ -27,7 +34,7 @@ def sidecar_files(index: CheckpointIndex) -> list[str]:
     data_files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
     data_files |= {entry.item.file for entry in index.objects.values()}
     # integrity.json lists hashes of the source's files; the others are not parts of a finished checkpoint.
-    left_out = {METADATA_FILE, CONFIG_FILE, COMMON_FILE, "integrity.json", *data_files}
+    left_out = {METADATA_FILE, CONFIG_FILE, COMMON_FILE, INTEGRITY_FILE, *data_files}
 
     def is_left_out(name: str) -> bool:
         return name in left_out or is_lock_file(name) or name.endswith((".pending", ".tmp", ".distcp"))

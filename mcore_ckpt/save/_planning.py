@@ -9,7 +9,7 @@ so no rank waits in another exchange than the others. What has moved from one ra
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -24,8 +24,11 @@ from mcore_ckpt.layout.buckets import RankLayout, lay_out_rank
 from mcore_ckpt.layout.plan_check import check_accesses, global_plan
 from mcore_ckpt.layout.plans import GlobalPlan
 from mcore_ckpt.layout.saved_layout import SavedLayout
+from mcore_ckpt.save._spreading import Spread
 from mcore_ckpt.save._state_history import StateHistory
 from mcore_ckpt.save.rank_state import NOTHING, Described, RankState
+
+_SHOWN = 5
 
 
 @dataclass(slots=True)
@@ -34,6 +37,7 @@ class Planned:
 
     plan: GlobalPlan
     encoder: MetadataEncoder | None = None
+    held: Sequence[bytes] = ()  # by rank, what it holds of what is to be compared (`held_slices`)
     history: StateHistory = field(default_factory=StateHistory)
 
     @property
@@ -55,6 +59,7 @@ class Structure:
     laid_out_for: tuple[int, int, int, bool] | None = None
     laid_out_in: bytes = b""
     accesses: Accesses | None = None  # what was checked with it, if that was asked for
+    spread: Spread = field(default_factory=Spread)
 
 
 class Validation(NamedTuple):
@@ -63,6 +68,8 @@ class Validation(NamedTuple):
     accesses: Accesses  # all that this rank holds, main replicas or not
     common_digest: bytes | None = None  # of the state that all ranks should have alike
     compare_common: Callable[[RankGroup], None] | None = None  # called on all ranks where the digests are not the same
+    # The main replicas are what ranks save, though other ranks may save them than hold them.
+    mains_are_saved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +97,21 @@ def agree(
     open_directory: Callable[[], bytes],
     is_left_out: Callable[[RankState], bool],
     *,
+    name: str,
     thread_count: int,
     separation_hint: str | None,
     drain_to: str | None,
     fingerprints: bool,
     validation: Validation | None = None,
-) -> SavePlan | None:
+    held: Callable[[], bytes] | None = None,
+    spread: Callable[[], RankState | BaseException] | None = None,
+) -> tuple[SavePlan, RankState] | None:
     """Open the directory and settle what all ranks write: as in the save before, if every rank can, or laid out again.
     None, and nothing is touched, if a rank wants the save left out. What `state` carries as an error is raised on all
-    ranks, as is `PlanError`; and `OptionError` unless all have the same second tier.
+    ranks, as is `PlanError`; `SaveError` unless all save to a directory of this name; and `OptionError` unless all have
+    the same second tier. `held`: what this rank holds, if
+    replicas are to be compared. `spread`: to be called on all ranks if they lay out again, of a save that is spread
+    over the ranks; returns this rank's new part.
     """
     place = (group.rank, group.size, thread_count, fingerprints)
     layout = structure.layout
@@ -109,27 +122,49 @@ def agree(
         and (layout.separation_hint, layout.specs) == (separation_hint, state.specs)
         and layout.has_room(state.object_keys, state.object_bytes)
         and (validation is None or validation.accesses == structure.accesses)
+        and (spread is None or structure.spread.is_known)
     )
-    lay_out = partial(_lay_out, state, group.rank, thread_count, separation_hint, fingerprints)
-    laid_out = None if unchanged else attempt(lay_out)
+    lay_out = partial(_lay_out, rank=group.rank, hint=separation_hint, files=thread_count, fingerprints=fingerprints)
+    laid_out = None if unchanged or spread is not None else attempt(partial(lay_out, state))
     saved = _same_as_loaded(laid_out, group)
     resumed: list[Planned] = []
 
     def prepare() -> _Prepared:
         plan = structure.laid_out_in if unchanged else b"" if saved is None else saved.plan_id
         common = None if validation is None else validation.common_digest
-        return _Prepared(plan, is_left_out(value_of(state)), frozenset([drain_to]), frozenset([common]))
+        second_tiers, spreads = frozenset([drain_to]), frozenset([spread is not None])
+        left_out = is_left_out(value_of(state))
+        return _Prepared(plan, left_out, second_tiers, frozenset([common]), spreads, frozenset([name]))
+
+    def resume(plan: bytes) -> bytes:
+        if saved is not None and plan:
+            resumed.append(Planned(replace(saved.plan(), fingerprints=fingerprints)))
+        return plan
+
+    def name_loaded(state: RankState | BaseException) -> bytes:
+        value_of(state)
+        return b"" if saved is None else saved.plan_id
 
     def open_unless_left_out(prepared: _Prepared) -> tuple[bytes, bytes, bool] | None:
+        if len(prepared.names) > 1:
+            # With a second tier each of them would pass for a node's own part of one checkpoint.
+            raise SaveError(
+                f"the ranks save to different checkpoints, {', '.join(sorted(prepared.names)[:_SHOWN])}: they are at "
+                "different iterations, or were given different directories"
+            )
         if len(prepared.second_tiers) > 1:
             raise OptionError(
                 f"drain_to differs between the ranks: {sorted(map(str, prepared.second_tiers))}; set "
                 "MCORE_CKPT_DRAIN_TO alike on all hosts, or nowhere"
             )
+        if len(prepared.spreads) > 1:
+            raise OptionError(
+                "distribution is 'on' on some ranks of the save, and not on others: set MCORE_CKPT_DISTRIBUTION alike "
+                "on all hosts, or nowhere"
+            )
         if prepared.left_out:
             return None
-        if saved is not None and prepared.plan:
-            resumed.append(Planned(replace(saved.plan(), fingerprints=fingerprints)))
+        resume(prepared.plan)
         return prepared.plan, open_directory(), len(prepared.common) > 1
 
     agreed = group.run_merged("prepare the save", prepare, _both, open_unless_left_out, wrap=SaveError)
@@ -140,24 +175,32 @@ def agree(
         validation.compare_common(group)
     if plan and unchanged:
         assert layout is not None
-        return SavePlan(layout, structure.planned, save_id, reused=True)
+        return SavePlan(layout, structure.planned, save_id, reused=True), value_of(state)
+    if spread is not None:
+        # What each rank saves is known from here on only, and so whether that is what was loaded.
+        state = spread()
+        laid_out = attempt(partial(lay_out, state))
+        saved = _same_as_loaded(laid_out, group)
+        what = "compare the save with the loaded checkpoint"
+        plan = group.run_merged(what, partial(name_loaded, state), _same_plan, resume, wrap=SaveError)
     loaded = _loaded[:]
     _loaded.clear()
     structure.layout = structure.planned = structure.accesses = None
     accesses = None if validation is None else validation.accesses
-    laid_out = attempt(lay_out) if laid_out is None else laid_out
+    laid_out = attempt(partial(lay_out, state)) if laid_out is None else laid_out
+    told = partial(_told, validation, state, held, mains_are_saved=spread is not None)
     if plan:
         planned = resumed[0] if resumed else None
         if accesses is not None:
-            _check_accesses(value_of(state), accesses, planned, group)
+            _check_accesses(told, planned, group)
     else:
-        planned = _plan_together(value_of(state), laid_out, accesses, group, fingerprints=fingerprints)
+        planned = _plan_together(value_of(state), laid_out, told, group, fingerprints=fingerprints)
     if planned is not None and loaded:
         planned.history.expect(loaded[0][0], loaded[0][1].fingerprints)
     structure.layout, structure.planned, structure.accesses = value_of(laid_out), planned, accesses
     # Not the checkpoint that was resumed from: what has been checked besides the plan is of this save.
     structure.laid_out_for, structure.laid_out_in = place, save_id
-    return SavePlan(structure.layout, structure.planned, save_id, reused=False, resumed=bool(plan))
+    return SavePlan(structure.layout, structure.planned, save_id, reused=False, resumed=bool(plan)), value_of(state)
 
 
 # Name and index of the checkpoint that this process has loaded last, until a save has been planned.
@@ -183,26 +226,35 @@ def _same_as_loaded(laid_out: RankLayout | BaseException | None, group: RankGrou
 
 class _Prepared(NamedTuple):
     """What ranks say ahead of a save: the plan that they can use again, empty if there is none or there are several;
-    whether the save is to be left out; where it is to be copied to; digests of the common state.
+    whether the save is to be left out; where it is to be copied to; digests of the common state; whether the save is
+    spread; the name of its directory.
     """
 
     plan: bytes
     left_out: bool
     second_tiers: frozenset[str | None]
     common: frozenset[bytes | None]
+    spreads: frozenset[bool]
+    names: frozenset[str]
 
 
 def _both(first: _Prepared, second: _Prepared) -> _Prepared:
     return _Prepared(
-        first.plan if first.plan == second.plan else b"",
+        _same_plan(first.plan, second.plan),
         first.left_out or second.left_out,
         first.second_tiers | second.second_tiers,
         first.common | second.common,
+        first.spreads | second.spreads,
+        first.names | second.names,
     )
 
 
+def _same_plan(first: bytes, second: bytes) -> bytes:
+    return first if first == second else b""
+
+
 def _lay_out(
-    state: RankState | BaseException, rank: int, thread_count: int, separation_hint: str | None, fingerprints: bool
+    state: RankState | BaseException, *, rank: int, hint: str | None, files: int, fingerprints: bool
 ) -> RankLayout:
     own = value_of(state)
     return lay_out_rank(
@@ -210,20 +262,39 @@ def _lay_out(
         own.object_keys,
         own.object_bytes,
         rank=rank,
-        thread_count=thread_count,
-        separation_hint=separation_hint,
+        thread_count=files,
+        separation_hint=hint,
         fingerprints=fingerprints,
     )
 
 
-def _check_accesses(state: RankState, accesses: Accesses, planned: Planned | None, group: RankGroup) -> None:
+def _told(
+    validation: Validation | None,
+    state: RankState | BaseException,
+    held: Callable[[], bytes] | None,
+    *,
+    mains_are_saved: bool,
+) -> list[bytes]:
+    """What this rank tells besides its plan: which slices it holds, and what `Accesses.told` says; where that is not
+    asked for, nothing.
+    """
+    slices = b"" if held is None else held()
+    if validation is None:
+        return [slices]
+    written = value_of(state).specs
+    is_known = mains_are_saved or validation.mains_are_saved
+    return [slices, *validation.accesses.told(written, mains_are_written=is_known)]
+
+
+def _check_accesses(told: Callable[[], list[bytes]], planned: Planned | None, group: RankGroup) -> None:
     """Check what ranks hold besides what they write, of which the plan is known to be right."""
     what = "check what ranks hold"
-    gathered = group.run_gather_parts(what, lambda: accesses.told(state.specs), wrap=SaveError) or []
+    gathered = group.run_gather_parts(what, told, wrap=SaveError) or []
 
     def check() -> None:
         assert planned is not None
-        check_accesses(gathered, planned.plan)
+        planned.held = [of_rank[0] for of_rank in gathered]
+        check_accesses([of_rank[1:] for of_rank in gathered], planned.plan)
 
     group.run_on_coordinator(what, check, wrap=SaveError)
 
@@ -231,7 +302,7 @@ def _check_accesses(state: RankState, accesses: Accesses, planned: Planned | Non
 def _plan_together(
     state: RankState,
     laid_out: RankLayout | BaseException,
-    accesses: Accesses | None,
+    told: Callable[[], list[bytes]],
     group: RankGroup,
     *,
     fingerprints: bool,
@@ -239,19 +310,20 @@ def _plan_together(
     """Let the coordinator check the plans of all ranks; returns them there."""
 
     def encode() -> list[bytes]:
-        """This rank's plan, and the shapes of parameters that are stored in another form; then what else it holds."""
+        """This rank's plan, and the shapes of parameters that are stored in another form; what it holds, to compare it;
+        then what else it holds, to check it.
+        """
         own_shapes = {spec.key: spec.original_shape for spec in state.specs if spec.original_shape is not None}
-        plan = pickle.dumps((value_of(laid_out).plan.encode(), own_shapes))
-        return [plan] if accesses is None else [plan, *accesses.told(state.specs)]
+        return [pickle.dumps((value_of(laid_out).plan.encode(), own_shapes)), *told()]
 
     gathered = group.run_gather_parts("plan the save", encode, wrap=SaveError) or []
     planned: list[Planned] = []
 
     def check() -> None:
-        told = [pickle.loads(of_rank[0]) for of_rank in gathered]
-        others = [of_rank[1:] for of_rank in gathered]
-        plan = global_plan(told, others if all(others) else ())
-        planned.append(Planned(replace(plan, fingerprints=fingerprints)))
+        plans = [pickle.loads(of_rank[0]) for of_rank in gathered]
+        others = [of_rank[2:] for of_rank in gathered]
+        plan = global_plan(plans, others if all(others) else ())
+        planned.append(Planned(replace(plan, fingerprints=fingerprints), held=[of_rank[1] for of_rank in gathered]))
 
     group.run_on_coordinator("check the plan", check, wrap=SaveError)
     return planned[0] if planned else None

@@ -7,6 +7,7 @@ of a state dict that the optimizer has left behind.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -18,48 +19,120 @@ from mcore_ckpt.directory.iterations import iteration_of
 from mcore_ckpt.format.manifest import NO_FINGERPRINT
 from mcore_ckpt.format.metadata_write import ChunkFactors
 from mcore_ckpt.layout.plans import GlobalPlan
-from mcore_ckpt.layout.replicas import ReplicaSums, slice_ids
+from mcore_ckpt.layout.replicas import ReplicaDigest, ReplicaSums, digest_of, is_sampled, slice_ids
 
 _NEVER: Final = -1
+_RUNS: Final = 16
+
+# Of runs that this process has saved to: name of the last published checkpoint, and fingerprints of its moments by key.
+# A strategy may be made for each save, and a structure may change.
+_last_of_runs: dict[str, tuple[str, Mapping[str, int]]] = {}
+
+
+class _Noticed:
+    """Of the save that is being committed, which counts only when that is published."""
+
+    def __init__(self, name: str, run: str) -> None:
+        self.name = name  # of its directory
+        self.run = run  # the directory of that
+        self.agreed: npt.NDArray[np.int64] | None = None  # items of which all replicas are equal
+        self.fingerprints: npt.NDArray[np.int64] | None = None
+        self.moments: Mapping[str, int] = {}  # their fingerprints by key
 
 
 class StateHistory:
-    """Of the saves of one structure, in the order of their commits; on the coordinator."""
+    """Of the published saves of one structure, in the order of their commits; on the coordinator. What is noticed of a
+    save lies between `begin` and `published`.
+    """
 
     def __init__(self) -> None:
         self._items: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]] | None = None  # ids, sorted, and their order
+        self._replicas: npt.NDArray[np.int64] | None = None  # of each id, how many ranks hold it besides its saver
         self._compared_in: list[str] = []  # names of the saves in which replicas were compared
         self._agreed: npt.NDArray[np.int64] | None = None  # of each item, the last of these in which they were equal
-        self._last: tuple[str, npt.NDArray[np.int64]] | None = None  # name of the last save, and its fingerprints
+        self._last: tuple[str, npt.NDArray[np.int64]] | None = None  # name of the last one, and its fingerprints
         self._loaded: tuple[str, Mapping[str, int]] | None = None  # what was loaded before the first save
+        self._noticed = _Noticed("", "")
 
-    def diverged(
-        self, name: str, plan: GlobalPlan, crcs: Sequence[int], replicas: Sequence[ReplicaSums]
-    ) -> list[tuple[DivergedReplica, str]]:
-        """Slices that ranks hold with other bits than they were saved with, and since when, in words; `name`: of the
-        directory, `crcs`: of all items in the order of the plan, `replicas`: of each rank.
+    def begin(self, name: str, run: str) -> None:
+        """A save is being committed; `name`: of its directory, in the directory `run`."""
+        self._noticed = _Noticed(name, run)
+
+    def published(self) -> None:
+        """The save is published: later ones may be compared with it."""
+        noticed = self._noticed
+        if noticed.agreed is not None and self._agreed is not None:
+            self._agreed[noticed.agreed] = len(self._compared_in)
+            self._compared_in.append(noticed.name)
+        if noticed.fingerprints is not None:
+            self._last, self._loaded = (noticed.name, noticed.fingerprints), None
+            _last_of_runs.pop(noticed.run, None)
+            _last_of_runs[noticed.run] = noticed.name, noticed.moments
+            while len(_last_of_runs) > _RUNS:
+                del _last_of_runs[next(iter(_last_of_runs))]
+
+    def are_equal(
+        self,
+        plan: GlobalPlan,
+        crcs: Sequence[int],
+        held: Sequence[bytes],
+        digest: ReplicaDigest,
+        sampled_in: bytes | None,
+    ) -> bool:
+        """Whether all replicas are what is saved, as far as their digest tells; False says nothing. `held`: what each
+        rank holds (`held_slices`); `digest`: of what all of them have summed, in the save of that id one slice in 16.
         """
-        if self._items is None or self._agreed is None:
+        ids, order = self._ids_of(plan)
+        if self._replicas is None:
+            holders = np.zeros(len(ids), np.int64)
+            for slices, ranks in Counter(held).items():
+                wanted = np.frombuffer(slices, np.uint64)
+                at = np.minimum(np.searchsorted(ids, wanted), max(len(ids) - 1, 0))
+                known = at[ids[at] == wanted] if len(ids) else at[:0]
+                np.add.at(holders, known, ranks)
+            self._replicas = np.maximum(holders - 1, 0)
+        times = self._replicas
+        if sampled_in is not None:
+            times = np.where(is_sampled(ids, sampled_in), times, 0)
+        if digest_of(ids, np.array(crcs, np.uint32)[order], times) != digest:
+            return False
+        self._noticed.agreed = order[times > 0]
+        return True
+
+    def _ids_of(self, plan: GlobalPlan) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+        """Of all slices that are saved, sorted, and which item of the plan each one is."""
+        if self._items is None:
             ids = np.array(slice_ids(plan.decoded()), np.uint64)
             order = np.argsort(ids, kind="stable")
             self._items, self._agreed = (ids[order], order), np.full(len(ids), _NEVER, np.int64)
-        ids, order = self._items
+        return self._items
+
+    def diverged(
+        self, plan: GlobalPlan, crcs: Sequence[int], replicas: Sequence[ReplicaSums], *, are_all: bool
+    ) -> list[tuple[DivergedReplica, str]]:
+        """Slices that ranks hold with other bits than they were saved with, and since when, in words; `crcs`: of all
+        items in the order of the plan, `replicas`: of each rank, all or a sample.
+        """
+        ids, order = self._ids_of(plan)
         saved = np.array(crcs, np.uint32)
-        self._compared_in.append(name)
         others: dict[int, list[int]] = {}
         equal = []
+        counts = np.zeros(len(ids), np.int64)
         for rank, (slices, sums) in enumerate(replicas):
             wanted = np.array(slices, np.uint64)
             at = np.minimum(np.searchsorted(ids, wanted), len(ids) - 1)
             known = ids[at] == wanted if len(ids) else np.zeros(len(wanted), bool)
+            np.add.at(counts, at[known], 1)
             items = order[at[known]]
             differs = saved[items] != np.array(sums, np.uint32)[known]
             equal.append(items[~differs])
             for item in items[differs].tolist():
                 others.setdefault(item, []).append(rank)
+        if are_all:
+            self._replicas = counts
         found = self._named(plan, others)
         compared = np.concatenate([np.zeros(0, np.int64), *equal])
-        self._agreed[np.setdiff1d(compared, np.array(list(others), np.int64))] = len(self._compared_in) - 1
+        self._noticed.agreed = np.setdiff1d(compared, np.array(list(others), np.int64))
         return found
 
     def _named(self, plan: GlobalPlan, others: Mapping[int, list[int]]) -> list[tuple[DivergedReplica, str]]:
@@ -72,7 +145,7 @@ class StateHistory:
             for key, ndim in zip(of_rank.keys, of_rank.ndims, strict=True):
                 if number in others:
                     offsets, sizes = boxes[at + ndim : at + 2 * ndim], boxes[at + 2 * ndim : at + 3 * ndim]
-                    diverged = DivergedReplica(key, tuple(offsets), tuple(sizes), rank, tuple(others[number]))
+                    diverged = DivergedReplica(key, tuple(offsets), tuple(sizes), rank, tuple(others[number]), rank)
                     found.append((diverged, self._since(int(self._agreed[number]))))
                 at += 3 * ndim
                 number += 1
@@ -81,7 +154,7 @@ class StateHistory:
     def _since(self, agreed: int) -> str:
         if agreed == _NEVER:
             return "they were not seen equal before"
-        before, now = self._compared_in[agreed], self._compared_in[-1]
+        before, now = self._compared_in[agreed], self._noticed.name
         steps = [iteration_of(name) for name in (before, now)]
         if steps[0] is not None and steps[1] is not None:
             return f"they were equal in {before}, {steps[1] - steps[0]} steps before"
@@ -91,19 +164,21 @@ class StateHistory:
         """The checkpoint that was loaded before the first save: its directory's name, and its fingerprints by key."""
         self._loaded = name, fingerprints
 
-    def stale(self, name: str, factors: ChunkFactors, fingerprints: Sequence[int]) -> tuple[str, list[str]]:
-        """Name of the last save (for the first one, of the checkpoint that was loaded), and keys of the moments that
-        are what they were in it, though training has moved.
+    def stale(self, factors: ChunkFactors, fingerprints: Sequence[int]) -> tuple[str, list[str]]:
+        """Name of the last published save (for the first one of a structure, of the checkpoint that was loaded, or else
+        of the last one of this process in the run), and keys of the moments that are what they were in it, though
+        training has moved.
         """
-        column, last = np.array(fingerprints, np.int64), self._last
-        if last is None and self._loaded is not None and iteration_of(self._loaded[0]) is not None:
+        name, column, last = self._noticed.name, np.array(fingerprints, np.int64), self._last
+        before = self._loaded or _last_of_runs.get(self._noticed.run)
+        if last is None and before is not None and iteration_of(before[0]) is not None:
             # Of moments alone: the iterations say whether training has moved.
-            loaded = np.full(len(column), NO_FINGERPRINT, np.int64)
+            of_before = np.full(len(column), NO_FINGERPRINT, np.int64)
             for number, key, _ in factors.moments:
-                loaded[number] = self._loaded[1].get(key, NO_FINGERPRINT)
-            last = self._loaded[0], loaded
-        self._loaded = None
-        self._last = name, column
+                of_before[number] = before[1].get(key, NO_FINGERPRINT)
+            last = before[0], of_before
+        self._noticed.fingerprints = column
+        self._noticed.moments = {key: int(column[number]) for number, key, _ in factors.moments}
         if last is None or last[0] == name or len(last[1]) != len(column):
             return name, []
         same = (column == last[1]) & (column != NO_FINGERPRINT)

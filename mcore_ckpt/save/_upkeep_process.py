@@ -23,9 +23,17 @@ from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, Sav
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.process import exit_with_parent, lower_priority
 from mcore_ckpt.core.signals import leave_signals_to_parent
-from mcore_ckpt.directory.drain import SupersededError, copy_late_files, drain, give_up, track_drained, undrained
+from mcore_ckpt.directory.drain import (
+    SupersededError,
+    copy_late_files,
+    drain,
+    give_up,
+    saved_last,
+    track_drained,
+    undrained,
+)
 from mcore_ckpt.directory.drain_note import DrainNote
-from mcore_ckpt.directory.iterations import iteration_directories, iteration_of, look_at, tracked_name
+from mcore_ckpt.directory.iterations import iteration_of, look_at, tracked_name
 from mcore_ckpt.directory.retention import prune_run
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.items.item_checks import check_data_files
@@ -44,6 +52,10 @@ _ARRIVALS_WITHIN_S: Final = 300.0
 _NOTE_PERIOD_S: Final = 2.0
 # When a checkpoint that was copied is looked at again for files that other programs have put there.
 _LATE_FILES_AFTER_S: Final = 10.0
+_TRACKER_STAYS: Final = (
+    "its job had loaded no checkpoint, and the second tier holds {} of another: the tracker file there is not turned "
+    "back. If training was to resume, as after the loss of a local disk, end the job and load from {}"
+)
 
 
 def main(parent_pid: int, cpu_priority: int | None) -> None:
@@ -143,11 +155,15 @@ class _Drains:
         found = [] if name is None else [directory / name]
         try:
             if not is_known:
-                left = dict(undrained(directory))
+                opened, untold = undrained(directory)
+                for text in untold:
+                    _say(logging.WARNING, text)
+                left = dict(opened)
                 with self._changed:
                     for path, note in left.items():
                         self._begun.setdefault(path, note)
-                found += [*left, *iteration_directories(directory)[-1:]]
+                last = saved_last(directory)  # for files that came late
+                found += [*left, *([] if last is None else [last])]
         except CheckpointError as error:
             _say(logging.WARNING, f"{run}: cannot be searched for checkpoints that are still to be copied: {error}")
         with self._changed:
@@ -208,8 +224,7 @@ class _Drains:
         note: DrainNote | None = None
         to = "the second tier"
         try:
-            is_there = storage_at(directory).exists(METADATA_FILE)
-            note = DrainNote.read(directory) if is_there else None
+            note = DrainNote.in_force(directory)
             self._give_up_other(directory, note)
             if note is not None and not note.is_open:
                 self._copy_late(directory, note)
@@ -246,7 +261,9 @@ class _Drains:
                 progress.end("waiting")
                 return _ARRIVALS_PERIOD_S
             if note.commits:
-                track_drained(directory.parent, note, self._tracker[directory.parent])
+                higher = track_drained(directory.parent, note, self._tracker[directory.parent])
+                if higher:
+                    _say(logging.WARNING, f"{directory}: {_TRACKER_STAYS.format(higher, note.to.rpartition('/')[0])}")
             progress.end("copied")
             self._begun.pop(directory)
             self._arriving.pop(directory, None)
@@ -292,7 +309,8 @@ class _Drains:
         if begun is None or (note is not None and note.save == begun.save and note.is_open):
             return
         if note is None:
-            _say(logging.WARNING, f"{directory}: was removed before it was copied to {begun.to}")
+            what = "replaced" if storage_at(directory).exists(METADATA_FILE) else "removed"
+            _say(logging.WARNING, f"{directory}: was {what} before it was copied to {begun.to}")
         give_up(begun)
         self._begun.pop(directory)
         self._arriving.pop(directory, None)
@@ -323,10 +341,8 @@ class _Progress:
 
 
 def _write(note: DrainNote, directory: Path) -> None:
-    """Note it, unless another save has left a note of its own there, or the directory is gone."""
+    """Note it, unless another save has replaced the checkpoint, or the directory is gone."""
     try:
-        there = DrainNote.read(directory)
-        if there is not None and there.save == note.save:
-            note.write(directory)
+        note.update(directory)
     except CheckpointError as error:
         _say(logging.WARNING, f"{directory}: how far the copy is could not be noted: {error}")

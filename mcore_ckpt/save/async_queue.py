@@ -397,7 +397,7 @@ class AsyncCallsQueue:
                     f"one number {active.idx}: every rank must schedule and finalize the same requests in order"
                 )
             if any_failed:
-                group.run(f"write {active.what}", partial(_raise, error), wrap=SaveError)
+                group.run(f"write {active.what}", partial(_raise, error), wrap=SaveError, name="write")
             if any_skipped:
                 return "skipped"
             if not any_running:
@@ -495,6 +495,5 @@ def _run_callbacks(group: RankGroup, callbacks: Sequence[Callable[[], Any]], wha
             break
         if not isinstance(outcome, BaseException):
             outcome = attempt(fn)
-    group.run(
-        f"finalize {what}", partial(_raise, outcome if isinstance(outcome, BaseException) else None), wrap=SaveError
-    )
+    failed = outcome if isinstance(outcome, BaseException) else None
+    group.run(f"finalize {what}", partial(_raise, failed), wrap=SaveError, name="finalize")

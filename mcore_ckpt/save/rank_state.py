@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.layout.buckets import TensorSpec
 from mcore_ckpt.layout.dense_tensors import check_memory, pointer_of
-from mcore_ckpt.layout.shards import main_replicas, stored_form
+from mcore_ckpt.layout.shards import StoredForm, main_replicas, stored_form
 from mcore_ckpt.layout.torch_classes import dtype_name
 
 # What the storage of a subclass holds is not known.
@@ -28,13 +29,14 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Each question to torch takes a tenth of a microsecond, and there may be tens of thousands of tensors: they are put by
 # loops of the interpreter's, to as many tensors as stay in the processor's cache from one question to the next.
 _QUESTIONS: Final[tuple[Callable[[Any], Any], ...]] = (
-    torch.Tensor.data_ptr,
+    torch.Tensor.data_ptr,  # (`_ADDRESS`)
     torch.Tensor.is_contiguous,
     torch.Tensor.is_neg,
     torch.Tensor.storage_offset,
     *map(attrgetter, ("dtype", "nbytes", "is_cpu")),
 )
 _ANSWERS: Final = len(_QUESTIONS) + 2
+_ADDRESS: Final = 1  # (the first answer is the type)
 _ASKED_AT_ONCE: Final = 256
 
 
@@ -92,8 +94,11 @@ def collect(sharded_state_dict: Any, known: Described) -> RankState:
     described = known
     if not shards or len(shards) != len(known.specs):
         described = _described(shards, tensors, fields, NOTHING, range(len(shards)))
-    elif others := {*_changed(fields, known.fields), *_moved(tensors, known.memory)}:
-        described = _described(shards, tensors, fields, known, sorted(others))
+    else:
+        others, elsewhere = _moved(tensors, known.memory)
+        others |= _changed(fields, known.fields)
+        if others or elsewhere:
+            described = _described(shards, tensors, fields, known, sorted(others), elsewhere)
     if 0 in described.pointers:
         pairs = zip(tensors, described.pointers, strict=True)
         tensors = [tensor if pointer else tensor.detach() for tensor, pointer in pairs]
@@ -153,20 +158,40 @@ def _memory(some: Sequence[Any]) -> list[list[Any]]:
     return [[answer for (answer,) in column] for column in zip(*(_memory([one]) for one in some), strict=True)]
 
 
-def _moved(tensors: Sequence[Any], before: tuple[Sequence[Any], ...]) -> Iterator[int]:
-    """Which tensors' memory has to be checked again."""
+def _moved(tensors: Sequence[Any], before: tuple[Sequence[Any], ...]) -> tuple[set[int], dict[int, int]]:
+    """Which tensors' memory has to be checked again; and the addresses of those that only lie elsewhere: what a save is
+    given may be made for it, and then all of them do.
+    """
+    others: set[int] = set()
+    elsewhere: dict[int, int] = {}
     for start in range(0, len(tensors), _ASKED_AT_ONCE):
-        some = tensors[start : start + _ASKED_AT_ONCE]
-        if not _is_as_before(some, before, start):
-            yield from (start + n for n in range(len(some)) if not _is_as_before(some[n : n + 1], before, start + n))
+        _compare(tensors[start : start + _ASKED_AT_ONCE], before, start, others, elsewhere)
+    return others, elsewhere
 
 
-def _is_as_before(some: Sequence[Any], before: tuple[Sequence[Any], ...], start: int) -> bool:
+def _compare(
+    some: Sequence[Any], before: tuple[Sequence[Any], ...], start: int, others: set[int], elsewhere: dict[int, int]
+) -> None:
     stop = start + len(some)
     try:
-        return all(answers == known[start:stop] for answers, known in zip(_answers(some), before, strict=True))
+        # What is of another class may not be asked for anything.
+        answers = [] if list(map(type, some)) != before[0][start:stop] else list(_answers(some))
     except RuntimeError:  # one has no memory that could be asked for
-        return False
+        answers = []
+    if not answers and len(some) == 1:
+        others.add(start)
+    elif not answers:
+        for number, tensor in enumerate(some, start):
+            _compare([tensor], before, number, others, elsewhere)
+    for question, answered in enumerate(answers):
+        former = before[question][start:stop]
+        if answered != former:
+            pairs = enumerate(zip(answered, former, strict=True), start)
+            differing = [(index, answer) for index, (answer, known) in pairs if answer != known]
+            if question == _ADDRESS:
+                elsewhere.update(differing)
+            else:
+                others.update(index for index, _ in differing)
 
 
 def _described(
@@ -175,29 +200,48 @@ def _described(
     fields: tuple[list[Any], ...],
     known: Described,
     others: Sequence[int],
+    elsewhere: Mapping[int, int] = MappingProxyType({}),
 ) -> Described:
-    """The shards as described before, but for `others`, which are looked at; their data in `tensors` are replaced."""
+    """The shards as described before, but for addresses `elsewhere`, and for `others`, which are looked at; their data
+    in `tensors` are replaced.
+    """
     number = len(shards)
     specs: list[Any] = [*known.specs] or [None] * number
     pointers = [*known.pointers] or [0] * number
     memory = [[*column] for column in known.memory] or [[None] * number for _ in range(_ANSWERS)]
+    for index, address in elsewhere.items():
+        memory[_ADDRESS][index] = address
+        pointers[index] = pointers[index] and address  # (that of another device is none of the host's)
     # Asked for once: data may be made when they are asked for, and then the next ones are others.
     given = [tensors[index] for index in others]
-    for index, data in zip(others, given, strict=True):
-        shard = shards[index]
-        tensors[index] = tensor = _own_data(shard, data)
+    for start in range(0, len(others), _ASKED_AT_ONCE):
+        some = others[start : start + _ASKED_AT_ONCE]
+        answers = _memory(given[start : start + _ASKED_AT_ONCE])
+        for column, answered in zip(memory, answers, strict=True):
+            for index, answer in zip(some, answered, strict=True):
+                column[index] = answer
+        for index, address in zip(some, _addresses(answers), strict=True):
+            if address:
+                pointers[index] = address
+            else:
+                tensors[index] = _own_data(shards[index], tensors[index])
+                pointers[index] = pointer_of(tensors[index])
+    for index in others:
         same = bool(known.specs) and all(
             column[index] == before[index] for column, before in zip(fields, known.fields, strict=True)
         )
+        tensor = tensors[index]
         if not same or (specs[index].dtype, specs[index].nbytes) != (dtype_name(tensor.dtype), tensor.nbytes):
-            specs[index] = _specified(shard, tensor)
-        pointers[index] = pointer_of(tensor)
-    for start in range(0, len(others), _ASKED_AT_ONCE):
-        some = others[start : start + _ASKED_AT_ONCE]
-        for column, answers in zip(memory, _memory(given[start : start + _ASKED_AT_ONCE]), strict=True):
-            for index, answer in zip(some, answers, strict=True):
-                column[index] = answer
+            specs[index] = _specified(shards[index], [column[index] for column in fields], tensor)
     return Described(fields, tuple(memory), pointers, tuple(specs))
+
+
+def _addresses(answers: Sequence[Sequence[Any]]) -> list[int]:
+    """Of tensors with these answers, where each is read as it lies in host memory; 0 where it has to be looked at."""
+    return [
+        address if kind is not None and is_cpu and start * dtype.itemsize + nbytes <= held_bytes else 0
+        for kind, address, _, _, start, dtype, nbytes, is_cpu, held_bytes in zip(*answers, strict=True)
+    ]
 
 
 def _where(shard: Any) -> str:
@@ -206,18 +250,6 @@ def _where(shard: Any) -> str:
 
 def _own_data(shard: Any, data: Any) -> torch.Tensor:
     """The data of a shard as they lie in memory, which is read by address: so it has to be there, all of it."""
-    # Most are like this, and there may be tens of thousands; to detach one takes longer than all else here.
-    if (
-        type(data) in _PLAIN
-        and data.is_cpu
-        and data.layout is torch.strided
-        and data.is_contiguous()
-        and not data.is_neg()
-        and not (data.dtype.is_complex and data.is_conj())
-        and (data.storage_offset() + data.numel()) * data.itemsize <= data.untyped_storage().nbytes()
-    ):
-        plain: torch.Tensor = data
-        return plain
     if data is None:
         raise PlanError(f"{_where(shard)}: the shard has no data to save")
     tensor: torch.Tensor = data.detach() if data.requires_grad else data
@@ -233,15 +265,16 @@ def _own_data(shard: Any, data: Any) -> torch.Tensor:
     return tensor
 
 
-def _specified(shard: Any, tensor: torch.Tensor) -> TensorSpec:
-    form = stored_form(shard)
+def _specified(shard: Any, fields: Sequence[Any], tensor: torch.Tensor) -> TensorSpec:
+    key, shape, offsets, local_shape, prepended, _, stretch = fields
+    form = StoredForm(shape, offsets, (1,) * prepended + local_shape) if stretch is None else stored_form(shard)
     if tensor.numel() != math.prod(form.sizes):
         raise PlanError(
             f"{_where(shard)}: expected {math.prod(form.sizes)} elements, as its sizes are {list(form.sizes)}, got data"
             f" of shape {list(tensor.shape)}; the data were replaced after the shard was described"
         )
     dtype = dtype_name(tensor.dtype)
-    return TensorSpec(shard.key, dtype, form.shape, form.offsets, form.sizes, tensor.nbytes, form.original_shape)
+    return TensorSpec(key, dtype, form.shape, form.offsets, form.sizes, tensor.nbytes, form.original_shape)
 
 
 def serialize_objects(values: list[Any]) -> io.BytesIO:

@@ -13,6 +13,7 @@ What fails on one rank alone is carried as a value to the next exchange, where a
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import platform
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
@@ -33,14 +34,14 @@ from mcore_ckpt.core.signals import interruptible
 from mcore_ckpt.core.threads import together
 from mcore_ckpt.directory.common_file import common_file_of_save
 from mcore_ckpt.directory.in_force import is_in_force
-from mcore_ckpt.directory.lock import is_locked_by
+from mcore_ckpt.directory.lock import is_locked_by, may_yet_publish
 from mcore_ckpt.directory.publish import check_files, publish
 from mcore_ckpt.directory.target import Target, abandon, discard, give_back, open_target
 from mcore_ckpt.format.file_names import id_in_names, with_id
 from mcore_ckpt.format.footer import ManifestFile, shown_id
 from mcore_ckpt.format.index import ObjectEntry
 from mcore_ckpt.layout.file_image import PlannedFile, WrittenFile, check_results
-from mcore_ckpt.layout.replicas import ReplicaSums, replica_sums
+from mcore_ckpt.layout.replicas import ReplicaDigest, ReplicaSums, held_slices, replica_sums
 from mcore_ckpt.layout.save_index import metadata_of_save
 from mcore_ckpt.save._planning import Planned, SavePlan, agree
 from mcore_ckpt.save._planning import Structure as Structure
@@ -50,7 +51,7 @@ from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.rank_state import RankState, collect
 from mcore_ckpt.save.upkeep import check_second_tier, checkpoint_published, note_drain
-from mcore_ckpt.storage.base import Storage, align_up
+from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.snapshot import log_choice, start_writing
 from mcore_ckpt.writing.staging import BucketSource, write_in_process
@@ -60,6 +61,7 @@ from mcore_ckpt.writing.writer_job import JobResult, timed_result
 
 _logger = logging.getLogger(__name__)
 _SHOWN = 10
+T = TypeVar("T")
 
 
 # A third-party way of writing a rank's buckets into a directory, for the save of an id (`megatron/_replaced.py`).
@@ -77,6 +79,7 @@ class SaveRequest:
     is_async: bool = False  # take a snapshot, which another process writes during training
     bucket_writer: BucketWriter | None = None  # writes the buckets instead of this package, before the call returns
     validation: Validation | None = None  # what is to be checked besides the plan
+    spreads: bool = False  # ranks save replicas for each other, so that all of them save about as much
 
 
 def begin_save(
@@ -98,35 +101,55 @@ def begin_save(
 
 
 def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, structure: Structure) -> SaveTransaction:
+    if not request.spreads:
+        return _begin_alike(sharded_state_dict, request, group, structure)
+    with structure.spread.over(sharded_state_dict, group):
+        return _begin_alike(sharded_state_dict, request, group, structure)
+
+
+def _begin_alike(
+    sharded_state_dict: Any, request: SaveRequest, group: RankGroup, structure: Structure
+) -> SaveTransaction:
     began = time.monotonic()
     _give_up_forgotten_saves()
-    directory = SaveDirectory(request.directory, request.options)
+    # What this rank alone refuses, all ranks are told of.
+    made = attempt(partial(SaveDirectory, request.directory, request.options))
     started: list[Job] = []
     try:
         with collector_paused():
-            state = attempt(interruptible()(partial(collect, sharded_state_dict, structure.described)))
-            plan = agree(
+            own_state = interruptible()(partial(collect, sharded_state_dict, structure.described))
+
+            def spread() -> RankState | BaseException:
+                structure.spread.renew(group)
+                return attempt(own_state)
+
+            agreed = agree(
                 structure,
-                state,
+                made if isinstance(made, BaseException) else attempt(own_state),
                 group,
-                interruptible()(directory.open),
+                interruptible()(lambda: value_of(made).open()),
                 partial(_is_left_out, request),
+                name=request.directory.absolute().name,
                 thread_count=request.thread_count,
                 separation_hint=request.separation_hint,
                 drain_to=request.options.drain_to,
                 validation=request.validation,
                 fingerprints=request.options.fingerprints and request.bucket_writer is None,
+                held=None if request.options.compare_replicas == "off" else partial(held_slices, sharded_state_dict),
+                spread=spread if request.spreads else None,
             )
-            if plan is None:
+            directory = value_of(made)
+            if agreed is None:
                 directory.abandon()
                 return SaveTransaction(request, group, directory)
+            plan, rank_state = agreed
             if request.options.drain_to is not None:
                 directory.meet(group, plan.save_id)
     except BaseException:
-        directory.abandon()
+        if isinstance(made, SaveDirectory):
+            made.abandon()
         raise
     try:
-        rank_state = value_of(state)
         structure.described = rank_state.described
         planned = time.monotonic()
         frames = plan.layout.frames([data for _, data in rank_state.objects], plan.save_id)
@@ -268,6 +291,12 @@ class SaveDirectory:
         assert self.target is not None
         return common_file_of_save(self.storage, self.target, has_common_state=has_common_state)
 
+    def check(self, files: Sequence[WrittenFile]) -> None:
+        """Coordinator: raise `SaveError` unless these files are there, and the directory is this save's if not."""
+        assert self.target is not None
+        planned = sorted((file.name, file.size_bytes) for file in files)
+        check_files(self.storage, planned, missing=self.target.lock.check)
+
     def publish(self, metadata: bytes, *, has_common_state: bool) -> None:
         """Coordinator: make the new checkpoint the one that the directory holds."""
         assert self.target is not None
@@ -296,7 +325,7 @@ class Written:
     objects: tuple[ObjectEntry, ...]
     files: tuple[WrittenFile, ...]
     phases_s: dict[str, float]
-    replicas: ReplicaSums | None = None  # of those that it does not write, where they are to be compared
+    replicas: ReplicaDigest | None = None  # of those that it does not write, where they are to be compared
 
     def reports(self, rank: int) -> tuple[FileReport, ...]:
         """What its files took."""
@@ -331,6 +360,7 @@ class SaveTransaction(SaveCall):
         self._is_async = request.is_async and request.bucket_writer is None
         self._spans = list(spans)
         self._replicas = replicas
+        self._gathered_sums: list[ReplicaSums | None] | None = None  # on the coordinator, by rank
         self._commits = False
         self._publishes = False
         self._described: tuple[bytes, bool] | None = None
@@ -370,8 +400,7 @@ class SaveTransaction(SaveCall):
             self._publishes = True
             if self._directory.is_divided:
                 self._publish_on_other_nodes(plan, gathered)
-            publish = partial(self._publish, plan, gathered)
-            self._group.run_on_coordinator("publish the checkpoint", publish, wrap=SaveError)
+            self._ask("publish the checkpoint", partial(self._publish, plan, gathered))
         except BaseException as error:
             # Only when every rank knows that nothing was published may files go; a lost contact says nothing.
             if self._group.size == 1 or reached_every_rank(error):
@@ -385,27 +414,45 @@ class SaveTransaction(SaveCall):
         self._tell(report, value_of(mine))
         return report
 
+    def _ask(self, what: str, fn: Callable[[], T | None]) -> T:
+        """What the coordinator makes of the results. Where digests of replicas leave it open whether all are equal, it
+        says None, gets the sums of all of them, and is asked again.
+        """
+        found = self._group.run_on_coordinator(what, fn, wrap=SaveError)
+        if found is None:
+            mine = partial(value_of, self._replicas)
+            self._gathered_sums = self._group.run_gather("compare the replicas", mine, wrap=SaveError)
+            found = self._group.run_on_coordinator(what, fn, wrap=SaveError)
+        assert found is not None
+        return found
+
     def _finished(self, plan: SavePlan) -> Written:
-        """Wait for this rank's files, and look whether they are what was planned."""
+        """Wait for this rank's files, and compare what was written with the plan."""
         result: JobResult = self.job.result()
         check_results(self._files, result.files)
-        storage, target = self._directory.storage, self._directory.target
-        held = [] if target is None else [target.lock.check]
-        together(storage.asks_at_once, *held, *(partial(_check_written, storage, file) for file in result.files))
         if self._is_async:
             self._spans.append(Span("writer", result.started_s, result.finished_s))
         if plan.planned is not None:
             plan.planned.encoder = plan.planned.encoder or result.encoder
         phases_s = {span.name: span.seconds for span in self._spans}
-        return Written(self._objects, result.files, phases_s, value_of(self._replicas))
+        sums = value_of(self._replicas)
+        return Written(self._objects, result.files, phases_s, None if sums is None else sums.digest())
 
-    def _publish(self, plan: SavePlan, gathered: list[Written] | None) -> None:
+    def _publish(self, plan: SavePlan, gathered: list[Written] | None) -> bool | None:
+        """Coordinator: True when it is done; None: not done, as `_ask` has it."""
         assert gathered is not None
-        content, common = self._metadata(plan, gathered)
-        seen = self._files_of_place(gathered)
-        check_files(self._directory.storage, sorted((file.name, file.size_bytes) for file in seen))
+        directory, seen = self._directory, self._files_of_place(gathered)
+        described, _ = together(
+            directory.storage.asks_at_once, partial(self._metadata, plan, gathered), partial(directory.check, seen)
+        )
+        if described is None:
+            return None
+        content, common = described
         self._directory.note(plan.save_id, seen, self._group.rank)
         self._directory.publish(content, has_common_state=common)
+        assert plan.planned is not None
+        plan.planned.history.published()
+        return True
 
     def _files_of_place(self, gathered: Sequence[Written]) -> list[WrittenFile]:
         """Files of the ranks that write where this one does."""
@@ -415,22 +462,25 @@ class SaveTransaction(SaveCall):
     def _publish_on_other_nodes(self, plan: SavePlan, gathered: list[Written] | None) -> None:
         """All ranks: before the coordinator publishes, whose place counts."""
 
-        def described() -> tuple[bytes, bool, list[Written]]:
+        def described() -> tuple[bytes, bool, list[Written]] | None:
             assert gathered is not None
-            return (*self._metadata(plan, gathered), gathered)
+            found = self._metadata(plan, gathered)
+            return None if found is None else (*found, gathered)
 
-        content, common, written = self._group.run_on_coordinator("describe the checkpoint", described, wrap=SaveError)
+        content, common, written = self._ask("describe the checkpoint", described)
 
         def publish_own() -> None:
             if self._directory.target is not None and not self._group.is_coordinator:
-                self._directory.note(plan.save_id, self._files_of_place(written), self._group.rank)
+                seen = self._files_of_place(written)
+                self._directory.check(seen)
+                self._directory.note(plan.save_id, seen, self._group.rank)
                 self._directory.publish(content, has_common_state=common)
 
         self._group.run("publish on all nodes", publish_own, wrap=SaveError)
 
-    def _metadata(self, plan: SavePlan, gathered: list[Written]) -> tuple[bytes, bool]:
+    def _metadata(self, plan: SavePlan, gathered: list[Written]) -> tuple[bytes, bool] | None:
         """Coordinator: what `.metadata` is to hold, if what was written is what was planned; and whether the common
-        state is an object.
+        state is an object. None: as `_ask` has it.
         """
         if self._described is not None:
             return self._described
@@ -442,7 +492,10 @@ class SaveTransaction(SaveCall):
         objects = [written.objects for written in gathered]
         common = any(entry.fqn.startswith("common_state/") for of_rank in objects for entry in of_rank)
         plan.planned.encoder = plan.planned.encoder or plan.planned.plan.encoder()
-        self._compare_replicas(plan.planned, gathered)
+        path = self._directory.path.absolute()
+        plan.planned.history.begin(path.name, str(path.parent))
+        if not self._compare_replicas(plan, plan.planned, gathered):
+            return None
         content, manifest = metadata_of_save(
             plan.planned.plan,
             plan.planned.encoder,
@@ -457,16 +510,24 @@ class SaveTransaction(SaveCall):
         self._described = (content, common)
         return self._described
 
-    def _compare_replicas(self, planned: Planned, gathered: list[Written]) -> None:
-        """Say which replicas are not what is saved; raises `SaveError` if the options ask for it."""
-        replicas = [written.replicas or ReplicaSums.none() for written in gathered]
+    def _compare_replicas(self, plan: SavePlan, planned: Planned, gathered: list[Written]) -> bool:
+        """Say which replicas are not what is saved; raises `SaveError` if the options ask for it. False: nothing can be
+        said without the sums of all.
+        """
+        digests = [written.replicas for written in gathered if written.replicas is not None]
         files = [file for written in gathered for file in written.files]
-        if not any(sums.slices for sums in replicas) or not all(file.has_footer for file in files):
-            return
+        if not digests or not all(file.has_footer for file in files):
+            return True
         crcs = [crc for file in files for crc in file.crcs]
-        found = planned.history.diverged(self._directory.path.name, planned.plan, crcs, replicas)
+        is_sample = self._options.compare_replicas == "sample"
+        if self._gathered_sums is None:
+            digest = functools.reduce(ReplicaDigest.added, digests)
+            sampled_in = plan.save_id if is_sample else None
+            return planned.history.are_equal(planned.plan, crcs, planned.held, digest, sampled_in)
+        replicas = [sums or ReplicaSums.none() for sums in self._gathered_sums]
+        found = planned.history.diverged(planned.plan, crcs, replicas, are_all=not is_sample)
         if not found:
-            return
+            return True
         named = "; ".join(f"{one}; {since}" for one, since in found[:_SHOWN])
         message = (
             f"{self._directory.path}: {len(found)} slices differ between replicas that should be equal: {named}"
@@ -476,12 +537,13 @@ class SaveTransaction(SaveCall):
         if self._options.on_diverged == "raise":
             raise SaveError(f"{message}. It is not published (on_diverged)")
         _logger.warning("%s", message)
+        return True
 
     def _look_for_stale_moments(self, planned: Planned, fingerprints: Sequence[int]) -> None:
         assert planned.encoder is not None
         assert planned.encoder.factors is not None
         history, factors = planned.history, planned.encoder.factors
-        before, stale = history.stale(self._directory.path.name, factors, fingerprints)
+        before, stale = history.stale(factors, fingerprints)
         if stale:
             more = f", and {len(stale) - _SHOWN} more" if len(stale) > _SHOWN else ""
             _logger.warning(
@@ -510,11 +572,15 @@ class SaveTransaction(SaveCall):
     def _abandon(self) -> None:
         """Remove what this rank wrote of a save that has failed."""
         assert self.plan is not None
-        if self._publishes and is_in_force(self._directory.storage, self.plan.save_id):
+        storage, save_id = self._directory.storage, self.plan.save_id
+        # In this order: what is decided in between is in force then.
+        if self._publishes and may_yet_publish(storage, id_in_names(save_id)):
+            self._directory.release()
+        elif self._publishes and is_in_force(storage, save_id):
             _logger.warning("%s: the save was interrupted, but the checkpoint is published", self._directory.path)
             self._directory.release()
         else:
-            discard(self._directory.storage, [file.name for file in self._files])
+            discard(storage, [file.name for file in self._files])
             self._directory.abandon()
 
     def _report(self, mine: Written, gathered: list[Written] | None) -> SaveReport:
@@ -543,15 +609,6 @@ class SaveTransaction(SaveCall):
             _logger.log(report.log_level, "%s", report)
         if self._directory.target is not None:
             checkpoint_published(path, self._options)
-
-
-def _check_written(storage: Storage, file: WrittenFile) -> None:
-    found = storage.version(file.name)
-    if found is None or found.size_bytes != file.size_bytes:
-        raise SaveError(
-            f"{storage.path(file.name)}: {file.size_bytes} bytes were planned and written, "
-            + ("and the file has been deleted" if found is None else f"the file has {found.size_bytes}")
-        )
 
 
 # Saves in progress; and of these, those that cannot be committed any more.

@@ -22,21 +22,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.core.errors import LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.core.paths import checkpoint_path, is_local
 from mcore_ckpt.core.process import exit_text
 from mcore_ckpt.core.signals import signals_held_back
-from mcore_ckpt.core.threads import start_thread
+from mcore_ckpt.core.threads import in_parallel, start_thread
 from mcore_ckpt.directory.drain_note import DrainNote
-from mcore_ckpt.directory.iterations import iteration_of
+from mcore_ckpt.directory.iterations import iteration_directories, iteration_of
 from mcore_ckpt.format.file_names import id_in_names
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.supervised_child import TRAINING_FIRST_NICE
 
 _logger = logging.getLogger(__name__)
 
 # How often a trainer that ends says what it waits for.
 _SAY_EVERY_S: Final = 30.0
+# Between two saves by the same clock, which has stood still or gone back.
+_STEP_S: Final = 0.001
+# How long the first save waits for what the second tier holds, which a load has begun to look through.
+_LOOK_WITHIN_S: Final = 5.0
 _PROGRAM: Final = """\
 import os, sys
 os.setpgid(0, 0)
@@ -68,9 +73,14 @@ def run_loaded(directory: Path, options: SaveOptions, local_tier: str | None = N
     """A run is resumed: what an earlier job has not copied to the second tier is copied now; asked by one rank of each
     node. Raises nothing.
     """
+    global _has_loaded
+    _has_loaded = True
     second = second_tier(options)
+    if second is not None:
+        _see(directory.absolute())
+        _look_through(second)
     run = directory.absolute().parent if local_tier is None else checkpoint_path(local_tier).absolute()
-    if second not in (None, run) and iteration_of(directory.name) is not None:
+    if second is not None and not _is_same_place(second, run) and iteration_of(directory.name) is not None:
         _ask({"run": str(run), "name": None, "drain_to": str(second), "tracker": options.drain_tracker})
 
 
@@ -81,11 +91,40 @@ def second_tier(options: SaveOptions) -> Path | None:
 
 def check_second_tier(directory: Path, options: SaveOptions) -> None:
     """Raise `OptionError` if the second tier of a checkpoint would be the first one."""
-    if second_tier(options) == directory.absolute().parent:
+    second = second_tier(options)
+    if second is not None and _is_same_place(second, directory.absolute().parent):
         raise OptionError(
             f"drain_to={options.drain_to!r}: the checkpoint is saved there already ({directory}); name another "
             "directory or URL"
         )
+
+
+@functools.cache
+def _is_same_place(first: Path, second: Path) -> bool:
+    """Whether two paths name one directory, by links, mounts or profiles of msc://, as far as can be told from here.
+    Asked once for each pair: a second tier that hangs is to hold up no later save.
+    """
+    if first == second:
+        return True
+    try:
+        places = [storage_at(path).location for path in (first, second)]
+    except OptionError:
+        return False  # the copying says so
+    if places[0] == places[1]:
+        return True
+    if not all(map(is_local, places)):
+        return False
+    # Below what is there already, which may be mounted in two places, it is the same name.
+    (there, below), (its, its_below) = map(_what_is_there, map(Path, places))
+    return below == its_below and there is not None and its is not None and os.path.samestat(there, its)
+
+
+def _what_is_there(path: Path) -> tuple[os.stat_result | None, tuple[str, ...]]:
+    """The lowest directory on the way to a path that exists, and the names below."""
+    for depth in range(len(path.parts), 0, -1):
+        with contextlib.suppress(OSError):
+            return Path(*path.parts[:depth]).stat(), path.parts[depth:]
+    return None, path.parts
 
 
 def note_drain(
@@ -96,23 +135,85 @@ def note_drain(
     *,
     commits: bool,
     total_bytes: int,
+    tells_loads: bool = True,
 ) -> None:
     """Before a checkpoint is published: leave word that it is to be copied. Raises `SaveError`.
 
     `files`: names of the data files that lie here; None for all. `commits`: the second tier is committed from here.
+    `tells_loads`: loads of this kind of job are told by `run_loaded`.
     """
     second = second_tier(options)
     if second is not None and iteration_of(directory.name) is not None:
-        now_s = time.time()
+        before = None
+        with contextlib.suppress(LoadError):
+            before = DrainNote.in_force(directory)
         DrainNote(
             save=id_in_names(save_id),
             to=str(second / directory.name),
             files=None if files is None else tuple(files),
             commits=commits,
             total_bytes=total_bytes,
-            updated_s=now_s,
-            saved_s=now_s,
+            updated_s=time.time(),
+            saved_s=_next_s(directory.absolute(), second),
+            begun_s=_begun_s if tells_loads and not _has_loaded else 0.0,
+            before=before,
         ).write(directory)
+
+
+# Whether this process has loaded a checkpoint, and the time of its first save.
+_has_loaded = False
+_begun_s = 0.0
+# The latest time of a save that this process knows of, and the runs in which it has looked for some.
+_latest_s = 0.0
+_seen: set[Path] = set()
+# Second tiers that are being looked through.
+_looking: dict[Path, threading.Thread] = {}
+
+
+def _next_s(directory: Path, second: Path) -> float:
+    """The time of a save: later than that of all saves before it, of which some may be by the clock of another host."""
+    global _latest_s, _begun_s
+    if directory.parent not in _seen:
+        _seen.add(directory.parent)
+        with contextlib.suppress(LoadError):
+            for other in iteration_directories(directory.parent):
+                _see(other)
+    _look_through(second)
+    if (looking := _looking.pop(second, None)) is not None:
+        looking.join(_LOOK_WITHIN_S)
+        if looking.is_alive():
+            _logger.warning(
+                "%s: the second tier could not be looked through in %.0f s. If a host whose clock is ahead has saved "
+                "there, what is saved now may be refused there as older",
+                second,
+                _LOOK_WITHIN_S,
+            )
+    with _lock:
+        _latest_s = max(time.time(), _latest_s + _STEP_S)
+    _begun_s = _begun_s or _latest_s
+    return _latest_s
+
+
+def _look_through(second: Path) -> None:
+    """Begin to see all that the second tier holds, once in this process: what is saved from now on is later."""
+    if second not in _seen:
+        _seen.add(second)
+        thread = threading.Thread(target=_see_all, args=(second,), name="mcore-ckpt-second-tier", daemon=True)
+        if start_thread(thread):
+            _looking[second] = thread
+
+
+def _see_all(second: Path) -> None:
+    with contextlib.suppress(LoadError, SaveError, OSError):  # the copying says what is wrong there
+        in_parallel(iteration_directories(second), _see, storage_at(second).asks_at_once)
+
+
+def _see(directory: Path) -> None:
+    global _latest_s
+    with contextlib.suppress(LoadError):
+        note = DrainNote.read(directory)
+        with _lock:
+            _latest_s = max(_latest_s, 0.0 if note is None else note.saved_s)
 
 
 def _ask(task: dict[str, Any]) -> None:
@@ -223,6 +324,7 @@ def _forget_the_parents() -> None:
     """In a forked process: the process is the trainer's."""
     global _lock
     _lock = threading.Lock()
+    _looking.clear()
 
 
 os.register_at_fork(after_in_child=_forget_the_parents)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import secrets
 from typing import Final
@@ -18,6 +19,8 @@ from mcore_ckpt.storage import direct_io
 _NO_DIRECTORY_SYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF})
 # What a file system without hard links answers; NFS and some FUSE ones pass on an odd one of their server.
 _NO_HARD_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+# What another process is just publishing under the same name, as two do with a note, is left alone for so long.
+_OTHERS_S: Final = 600.0
 FILE_MODE: Final = 0o666
 """Of new files, less the umask, as any open() does."""
 
@@ -107,19 +110,17 @@ def replace_durably(path: str, content: bytes, through: str | None = None) -> No
     temporary = through or os.path.join(directory, f"{prefix}{secrets.token_hex(8)}.tmp")
     old = os.path.join(directory, f"{prefix}{secrets.token_hex(8)}.tmp")
     flags = os.O_WRONLY | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if through is None else os.O_TRUNC)
-    # What a process has left that died in here: nobody else publishes the same file. Not at the end: who reads the old
-    # common state next to the new `.metadata` waits for this to return.
-    with contextlib.suppress(OSError):
-        for entry in os.listdir(directory or "."):
-            if entry.startswith(prefix) and entry.endswith(".tmp"):
-                os.unlink(os.path.join(directory, entry))
     try:
         fd = os.open(temporary, flags, FILE_MODE)
         try:
             direct_io.write_all(fd, memoryview(content), 0)
             os.fsync(fd)
+            now_s = os.fstat(fd).st_ctime  # by the clock of the file system
         finally:
             os.close(fd)
+        # What a process has left that died in here; who has a token is alone. Not at the end: who reads the old common
+        # state next to the new `.metadata` waits for this to return.
+        _remove_left(directory, prefix, temporary, math.inf if through is not None else now_s - _OTHERS_S)
         # Without hard links there is no way back; then a failing sync leaves the new content in place.
         with contextlib.suppress(OSError):
             os.link(path, old)
@@ -137,6 +138,17 @@ def replace_durably(path: str, content: bytes, through: str | None = None) -> No
         for left in {temporary, old} - {through}:
             with contextlib.suppress(OSError):
                 os.unlink(left)
+
+
+def _remove_left(directory: str, prefix: str, own: str, before_s: float) -> None:
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(directory or "."):
+            path = os.path.join(directory, entry)
+            if entry.startswith(prefix) and entry.endswith(".tmp") and path != own:
+                with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                    # When it got this name: what stands under it may have been written long before.
+                    if os.lstat(path).st_ctime <= before_s:
+                        os.unlink(path)
 
 
 def make_durably(path: str, content: bytes) -> bool:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-from mcore_ckpt.core.threads import start_thread
+from mcore_ckpt.storage._alarms import call_off, set_alarm
 from mcore_ckpt.storage._object_client import RequestError, patience
 
 _SLICE_BYTES: Final = 1024 * 1024
@@ -31,6 +31,9 @@ _PER_ATTEMPT_BYTES: Final = 8 * 1024 * 1024
 _MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
 # Servers close what is idle for longer; a request on such a connection fails and is sent again.
 _KEPT_S: Final = 20.0
+
+
+Body = memoryview | bytes | tuple[memoryview | bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,7 @@ class HttpServer:
         method: str,
         target: str,
         headers: Mapping[str, str],
-        body: memoryview | bytes = b"",
+        body: Body = b"",
         into: memoryview | None = None,
         cut: Cut | None = None,
     ) -> Answer:
@@ -132,7 +135,7 @@ class HttpServer:
             method: GET, PUT, and so on.
             target: path and query, quoted.
             headers: of the request; `Host` and `Content-Length` are added.
-            body: to send.
+            body: to send; of several pieces, one after the other.
             into: memory for the body of an answer of status 206 or 200, which must fill it.
             cut: by which another thread can end it.
 
@@ -140,7 +143,9 @@ class HttpServer:
             RequestError: no complete answer has come.
         """
         limits = patience()
-        payload_bytes = len(body) + (0 if into is None else len(into))
+        pieces = body if isinstance(body, tuple) else (body,)
+        body_bytes = sum(map(len, pieces))
+        payload_bytes = body_bytes + (0 if into is None else len(into))
         most_s = min(limits.give_up_s, limits.attempt_s * max(1.0, payload_bytes / _PER_ATTEMPT_BYTES))
         sent = False
         cut = cut or Cut()
@@ -150,10 +155,8 @@ class HttpServer:
             late.set()
             cut()
 
-        # A server that sends a byte now and then is never idle; so a thread ends what takes too long in all.
-        timer = threading.Timer(most_s, cut_off)
-        timer.daemon = True
-        timed = start_thread(timer)
+        # A server that sends a byte now and then is never idle; so what takes too long in all is ended.
+        alarm = set_alarm(most_s, cut_off)
         connection: http.client.HTTPConnection | None = None
         try:
             connection = self._connection()
@@ -167,13 +170,14 @@ class HttpServer:
                     connection.putheader(name, value)
                 except ValueError:  # its text shows the value
                     raise RequestError(errno.EINVAL, f"the value of {name} cannot stand in a request") from None
-            connection.putheader("Content-Length", str(len(body)))
+            connection.putheader("Content-Length", str(body_bytes))
             sent = True
             connection.endheaders()
             # Not by `sendall`, whose time limit is one for all bytes: here each must be taken within it.
-            view = memoryview(body)
-            while len(view):
-                view = view[connection.sock.send(view[:_SLICE_BYTES]) :]
+            for piece in pieces:
+                view = memoryview(piece)
+                while len(view):
+                    view = view[connection.sock.send(view[:_SLICE_BYTES]) :]
             response = connection.getresponse()
             answer = _receive(response, method, into)
             if late.is_set():  # an answer of unknown length ends where it is cut off
@@ -204,9 +208,7 @@ class HttpServer:
             raise RequestError(errno.EREMOTEIO, text, again=True, unclear=sent) from error
         finally:
             cut.watch_nothing()
-            if timed:
-                timer.cancel()
-                timer.join()
+            call_off(alarm)
             if connection is not None:
                 connection.close()
 

@@ -15,9 +15,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextvars import copy_context
+from functools import partial
 from typing import Final
 
+from mcore_ckpt.core.options import rank_of_this_process
 from mcore_ckpt.core.threads import start_thread
+from mcore_ckpt.storage._alarms import call_off, set_alarm
 from mcore_ckpt.storage._http import Answer, Cut
 from mcore_ckpt.storage._object_client import RequestError, patience
 
@@ -98,22 +101,21 @@ class Hedge:
         race = _Race(cuts, self)
         late_s = self.late_after_s()
         # In a copy of this thread's context, which says how long to wait.
-        timer = threading.Timer(late_s, copy_context().run, (race.second, what, late_s, again))
-        timer.daemon = True
-        hedged = start_thread(timer)
+        second = partial(copy_context().run, race.second, what, late_s, again)
+        alarm = set_alarm(late_s, partial(race.start, second))
         started_s = time.monotonic()
         until_s = started_s + patience().give_up_s
         try:
             try:
                 answer = attempt(cuts[0])
             except RequestError as error:
-                if not hedged or not error.again:
+                if not error.again:
                     raise
                 race.ended.set()
-                timer.cancel()
-                timer.join(max(0.0, until_s - time.monotonic()))  # if it has begun, it may still succeed
+                call_off(alarm)
+                race.join(max(0.0, until_s - time.monotonic()))  # if it has begun, it may still succeed
                 cuts[1]()
-                timer.join()
+                race.join()
                 if race.answer is None:
                     raise
                 if take_over is not None:
@@ -123,10 +125,9 @@ class Hedge:
             self._note(time.monotonic() - started_s)
             return answer
         finally:
-            if hedged:
-                timer.cancel()
-                race.end()
-                timer.join()
+            call_off(alarm)
+            race.end()
+            race.join()
 
 
 class _Race:
@@ -138,13 +139,26 @@ class _Race:
         self.ended = threading.Event()  # the first attempt; set before the second is cut off or waited for
         self._lock = threading.Lock()
         self._over = False
+        self._thread: threading.Thread | None = None
         self.answer: Answer | None = None
 
+    def start(self, second: Callable[[], None]) -> None:
+        """The first attempt is late: have `second` run by a thread."""
+        thread = threading.Thread(target=second, name="mcore-ckpt-again", daemon=True)
+        if start_thread(thread):
+            self._thread = thread
+
+    def join(self, most_s: float | None = None) -> None:
+        """Wait for the second attempt, if it has been started."""
+        if self._thread is not None:
+            self._thread.join(most_s)
+
     def second(self, what: str, late_s: float, attempt: Callable[[Cut], Answer]) -> None:
-        """Body of the timer's thread."""
+        """Body of that thread."""
         if not self._hedge.may_send_again(self.ended):
             return
-        _logger.warning("%s: late (%.1f s); it is sent again on another connection", what, late_s)
+        who = rank_of_this_process()
+        _logger.warning("%s%s: late (%.1f s); it is sent again on another connection", who, what, late_s)
         try:
             answer = attempt(self._cuts[1])
         except RequestError as error:

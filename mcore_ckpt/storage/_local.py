@@ -63,6 +63,11 @@ class LocalStorage(Storage):
     def folders(self) -> Sequence[str]:
         return sorted(self._listed(lambda entry: 0 if entry.is_dir() else None))
 
+    def holds(self, other: Storage) -> bool:
+        if not isinstance(other, LocalStorage):
+            return False
+        return os.path.realpath(other.root).startswith(os.path.join(os.path.realpath(self.root), ""))
+
     def links(self) -> dict[str, str]:
         found: dict[str, str] = {}
 

@@ -19,7 +19,7 @@ from typing import Final, NoReturn
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage._regular_files import open_regular
-from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, align_up
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, FileVersion, RangeReader, align_up
 
 # Below this, one read through the page cache costs less than finding out where the bytes are; headers are read so.
 _MIN_DIRECT_BYTES: Final = 64 * 1024
@@ -42,11 +42,11 @@ def _ignore(_: memoryview) -> None:
 
 
 def _copy(view: memoryview, read: memoryview, arrived: _Arrived) -> None:
-    """Copy what has been read to the beginning of `view`, after `arrived` has seen it."""
+    """Copy what has been read to the beginning of `view`, where `arrived` then sees it."""
     for done in range(0, len(read), _SLICE_BYTES):
-        part = read[done : done + _SLICE_BYTES]
+        part = view[done : min(done + _SLICE_BYTES, len(read))]
+        direct_io.copy_bytes(part, read[done : done + len(part)])
         arrived(part)
-        direct_io.copy_bytes(view[done : done + len(part)], part)
 
 
 class BouncePool:
@@ -116,6 +116,7 @@ class LocalReader(RangeReader):
         try:
             status = os.fstat(self._fd)
             self.size_bytes = status.st_size
+            self.version = FileVersion(status.st_ino, status.st_size, status.st_mtime_ns)
             if direct != "off":
                 try:
                     self._direct_fd = open_regular(root, name, os.O_DIRECT, follow_links=follow_links)

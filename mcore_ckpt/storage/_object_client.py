@@ -27,6 +27,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeVar
 
+from mcore_ckpt.core.options import rank_of_this_process
+
 _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -63,6 +65,8 @@ class Patience:
     late_factor: float = 4.0
 
 
+# How much of a deadline one request has: the rest is for giving up, on the writer's side and on the coordinator's.
+_OF_DEADLINE: Final = 0.75
 _patience = Patience()
 _waiting: ContextVar[Patience | None] = ContextVar("_waiting", default=None)
 
@@ -73,23 +77,27 @@ def patience() -> Patience:
 
 
 def within(deadline_s: float | None) -> Patience:
-    """Limits by which no request is waited for longer than that, and there is time for several attempts."""
+    """Limits by which no request is waited for longer than that, and there is time for several attempts.
+
+    What follows a request that is given up, to leave the store in order, ends within the deadline, too.
+    """
     limits = _patience
     if deadline_s is None:
         return limits
+    request_s = _OF_DEADLINE * deadline_s
     return replace(
         limits,
         connect_s=min(limits.connect_s, deadline_s / 4),
         idle_s=min(limits.idle_s, deadline_s / 2),
-        attempt_s=min(limits.attempt_s, deadline_s),
-        give_up_s=min(limits.give_up_s, deadline_s),
+        attempt_s=min(limits.attempt_s, request_s),
+        give_up_s=min(limits.give_up_s, request_s),
         given_up_s=min(limits.given_up_s, deadline_s / 10),
         late_s=min(limits.late_s, deadline_s / 8),
     )
 
 
 @contextlib.contextmanager
-def _attempt_of(limits: Patience, most_s: float) -> Iterator[None]:
+def attempt_of(limits: Patience, most_s: float) -> Iterator[None]:
     """Wait as these limits say within the block, and for nothing longer than `most_s`."""
     token = _waiting.set(
         replace(
@@ -153,6 +161,17 @@ class RequestError(OSError):
         self.again = again
         self.unclear = unclear
         self.slow_down = slow_down
+
+
+def may_arrive(error: BaseException) -> bool:
+    """Whether a conditional put that has failed so may still be done: it was sent, and no answer rules it out."""
+    if not isinstance(error, OSError):
+        return True  # interrupted
+    if error.errno in (errno.EEXIST, errno.ENOENT):
+        return False  # its condition does not hold any more
+    if isinstance(error.__cause__, RequestError):
+        return error.__cause__.unclear
+    return error.__cause__ is not None and error.errno != errno.EACCES
 
 
 class Pace:
@@ -256,7 +275,7 @@ def retried(what: str, attempt: Callable[[int], T], pace: Pace, limits: Patience
         attempts += 1
         left_s = until_s - time.monotonic()
         try:
-            with pace.request(until_s), _attempt_of(limits, max(left_s, _LEAST_S)):
+            with pace.request(until_s), attempt_of(limits, max(left_s, _LEAST_S)):
                 value = attempt(unclear)
             pace.answered()
             return value
@@ -272,10 +291,14 @@ def retried(what: str, attempt: Callable[[int], T], pace: Pace, limits: Patience
             if not error.again or time.monotonic() + pause_s >= until_s:
                 if error.again:
                     pace.give_up()
+                told.unclear = unclear > 0  # of any attempt: one that was given up may still arrive
                 tried = f" ({attempts} attempts in {took_s:.1f} s)" if attempts > 1 else ""
                 raise OSError(told.errno, f"{what}: {told.strerror}{tried}") from told
             if attempts > 1 or took_s > limits.late_s:
-                _logger.warning("%s: %s; attempt %d follows", what, error.strerror, attempts + 1)
+                who = rank_of_this_process()
+                _logger.warning(
+                    "%s%s: %s; attempt %d follows after %.1f s", who, what, error.strerror, attempts + 1, took_s
+                )
             time.sleep(pause_s)
 
 
@@ -322,6 +345,15 @@ class ObjectClient(ABC):
     @abstractmethod
     def get(self, key: str, most_bytes: int) -> tuple[ObjectState, bytes]:
         """The version that is there, and its first bytes."""
+
+    def get_end(self, key: str, most_bytes: int) -> tuple[ObjectState, bytes]:
+        """The version that is there, and its last bytes."""
+        state, content = self.get(key, most_bytes)
+        if state.size_bytes <= len(content):
+            return state, content
+        end = bytearray(min(most_bytes, state.size_bytes))
+        self.get_into(key, state.size_bytes - len(end), memoryview(end), state.e_tag)
+        return state, bytes(end)
 
     @abstractmethod
     def get_into(self, key: str, offset: int, view: memoryview, e_tag: str) -> None:

@@ -13,11 +13,11 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 from mcore_ckpt.core.errors import CheckpointError
-from mcore_ckpt.core.threads import start_thread
+from mcore_ckpt.core.threads import call_at_the_end, start_thread
 from mcore_ckpt.storage._object_client import ObjectClient
 
 _logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _PREFIX: Final = ".mcore_ckpt_reading."
 _RENEWED_EVERY_S: Final = 60.0
 # Clocks of hosts and of the store may differ by some of it.
 _COUNTS_FOR_S: Final = 600.0
-# At the end.
+# At the end of the process, and before this process asks who reads.
 _JOIN_S: Final = 5.0
 
 
@@ -41,6 +41,7 @@ class _Reading:
     def __init__(self, client: ObjectClient, prefix: str, url: str) -> None:
         self.times = 0
         self._client = client
+        self._prefix = prefix
         self._key = f"{prefix}{_PREFIX}{secrets.token_hex(8)}"
         self._url = url
         self._lock = threading.Lock()
@@ -57,10 +58,10 @@ class _Reading:
                 self._is_renewed = start_thread(self._thread)
 
     def end(self) -> None:
-        """Delete the lease; a store that cannot be reached is not waited for as long as otherwise."""
+        """Have the lease deleted, which the load need not wait for."""
+        if self._is_renewed:
+            _ending[self._thread] = _where(self._client, self._prefix)
         self._ended.set()
-        if self._is_renewed and threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_S)
 
     def _put(self) -> None:
         try:
@@ -77,11 +78,14 @@ class _Reading:
             self._put()
         with contextlib.suppress(OSError, CheckpointError):  # no credentials any more, at the end of a process
             self._client.delete(self._key)
+        _ending.pop(self._thread, None)
 
 
 # Garbage collection may end a reading, in the middle of these functions, too.
 _lock = threading.RLock()
 _readings: dict[str, _Reading] = {}
+# Threads that delete leases, and of which directory.
+_ending: dict[threading.Thread, str] = {}
 
 
 def _forget() -> None:
@@ -89,8 +93,22 @@ def _forget() -> None:
     global _lock
     _lock = threading.RLock()
     _readings.clear()
+    _ending.clear()
 
 
+def _where(client: ObjectClient, prefix: str) -> str:
+    return f"{client.place}/{prefix}"
+
+
+def wait_for_ends(where: str | None = None) -> None:
+    """Until leases of this process that are being deleted are gone; not for long where the store cannot be reached."""
+    until_s = time.monotonic() + _JOIN_S
+    for thread, of in list(_ending.items()):
+        if where in (None, of) and threading.current_thread() is not thread:
+            thread.join(max(0.0, until_s - time.monotonic()))
+
+
+call_at_the_end(wait_for_ends)
 os.register_at_fork(after_in_child=_forget)
 
 
@@ -114,9 +132,10 @@ def reading(client: ObjectClient, prefix: str, url: str) -> Iterator[None]:
             own.end()
 
 
-def is_read(client: ObjectClient, prefix: str, names: Iterable[str]) -> bool:
-    """Whether a lease counts, among the names of the objects below a prefix. Raises `OSError`."""
-    for name in filter(is_reader_lease, names):
+def is_read(client: ObjectClient, prefix: str) -> bool:
+    """Whether a lease counts, among the objects below a prefix. Raises `OSError`."""
+    wait_for_ends(_where(client, prefix))
+    for name in filter(is_reader_lease, client.list(prefix).sizes):
         state = client.head(f"{prefix}{name}")
         if state is not None and time.time() - state.modified_ns / 1e9 < _COUNTS_FOR_S:
             return True

@@ -6,11 +6,14 @@ as threads write. What covers a part in pieces is put together first. An object 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 import time
+from functools import partial
 from typing import Final
 
+from mcore_ckpt.core.threads import together
 from mcore_ckpt.storage._durable import save_error
 from mcore_ckpt.storage._object_client import ABSENT, ObjectClient, Upload
 from mcore_ckpt.storage.base import RangeWriter
@@ -87,13 +90,31 @@ class ObjectWriter(RangeWriter):
                 return
             with self._lock:
                 if self._upload is None:
-                    self._upload = self._client.upload(self._key, self._part_bytes)
+                    self._upload = self._begun()
             self._upload.part(number, content)
         except OSError as error:
             start = number * self._part_bytes
             raise save_error(f"writing bytes [{start}, {start + len(content)})", self.name, error) from error
         finally:
             del self._sending[number]
+
+    def _begun(self) -> Upload:
+        """An upload. Not every store looks again, when that is completed, whether there is an object."""
+        begun: list[Upload] = []
+
+        def begin() -> None:
+            begun.append(self._client.upload(self._key, self._part_bytes))
+
+        try:
+            _, there = together(2, begin, partial(self._client.head, self._key))
+            if there is not None:
+                raise FileExistsError(errno.EEXIST, "the object is there already")
+        except BaseException:
+            for each in begun:
+                with contextlib.suppress(OSError):  # the next save finds it
+                    each.abort()
+            raise
+        return begun[0]
 
     def finish(self, size_bytes: int, fsync: bool = True) -> None:
         with self._lock:

@@ -10,6 +10,9 @@ happens. Or the save that takes over closes it by `revoke`: then the other canno
 what a token says is to be published, and deletes the token. The condition of the put of the published object is the
 version that was there before the token was written: a put that was held up on its way finds another one, and is
 refused.
+
+A save that gives up on that put, not knowing what becomes of it, leaves the token as it is (`may_yet_publish`): what
+the put names must stay until `revoke` has completed it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import errno
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -26,7 +30,7 @@ from typing import Any, Final, TypeVar
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.threads import together
 from mcore_ckpt.storage._durable import save_error
-from mcore_ckpt.storage._object_client import ABSENT, Listing, ObjectClient, ObjectState
+from mcore_ckpt.storage._object_client import ABSENT, Listing, ObjectClient, ObjectState, may_arrive
 from mcore_ckpt.storage._object_readers import is_read, is_reader_lease, reading
 from mcore_ckpt.storage._object_writer import ObjectWriter
 from mcore_ckpt.storage._regular_files import open_error
@@ -36,14 +40,17 @@ _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Of an object that is opened, this much comes with its length: small ones cost one request.
-_HEAD_BYTES: Final = 64 * 1024
+# Of an object that is opened, so much of its end comes with its length: small ones cost one request, and of a data file
+# what tells that it is the right one.
+_END_BYTES: Final = 64 * 1024
 # Of an object that is changed, or given another name; it is held in memory, and put in one request.
 _MAX_SMALL_BYTES: Final = 1024**3
 _PIECE_BYTES: Final = 8 * 1024**2
 _CLOSED: Final = b"closed"
 _INTENT: Final = b"publish "
 _ATTEMPTS: Final = 100
+# The id of a save or a process: no other object ever gets such a name, so a deletion that arrives late harms nothing.
+_HAS_ID: Final = re.compile(r"\.[0-9a-f]{16}(\.|$)")
 
 
 class ObjectStorage(Storage):
@@ -62,6 +69,8 @@ class ObjectStorage(Storage):
     # One connection brings 50 to 100 MB/s of a node's 1 GB/s and more; half of its time may be latency.
     writes_at_once = 8
     reads_at_once = 8
+    open_ahead = 4
+    keeps_pages = False
     asks_at_once = 16
 
     def __init__(
@@ -130,6 +139,17 @@ class ObjectStorage(Storage):
     def folders(self) -> Sequence[str]:
         return sorted(self._known().folders)
 
+    def holds(self, other: Storage) -> bool:
+        if not isinstance(other, ObjectStorage):
+            return False
+        (place, prefix), (its_place, its_prefix) = self.keys_begin, other.keys_begin
+        return its_place == place and its_prefix != prefix and its_prefix.startswith(prefix)
+
+    @property
+    def keys_begin(self) -> tuple[str, str]:
+        """The bucket, and what all keys of the directory begin with."""
+        return self._client.place, self._prefix
+
     def _listed(self) -> Listing:
         """Without leases of readers, which are no files of the directory."""
         found = self._everything()
@@ -154,8 +174,8 @@ class ObjectStorage(Storage):
 
     def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
         with self._loading(name) as key:
-            state, head = self._client.get(key, _HEAD_BYTES)
-        return _ObjectReader(self._client, key, self.path(name), state, head)
+            state, end = self._client.get_end(key, _END_BYTES)
+        return _ObjectReader(self._client, key, self.path(name), state, end)
 
     @contextlib.contextmanager
     def in_use(self, name: str) -> Iterator[None]:
@@ -164,7 +184,7 @@ class ObjectStorage(Storage):
 
     def is_in_use(self, name: str) -> bool:
         with self._loading(name):
-            return is_read(self._client, self._prefix, self._everything().sizes)
+            return is_read(self._client, self._prefix)
 
     # Data files
 
@@ -172,10 +192,7 @@ class ObjectStorage(Storage):
         self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", through: str | None = None
     ) -> RangeWriter:
         # (an object has its name when it is complete, and no writer replaces one: nothing more is done for `through`)
-        with self._saving("creating the file", name) as key:
-            if self._client.head(key) is not None:
-                raise FileExistsError(errno.EEXIST, "the object is there already")
-        return ObjectWriter(self._client, key, self.path(name), size_bytes)
+        return ObjectWriter(self._client, self._key(name), self.path(name), size_bytes)
 
     def unfinished(self) -> Sequence[str]:
         try:
@@ -211,12 +228,12 @@ class ObjectStorage(Storage):
     def publish(self, name: str, content: bytes, *, through: str | None = None) -> None:
         with self._saving("publishing it", name) as key:
             if through is None:
-                self._client.put(key, content)
+                self._replace(key, content)
                 return
             token = self._key(through)
             head = self._client.head
             before, right = together(self.asks_at_once, partial(head, key), partial(head, token))
-            if right is None:
+            if right is None or right.size_bytes == len(_CLOSED):
                 raise FileNotFoundError(errno.ENOENT, f"{through} is gone, by which it was to be published")
             condition = ABSENT if before is None else before.e_tag
             try:
@@ -226,16 +243,53 @@ class ObjectStorage(Storage):
                     raise FileNotFoundError(errno.ENOENT, f"{through} was taken away") from error
                 raise
             try:
-                self._put_published(key, content, condition)
-            except BaseException:
-                # What was not published now is never to be: its data files will be deleted.
-                with contextlib.suppress(OSError):
-                    self._client.put(token, _CLOSED, written)
+                self._put_published(key, content, condition, token)
+            except BaseException as error:
+                # What was not published now is never to be: its data files will be deleted. But a put that is still on
+                # its way may arrive: the token says so, until who has the directory next completes what it says.
+                if not may_arrive(error):
+                    with contextlib.suppress(OSError):
+                        self._client.put(token, _CLOSED, written)
                 raise
-            with contextlib.suppress(OSError):  # it is published; what is left is swept later
-                self._client.delete(token)
 
-    def _put_published(self, key: str, content: bytes, condition: str) -> None:
+    def may_yet_publish(self, through: str) -> bool:
+        """Decided here: of a token that says nothing, what it is to say may still be on its way."""
+        key = self._key(through)
+        try:
+            for _ in range(_ATTEMPTS):
+                state, said = self._content(key)
+                if said.startswith(_INTENT):
+                    return True
+                if said == _CLOSED:
+                    return False
+                with contextlib.suppress(FileExistsError):  # it says something by now
+                    self._client.put(key, _CLOSED, state.e_tag)
+        except OSError as error:
+            return error.errno != errno.ENOENT
+        return True
+
+    def _replace(self, key: str, content: bytes) -> None:
+        """Put what replaces the version that is there: an attempt that arrives after a later put is refused."""
+        for _ in range(_ATTEMPTS):
+            before = self._client.head(key)
+            try:
+                self._put_over(key, content, before)
+                return
+            except OSError as error:
+                if error.errno != errno.EEXIST and (error.errno != errno.ENOENT or before is None):
+                    raise
+        raise OSError(errno.EBUSY, "it changes all the time")
+
+    def _put_over(self, key: str, content: bytes, there: ObjectState | None) -> None:
+        """Put what replaces that version, or what has not been there."""
+        try:
+            self._client.put(key, content, ABSENT if there is None else there.e_tag)
+        except OSError as error:
+            if error.errno != errno.ENOTSUP:
+                raise
+            self._client.put(key, content)  # in a store that knows no conditions
+
+    def _put_published(self, key: str, content: bytes, condition: str, token: str) -> None:
         try:
             written = self._client.put(key, content, condition)
         except OSError as error:
@@ -244,12 +298,17 @@ class ObjectStorage(Storage):
             # Who has taken over may have completed it; a save that publishes later does so only after that.
             if self._content(key)[1] != content:
                 raise
+            self._use_up(token)
             return
         # Older files are deleted next, so the answer alone is no proof. (What has taken over has published the same.)
-        state = self._client.head(key)
+        state, _ = together(self.asks_at_once, partial(self._client.head, key), partial(self._use_up, token))
         if (state is None or state.e_tag != written) and (state is None or self._content(key)[1] != content):
             text = "the store has answered that it holds this, and does not; what was published before is still valid"
             raise OSError(errno.EREMOTEIO, text)
+
+    def _use_up(self, token: str) -> None:
+        with contextlib.suppress(OSError):  # what is left is swept later
+            self._client.delete(token)
 
     def revoke(self, name: str) -> None:
         with self._saving("taking it away", name) as key:
@@ -315,16 +374,16 @@ class ObjectStorage(Storage):
 
     def _content(self, key: str) -> tuple[ObjectState, bytes]:
         """A version, and all of its bytes."""
-        state, head = self._client.get(key, _HEAD_BYTES)
-        if state.size_bytes == len(head):
-            return state, head
+        state, end = self._client.get_end(key, _END_BYTES)
+        if state.size_bytes == len(end):
+            return state, end
         if state.size_bytes > _MAX_SMALL_BYTES:
             text = f"has {state.size_bytes} bytes, and is changed up to {_MAX_SMALL_BYTES}; copy the checkpoint into a "
             raise OSError(errno.EFBIG, f"{text}directory (mcore-ckpt copy), and change it there")
-        content = bytearray(state.size_bytes)
-        content[: len(head)] = head
-        view = memoryview(content)
-        for at in range(len(head), len(content), _PIECE_BYTES):
+        left_bytes = state.size_bytes - len(end)
+        content = bytearray(left_bytes) + end
+        view = memoryview(content)[:left_bytes]
+        for at in range(0, left_bytes, _PIECE_BYTES):
             self._client.get_into(key, at, view[at : at + _PIECE_BYTES], state.e_tag)
         return state, bytes(content)
 
@@ -341,21 +400,63 @@ class ObjectStorage(Storage):
 
     def move(self, source: str, name: str) -> None:
         with self._saving(f"renaming it to {name}", source) as key:
-            self._client.put(self._key(name), self._content(key)[1])
-            self._client.delete(key)
+            state, content = self._content(key)
+            self._replace(self._key(name), content)
+            self._delete_version(key, state.e_tag)
+
+    def move_over(self, source: str, name: str, before: FileVersion | None) -> None:
+        with self._saving(f"renaming it to {name}", source) as key:
+            state, content = self._content(key)
+            self._replace_version(self._key(name), content, before)
+            self._delete_version(key, state.e_tag)
+
+    def _replace_version(self, key: str, content: bytes, before: FileVersion | None) -> None:
+        there = self._client.head(key)
+        if (None if there is None else _version(there)) == before:
+            try:
+                self._put_over(key, content, there)
+                return
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOENT):
+                    raise
+        if self._content(key)[1] != content:  # else it was done already
+            raise FileExistsError(errno.EEXIST, "another process has replaced what was there")
 
     def move_new(self, source: str, name: str) -> bool:
         with self._saving(f"giving {source} this name", name) as key:
-            if not self._put_new(key, self._content(self._key(source))[1]):
+            state, content = self._content(self._key(source))
+            if not self._put_new(key, content):
                 return False
-            self._client.delete(self._key(source))
+            self._delete_version(self._key(source), state.e_tag)
             return True
 
     def delete(self, name: str, missing_ok: bool = True) -> None:
         with self._saving("deleting it", name) as key:
-            if not missing_ok and self._client.head(key) is None:
+            if missing_ok and _HAS_ID.search(name):
+                self._client.delete(key)
+                return
+            state = self._client.head(key)
+            if state is not None:
+                self._delete_version(key, state.e_tag)
+            elif not missing_ok:
                 raise FileNotFoundError(errno.ENOENT, "there is no such object")
-            self._client.delete(key)
+
+    def delete_own(self, name: str, is_own: Callable[[bytes], bool]) -> None:
+        with self._saving("deleting it", name) as key:
+            try:
+                state, content = self._content(key)
+            except FileNotFoundError:
+                return
+            if is_own(content):
+                self._delete_version(key, state.e_tag)
+
+    def _delete_version(self, key: str, e_tag: str) -> None:
+        """Delete what was there: an attempt that arrives after a later put is refused, where the store looks."""
+        try:
+            self._client.delete(key, e_tag)
+        except OSError as error:
+            if error.errno != errno.EEXIST:  # replaced since: that version is gone
+                raise
 
     def delete_through(self, name: str, through: str) -> None:
         with self._saving("deleting it", name) as key:
@@ -394,22 +495,26 @@ class ObjectStorage(Storage):
 class _ObjectReader(RangeReader):
     """One version of an object."""
 
-    def __init__(self, client: ObjectClient, key: str, name: str, state: ObjectState, head: bytes) -> None:
+    def __init__(self, client: ObjectClient, key: str, name: str, state: ObjectState, end: bytes) -> None:
         self.name = name
         self.size_bytes = state.size_bytes
+        self.version = _version(state)
         self._client = client
         self._key = key
         self._e_tag = state.e_tag
-        self._head = head
+        self._end = end
+        self._end_at = state.size_bytes - len(end)
 
     def read_into(self, offset: int, view: memoryview, arrived: Callable[[memoryview], None] | None = None) -> None:
         view = memoryview(view).cast("B")
         self.check_range(offset, len(view))
-        if offset + len(view) <= len(self._head):
-            view[:] = self._head[offset : offset + len(view)]
-        else:
+        asked_bytes = min(len(view), max(0, self._end_at - offset))
+        if asked_bytes < len(view):
+            start = offset + asked_bytes - self._end_at
+            view[asked_bytes:] = self._end[start : start + len(view) - asked_bytes]
+        if asked_bytes:
             try:
-                self._client.get_into(self._key, offset, view, self._e_tag)
+                self._client.get_into(self._key, offset, view[:asked_bytes], self._e_tag)
             except OSError as error:
                 if error.errno in (errno.EEXIST, errno.ENOENT, errno.ERANGE):
                     raise CorruptCheckpointError(

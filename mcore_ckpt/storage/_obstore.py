@@ -1,4 +1,4 @@
-"""Google Cloud Storage, and a store in this process's memory, by obstore (Rust's object_store); Azure's in part.
+"""A store in this process's memory, by obstore (Rust's object_store), and Azure's in part.
 
 obstore retries and waits by itself, as `Patience` says. It sends what is uploaded from copies, in order. It hangs in a
 forked child, as its threads are not there: such a child is refused.
@@ -19,8 +19,9 @@ from typing import Any, Final
 
 import obstore
 from obstore import exceptions
-from obstore.store import AzureStore, GCSStore, MemoryStore
+from obstore.store import AzureStore, MemoryStore
 
+from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.storage._object_client import (
     ABSENT,
     Condition,
@@ -35,15 +36,22 @@ from mcore_ckpt.storage._object_client import (
 _IN_FLIGHT: Final = 8
 # Between the two by which a version is known: to some stores the one counts, to some the other.
 _AND: Final = "\0"
-# A signature may be part of a URL.
-_QUERY: Final = re.compile(r"\?\S+")
+# A signature may be part of a URL, or a password.
+_QUERY: Final = re.compile(r"\?\S+|(?<=://)[^/\s]*@")
+# Of obstore's messages about what it is configured by.
+_REFUSED: Final = {
+    "Access Key": "AZURE_STORAGE_ACCOUNT_KEY",
+    "SAS": "AZURE_STORAGE_SAS_TOKEN",
+    "url": "AZURE_STORAGE_ENDPOINT",
+    "Account": "AZURE_STORAGE_ACCOUNT_NAME",
+}
 
 
 class ObstoreClient(ObjectClient):
     """One bucket, container, or name in memory.
 
     Args:
-        scheme: `"gs"`, `"az"` or `"memory"`; endpoint and credentials come from the environment.
+        scheme: `"az"` or `"memory"`; endpoint and credentials come from the environment.
         bucket: its name.
         options: of a profile; `endpoint_url` counts.
     """
@@ -93,12 +101,18 @@ class ObstoreClient(ObjectClient):
             return None
 
     def get(self, key: str, most_bytes: int) -> tuple[ObjectState, bytes]:
+        return self._get(key, lambda size_bytes: (0, min(most_bytes, size_bytes)))
+
+    def get_end(self, key: str, most_bytes: int) -> tuple[ObjectState, bytes]:
+        # (Azure's store knows no range that counts from the end)
+        return self._get(key, lambda size_bytes: (max(0, size_bytes - most_bytes), size_bytes))
+
+    def _get(self, key: str, of_size: Callable[[int], tuple[int, int]]) -> tuple[ObjectState, bytes]:
         with self.asked("GET", key) as store:
             state = _state(obstore.head(store, key))
-            length = min(most_bytes, state.size_bytes)
-            if not length:
+            if not state.size_bytes:
                 return state, b""
-            options: Any = {"range": (0, length), "if_match": plain_e_tag(state.e_tag)}
+            options: Any = {"range": of_size(state.size_bytes), "if_match": plain_e_tag(state.e_tag)}
             return state, bytes(obstore.get(store, key, options=options).bytes())
 
     def get_into(self, key: str, offset: int, view: memoryview, e_tag: str) -> None:
@@ -156,10 +170,16 @@ def _store(scheme: str, bucket: str, endpoint: str | None, limits: Patience) -> 
             },
         },
     }
-    if scheme == "gs":
-        return GCSStore(bucket, **({"base_url": endpoint} if endpoint else {}), **common)
     if scheme == "az":
-        return AzureStore(bucket, **({"endpoint": endpoint} if endpoint else {}), **common)
+        try:
+            return AzureStore(bucket, **({"endpoint": endpoint} if endpoint else {}), **common)
+        except exceptions.BaseError as error:
+            said = str(error)  # which may show what is not to be shown
+            named = [name for part, name in _REFUSED.items() if part in said]
+            raise OptionError(
+                f"az://{bucket}: {', '.join(named) or 'a variable AZURE_...'} is not as obstore expects it"
+                " (it is not shown here); copy it again, from the portal or the tool that has made it"
+            ) from None
     return MemoryStore()
 
 

@@ -79,10 +79,14 @@ class _Learnt:
     asked: bool = False
     creates: bool = True
     replaces: bool = True
+    quotes: bool = True  # a version goes with its quotes, as HTTP has it
     asking: threading.Lock = field(default_factory=threading.Lock)
 
     def keeps(self, condition: str) -> bool:
         return self.creates if condition == ABSENT else self.replaces
+
+    def named(self, condition: str) -> str:
+        return condition if self.quotes else condition.strip('"')
 
 
 class S3Client(ObjectClient):
@@ -172,8 +176,14 @@ class S3Client(ObjectClient):
             raise
 
     def get(self, key: str, most_bytes: int) -> tuple[ObjectState, bytes]:
+        return self._get(key, f"bytes=0-{most_bytes - 1}", most_bytes)
+
+    def get_end(self, key: str, most_bytes: int) -> tuple[ObjectState, bytes]:
+        return self._get(key, f"bytes=-{most_bytes}", most_bytes)
+
+    def _get(self, key: str, bytes_range: str, most_bytes: int) -> tuple[ObjectState, bytes]:
         try:
-            answer = self.ask("GET", key, headers={"range": f"bytes=0-{most_bytes - 1}"})
+            answer = self.ask("GET", key, headers={"range": bytes_range})
         except OSError as error:
             if error.errno != errno.ERANGE:  # an object without bytes has no first one
                 raise
@@ -200,10 +210,10 @@ class S3Client(ObjectClient):
 
     def put(self, key: str, content: bytes, condition: Condition = None) -> str:
         headers = {_CRC_HEADER: _encoded(crc32(content))}
-        if condition is not None and self._learnt.keeps(condition):
-            headers |= {"if-none-match": "*"} if condition == ABSENT else {"if-match": condition}
-        elif condition is not None:
+        if condition is not None and not self._learnt.keeps(condition):
             self._compare(key, condition)
+        elif condition is not None:
+            headers |= {"if-none-match": "*"} if condition == ABSENT else {"if-match": self._learnt.named(condition)}
 
         def attempt(unclear: int) -> Answer:
             try:
@@ -215,9 +225,21 @@ class S3Client(ObjectClient):
                 # An attempt whose answer was lost may have made what stands there.
                 if unclear and error.errno == errno.EEXIST and (own := self._holds(key, content)) is not None:
                     return own
+                if error.errno == errno.EEXIST and condition and self._is_misread(key, condition):
+                    headers["if-match"] = self._learnt.named(condition)
+                    raise unexpected(str(error), again=True) from error
                 raise
 
         return self.repeat("PUT", key, attempt).header("etag")
+
+    def _is_misread(self, key: str, condition: str) -> bool:
+        """Whether a version was refused that is there: by radosgw 16, which compares it with its quotes."""
+        learnt = self._learnt
+        if learnt.quotes:
+            with contextlib.suppress(RequestError):
+                learnt.quotes = self.ask_once("HEAD", key).header("etag") != condition
+                return not learnt.quotes
+        return False
 
     def _holds(self, key: str, content: bytes) -> Answer | None:
         try:

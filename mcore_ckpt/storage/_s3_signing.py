@@ -81,7 +81,7 @@ def credentials_of_aws(profile: str | None) -> Callable[[], Credentials]:
             return Credentials(key, secret, environment("AWS_SESSION_TOKEN") or "")
         raise OptionError(
             "no credentials for S3 were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-            + ("" if session is not None else ", or install mcore-ckpt[objects], which looks further")
+            + ("" if session is not None else ", or install botocore, which looks further")
         )
 
     return current

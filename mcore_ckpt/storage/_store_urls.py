@@ -1,7 +1,8 @@
 """Which bucket a URL names, and by which client it is reached.
 
     s3://bucket/prefix      Amazon's S3, or the server of AWS_ENDPOINT_URL_S3; configured as AWS's own tools are
-    gs://bucket/prefix      Google Cloud Storage, by its application default credentials
+    gs://bucket/prefix      Google Cloud Storage, by its application default credentials, or the server of
+                            STORAGE_EMULATOR_HOST
     az://container/prefix   Azure Blob Storage, of the account AZURE_STORAGE_ACCOUNT_NAME
     msc://profile/prefix    a profile of NVIDIA's multi-storage client, out of the file that MSC_CONFIG names
 
@@ -11,10 +12,12 @@ One client is kept for each bucket, since it keeps connections and what it has l
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.paths import store_url
@@ -26,8 +29,17 @@ from mcore_ckpt.storage._s3_signing import Credentials, botocore_session, creden
 from mcore_ckpt.storage.base import Storage
 
 _S3_PROFILES: Final = frozenset({"s3", "s8k", "gcs_s3", "ais_s3"})
-_INSTALL: Final = "pip install 'mcore-ckpt[objects]'"
+_VARIABLES: Final = ("AWS_", "AZURE_", "CLOUDSDK_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
+_GOOGLE: Final = "https://storage.googleapis.com"
+_AZURE_ENDPOINTS: Final = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+# In a URL of Azure's: a signature, which is a credential.
+_SIGNATURE: Final = re.compile(r"[?&]sig=")
+_INSTALL: Final = "pip install '.[objects]' in a checkout of mcore_ckpt"
 
+_WHERE_CONFIG_LIES: Final = ("HOME", "XDG_CONFIG_HOME", "XDG_CONFIG_DIRS")
+
+# Of the multi-storage client, by where it was looked for: the file's state, what it says, its path.
+_configs: dict[tuple[str | None, ...], tuple[tuple[int, ...] | None, Any, str]] = {}
 _clients: dict[tuple[Any, ...], ObjectClient] = {}
 _lock = threading.Lock()
 
@@ -52,6 +64,11 @@ def open_store(url: str, deadline_s: float | None = None) -> Storage:
     bucket, _, prefix = rest.rstrip("/").partition("/")
     if not bucket:
         raise OptionError(f"{url}: expected {scheme}://{'profile' if scheme == 'msc' else 'bucket'}/prefix")
+    if scheme == "az" and _SIGNATURE.search(rest):
+        raise OptionError(
+            f"az://{bucket.partition('?')[0]}: the URL has a token (SAS) in it; set AZURE_STORAGE_SAS_TOKEN to the "
+            "token, and leave it out of the URL. It is not shown here"
+        )
     if scheme == "msc":
         return _of_profile(url, bucket, prefix, deadline_s)
     return _objects(_client(scheme, bucket, {}), prefix, url, deadline_s)
@@ -64,7 +81,7 @@ def _objects(client: ObjectClient, prefix: str, url: str, deadline_s: float | No
 def _client(scheme: str, bucket: str, options: Mapping[str, Any]) -> ObjectClient:
     made = _MAKERS[scheme]
     # What is in the environment may change between two saves of a process, in tests above all.
-    environment = tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(("AWS_", "GOOGLE_", "AZURE_"))))
+    environment = tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(_VARIABLES)))
     key = (scheme, bucket, tuple(sorted((k, repr(v)) for k, v in options.items())), environment)
     with _lock:
         if key not in _clients:
@@ -101,7 +118,40 @@ def _s3(bucket: str, options: Mapping[str, Any]) -> ObjectClient:
     if verify is None:
         verify = os.environ.get("AWS_CA_BUNDLE") or True
     credentials: Callable[[], Credentials] = options.get("credentials") or credentials_of_aws(profile)
+    _check_endpoint(f"s3://{bucket}", endpoint, "AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL")
     return S3Client(S3Place(bucket, region, endpoint, verify), credentials, f"s3://{bucket}")
+
+
+def _gs(bucket: str, options: Mapping[str, Any]) -> ObjectClient:
+    endpoint = options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST") or _GOOGLE
+    if "://" not in endpoint:  # as Google's clients take it
+        endpoint = f"http://{endpoint}"
+    _check_endpoint(f"gs://{bucket}", endpoint, "STORAGE_EMULATOR_HOST")
+    try:
+        from mcore_ckpt.storage._gcs import GcsClient
+
+        if not endpoint.startswith("https:"):  # a token that is sent without encryption is everybody's
+            return GcsClient(bucket, endpoint, None)
+        from mcore_ckpt.storage._gcs_tokens import GoogleTokens
+    except ImportError as error:
+        raise OptionError(f"gs://{bucket}: needs google-auth and google-crc32c ({error}); {_INSTALL}") from error
+    return GcsClient(bucket, endpoint, GoogleTokens())
+
+
+def _check_endpoint(where: str, endpoint: str, variables: str) -> None:
+    """Raise `OptionError` unless it is the URL of a server alone. It is not shown: a password may be part of it."""
+    if not endpoint:
+        return
+    try:
+        parts = urlsplit(endpoint)
+        is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_server = False
+    if not is_server or any(each in endpoint for each in "@?#") or not endpoint.isprintable() or " " in endpoint:
+        raise OptionError(
+            f"{where}: the endpoint ({variables}, or endpoint_url of a profile) is no URL of a server; expected "
+            "https://HOST or https://HOST:PORT, without user name, password or token. It is not shown here"
+        ) from None
 
 
 def _by_obstore(scheme: str) -> Callable[[str, Mapping[str, Any]], ObjectClient]:
@@ -111,14 +161,18 @@ def _by_obstore(scheme: str) -> Callable[[str, Mapping[str, Any]], ObjectClient]
             from mcore_ckpt.storage._obstore import ObstoreClient
         except ImportError as error:
             raise OptionError(f"{scheme}://{bucket}: needs obstore ({error}); {_INSTALL}") from error
-        return AzureClient(bucket, options) if scheme == "az" else ObstoreClient(scheme, bucket, options)
+        if scheme != "az":
+            return ObstoreClient(scheme, bucket, options)
+        for endpoint in (options.get("endpoint_url"), *map(os.environ.get, _AZURE_ENDPOINTS)):
+            _check_endpoint(f"az://{bucket}", endpoint or "", ", ".join(_AZURE_ENDPOINTS))
+        return AzureClient(bucket, options)
 
     return make
 
 
 _MAKERS: Final[dict[str, Callable[[str, Mapping[str, Any]], ObjectClient]]] = {
     "s3": _s3,
-    "gs": _by_obstore("gs"),
+    "gs": _gs,
     "az": _by_obstore("az"),
     "memory": _by_obstore("memory"),
 }
@@ -193,7 +247,7 @@ def _profile(url: str, name: str) -> Mapping[str, Any]:
     if name == "__filesystem__":
         return {"storage_provider": {"type": "file", "options": {"base_path": "/"}}}
     try:
-        config, path = StorageClientConfig.read_msc_config()
+        config, path = _read_once(StorageClientConfig.read_msc_config)
     except (ValueError, RuntimeError) as error:
         # Its text may show what stands there, credentials among it.
         raise OptionError(
@@ -206,6 +260,27 @@ def _profile(url: str, name: str) -> Mapping[str, Any]:
         raise OptionError(f"{url}: there is no profile {name!r}: {where}")
     profile: Mapping[str, Any] = _expanded(profiles[name])
     return profile
+
+
+def _read_once(read: Callable[[], tuple[Any, str | None]]) -> tuple[Any, str | None]:
+    """The client's configuration: comparing it with its schema takes a tenth of a second of processor time."""
+    named = os.environ.get("MSC_CONFIG")
+    where = named and str(Path(named).absolute()), *(os.environ.get(each) for each in _WHERE_CONFIG_LIES)
+    known = _configs.get(where)
+    if known is not None and known[0] == _state_of(known[2]):
+        return known[1:]
+    config, path = read()
+    if path is not None and b"include" not in Path(path).read_bytes():  # other files, which may change, too
+        _configs[where] = _state_of(path), config, path
+    return config, path
+
+
+def _state_of(path: str) -> tuple[int, ...] | None:
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _expanded(value: Any) -> Any:

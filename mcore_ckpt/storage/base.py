@@ -19,6 +19,7 @@ errno, with the `OSError` as cause. A file that ends early is a `CorruptCheckpoi
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -77,10 +78,12 @@ class RangeReader(ABC):
     Attributes:
         name: the file, as an error message should show it (for a local file, its path).
         size_bytes: its length when it was opened.
+        version: what `Storage.version` said of it then; None for what is no file of a storage.
     """
 
     name: str
     size_bytes: int
+    version: FileVersion | None = None
 
     @abstractmethod
     def read_into(self, offset: int, view: memoryview, arrived: Callable[[memoryview], None] | None = None) -> None:
@@ -89,7 +92,7 @@ class RangeReader(ABC):
         Args:
             offset: in the file, in bytes.
             view: memory to fill.
-            arrived: called with each slice of the bytes, from the first to the last, as soon as it has been read: what
+            arrived: called with each slice of `view`, from the first to the last, as soon as its bytes lie there: what
                 looks at them then finds them in the CPU's cache.
 
         Raises:
@@ -202,6 +205,8 @@ class Storage(ABC):
             first. 0: any.
         writes_at_once: how many keep it busy, of one process; where the user does not say.
         reads_at_once: the same.
+        open_ahead: files that are opened ahead of the one that is read; 0 where opening one takes no request.
+        keeps_pages: the host's memory may hold what was read or written lately (`RangeReader.is_cached`).
         asks_at_once: requests for a name or a small file that are sent before the first is answered, where none depends
             on another; 1 where an answer comes sooner than a thread starts.
     """
@@ -210,6 +215,8 @@ class Storage(ABC):
     write_bytes: int = 0
     writes_at_once: int = 2
     reads_at_once: int = 4
+    open_ahead: int = 0
+    keeps_pages: bool = True
     asks_at_once: int = 1
 
     def within(self, deadline_s: float | None) -> Storage:
@@ -220,6 +227,10 @@ class Storage(ABC):
     @abstractmethod
     def location(self) -> str:
         """Where the directory is; the same for all storages of this directory in this process."""
+
+    def __str__(self) -> str:
+        """The directory as messages name it."""
+        return self.location
 
     @abstractmethod
     def path(self, name: str) -> str:
@@ -250,6 +261,10 @@ class Storage(ABC):
     @abstractmethod
     def folders(self) -> Sequence[str]:
         """Names of the directories in this one, links to some among them; raises as `sizes`."""
+
+    def holds(self, other: Storage) -> bool:
+        """Whether another directory lies inside this one, whatever they are called."""
+        return False
 
     def is_directory(self) -> bool:
         """Whether there is such a directory, even an empty one; in an object store one is there as long as it holds
@@ -340,9 +355,11 @@ class Storage(ABC):
             direct: O_DIRECT if possible (`"auto"`), or fail (`"on"`), or never (`"off"`).
             through: a file that `create` has made, which this does not use up. Other processes may make a file of that
                 name, too: the file has it from `finish` on, which fails after a `revoke`, or if the name is taken.
+                (An object store makes the file all the same after a `revoke`; it replaces none.)
 
         Raises:
-            SaveError: if the file exists, cannot be made, or its space cannot be reserved.
+            SaveError: if the file exists (an object store tells when it is written or finished), cannot be
+                made, or its space cannot be reserved.
         """
 
     @abstractmethod
@@ -388,8 +405,14 @@ class Storage(ABC):
                 this call for ever, however far it has come, or finds it done.
 
         Raises:
-            SaveError: the old content, if any, is still there; or `through` is gone.
+            SaveError: the old content, if any, is still there; or `through` is gone. See `may_yet_publish`.
         """
+
+    def may_yet_publish(self, through: str) -> bool:
+        """Whether a `publish` that has failed may still come into force, until a save calls `revoke`: an object store
+        has not said what has become of it.
+        """
+        return False
 
     def revoke(self, name: str) -> None:
         """Take away the right to publish through a file: on return all is published that ever will be through it.
@@ -453,6 +476,12 @@ class Storage(ABC):
             SaveError: the old content, if any, is still there.
         """
 
+    def move_over(self, source: str, name: str, before: FileVersion | None) -> None:
+        """As `move`, for one of several processes that do the same: one that is late leaves what others have put there
+        since. `before` is the version of `name` that is replaced; None: there was none.
+        """
+        self.move(source, name)  # a rename can be done once
+
     @abstractmethod
     def move_new(self, source: str, name: str) -> bool:
         """As `move`, of a file of any size, unless there is a file of that name already; durable on return.
@@ -467,6 +496,12 @@ class Storage(ABC):
     @abstractmethod
     def delete(self, name: str, missing_ok: bool = True) -> None:
         """Remove a file. Raises `SaveError`."""
+
+    def delete_own(self, name: str, is_own: Callable[[bytes], bool]) -> None:
+        """Remove a small file whose content is one's own; another one stays. Raises `SaveError`, or `LoadError`."""
+        with contextlib.suppress(CheckpointNotFoundError):
+            if is_own(self.read(name)):
+                self.delete(name)
 
     @abstractmethod
     def delete_through(self, name: str, through: str) -> None:

@@ -96,10 +96,11 @@ def build_target(
         except LoadError:
             source.refuse_changes()  # what looks damaged may be of two saves
             raise
-        content = plan.finish(files, journal, payloads)
+        is_compared = verify or journal.unverified
+        content = plan.finish(files, journal, payloads, is_compared=is_compared)
         files.finish()
         copied = time.monotonic()
-        verified = content is not None and (verify or journal.unverified)
+        verified = content is not None and is_compared
         if verified and content is not None:
             written = parse_index(content, str(folder))
             try:

@@ -177,7 +177,8 @@ def _in_place(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]
             files.abort()
             try:
                 lock.check()
-                _remove_files(storage, noted)
+                if not lock.is_undecided:
+                    _remove_files(storage, noted)
             except CheckpointError:
                 lock.release(remove_marker=False, keep_note=True)  # the next run removes what is left
             raise

@@ -119,8 +119,12 @@ class TargetPlan:
         """What is around the elements of one of a tensor's slots."""
         return BARE
 
-    def finish(self, files: TargetFiles, journal: Journal, payloads: StoredPayloads) -> bytes | None:
-        """Write durably what depends on checksums; returns the content of `.metadata`, if the format has one."""
+    def finish(
+        self, files: TargetFiles, journal: Journal, payloads: StoredPayloads, *, is_compared: bool
+    ) -> bytes | None:
+        """Write durably what depends on checksums; returns the content of `.metadata`, if the format has one.
+        `is_compared`: the target is compared with the source before it appears.
+        """
         return None
 
     @property

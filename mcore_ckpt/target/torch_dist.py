@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.format.footer import SAVE_ID_BYTES, FooterPlan, ManifestFile, shown_id
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes, place, tensor_template
@@ -27,6 +26,7 @@ from mcore_ckpt.items.fingerprints import fingerprint_from_sums
 from mcore_ckpt.layout.buckets import TensorSpec, footer_plan
 from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.target._journal import Journal
+from mcore_ckpt.target._proof import another_fingerprint, source_sums
 from mcore_ckpt.target._target_files import TargetFiles
 from mcore_ckpt.target.slots import Blob, Slot, TargetPlan, TensorMove
 from mcore_ckpt.tools.payloads import StoredPayloads
@@ -53,7 +53,7 @@ class _TorchDistPlan(TargetPlan):
     def frame(self, move: TensorMove, number: int) -> TensorTemplate:
         return tensor_template(move.entry.dtype, move.slots[number].slice.sizes)
 
-    def finish(self, files: TargetFiles, journal: Journal, payloads: StoredPayloads) -> bytes:
+    def finish(self, files: TargetFiles, journal: Journal, payloads: StoredPayloads, *, is_compared: bool) -> bytes:
         """As `TargetPlan.finish`: the footers of the data files, and `.metadata` with its manifest."""
         save_id = secrets.token_bytes(SAVE_ID_BYTES)
         objects: dict[str, list[tuple[int, int]]] = {file: [] for file in self.sizes}
@@ -78,29 +78,27 @@ class _TorchDistPlan(TargetPlan):
             array("Q", [number for number, _ in running]),
             array("I", [len(sums_of) for _, sums_of in running]),
             array("I", chain.from_iterable(sums_of for _, sums_of in running)),
-            fingerprints=self._fingerprints(journal, payloads),
+            fingerprints=self._fingerprints(journal, payloads, is_compared),
         )
         # Another checkpoint than the source, and than other targets of the source: of another save.
         meta = {**(self.index.storage_meta or {}), "save_id": shown_id(save_id)}
         return encode_metadata(self.index, storage_meta=meta, manifest=manifest)
 
-    def _fingerprints(self, journal: Journal, payloads: StoredPayloads) -> array[int]:
-        """Those of the target's tensors, as the sums of source and target tell. Where both do, they have to agree."""
+    def _fingerprints(self, journal: Journal, payloads: StoredPayloads, is_compared: bool) -> array[int]:
+        """Those of the target's tensors: stored with the source, and told by sums of the target or of the source. Where
+        both are there, they have to agree. Where no sums tell, of columns, the comparison sums up what was written;
+        without one, what the source says is not passed on.
+        """
         fingerprints = {}
         for move in self.moves:
             entry = self.index.tensors[move.key]
-            written = fingerprint_from_sums(self.index, entry, [crc for crc, _ in journal.sums[move.key]])
+            told = fingerprint_from_sums(self.index, entry, [crc for crc, _ in journal.sums[move.key]])
+            if told is None:
+                told = fingerprint_from_sums(payloads.index, move.entry, source_sums(move, journal, payloads))
             known = payloads.index.fingerprints.get(move.entry.fqn)
-            if known is None and written is None:
-                crcs = [payloads.locate(move.entry, chunk).crc32 for chunk in move.entry.chunks]
-                known = fingerprint_from_sums(payloads.index, move.entry, journal.crcs.get(move.entry.fqn, crcs))
-            if known is not None and written is not None and known != written:
-                raise ChecksumError(
-                    f"{move.key}: what was written has the fingerprint {written:08x}, the source says {known:08x}: its "
-                    "chunks are not where they were when it was saved. Compare it with another copy "
-                    "(`mcore-ckpt verify --state`)"
-                )
-            fingerprints[move.key] = written if known is None else known
+            if known is not None and told is not None and known != told:
+                raise another_fingerprint(move.key, told, known)
+            fingerprints[move.key] = known if told is None and is_compared else told
         found = (fingerprints[key] for key in self.index.tensors)
         return array("q", [NO_FINGERPRINT if value is None else value for value in found])
 

@@ -36,7 +36,7 @@ class _TorchPlan(TargetPlan):
     def frame(self, move: TensorMove, number: int) -> Frame:
         return self.archives[move.slots[number].file].layout.frame(int(move.key.rpartition(" ")[2]))
 
-    def finish(self, files: TargetFiles, journal: Journal, payloads: StoredPayloads) -> None:
+    def finish(self, files: TargetFiles, journal: Journal, payloads: StoredPayloads, *, is_compared: bool) -> None:
         for name, archive in self.archives.items():
             crcs = [known if isinstance(known, int) else journal.sums[known][0][0] for known in archive.sums]
             files.write_end(name, self.sizes[name], archive.layout.end(crcs))

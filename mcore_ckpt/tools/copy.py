@@ -2,21 +2,25 @@
 
 The copy is published as a save is: data files first, `.metadata` last, under the lock of the directory. So it is there
 complete or not at all, and a copy that was interrupted is resumed: what arrived complete is compared, not sent again.
+The source is compared with its own checksums before: a damaged one would else replace the last intact copy of it.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt.core.errors import CheckpointExistsError, OptionError
-from mcore_ckpt.core.paths import checkpoint_path, is_local
-from mcore_ckpt.directory.copying import copy_file, files_of, refuse_others, refuse_replaced
-from mcore_ckpt.directory.folders import folders_of, sync_folders
+from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, OptionError
+from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.directory.common_file import read_common_file
+from mcore_ckpt.directory.copying import CheckpointFiles, copy_file, files_of, refuse_others, refuse_replaced
+from mcore_ckpt.directory.folders import FOLDERS_OF_MEGATRON, folders_of, sync_folders
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
+from mcore_ckpt.items.item_checks import check_data_files
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory
@@ -44,7 +48,7 @@ class CopyReport:
 
 
 def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> CopyReport:
-    """Copy one checkpoint; each file is read back, and its CRC-32 compared.
+    """Copy one checkpoint that its own checksums say is intact; each file is read back, and its CRC-32 compared.
 
     Args:
         source: directory of a checkpoint, or of a run whose tracker file names one; a path or a URL.
@@ -53,14 +57,15 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
     Raises:
         CheckpointExistsError: there is another checkpoint, or what an interrupted copy of another one has left.
         OptionError: the target lies inside the source.
+        CorruptCheckpointError: the source is damaged. Nothing is written.
         LoadError: the checkpoint cannot be read.
         SaveError: the copy cannot be written, or does not hold what was written, or a save holds the directory.
     """
     started_s = time.monotonic()
     given, taken = checkpoint_directory(source), checkpoint_path(target)
-    if _is_inside(taken, given):
-        raise OptionError(f"{taken}: lies inside the checkpoint that is to be copied, {given}; copy it elsewhere")
     reads, writes = storage_at(given), storage_at(taken)
+    if reads.holds(writes):
+        raise OptionError(f"{taken}: lies inside the checkpoint that is to be copied, {given}; copy it elsewhere")
     with reads.in_use(METADATA_FILE):
         return _copy(given, reads, taken, writes, started_s)
 
@@ -72,6 +77,8 @@ def _copy(given: Path, reads: Storage, taken: Path, writes: Storage, started_s: 
         files[found.common] = COMMON_FILE
     for own_name in files.values():
         writes.path(own_name)  # refuses a name that there cannot be
+    _refuse_another(writes, found.metadata)
+    _refuse_damaged(given, found)
     writes.ensure()
     with DirectoryLock.take(writes) as lock:
         _refuse_another(writes, found.metadata)
@@ -97,12 +104,21 @@ def _copy(given: Path, reads: Storage, taken: Path, writes: Storage, started_s: 
     )
 
 
-def _is_inside(path: Path, directory: Path) -> bool:
-    if is_local(path) != is_local(directory):
-        return False
-    if is_local(path):
-        path, directory = path.resolve(), directory.resolve()
-    return directory in path.parents
+def _refuse_damaged(given: Path, found: CheckpointFiles) -> None:
+    """Raise `LoadError` if a file is not what the index says; also in folders that hold checkpoints of their own."""
+    reads = storage_at(given)
+    try:
+        check_data_files(reads, found.index, found.data)
+    except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+        raise CorruptCheckpointError(
+            f"the checkpoint that is to be copied is damaged, and nothing is copied: {error} (mcore-ckpt repair "
+            f"{shlex.quote(str(given))} --from COPY)"
+        ) from error
+    if found.common is not None:
+        read_common_file(reads, found.common, found.index.manifest)
+    for folder in FOLDERS_OF_MEGATRON:
+        if f"{folder}/{METADATA_FILE}" in found.others:
+            _refuse_damaged(given / folder, files_of(given / folder))
 
 
 def _refuse_another(storage: Storage, metadata: bytes) -> None:

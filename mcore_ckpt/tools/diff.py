@@ -10,11 +10,11 @@ import ctypes
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import verify_records
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.format.safe_pickle import read_described
+from mcore_ckpt.format.safe_pickle import Opaque, read_described
 from mcore_ckpt.items.checks import check_apart
 from mcore_ckpt.storage.base import FileVersion
 from mcore_ckpt.tools._plain_compare import SIMPLE_KEYS, Verdict, compare
@@ -35,7 +35,7 @@ from mcore_ckpt.tools.fingerprints import payloads_fingerprint
 from mcore_ckpt.tools.inspection import checkpoint_directory, index_version
 from mcore_ckpt.tools.keys import key_filter
 from mcore_ckpt.tools.payloads import StoredPayloads, check_elements, check_tiled
-from mcore_ckpt.tools.plain_state import StoredState, read_object, stored_common_state, unwrapped
+from mcore_ckpt.tools.plain_state import StoredState, plain, read_object, stored_common_state, unwrapped
 from mcore_ckpt.tools.tensor_stats import SLAB_BYTES, SlabReader, batches
 from mcore_ckpt.tools.tilings import slabs
 
@@ -101,6 +101,15 @@ class TensorDiff:
         return (float(self.values.nan_mismatches), self.values.max_rel, self.values.max_abs)
 
 
+class CommonDiff(NamedTuple):
+    """A value of the common state that differs: its entry, its name in that (empty: it is the entry), both as text."""
+
+    entry: str
+    name: str
+    a: str
+    b: str
+
+
 @dataclass(frozen=True, slots=True)
 class DiffReport:
     """Attributes:
@@ -108,6 +117,7 @@ class DiffReport:
     objects_differ: by full key.
     common_differs: top-level entries of the common state (iteration, arguments, optimizer settings) that differ, or
         that only one of the two has.
+    common_values: what differs in these, where their values are plain or have named parts, as arguments do.
     not_compared: those of which it cannot be told whether they do.
     shadow_copies: keys of both that are left out, since `verify` compares such copies with their tensors.
     """
@@ -121,6 +131,7 @@ class DiffReport:
     objects_same: int
     read_bytes: int
     common_differs: tuple[str, ...] = ()
+    common_values: tuple[CommonDiff, ...] = ()
     not_compared: tuple[str, ...] = ()
     shadow_copies: int = 0
 
@@ -241,7 +252,7 @@ def _diff(
             key for key in objects if not _same_object(left.objects[key], payloads_a, right.objects[key], payloads_b)
         ]
         _check_objects(differing, payloads_a, payloads_b)
-    common_differs, not_compared = ((), ()) if only else _compare_common_states(left, right)
+    common_values, not_compared = ([], ()) if only else _compare_common_states(left, right)
     return DiffReport(
         a=left.path,
         b=right.path,
@@ -251,41 +262,71 @@ def _diff(
         objects_differ=tuple(differing),
         objects_same=len(objects) - len(differing),
         read_bytes=read_bytes,
-        common_differs=common_differs,
+        common_differs=tuple(dict.fromkeys(each.entry for each in common_values)),
+        common_values=tuple(common_values),
         not_compared=not_compared,
         shadow_copies=sum(len(index.shadow_copies()) for index in stored),
     )
 
 
-def _compare_common_states(a: CheckpointIndex, b: CheckpointIndex) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Top-level entries under which two common states differ, and those of which that cannot be told."""
+def _compare_common_states(a: CheckpointIndex, b: CheckpointIndex) -> tuple[list[CommonDiff], tuple[str, ...]]:
+    """What differs in two common states, and top-level entries of which that cannot be told."""
     left, right = stored_common_state(a), stored_common_state(b)
     if left is not None and right is not None:
         if (left.content, left.transforms) == (right.content, right.transforms):
-            return (), ()
+            return [], ()
         if left.transforms or right.transforms:
-            return (), ("common_state",)
+            return [], ("common_state",)
     values = [{} if stored is None else _entries(stored) for stored in (left, right)]
-    missing = object()
-    verdicts: dict[str, set[Verdict]] = {}
-    for key in dict.fromkeys((*values[0], *values[1])):
-        mine, other = (value.get(key, missing) for value in values)
-        verdict = "different" if mine is missing or other is missing else compare(mine, other)
-        verdicts.setdefault(key[1], set()).add(verdict)
-    different = tuple(key for key, found in verdicts.items() if "different" in found)
-    return different, tuple(key for key, found in verdicts.items() if "unknown" in found and "different" not in found)
+    different: list[CommonDiff] = []
+    unknown: dict[str, None] = {}
+    for (_, entry), mine, other, verdict in _verdicts(*values):
+        if verdict == "different":
+            parts = [_parts_of(value) for value in (mine, other)]
+            named = list(_verdicts(*parts)) if parts[0] and parts[1] else []
+            rows = [(name, x, y) for (_, name), x, y, of_part in named if of_part != "same"] or [("", mine, other)]
+            different += (CommonDiff(entry, name, _shown(x), _shown(y)) for name, x, y in rows)
+        elif verdict == "unknown":
+            unknown[entry] = None
+    differs = {each.entry for each in different}
+    return different, tuple(entry for entry in unknown if entry not in differs)
 
 
-def _entries(stored: StoredState) -> dict[tuple[str, str], Any]:
+_MISSING: Final = object()
+_SHOWN_CHARACTERS: Final = 60
+_Named = dict[tuple[str, str], Any]
+
+
+def _verdicts(a: _Named, b: _Named) -> Iterator[tuple[tuple[str, str], Any, Any, Verdict]]:
+    """What both have under each key, and whether it is the same."""
+    for key in dict.fromkeys((*a, *b)):
+        mine, other = a.get(key, _MISSING), b.get(key, _MISSING)
+        yield key, mine, other, "different" if mine is _MISSING or other is _MISSING else compare(mine, other)
+
+
+def _parts_of(value: Any) -> _Named:
+    """The named parts of a value, by type and name; empty if it has none."""
+    state = value.state if isinstance(value, Opaque) else value
+    if not isinstance(state, dict) or not all(type(key) in SIMPLE_KEYS for key in state):
+        return {}
+    return {(type(key).__name__, str(key)): part for key, part in state.items()}
+
+
+def _shown(value: Any) -> str:
+    if value is _MISSING:
+        return "(not there)"
+    text = repr(plain(value))
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _entries(stored: StoredState) -> _Named:
     """What lies under each key of a common state, by type and name: 1 is another key than "1"."""
     if stored.transforms:
         return {("str", "common_state"): stored.content}
     value = unwrapped(read_described(stored.content, stored.where))
     if not isinstance(value, dict):
         raise CorruptCheckpointError(f"{stored.where}: expected a dict, got {type(value).__name__}")
-    if not all(type(key) in SIMPLE_KEYS for key in value):
-        return {("str", "common_state"): value}
-    return {(type(key).__name__, str(key)): part for key, part in value.items()}
+    return _parts_of(value) if all(type(key) in SIMPLE_KEYS for key in value) else {("str", "common_state"): value}
 
 
 def _structure(a: TensorEntry, b: TensorEntry) -> TensorDiff:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.core.console import human_bytes, human_count
+from mcore_ckpt.core.console import counted, human_bytes, human_count
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.tools.inspection import CheckpointSummary, file_rows, rank_balance, summarize, tensor_bytes
@@ -95,7 +95,10 @@ def _facts(summary: CheckpointSummary) -> Iterator[tuple[str, str]]:
     yield "written by", "Megatron-Core" if summary.written_by == "megatron" else "torch.distributed.checkpoint"
     if summary.iteration is not None:
         yield "iteration", str(summary.iteration)
-    yield "size", f"{human_bytes(summary.file_bytes)} in {summary.files} files of {summary.ranks} ranks"
+    yield (
+        "size",
+        f"{human_bytes(summary.file_bytes)} in {counted(summary.files, 'file')} of {counted(summary.ranks, 'rank')}",
+    )
     yield "holds", f"{summary.tensors} tensors in {summary.chunks} chunks, {summary.objects} objects"
     yield "model", f"{human_count(summary.model_elements)} elements, {human_bytes(summary.model_bytes)}"
     if summary.optimizer is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
-from mcore_ckpt.tools.keys import is_optimizer_key, layer_number, model_key, stacked_axes
+from mcore_ckpt.tools.keys import is_flat_bucket, is_optimizer_key, layer_number, model_key, stacked_axes
 
 _ARGUMENTS = {
     "tp": "tensor_model_parallel_size",
@@ -49,7 +49,7 @@ def optimizer_layout(index: CheckpointIndex, common: Mapping[str, Any]) -> str |
     if not keys:
         return None
     for fqn in keys:
-        if ".gbuf_idx_" in fqn and ".bucket_idx_" in fqn:
+        if is_flat_bucket(fqn):
             return "dp_reshardable"
         if ".optimizer_state" in fqn or "dp_zero" in fqn:
             return "dp_zero_gather_scatter"

@@ -12,6 +12,7 @@ import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -141,7 +142,7 @@ class StoredPayloads:
 
         with self._lock:  # one for all items: it says once for each kind of reason that this is slow
             decoder = self._decoder = self._decoder or ItemDecoder(
-                self.storage, LoadOptions.from_environment(), ReadStats(), self._footers
+                lambda: nullcontext(self.files), LoadOptions.from_environment(), ReadStats()
             )
         dtype = stored_dtype(entry)
         loaded = decoder.tensor(entry.fqn, chunk, dtype, reason)

@@ -11,6 +11,8 @@ A repair that ends early has put nothing in force that was not judged before, an
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from mcore_ckpt.core.console import Progress
@@ -46,33 +48,90 @@ _COMPARED_ITEMS = 16
 
 
 def repair_checkpoint(
-    report: VerifyReport, other: str | os.PathLike[str], *, progress: bool | None = False
+    report: VerifyReport, other: str | os.PathLike[str], *, dry_run: bool = False, progress: bool | None = False
 ) -> VerifyReport:
     """Repair what `report` found, as far as the copy in `other` can, and verify again.
 
     Args:
         report: what `verify_checkpoint` returned; the checkpoint that it names is repaired in place.
         other: directory of a copy under the same sharding or any other, or one with a tracker file.
+        dry_run: read and compare only. The report that comes back has the same problems, and `would_repair` names what
+            this function would put back.
         progress: show bars; None: if standard error is a terminal.
 
     Returns:
-        The new report; `repaired` names what was put back, and its problems are those that are left.
+        The new report; `repaired` names what was put back, and its problems are those that are left. `unmatched` are
+        problems for which the copy has nothing with the right checksums.
 
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError: `other` is no readable checkpoint, or its index does not
             describe the files that are to be repaired.
         SaveError: a save, or another repair, holds the damaged checkpoint's directory, or it cannot be written.
     """
+    if dry_run:
+        return _repair(report, _Untouched(checkpoint_path(report.path)), checkpoint_directory(other), progress)
     with DirectoryLock.take(storage_at(report.path), common_ahead=True) as lock:
         return _repair(report, _Damaged(checkpoint_path(report.path), lock), checkpoint_directory(other), progress)
 
 
-class _Damaged:
+class _Untouched:
+    """The damaged checkpoint, of which nothing changes: what would be written counts as written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.storage = storage_at(path)
+        self._last: tuple[str, int, bytes] = ("", 0, b"")
+
+    def check_held(self) -> None:
+        """Nothing is held."""
+
+    def publish_index(self, content: bytes) -> None:
+        """Do nothing."""
+
+    def publish_common(self, name: str, content: bytes) -> bool:
+        """Do nothing."""
+        return True
+
+    def put_file(self, name: str, content: RangeReader) -> bool:
+        """Do nothing."""
+        return True
+
+    def write(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
+        """Remember the bytes for the next `open_reader`; False if there is no such file."""
+        self._last = (name, offset, content)
+        return self.storage.exists(name)
+
+    def open_reader(self, name: str) -> RangeReader:
+        """The file as it would be after the last `write`."""
+        written, offset, content = self._last
+        reader = self.storage.open_reader(name)
+        return _Overwritten(reader, offset, content) if name == written else reader
+
+
+class _Overwritten(RangeReader):
+    """A file with other bytes in one place, which are not in the file."""
+
+    def __init__(self, reader: RangeReader, offset: int, content: bytes) -> None:
+        self.name, self.size_bytes = reader.name, reader.size_bytes
+        self._reader, self._offset, self._content = reader, offset, content
+
+    def read_into(self, offset: int, view: memoryview, arrived: Callable[[memoryview], None] | None = None) -> None:
+        self._reader.read_into(offset, view)
+        start, end = max(offset, self._offset), min(offset + len(view), self._offset + len(self._content))
+        if start < end:
+            view[start - offset : end - offset] = self._content[start - self._offset : end - self._offset]
+        if arrived is not None:
+            arrived(view)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class _Damaged(_Untouched):
     """The damaged checkpoint, while the lock is held; all writes to it are here."""
 
     def __init__(self, path: Path, lock: DirectoryLock) -> None:
-        self.path = path
-        self.storage = storage_at(path)
+        super().__init__(path)
         self._lock = lock
 
     def check_held(self) -> None:
@@ -127,9 +186,13 @@ class _Damaged:
         return self.storage.overwrite(name, offset, content, is_end=is_end)
 
 
-def _repair(report: VerifyReport, damaged: _Damaged, copy: Path, progress: bool | None) -> VerifyReport:
-    directory = damaged.path
-    repaired: list[str] = []
+# What was put back, and of which problem.
+_Repaired = list[tuple[Problem, str]]
+
+
+def _repair(report: VerifyReport, damaged: _Untouched, copy: Path, progress: bool | None) -> VerifyReport:
+    directory, found = damaged.path, report
+    repaired: _Repaired = []
     good_index = read_index(copy)
     index_is_ours = True
     if any(problem.kind == "index" and problem.file == METADATA_FILE for problem in report.problems):
@@ -137,9 +200,9 @@ def _repair(report: VerifyReport, damaged: _Damaged, copy: Path, progress: bool 
         try:
             index = read_index(directory)
         except CorruptCheckpointError:
-            report = _take_index(damaged, copy, progress)
-            repaired.append(METADATA_FILE)
-            index = read_index(directory)
+            repaired += [(problem, METADATA_FILE) for problem in report.problems if problem.file == METADATA_FILE]
+            report, index = _take_index(damaged, copy, progress)
+            found = replace(found, problems=(*found.problems, *report.problems))
             index_is_ours = False
     else:
         index = read_index(directory, strict=False)
@@ -156,28 +219,30 @@ def _repair(report: VerifyReport, damaged: _Damaged, copy: Path, progress: bool 
             check = checks.get((problem.fqn, problem.file, problem.offset))
             if check is None:
                 if same_save and _restore_file(problem, damaged, copy):
-                    repaired.append(problem.file)
+                    repaired.append((problem, problem.file))
             elif _restore(check, damaged, payloads, same_save):
-                repaired.append(check.where)
+                repaired.append((problem, check.where))
             bar.advance(problem.length or 0)
     repaired += _restore_footers(report.problems, damaged, copy, index)
+    names = tuple(dict.fromkeys(name for _, name in repaired))
+    if not isinstance(damaged, _Damaged):
+        covered = {problem for problem, _ in repaired}
+        left = [one for one in found.problems if one not in covered and not (one.kind == "file" and one.file in names)]
+        return replace(found, would_repair=names, unmatched=tuple(left))
     again = verify_checkpoint(directory, progress=progress)
     damaged.check_held()  # otherwise it was another save's checkpoint that was verified
     still_wrong = {problem.message for problem in again.problems}
-    return VerifyReport(
-        again.path,
-        again.problems,
-        again.items,
-        again.records,
-        again.read_bytes,
-        again.seconds,
-        again.unchecked,
-        tuple(name for name in repaired if not any(name in message for message in still_wrong)),
+    return replace(
+        again,
+        repaired=tuple(name for name in names if not any(name in message for message in still_wrong)),
+        unmatched=again.problems,
     )
 
 
-def _take_index(damaged: _Damaged, copy: Path, progress: bool | None) -> VerifyReport:
-    """Put the copy's index in force, if it describes the files here. Until then nothing changes."""
+def _take_index(damaged: _Untouched, copy: Path, progress: bool | None) -> tuple[VerifyReport, CheckpointIndex]:
+    """Put the copy's index in force, if it describes the files here, and what is wrong under it. Until then nothing
+    changes.
+    """
     content = read_small_file(copy, METADATA_FILE, MAX_METADATA_BYTES)
     index = parse_index(content, str(damaged.path), strict=False)
     report = verify_index(index, progress=progress)
@@ -191,8 +256,9 @@ def _take_index(damaged: _Damaged, copy: Path, progress: bool | None) -> VerifyR
             f"that it names are there as it says, {wrong} items are not. Take a copy of this very save; nothing was "
             "changed"
         )
+    index = parse_index(content, str(damaged.path))
     damaged.publish_index(content)
-    return report
+    return report, index
 
 
 def _damaged_bytes(report: VerifyReport) -> int:
@@ -223,24 +289,26 @@ def _end_of_file(name: str, copy: Path, index: CheckpointIndex) -> tuple[int, by
         return None
 
 
-def _restore_footers(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path, index: CheckpointIndex) -> list[str]:
+def _restore_footers(
+    problems: tuple[Problem, ...], damaged: _Untouched, copy: Path, index: CheckpointIndex
+) -> _Repaired:
     """Ends of files, and lengths, come back from a copy whose file is the same by what `.metadata` says of it."""
-    restored = []
+    restored: _Repaired = []
     for problem in problems:
         name = problem.file
         if name is None or index.manifest is None or problem.kind != "file" or name not in index.manifest.files:
             continue
         end = _end_of_file(name, copy, index)
         if end is not None and damaged.write(name, *end, is_end=True):
-            restored.append(name)
-    return list(dict.fromkeys(restored))
+            restored.append((problem, name))
+    return restored
 
 
-def _replace_files(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path, index: CheckpointIndex) -> list[str]:
+def _replace_files(problems: tuple[Problem, ...], damaged: _Untouched, copy: Path, index: CheckpointIndex) -> _Repaired:
     """Restore missing files, and a common state of another save. A file that the manifest does not name so stays: the
     copy has another layout.
     """
-    repaired = []
+    repaired: _Repaired = []
     for problem in problems:
         if problem.kind != "file" or problem.fqn is not None or problem.file is None:
             continue
@@ -250,7 +318,7 @@ def _replace_files(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path,
             except LoadError:
                 continue
             if damaged.publish_common(problem.file, content):
-                repaired.append(problem.file)
+                repaired.append((problem, problem.file))
             continue
         listed = index.manifest is not None and problem.file in index.manifest.files
         if damaged.storage.exists(problem.file) or (listed and not _end_of_file(problem.file, copy, index)):
@@ -261,7 +329,7 @@ def _replace_files(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path,
             continue
         with source:
             if damaged.put_file(problem.file, source):
-                repaired.append(problem.file)
+                repaired.append((problem, problem.file))
     return repaired
 
 
@@ -309,7 +377,7 @@ def _sums(directory: Path, item: StoredItem, where: str) -> list[tuple[str, int,
         return []
 
 
-def _restore_file(problem: Problem, damaged: _Damaged, copy: Path) -> bool:
+def _restore_file(problem: Problem, damaged: _Untouched, copy: Path) -> bool:
     """Put back a file that is one item by itself, the common state's, if the copy's is sound."""
     assert problem.file is not None
     try:
@@ -322,7 +390,7 @@ def _restore_file(problem: Problem, damaged: _Damaged, copy: Path) -> bool:
     return bool(sound) and damaged.publish_common(problem.file, content)
 
 
-def _restore(check: ItemCheck, damaged: _Damaged, payloads: StoredPayloads, same_save: bool) -> bool:
+def _restore(check: ItemCheck, damaged: _Untouched, payloads: StoredPayloads, same_save: bool) -> bool:
     """Put one item back; False if the copy does not have it, or its checksums do not show that it is the same."""
     content = _same_item(check, payloads)
     if content is not None and same_save:
@@ -330,16 +398,16 @@ def _restore(check: ItemCheck, damaged: _Damaged, payloads: StoredPayloads, same
     # The elements alone first: what the item states of them stays, by which a repair that is killed can be repeated.
     if check.entry is not None and check.chunk is not None:
         found = _same_elements(check, check.entry, check.chunk, damaged.storage, payloads)
-        if found is not None and damaged.write(check.item.file, *found) and _is_sound(check, damaged.storage):
+        if found is not None and damaged.write(check.item.file, *found) and _is_sound(check, damaged):
             return True
     if content is not None and _carries_sums_of(check, damaged.path, payloads):
         return damaged.write(check.item.file, check.item.offset, content)
     return False
 
 
-def _is_sound(check: ItemCheck, storage: Storage) -> bool:
+def _is_sound(check: ItemCheck, damaged: _Untouched) -> bool:
     try:
-        with storage.open_reader(check.item.file) as reader:
+        with damaged.open_reader(check.item.file) as reader:
             check_item(check, reader)
     except LoadError:
         return False

@@ -53,6 +53,8 @@ class VerifyReport:
 
     Attributes:
         unchecked: items whose bytes carry no CRC-32, or are stored through a transform that hides it.
+        would_repair: items that a dry run of `repair_checkpoint` would put back.
+        unmatched: after `repair_checkpoint`: problems for which the copy has nothing with the right checksums.
         compared: tensors of the model that the optimizer's were compared with; None: it was not asked for.
     """
 
@@ -65,6 +67,8 @@ class VerifyReport:
     unchecked: int = 0
     repaired: tuple[str, ...] = ()
     compared: int | None = None
+    would_repair: tuple[str, ...] = ()
+    unmatched: tuple[Problem, ...] = ()
 
     @property
     def whole(self) -> bool:

@@ -14,7 +14,7 @@ import pytest
 import mcore_ckpt
 from mcore_ckpt.commands.cli import main, make_parser
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.reshard.options import parse_size, shown_size
+from mcore_ckpt.core.sizes import parse_size, shown_size
 from tests.support.model_like import write_model
 
 COMMANDS = ["list", "inspect", "verify", "cat", "diff", "copy", "repair", "prune", "reshard", "export", "import"]
@@ -137,6 +137,35 @@ def test_a_shown_size_reads_back(size_bytes: int) -> None:
     assert parse_size(shown_size(size_bytes)) == size_bytes
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["verfy", "run"], "verify"),
+        (["verify", "run", "--chek-optimizer"], "--check-optimizer"),
+        (["diff", "a", "b", "--rtoll=3"], "--rtol"),
+        (["export", "a", "b", "--to", "hff"], "hf"),
+        (["xyzzy"], None),
+        (["verify", "run", "--repair-frm=x"], None),  # a name of old, which is shown nowhere
+    ],
+)
+def test_a_misspelled_word_is_told_what_it_is_like(
+    words: list[str], meant: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    complaint = capsys.readouterr().err.splitlines()[-1]
+    assert complaint.endswith(f"; did you mean {meant}?") if meant else "did you mean" not in complaint
+
+
+def test_list_says_when_it_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["list", "--help"])
+    shown = capsys.readouterr().out
+    assert "  0  all are complete, but for what a save is writing or a killed one has left\n" in shown
+    assert "  1  one that no save has marked is incomplete, or the tracker file names none that is complete\n" in shown
+
+
 def test_a_mistake_of_ours_is_no_bad_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(_arguments: object) -> None:
         raise RuntimeError("a mistake")
@@ -172,6 +201,8 @@ def test_launch_explains_itself(command: list[str]) -> None:
     code, shown, complaints = run("--help")
     assert (code, complaints) == (0, "")
     assert "usage: python -m mcore_ckpt.launch SCRIPT" in shown
+    assert "docs/usage.md" in shown
+    assert "the newest older one that is complete is loaded instead" in shown
     assert run("--version") == (0, f"mcore_ckpt {mcore_ckpt.__version__}\n", "")
     code, shown, complaints = run()
     assert (code, shown) == (2, "")

@@ -27,8 +27,11 @@ def test_goes_on_from_a_first_part() -> None:
         assert crc32(content[cut:], crc32(content[:cut])) == zlib.crc32(content)
 
 
+@pytest.mark.parametrize("has_its_own", [True, False])
 @pytest.mark.parametrize("size", SIZES)
-def test_parts_summed_apart_combine(size: int) -> None:
+def test_parts_summed_apart_combine(size: int, has_its_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_its_own:
+        monkeypatch.setattr(crc, "_combine", None)
     content = random.Random(size).randbytes(size)
     for cut in {0, size // 3, size}:
         assert crc32_combine(crc32(content[:cut]), crc32(content[cut:]), size - cut) == zlib.crc32(content)
@@ -50,8 +53,9 @@ def test_every_implementation_agrees(name: str) -> None:
 
 
 def test_falls_back_to_zlib_where_nothing_faster_is_installed() -> None:
-    name, function = crc._fastest(("mcore_ckpt_no_such_module.crc", "json", "zlib"))
+    name, function, combine = crc._fastest(("mcore_ckpt_no_such_module.crc", "json", "zlib"))
     assert name == "zlib"
+    assert combine is None
     assert function(b"abc") == zlib.crc32(b"abc")
 
 

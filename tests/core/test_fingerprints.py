@@ -84,7 +84,7 @@ def test_short_rows_that_are_summed_together_count_as_each_by_itself(
     assert total == zlib.crc32(whole)
 
 
-@pytest.mark.parametrize("row_bytes", [700, 1024, 5120, 300_000])
+@pytest.mark.parametrize("row_bytes", [700, 1024, 5120, 250_000, 300_000, 1_500_000])
 @pytest.mark.parametrize("windows", [(3_000_000,), (1_500_001, 1_499_999), (10, 1, 1_200_000, 1_799_989)])
 def test_one_pass_over_columns_gives_the_crc32_of_the_chunk_up_to_each_cut_too(
     row_bytes: int, windows: tuple[int, ...]

@@ -32,6 +32,7 @@ SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
     "on_diverged": ("raise", "raise"),
     "fingerprints": ("0", False),
     "validation": ("megatron", "megatron"),
+    "distribution": ("on", "on"),
     "trace_path": ("/tmp/traces", "/tmp/traces"),
     "progress": ("off", False),
     "take_ahead": ("no", False),
@@ -52,6 +53,7 @@ LOAD_VARIABLES: dict[str, tuple[str, Any]] = {
     "cooperative": ("on", "on"),
     "hand_on_deadline_s": ("9.5", 9.5),
     "validation": ("megatron", "megatron"),
+    "distribution": ("megatron", "megatron"),
     "page_cache": ("on", "on"),
     "run_code_from_checkpoint": ("1", True),
 }
@@ -108,13 +110,30 @@ def test_none_can_be_said(text: str) -> None:
     [
         ("THREAD_COUNT", "many", "MCORE_CKPT_THREAD_COUNT='many': expected a number"),
         ("FSYNC", "perhaps", "MCORE_CKPT_FSYNC='perhaps': expected one of 1, 0, true"),
-        ("WRITER", "threads", "writer='threads': expected one of 'persistent', 'fork'"),
+        ("WRITER", "threads", "^MCORE_CKPT_WRITER='threads': expected one of 'persistent', 'fork'"),
+        ("KEEP_LAST", "0", "^MCORE_CKPT_KEEP_LAST=0: expected at least 1$"),
+        ("DRAIN_TO", "ftp://host/run", "^MCORE_CKPT_DRAIN_TO='ftp://host/run': .* that mcore_ckpt does not know"),
+        ("STAGING_BUDGET_BYTES", "much", "^MCORE_CKPT_STAGING_BUDGET_BYTES='much': expected a number such as 512M"),
+        ("STAGING_BUDGET_BYTES", "-1G", "^MCORE_CKPT_STAGING_BUDGET_BYTES='-1G': expected a number such as 512M"),
+        ("STAGING_BUDGET_BYTES", "1M", r"^MCORE_CKPT_STAGING_BUDGET_BYTES=1000000: .* at least 1048576 \(1MiB\)$"),
+        ("WINDOW_BYTES", "8M", "^MCORE_CKPT_WINDOW_BYTES=8000000: expected a multiple of 4096, .* such as 8MiB"),
         ("ON_TIMINGS", "print", "cannot be set from the environment"),
     ],
 )
 def test_a_bad_variable_is_named(variable: str, text: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         SaveOptions.from_environment({f"MCORE_CKPT_{variable}": text})
+
+
+@pytest.mark.parametrize(("text", "size_bytes"), [("512M", 512 * 1000**2), ("5GiB", 5 * 1024**3), ("1.5G", 1500000000)])
+def test_sizes_are_written_as_for_the_commands(text: str, size_bytes: int) -> None:
+    assert SaveOptions.from_environment({"MCORE_CKPT_STAGING_BUDGET_BYTES": text}).staging_budget_bytes == size_bytes
+    assert LoadOptions.from_environment({"MCORE_CKPT_BUFFER_BYTES": text}).buffer_bytes == size_bytes
+
+
+def test_an_argument_is_named_as_one_though_variables_are_set() -> None:
+    with pytest.raises(OptionError, match=r"^writer='threads': expected one of"):
+        SaveOptions.from_environment({"MCORE_CKPT_WHEN_BUSY": "skip"}, writer="threads")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import operator
 import os
 import platform
 import re
+import signal
+import time
 import traceback
 from datetime import timedelta
 from functools import partial
@@ -16,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt.core.errors import CheckpointError, LoadError, MissingKeyError, OptionError, SaveError
-from mcore_ckpt.core.ranks import RankGroup, coordination_group, reached_every_rank
-from tests.support.gloo_ranks import run_ranks
+from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, reached_every_rank
+from tests.support.gloo_ranks import rank_outcomes, run_ranks
 
 _BIG = 300_000
 
@@ -141,6 +143,44 @@ def test_success_costs_a_message_up_the_tree_and_a_broadcast() -> None:
         }
 
 
+def _scattered(rank: int, sizes: list[int]) -> list[tuple[int, int]]:
+    """What each rank of groups of all sizes is given, as its first byte and its length."""
+    found = []
+    for size in sizes:
+        group = dist.new_group(list(range(size)))
+        if rank < size:
+            own = coordination_group(group)
+            given = own.run_scattered(
+                "share", lambda n=size: [bytes([r]) * (r * _BIG // n + 1) for r in range(n)], wrap=SaveError
+            )
+            found.append((given[0], len(given)))
+    return found
+
+
+def test_each_rank_is_given_its_own_value_down_the_tree() -> None:
+    sizes = [1, 2, 3, 4, 5, 6, 7]
+    for rank, given in enumerate(run_ranks(_scattered, 7, sizes)):
+        assert given == [(rank, rank * _BIG // size + 1) for size in sizes if rank < size]
+
+
+def _cannot_be_scattered(rank: int, _: Any = None) -> str:
+    group = coordination_group()
+
+    def none() -> list[int]:
+        raise MissingKeyError("nothing to share")
+
+    try:
+        group.run_scattered("share", none, wrap=SaveError)
+    except MissingKeyError as error:
+        assert group.all_gather(rank, wrap=CheckpointError) == list(range(group.size))
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+def test_a_coordinator_that_has_nothing_to_scatter_tells_all() -> None:
+    assert all("rank 0 of 3: nothing to share" in said for said in run_ranks(_cannot_be_scattered, 3))
+
+
 def _fails_on(rank: int, failing: list[int], kind: str, method: str, huge: bool) -> tuple[str, str, bool, bool]:
     group = coordination_group()
 
@@ -233,8 +273,6 @@ def _dies(rank: int) -> str:
 
 
 def test_a_rank_that_is_gone_is_reported_at_once() -> None:
-    from tests.support.gloo_ranks import rank_outcomes
-
     alive, dead = rank_outcomes(_dies, 2, grace_s=20)
     assert dead.exit_code == 7
     assert alive.ok, alive.error_text
@@ -243,21 +281,45 @@ def test_a_rank_that_is_gone_is_reported_at_once() -> None:
     assert alive.seconds < 15
 
 
-def _waits_for_one_that_is_elsewhere(rank: int) -> str:
-    group = coordination_group(dist.new_group(timeout=timedelta(seconds=2)))
-    message = ""
+def _come_apart(rank: int, odd: int, way: str) -> str:
+    """The message where one rank comes to another exchange than the others, or to the same with another setting."""
+    group = coordination_group()
+    settings = {"validation": "megatron" if rank == odd and way == "setting" else "mcore_ckpt"}
+    steps: dict[str, Any] = {
+        "exchange": partial(group.maximum, [1, 2]),
+        "gathering": partial(group.run_gather_parts, "gather", lambda: [bytes(_BIG)]),
+        "setting": partial(group.run_merged, "add", lambda: {rank}, operator.or_, sorted),
+    }
+    step = steps[way if rank == odd else "setting"]
+    with pytest.raises(OptionError if way == "setting" else SaveError) as caught, carrying(settings):
+        step(wrap=SaveError)
+    assert reached_every_rank(caught.value)
+    # The ranks must still be in step.
+    assert group.all_gather(rank, wrap=CheckpointError) == list(range(group.size))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("odd", range(4))
+def test_all_ranks_raise_where_one_comes_to_another_exchange(odd: int) -> None:
+    for way, words in (("exchange", "compare notes"), ("gathering", "(gather)"), ("setting", "MCORE_CKPT_VALIDATION")):
+        for message in run_ranks(_come_apart, 4, odd, way):
+            assert words in message
+            assert "alike on all hosts" in message if way == "setting" else "(add)" in message
+
+
+def _given_something_else(rank: int) -> str:
+    group = coordination_group()
     if rank == 0:
-        with pytest.raises(SaveError) as caught:
-            group.run("agree", lambda: None, wrap=SaveError)
-        message = str(caught.value)
-    dist.barrier()
-    return message
+        return str(group.run_on_coordinator("plan", lambda: "planned", wrap=SaveError))
+    with pytest.raises(SaveError, match="has come to this, and the first rank to something else") as caught:
+        group.run_on_coordinator("publish", lambda: "published", wrap=SaveError)
+    return str(caught.value)
 
 
-def test_a_rank_that_does_not_come_is_told_from_one_that_is_gone() -> None:
-    message, _ = run_ranks(_waits_for_one_that_is_elsewhere, 2)
-    assert "the processes of all ranks exist: one hangs, or is in another call" in message
-    assert "nothing has come from rank 1" in message
+def test_a_rank_does_not_take_the_value_of_another_step() -> None:
+    given, *said = run_ranks(_given_something_else, 3)
+    assert given == "planned"
+    assert all("could not publish" in message for message in said)
 
 
 class _Counting:
@@ -337,3 +399,59 @@ def _with_default_device(rank: int) -> dict[str, Any]:
 def test_nothing_is_put_on_the_default_device() -> None:
     # A trainer may have made its accelerator the default device; "meta" tensors would fail in every exchange.
     assert [result["small"] for result in run_ranks(_with_default_device, 3)] == [[0, 10, 20]] * 3
+
+
+_PATIENCE_S = 3.0
+
+
+def _waited_for(rank: int, who: int, how: str, exchange: str) -> None:
+    """One rank does not come to an exchange, and does not end."""
+    group = coordination_group(dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENCE_S)))
+    group.any(False, wrap=SaveError)
+    if rank == who and how == "is stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif rank == who:
+        time.sleep(300)
+    if exchange == "parts":
+        group.run_gather_parts("meet", lambda: [bytes([rank]) * 5000], wrap=SaveError)
+    group.run_on_coordinator("meet", lambda: None, wrap=SaveError)
+    group.run("meet", lambda: None, wrap=SaveError)
+
+
+@pytest.mark.parametrize(
+    ("who", "how", "exchange"),
+    [
+        pytest.param(0, "is stopped", "all", marks=pytest.mark.long),
+        pytest.param(2, "is stopped", "all", marks=pytest.mark.long),
+        pytest.param(3, "is stopped", "all", marks=pytest.mark.long),
+        (2, "is stopped", "parts"),
+        (1, "has not waited", "all"),
+    ],
+)
+def test_a_rank_that_is_waited_for_in_vain_is_named_by_all_others(who: int, how: str, exchange: str) -> None:
+    """Also by those that do not wait for it themselves, but for another that does."""
+    outcomes = rank_outcomes(_waited_for, 4, who, how, exchange, deadline_s=90, grace_s=5)
+    for outcome in outcomes:
+        if outcome.rank != who:
+            assert isinstance(outcome.error, SaveError), outcome.error_text
+            assert re.search(
+                rf"lost contact with another rank: rank {who} \(process \d+ on host [^)]*\) {how}", str(outcome.error)
+            )
+
+
+def _found_again(rank: int) -> list[bool]:
+    """Contact is lost in one group, and not in another; then the word of that is taken back."""
+    patient, other = coordination_group(), coordination_group(dist.new_group(timeout=timedelta(seconds=1.0)))
+    other.any(False, wrap=SaveError)
+    store = dist.distributed_c10d._get_default_store()
+    said = []
+    if rank == 0:
+        with pytest.raises(SaveError, match=r"rank 1 .* has not waited"):
+            other.any(False, wrap=SaveError)
+        said.append(store.check(["mcore_ckpt/waited_for/0"]))
+    patient.any(False, wrap=SaveError)
+    return [*said, store.check(["mcore_ckpt/waited_for/0"])] if rank == 0 else []
+
+
+def test_contact_that_is_found_again_leaves_no_word() -> None:
+    assert run_ranks(_found_again, 2)[0] == [True, False]

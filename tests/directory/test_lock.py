@@ -307,6 +307,33 @@ def test_who_dies_while_taking_over_is_taken_over_from(tmp_path: Path, monkeypat
     assert names(tmp_path) == set()
 
 
+def test_who_is_taken_over_from_while_taking_over_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held up just before its lease becomes the marker; then another has the directory, and goes on to have it."""
+    storage = LocalStorage(tmp_path)
+    with holder(tmp_path):
+        pass
+    others: list[DirectoryLock] = []
+    publish_really = LocalStorage.publish
+
+    def publish_late(storage: LocalStorage, name: str, content: bytes, *, through: str | None = None) -> None:
+        if name == INCOMPLETE_MARKER:
+            monkeypatch.setattr(LocalStorage, "publish", publish_really)
+            others.append(DirectoryLock.take(storage))
+        publish_really(storage, name, content, through=through)
+
+    monkeypatch.setattr(LocalStorage, "publish", publish_late)
+    with pytest.raises(SaveError, match="while this process was held up"):
+        DirectoryLock.take(storage)
+    (other,) = others
+    with pytest.raises(SaveError, match="is not finalized yet"):
+        DirectoryLock.take(storage)
+    other.check()
+    other.release()
+    assert names(tmp_path) == set()
+
+
 def test_a_holder_thought_to_be_gone_cannot_publish(tmp_path: Path, quick: None) -> None:
     """Stopped for longer than its lease, taken over from on another host, and then going on."""
     go_read, go_write = os.pipe()
@@ -393,6 +420,37 @@ def test_what_dead_contenders_left_is_swept_and_what_living_ones_have_is_not(tmp
     lock.sweep(storage.list())
     lock.release()
     assert names(tmp_path) == {f"{INCOMPLETE_MARKER}.{living.save_id}{end}" for end in ("", ".publish")}
+
+
+def test_a_lease_of_another_host_is_swept_when_nobody_has_renewed_it_for_an_hour(tmp_path: Path) -> None:
+    """A process there that was killed before it had the directory, or just as it released it; or it is stopped."""
+    storage = LocalStorage(tmp_path)
+    old, new = Owner.here(), Owner.here()
+    for owner in (old, new):
+        storage.create(f"{INCOMPLETE_MARKER}.{owner.save_id}", owner.encode())
+        storage.create(f"{INCOMPLETE_MARKER}.{owner.save_id}.publish", b"")
+        set_lease(tmp_path, owner, host="another")
+    for age_s, left in ((3500, {old, new}), (3700, {new})):
+        os.utime(tmp_path / f"{INCOMPLETE_MARKER}.{old.save_id}", (time.time() - age_s,) * 2)
+        with DirectoryLock.take(storage) as lock:
+            lock.sweep(storage.list())
+        expected = {f"{INCOMPLETE_MARKER}.{each.save_id}{end}" for each in left for end in ("", ".publish")}
+        assert names(tmp_path) == expected
+    with pytest.raises(SaveError):
+        storage.publish(METADATA_FILE, b"", through=f"{INCOMPLETE_MARKER}.{old.save_id}.publish")
+
+
+def test_a_lease_that_is_being_written_is_not_swept(tmp_path: Path) -> None:
+    """Of a save that is about to lock the directory: it would find its own lease gone."""
+    storage = LocalStorage(tmp_path)
+    half = f"{INCOMPLETE_MARKER}.{16 * 'a'}"
+    storage.create(half, b"")
+    with DirectoryLock.take(storage) as lock:
+        lock.sweep(storage.list())
+        assert half in storage.list()
+        os.utime(tmp_path / half, (time.time() - 60,) * 2)
+        lock.sweep(storage.list())
+        assert half not in storage.list()
 
 
 def test_a_failed_claim_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

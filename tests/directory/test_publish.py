@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,9 @@ from typing import Any
 import pytest
 
 from mcore_ckpt import CheckpointExistsError, SaveError, SaveOptions
-from mcore_ckpt.directory import lock, remove
+from mcore_ckpt.directory import _leftovers, lock, remove
 from mcore_ckpt.directory import target as target_module
-from mcore_ckpt.directory.in_force import common_file_in_force
+from mcore_ckpt.directory.in_force import InForce, common_file_in_force
 from mcore_ckpt.directory.lock import Owner
 from mcore_ckpt.directory.publish import publish, settle
 from mcore_ckpt.directory.target import Target, abandon, discard, give_back, open_target, reserve, write_common
@@ -26,6 +27,7 @@ from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, META
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.storage import _durable
 from mcore_ckpt.storage._local import LocalStorage
+from mcore_ckpt.storage.base import Storage
 from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.local_files import names
 
@@ -111,7 +113,8 @@ def test_on_existing_error_touches_nothing(reserved: bool, tmp_path: Path) -> No
     storage = LocalStorage(tmp_path)
     if reserved:
         storage.publish(reserve(storage).common_file, b"of the save that is refused")
-    with pytest.raises(CheckpointExistsError, match="on_existing"):
+    # The directory is named as its user knows it, not as a class of ours.
+    with pytest.raises(CheckpointExistsError, match=rf"^{re.escape(str(tmp_path))}: .* and on_existing"):
         open_target(storage, SaveOptions(on_existing="error"))
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
@@ -468,6 +471,48 @@ def taken_over_from(path: Path) -> None:
     for file in path.glob(INCOMPLETE_MARKER + "*"):
         file.unlink()
     target_module._reserved.clear()
+
+
+def test_a_save_that_is_stopped_while_it_looks_removes_nothing_of_the_one_that_took_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has asked whether there is an index, and lists what has been saved since."""
+    list_really = LocalStorage.list
+    saved: list[str] = []
+
+    def list_late(storage: LocalStorage) -> list[str]:
+        monkeypatch.setattr(LocalStorage, "list", list_really)
+        taken_over_from(tmp_path)
+        saved.append(save(tmp_path, b"of the other"))
+        return list_really(storage)
+
+    monkeypatch.setattr(LocalStorage, "list", list_late)
+    storage = LocalStorage(tmp_path)
+    target = open_target(storage, OPTIONS)
+    with pytest.raises(SaveError, match="has lost the directory"):
+        publish(storage, target, metadata(file_of(target)), has_common_state=False)
+    abandon(storage, target)
+    assert {*saved, METADATA_FILE, COMMON_FILE} <= names(tmp_path)
+
+
+def test_a_save_that_is_stopped_before_it_removes_what_is_left_leaves_it_to_who_took_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that was interrupted is resumed meanwhile, and published: its data files carry the id of no lock here."""
+    name = with_id(data_file_name(0, 0), bytes(range(16)))
+    (tmp_path / name).write_bytes(b"data")
+    look_really = _leftovers.look
+
+    def look_and_be_held_up(storage: Storage, *arguments: Any) -> InForce:
+        found = look_really(storage, *arguments)
+        taken_over_from(tmp_path)
+        storage.publish(METADATA_FILE, metadata(name))
+        return found
+
+    monkeypatch.setattr(_leftovers, "look", look_and_be_held_up)
+    with pytest.raises(SaveError, match="has lost the directory"):
+        open_target(LocalStorage(tmp_path), OPTIONS)
+    assert names(tmp_path) == {METADATA_FILE, name}
 
 
 def test_a_save_that_lost_its_reserved_directory_is_not_begun_anew(

@@ -526,8 +526,9 @@ def write_page(page: Path, tally: Tally, seed: int) -> None:
     bad = tally.of("FOREIGN", "DIED")
     told = (
         f"{tally.trials} trials, {flips} of them flipped bits, seed {seed}, torch {torch.__version__}; "
-        f"{len(tally.unexpected)} came out as they must not, {bad} ended in a third-party exception, a crash, at "
-        f"the deadline ({DEADLINE_S:.0f} s) or at the limit of memory ({MEMORY_BYTES >> 30} GiB).\n\n"
+        f"{len(tally.unexpected)} outcomes were unexpected (the last three columns are expected of checkpoints without "
+        f"manifests), {bad} ended in a third-party exception, a crash, at the "
+        f"deadline ({DEADLINE_S:.0f} s) or at the limit of memory ({MEMORY_BYTES >> 30} GiB).\n\n"
     )
     text = page.read_text()
     before, mark, rest = text.partition("<!-- flips -->\n")

@@ -49,6 +49,5 @@ def test_what_a_launch_has_trained_is_that_model_there_and_back(launches: Path, 
     assert sorted(imported.losses) == [1, 2, 3]
     assert imported.losses == on.losses
     by_arguments = ["--use-checkpoint-args", "--finetune", "--train-iters", "3", "--tensor-model-parallel-size", "2"]
-    by_arguments.append("--no-use-tokenizer-model-from-checkpoint-args")  # the model has none
     told = launch("ours", 2, ["--load", str(start.parent), *by_arguments], launches / "llama-told")
     assert told.losses == on.losses

@@ -25,6 +25,7 @@ VARIANTS = [
     Variant("async", (*ASYNC, "--tensor-model-parallel-size", "2")),
     Variant("distributed-optimizer", (_DISTRIBUTED, "--no-ckpt-fully-parallel-save", "--bf16")),
     Variant("fully-parallel", (_DISTRIBUTED, "--ckpt-fully-parallel-save", "--ckpt-fully-parallel-load")),
+    Variant("spread", ("--no-ckpt-fully-parallel-save",), options={"MCORE_CKPT_DISTRIBUTION": "on"}),
     Variant(
         "constant-structure",
         (*ASYNC, _DISTRIBUTED, "--ckpt-fully-parallel-load", "--ckpt-assume-constant-structure"),
@@ -61,6 +62,9 @@ def test_goes_on_as_if_it_had_never_ended(variant: Variant, launches: Path) -> N
     assert ours.losses == stock.losses, "saving must not change training"
     assert tracked_iteration(our_checkpoints) == 6
     assert_whole(our_checkpoints / "iter_0000003")
+    if variant.name == "spread":
+        sizes = [sum(file.stat().st_size for file in our_checkpoints.glob(f"iter_0000003/__{n}_*")) for n in (0, 1)]
+        assert min(sizes) > 0.4 * sum(sizes), "each of two ranks that hold all saves half of it"
 
     later = {iteration: loss for iteration, loss in ours.losses.items() if iteration > 3}
     places = {name: launches / f"{variant.name}-{name}" for name in ("ours-on", "ours-from-stock", "stock-from-ours")}
@@ -87,7 +91,7 @@ def test_goes_on_as_if_it_had_never_ended(variant: Variant, launches: Path) -> N
 
 def test_an_option_that_cannot_be_is_refused_before_training(launches: Path) -> None:
     refused = launch("ours", 2, [], launches / "refused", {"MCORE_CKPT_WRITER": "carrier-pigeon"}, expected_exit=None)
-    assert "writer='carrier-pigeon': expected one of 'persistent', 'fork'" in refused.log
+    assert "MCORE_CKPT_WRITER='carrier-pigeon': expected one of 'persistent', 'fork'" in refused.log
     assert not refused.named("loss")
 
 

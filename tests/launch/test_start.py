@@ -41,7 +41,7 @@ def test_each_line_comes_once(tmp_path: Path) -> None:
 def test_an_option_that_cannot_be_is_refused_before_the_script(tmp_path: Path) -> None:
     done = _launched(tmp_path, MCORE_CKPT_WRITER="carrier-pigeon")
     assert done.returncode == 2
-    assert "writer='carrier-pigeon': expected one of 'persistent', 'fork'" in done.stderr
+    assert "MCORE_CKPT_WRITER='carrier-pigeon': expected one of 'persistent', 'fork'" in done.stderr
     assert "set-up" not in done.stderr
     assert "Traceback" not in done.stderr
 

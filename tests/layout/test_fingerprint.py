@@ -120,6 +120,13 @@ def test_a_replica_that_has_diverged_is_named() -> None:
     assert fingerprint([state[0], copy]).total == sound.total
 
 
+def test_a_tensor_without_elements_that_ranks_divide_is_one() -> None:
+    """Each of them may hold its first element, for all that it knows."""
+    state = [shard("e", torch.empty(0, 4), (0, 4), (0, 0)) for _ in range(2)]
+    named = fingerprint(state, names=True)
+    assert fingerprint(state).total == named.total == fingerprint(state[:1]).total
+
+
 def test_what_cannot_be_a_state_is_refused() -> None:
     half = torch.ones(2, 4)
     for state, message in (

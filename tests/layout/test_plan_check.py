@@ -89,6 +89,14 @@ def test_ranks_that_disagree_are_named(drawn: list[tuple[tuple[int, ...], list[B
         check_plans([*_plans(tensors, 1), builder.build()])
 
 
+def test_a_gap_names_the_ranks_that_hold_chunks() -> None:
+    whole, gap = ((4,), [Box((0,), (2,)), Box((2,), (2,))]), ((6,), [Box((0,), (2,)), Box((4,), (2,))])
+    with pytest.raises(
+        PlanError, match=r"^b: element \[2\] of \[6\] lies in 0 chunks.* chunks of it are on rank 1, 2$"
+    ):
+        check_plans([*_plans({"a": whole}, 1), *_plans({"b": gap}, 2)])
+
+
 def test_a_shadow_copy_need_not_be_complete() -> None:
     whole = ((4, 4), [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))])
     part = ((4, 4), [Box((2, 0), (2, 4))])

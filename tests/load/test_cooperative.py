@@ -180,6 +180,48 @@ def test_one_read_may_need_more_than_the_memory_of_a_rank_holds(tmp_path: Path) 
     assert sum(asked) < 1.05 * needed[0]
 
 
+def _load_beside_late_shares(rank: int, path: Path) -> tuple[bool, int]:
+    """Every other round of shares comes late, and no rank may wait for it; how often a place was in use twice."""
+    plan, read = _handing_on.HandingOn._plan, _handing_on.HandingOn._read
+    in_use: set[int] = set()
+    twice = 0
+
+    def is_late(self: Any, share: int) -> bool:
+        return bool(self._place[share] // self._slots.get(self._provider[share], 1) % 2 == 0)
+
+    def planned(self: Any) -> None:
+        plan(self)
+        for share in range(len(self._needs)):
+            self._needs[share] = 2**32 if is_late(self, share) else -1
+
+    def read_late(self: Any, share: int, view: memoryview) -> None:
+        nonlocal twice
+        place = np.frombuffer(view, np.uint8).ctypes.data
+        twice += place in in_use
+        in_use.add(place)
+        time.sleep(0.2 if is_late(self, share) else 0.0)
+        read(self, share, view)
+        in_use.discard(place)
+
+    _handing_on.HandingOn._plan = planned  # type: ignore[method-assign]
+    _handing_on.HandingOn._read = read_late  # type: ignore[method-assign]
+    more = {"window_bytes": 4 * _MIB, "buffer_bytes": 16 * _MIB, "hand_on_deadline_s": 5.0}
+    options = LoadOptions(cooperative="on", verify_crc=False, io_threads=4, **more)
+    wanted = {"large": torch.zeros(24 * _MIB)}
+    dcp.load(wanted, storage_reader=FileSystemReader(path, options=options))
+    return torch.equal(wanted["large"], torch.arange(24.0 * _MIB)), twice
+
+
+def test_a_place_is_not_filled_again_before_it_has_been_filled(tmp_path: Path) -> None:
+    """Otherwise bytes of one share lie where another one is taken from."""
+    from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch: nothing is distributed here
+        dcp.save({"large": torch.arange(24.0 * _MIB)}, storage_writer=FileSystemWriterAsync(tmp_path))
+    assert run_ranks(_load_beside_late_shares, 2, tmp_path) == [(True, 0), (True, 0)]
+
+
 class _FailingPlanner(dcp.DefaultLoadPlanner):
     def finish_plan(self, new_plan: Any) -> Any:
         raise ValueError("no plan")

@@ -17,17 +17,19 @@ from mcore_ckpt import (
     diff_checkpoints,
     export_checkpoint,
     import_checkpoint,
+    open_checkpoint,
     reshard_checkpoint,
 )
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.fingerprints import model_and_optimizer
-from tests.support.gloo_ranks import run_pretending_ranks
+from tests.support.gloo_ranks import run_pretending_ranks, run_ranks
 from tests.support.hf_models import SMALL, HfCase, make_hf_model
 from tests.support.models import GATED, MOE_GROUPED, Parallel, build_training
 from tests.support.shared_groups import share_groups
 
 Found = dict[str, Any]
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def _prepared() -> Any:
@@ -251,6 +253,8 @@ def test_a_load_is_proven_or_says_which_tensors_differ(tmp_path: Path) -> None:
     for _ in sound:
         assert first.pop(0) == ([f"{source}: state proven: {total} on 2 ranks"], None)
         assert second.pop(0) == ([], None)
+    ((alone, _),) = run_pretending_ranks(load_proven, 1, source, [Load(Parallel())], deadline_s=300)[0]
+    assert alone == [f"{source}: state proven: {total} on 1 rank"]
     ([line], said), off = first[:2]
     assert line.endswith("(one tensor in 16) on 2 ranks")
     assert total not in line
@@ -271,16 +275,45 @@ def hf_in_memory(rank: int, path: Path, parallel: Parallel) -> Any:
     return _taken(model.sharded_state_dict())
 
 
-def test_an_export_and_an_import_keep_it(tmp_path: Path) -> None:
-    case = HfCase("llama", "LlamaConfig", {**SMALL, "vocab_size": 512})
+def fsdp_in_memory(rank: int, tensors: dict[str, torch.Tensor]) -> Any:
+    """The same tensors as parameters that FSDP2 divides among the ranks."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    model = torch.nn.ParameterDict({key.replace(".", "/"): torch.nn.Parameter(one) for key, one in tensors.items()})
+    fully_shard(model, mesh=mesh)
+    return _taken({key.replace("/", "."): one for key, one in get_model_state_dict(model).items()})
+
+
+def test_one_model_has_one_fingerprint_wherever_it_is(tmp_path: Path) -> None:
+    """Dense layers and experts: under each division, FSDP2 among them, resharded, exported and imported."""
+    case = HfCase("mixtral", "MixtralConfig", {**SMALL, "vocab_size": 512, "num_key_value_heads": 4, **_EXPERTS})
     make_hf_model(case, tmp_path / "hf")
-    import_checkpoint(tmp_path / "hf", tmp_path / "tp2", kind="hf", tp=2)
-    stored = checkpoint_fingerprint(tmp_path / "tp2")
-    for world, parallel in ((1, Parallel()), (2, Parallel(tensor=2))):
-        for found in run_pretending_ranks(hf_in_memory, world, tmp_path / "tp2", parallel):
-            assert found == stored
-    export_checkpoint(tmp_path / "tp2", tmp_path / "back", to="hf")
-    import_checkpoint(tmp_path / "back", tmp_path / "pp2", kind="hf", pp=2)
-    assert checkpoint_fingerprint(tmp_path / "pp2") == stored
-    for made in ("tp2", "pp2"):
-        assert read_index(tmp_path / made).fingerprints == crcs_of(stored)
+    imported: dict[str, Any] = {"kind": "hf", "transformer_impl": "local"}
+    import_checkpoint(tmp_path / "hf", tmp_path / "saved", **imported)
+    stored = checkpoint_fingerprint(tmp_path / "saved")
+    for world, parallel in (
+        (1, Parallel()),
+        (2, Parallel(tensor=2)),
+        (4, Parallel(tensor=4)),
+        (2, Parallel(pipeline=2)),
+        (2, Parallel(expert=2)),
+        (4, Parallel(pipeline=2, expert=2)),
+    ):
+        for found in run_pretending_ranks(hf_in_memory, world, tmp_path / "saved", parallel):
+            assert found == stored, parallel
+    with open_checkpoint(tmp_path / "saved") as checkpoint:
+        tensors = {key: checkpoint[key][...].clone() for key in checkpoint.tensors}
+    for found in run_ranks(fsdp_in_memory, 4, tensors):
+        assert found == stored
+    resharded = {}
+    for name, layout in {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "pp2": {"pp": 2}, "ep2": {"ep": 2}}.items():
+        resharded[name] = tmp_path / name
+        reshard_checkpoint(tmp_path / "saved", resharded[name], **{"tp": 1, "pp": 1, **layout})
+        export_checkpoint(resharded[name], tmp_path / f"{name}-hf", to="hf")
+        resharded[f"{name}-back"] = tmp_path / f"{name}-back"
+        import_checkpoint(tmp_path / f"{name}-hf", resharded[f"{name}-back"], **imported, **layout)
+    for name, path in resharded.items():
+        assert checkpoint_fingerprint(path) == stored, name
+        assert read_index(path).fingerprints == crcs_of(stored), name

@@ -140,8 +140,13 @@ def test_all_that_is_loaded_is_of_the_newest_checkpoint_that_is_whole(tmp_path: 
             assert first == (3 if name.startswith("payload") else 2), name
             assert len(told) == (1 if rank == 0 else 0), (name, told)
             if rank == 0:
+                assert told[0].startswith("going back to iteration 2, ")
                 assert "iter_0000003" in told[0]
                 assert "iter_0000002" in told[0]
+                assert "Traceback" not in told[0]
+                assert "--- on rank" not in told[0]
+                if name.startswith("payload"):
+                    assert "the file was damaged after it was written" in told[0]
 
 
 def several(rank: int, run: Path) -> list[Any]:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_ckpt import CorruptCheckpointError, OptionError
+from mcore_ckpt.megatron._versions import differences
 from tests.megatron.trap_ranks import check, installed, made, state
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 
@@ -71,3 +73,81 @@ def test_a_rank_that_cannot_read_the_common_state_tells_the_others(tmp_path: Pat
     """They would wait in the next exchange; where they go back, all do."""
     assert not any(name.startswith("MCORE_CKPT_") for name in os.environ)
     run_ranks(failing, RANKS, tmp_path, fails, deadline_s=DEADLINE_S)
+
+
+def asking_for_more(rank: int, run: Path) -> None:
+    """One rank in turn asks for what the checkpoint lacks, or cannot read, where Megatron gathers what all ask for."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from mcore_ckpt.megatron import common_state
+
+    name = str(run / "iter_0000001")
+    dist_checkpointing.save(state(1), made(Path(name)))
+
+    def cannot_read(*_: Any) -> Any:
+        raise CorruptCheckpointError("common state: not here")
+
+    for strict, checks in (("raise_unexpected", True), ("raise_all", True), ("raise_all", False)):
+        for odd in range(RANKS):
+            wanted = state(0)
+            if rank == odd:
+                wanted["new"] = ShardedTensor.from_rank_offsets("new", torch.ones(4))
+            with pytest.raises(Exception, match="Unexpected keys"):
+                dist_checkpointing.load(wanted, name, strict=strict, validate_access_integrity=checks)
+    for odd in range(RANKS):
+        for strict in ("raise_all", "ignore_all"):
+            with pytest.MonkeyPatch.context() as patched:
+                if rank == odd:
+                    patched.setattr(common_state, "load_common", cannot_read)
+                with pytest.raises(CorruptCheckpointError, match="not here"):
+                    dist_checkpointing.load(state(0), name, strict=strict)
+    for strict in ("raise_all", "ignore_all"):
+        check(dist_checkpointing.load(state(0), name, strict=strict), 1)
+
+
+def test_what_one_rank_asks_for_and_the_checkpoint_lacks_is_an_error_on_all(tmp_path: Path) -> None:
+    run_ranks(asking_for_more, RANKS, tmp_path, deadline_s=DEADLINE_S)
+
+
+WANTED_BYTES = 20_000_000
+
+
+def _large(rank: int, fill: bool) -> dict[str, Any]:
+    """A replica on each rank, of more bytes than ranks read by themselves without asking."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    make = torch.arange if fill else torch.zeros
+    return {"w": ShardedTensor.from_rank_offsets("w", make(WANTED_BYTES // 4).float(), replica_id=rank)}
+
+
+def reading(rank: int, run: Path, alone: bool) -> tuple[bool, int]:
+    """What is loaded by default, by all ranks or by one; and what this rank has read of it from the storage."""
+    dist_checkpointing = installed()
+    from mcore_ckpt import LoadOptions, TorchDistLoadStrategy
+
+    name = str(run / "iter_0000001")
+    dist_checkpointing.save(_large(rank, fill=True), made(Path(name)))
+    strategy, asked = TorchDistLoadStrategy(options=LoadOptions(page_cache="off")), 0
+    loaded = _large(rank, fill=True)["w"].data
+    if rank == 1 or not alone:
+        # Megatron gathers from all ranks, to check what they load, unless it is told not to.
+        state = _large(rank, fill=False)
+        loaded = dist_checkpointing.load(state, name, strategy, validate_access_integrity=not alone)["w"]
+        assert strategy.stats is not None
+        asked = strategy.stats.bytes_from_storage
+    return torch.equal(loaded, _large(rank, fill=True)["w"].data), asked
+
+
+def test_four_ranks_of_a_host_read_once_by_default(tmp_path: Path) -> None:
+    same, asked = zip(*run_ranks(reading, 4, tmp_path, False, deadline_s=DEADLINE_S), strict=True)
+    assert all(same)
+    assert WANTED_BYTES <= sum(asked) < 1.1 * WANTED_BYTES
+
+
+def test_a_rank_that_loads_alone_waits_for_none(tmp_path: Path) -> None:
+    if differences().all_ranks_load:
+        pytest.skip("this megatron-core lets no rank load alone")
+    same, asked = zip(*run_ranks(reading, 4, tmp_path, True, deadline_s=DEADLINE_S), strict=True)
+    assert all(same)
+    assert asked[1] == sum(asked) >= WANTED_BYTES

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
-from mcore_ckpt import SaveOptions, verify_checkpoint
+from mcore_ckpt import FileSystemReader, SaveError, SaveOptions, verify_checkpoint
 from tests.megatron.test_strategy import check, load_on_rank, megatron, save_on_rank, state
 from tests.support.gloo_ranks import run_ranks
-from tests.support.object_server import S3Directory
+from tests.support.object_server import Fault, Proxy, Request, S3Directory
 
 
 def through_client(rank: int, function: Any, *arguments: Any) -> Any:
@@ -66,3 +71,123 @@ def test_async_saves_go_to_the_store_from_the_writer_process(msc_profile: str, s
         assert plain == [".metadata", "metadata.json"]
         assert len({name.split(".")[1] for name in of_step if name.endswith(".distcp")}) == 1
     assert s3_directory.uploads() == []
+
+
+_DEADLINE_S = 4.0
+
+
+def save_where_a_part_stalls(rank: int, url: str) -> tuple[int, float, str]:
+    """How often training asked while a part hung, seconds from then to the end of the save, and what that says."""
+    import mcore_ckpt
+
+    dist_checkpointing = megatron()
+    hangs, hung_at_s = threading.Event(), [0.0]
+
+    def rule(request: Request) -> Fault | None:
+        if "partNumber=2" not in request.query:
+            return None
+        if not hangs.is_set():
+            hung_at_s[0] = time.monotonic()
+            hangs.set()
+        return Fault("stall", seconds=300)
+
+    with Proxy(os.environ["AWS_ENDPOINT_URL"], rule) as proxy:
+        os.environ["AWS_ENDPOINT_URL"] = proxy.url
+        weight = torch.ones(5_000_000)
+        sharded = {"weight": dist_checkpointing.ShardedTensor.from_rank_offsets("weight", weight, replica_id=0)}
+        options = SaveOptions(progress=False, write_deadline_s=_DEADLINE_S)
+        queue = mcore_ckpt.AsyncCallsQueue()
+        # Not by Megatron's `save`, which takes a URL only where its client of object stores is installed.
+        request = mcore_ckpt.TorchDistSaveStrategy(options=options).async_save(sharded, url)
+        queue.schedule_async_request(request)
+        assert hangs.wait(60.0)
+        steps = 0
+        try:
+            while not queue.maybe_finalize_async_calls(blocking=False):
+                weight.add_(1.0)
+                steps += 1
+                time.sleep(0.02)
+        except SaveError as error:
+            return steps, time.monotonic() - hung_at_s[0], str(error)
+        finally:
+            queue.close()
+    raise AssertionError("the save was published")
+
+
+def test_training_goes_on_while_a_part_stalls_and_the_save_ends_within_its_deadline(s3_directory: S3Directory) -> None:
+    url = f"{s3_directory.url}/iter_0000001"
+    ((steps, took_s, said),) = run_ranks(save_where_a_part_stalls, 1, url)
+    assert steps >= 10
+    assert took_s < 5 * _DEADLINE_S
+    assert "part 2" in said
+    assert "iter_0000001/__0_" in said
+    assert not [name for name in s3_directory.names() if name.endswith(".metadata")]
+    assert s3_directory.uploads() == []
+
+
+def save_filled(rank: int, url: str, value: float) -> str:
+    """What a save of two ranks raises, if it does."""
+    import mcore_ckpt
+
+    dist_checkpointing = megatron()
+    weight = torch.full((1000,), value)
+    sharded = {"weight": dist_checkpointing.ShardedTensor.from_rank_offsets("weight", weight, (0, rank, 2))}
+    options = SaveOptions(progress=False, write_deadline_s=6.0)
+    queue = mcore_ckpt.AsyncCallsQueue()
+    try:
+        queue.schedule_async_request(mcore_ckpt.TorchDistSaveStrategy(options=options).async_save(sharded, url))
+        queue.maybe_finalize_async_calls(blocking=True)
+    except SaveError as error:
+        return str(error)
+    finally:
+        queue.close()
+    return ""
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_commit_that_arrives_after_the_save_was_given_up_finds_its_files(
+    s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch, replaces: bool
+) -> None:
+    url = f"{s3_directory.url}/iter_0000001"
+    held, given_up, arrived = threading.Event(), threading.Event(), threading.Event()
+
+    def holds_the_commit(request: Request) -> Fault | None:
+        if not (request.makes and request.key.endswith("/.metadata")):
+            return None
+        if held.is_set():
+            return Fault("status", status=503)
+        held.set()
+        assert given_up.wait(60.0)
+        return Fault("late", then=arrived.set)
+
+    with Proxy(os.environ["AWS_ENDPOINT_URL"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        if replaces:
+            assert run_ranks(save_filled, 2, url, 1.0) == ["", ""]
+        proxy.rule = holds_the_commit
+        for said in run_ranks(save_filled, 2, url, 2.0):
+            assert "may still come into force" in said
+        assert held.is_set()
+        if replaces:
+            assert filled(url) == 1.0
+        given_up.set()
+        assert arrived.wait(60.0)
+        until_s = time.monotonic() + 60.0
+        while "iter_0000001/.metadata" not in s3_directory.names() or filled(url) == 1.0:
+            assert time.monotonic() < until_s, "what was held has not arrived"
+            time.sleep(0.1)
+        assert filled(url) == 2.0
+        assert verify_checkpoint(url).whole
+        proxy.rule = lambda request: None
+        assert run_ranks(save_filled, 2, url, 3.0) == ["", ""]
+        assert filled(url) == 3.0
+    names = [name.rpartition("/")[2] for name in s3_directory.names()]
+    assert [name for name in names if not name.endswith(".distcp") and "_reading." not in name] == [".metadata"]
+    assert len(names) == 3 + sum("_reading." in name for name in names)
+
+
+def filled(url: str) -> float:
+    found = {"weight": torch.zeros(2000)}
+    dcp.load(found, storage_reader=FileSystemReader(url), no_dist=True)
+    (value,) = found["weight"].unique().tolist()
+    return float(value)

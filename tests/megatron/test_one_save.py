@@ -59,7 +59,7 @@ def replaced_between(rank: int, directory: Path) -> list[str]:
     check(dist_checkpointing.load(state(0), str(named)), 7)
 
     named, replace = two_saves(directory / "behind rank 0")
-    opened: Any = TorchDistLoadStrategy._open
+    opened: Any = TorchDistLoadStrategy._opened
     done = directory / "replaced"
 
     def replace_behind(self: Any, *args: Any) -> Any:
@@ -79,7 +79,7 @@ def replaced_between(rank: int, directory: Path) -> list[str]:
             time.sleep(0.01)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(TorchDistLoadStrategy, "_open", replace_behind)
+        patched.setattr(TorchDistLoadStrategy, "_opened", replace_behind)
         patched.setattr(_together, "_check_all_agree", agree_and_wait)
         with pytest.raises(LoadError) as raised:
             dist_checkpointing.load(state(0), str(named), validate_access_integrity=False)

@@ -509,6 +509,27 @@ def test_an_output_layer_that_is_to_be_tied_and_is_another_is_refused(
     refused(short, OptionError, "it has another shape")
 
 
+def test_a_tokenizer_is_stored_only_where_there_is_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job with `--use-checkpoint-args` takes the stored tokenizer in the place of its own, in any directory."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "bare")
+    (tmp_path / "bare" / "special_tokens_map.json").write_text("{}")
+    shutil.copytree("bare", "llama")
+    (tmp_path / "llama" / "tokenizer.json").write_text("{}")
+    expected = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path / "llama")}
+    for target, source, hf_config, stored in (
+        ("none", "bare", None, {}),
+        ("own", "llama", None, expected),
+        ("given", "bare", "llama", expected),
+        ("kept", "llama", "bare", expected),
+    ):
+        import_checkpoint(source, target, kind="hf", hf_config=hf_config)
+        arguments = vars(torch.load(f"{target}/common.pt", weights_only=False)["args"])
+        assert {name: value for name, value in arguments.items() if name.startswith("tokenizer")} == stored, target
+
+
 def test_the_end_of_document_of_a_null_tokenizer_is_taken_along(model: Path, tmp_path: Path) -> None:
     import_checkpoint(model, tmp_path / "c", kind="hf")
     for said, rows in ((VOCABULARY - 1, VOCABULARY), (128, 128)):
@@ -545,6 +566,11 @@ def test_what_a_check_needs_is_found_out_before_anything_is_written(
     monkeypatch.setattr(logits, "_NEEDED", {"torch": "torch", "no_such.package": "no-such-package"})
     assert main(command) == 2
     assert "no-such-package is not installed: pip install no-such-package" in capsys.readouterr().err
+    (tmp_path / "built_for_another_torch.py").write_text("raise RuntimeError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(logits, "_NEEDED", {"built_for_another_torch": "x"})
+    assert main(command) == 2
+    assert "cannot be imported: RuntimeError: undefined symbol. Nothing was written" in capsys.readouterr().err
     assert main([*command, "--dry-run"]) == 2
     assert "with --dry-run there is none" in capsys.readouterr().err
     assert main(["import", *command[1:3], "--check-logits"]) == 2

@@ -86,6 +86,7 @@ CASES = [
     HfCase("gemma", "GemmaConfig", {**SMALL, "head_dim": 16}),
     HfCase("deepseek-v3-fp8", "DeepseekV3Config", {**LATENT, "n_group": 4, "topk_group": 2}, "fp8"),
     HfCase("gpt-oss", "GptOssConfig", GPT_OSS),
+    HfCase("starcoder2", "Starcoder2Config", {**SMALL, "sliding_window": 8}),
     HfCase("gpt-oss-mxfp4", "GptOssConfig", {**GPT_OSS, "hidden_size": 64, "intermediate_size": 32}, "mxfp4"),
 ]
 # What the cases have not: embeddings tied or not the other way round, as many keys as queries, other kinds of layers,
@@ -130,6 +131,11 @@ OTHERS = [
     ),
     HfCase("qwen3-fp8", "Qwen3Config", {**SMALL, "head_dim": 16}, "fp8"),
     HfCase("gemma-untied", "GemmaConfig", {**SMALL, "num_key_value_heads": 4, "tie_word_embeddings": False}),
+    HfCase(
+        "starcoder2-untied",
+        "Starcoder2Config",
+        {**SMALL, "num_key_value_heads": 4, "hidden_act": "gelu", "tie_word_embeddings": False},
+    ),
     HfCase(
         "gpt-oss-tied",
         "GptOssConfig",

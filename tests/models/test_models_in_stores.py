@@ -13,8 +13,9 @@ from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundErro
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from tests.models.test_foreign_checkpoints import write_universal
 from tests.models.test_huggingface import CONFIG, model_tensors, write_hf
+from tests.support.gcs_server import ObjectDirectory
 from tests.support.model_like import assert_same, read_all
-from tests.support.object_server import Fault, Proxy, Request, S3Directory
+from tests.support.object_server import Fault, Proxy, Request
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "safetensors": ("files", {"max_shard_bytes": 10_000}),
@@ -37,68 +38,73 @@ def contents(place: Path) -> dict[str, bytes]:
     return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
 
 
-def stored(store: S3Directory, folder: str) -> dict[str, bytes]:
+def stored(store: ObjectDirectory, folder: str) -> dict[str, bytes]:
     names = [name for name in store.names() if name.startswith(f"{folder}/")]
     return {name.removeprefix(f"{folder}/"): store.get(name) for name in names}
 
 
 @pytest.mark.parametrize("to", KINDS)
 def test_what_is_exported_to_a_store_is_what_is_exported_to_a_directory_and_comes_back(
-    to: Any, checkpoint: Path, s3_directory: S3Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    to: Any, checkpoint: Path, object_directory: ObjectDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, options = KINDS[to]
     export_checkpoint(checkpoint, tmp_path / "local", to=to, **options)
-    with Proxy(s3_directory.server) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        export_checkpoint(checkpoint, f"{s3_directory.url}/model", to=to, **options)
-        made = [request.path.rpartition("/")[2] for request in proxy.requests if request.method == "PUT"]
-    assert stored(s3_directory, "model") == contents(tmp_path / "local")
+    with Proxy(object_directory.server) as proxy:
+        monkeypatch.setenv(object_directory.variable, proxy.url)
+        export_checkpoint(checkpoint, f"{object_directory.url}/model", to=to, **options)
+        made = [request.key.rpartition("/")[2] for request in proxy.requests if request.makes]
+    assert stored(object_directory, "model") == contents(tmp_path / "local")
     assert len(contents(tmp_path / "local")) > 1
     if to != "megatron-legacy":
         files = [name for name in made if "incomplete" not in name]
         assert files[-1] == LAST.get(to, LAST["safetensors"])
         assert to != "hf" or files[-2] == "config.json"
-    import_checkpoint(f"{s3_directory.url}/model", tmp_path / "back", kind=kind)  # type: ignore[arg-type]
+    import_checkpoint(f"{object_directory.url}/model", tmp_path / "back", kind=kind)  # type: ignore[arg-type]
     import_checkpoint(tmp_path / "local", tmp_path / "again", kind=kind)  # type: ignore[arg-type]
     assert_same(read_all(tmp_path / "back"), read_all(tmp_path / "again"))
     with pytest.raises(CheckpointExistsError):
-        export_checkpoint(checkpoint, f"{s3_directory.url}/model", to=to, **options)
+        export_checkpoint(checkpoint, f"{object_directory.url}/model", to=to, **options)
 
 
-def test_one_file_in_a_store_is_imported_alone(checkpoint: Path, s3_directory: S3Directory, tmp_path: Path) -> None:
-    export_checkpoint(checkpoint, f"{s3_directory.url}/model", to="torch")
-    import_checkpoint(f"{s3_directory.url}/model/pytorch_model.bin", tmp_path / "back")
-    copy_checkpoint(checkpoint, f"{s3_directory.url}/whole")
+def test_one_file_in_a_store_is_imported_alone(
+    checkpoint: Path, object_directory: ObjectDirectory, tmp_path: Path
+) -> None:
+    export_checkpoint(checkpoint, f"{object_directory.url}/model", to="torch")
+    import_checkpoint(f"{object_directory.url}/model/pytorch_model.bin", tmp_path / "back")
+    copy_checkpoint(checkpoint, f"{object_directory.url}/whole")
     assert_same(read_all(tmp_path / "back"), read_all(checkpoint))
     with pytest.raises(CheckpointNotFoundError, match="no such file or directory"):
-        import_checkpoint(f"{s3_directory.url}/model/other.bin", tmp_path / "none")
+        import_checkpoint(f"{object_directory.url}/model/other.bin", tmp_path / "none")
     with pytest.raises(CheckpointNotFoundError, match="nothing to import"):
-        import_checkpoint(f"{s3_directory.url}/", tmp_path / "none")
+        import_checkpoint(f"{object_directory.url}/", tmp_path / "none")
 
 
-def test_a_universal_checkpoint_in_a_store_is_imported(s3_directory: S3Directory, tmp_path: Path) -> None:
+def test_a_universal_checkpoint_in_a_store_is_imported(object_directory: ObjectDirectory, tmp_path: Path) -> None:
     write_universal(tmp_path / "ds" / "global_step3_universal", flat=True)
     for name, content in contents(tmp_path / "ds").items():
-        s3_directory.put(f"ds/{name}", content)
-    s3_directory.put("config/config.json", json.dumps(CONFIG).encode())
-    for place, config in ((str(tmp_path), tmp_path / "config"), (s3_directory.url, f"{s3_directory.url}/config")):
+        object_directory.put(f"ds/{name}", content)
+    object_directory.put("config/config.json", json.dumps(CONFIG).encode())
+    for place, config in (
+        (str(tmp_path), tmp_path / "config"),
+        (object_directory.url, f"{object_directory.url}/config"),
+    ):
         if place == str(tmp_path):
             (tmp_path / "config").mkdir()
             (tmp_path / "config" / "config.json").write_text(json.dumps(CONFIG))
-        target = tmp_path / ("there" if place == s3_directory.url else "here")
+        target = tmp_path / ("there" if place == object_directory.url else "here")
         import_checkpoint(f"{place}/ds", target, kind="ucp", hf_config=str(config), global_batch_size=4)
     assert_same(read_all(tmp_path / "there"), read_all(tmp_path / "here"))
 
 
 def test_a_store_that_fails_at_the_last_file_is_left_without_the_others(
-    checkpoint: Path, s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(request: Request) -> Fault | None:
-        is_last = request.method == "PUT" and request.path.endswith("index.json")
+        is_last = request.makes and request.key.endswith("index.json")
         return Fault("status", status=403) if is_last else None
 
-    with Proxy(s3_directory.server, refuse) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    with Proxy(object_directory.server, refuse) as proxy:
+        monkeypatch.setenv(object_directory.variable, proxy.url)
         with pytest.raises(SaveError, match="403"):
-            export_checkpoint(checkpoint, s3_directory.url, to="hf", max_shard_bytes=10_000)
-    assert s3_directory.names() == s3_directory.uploads() == []
+            export_checkpoint(checkpoint, object_directory.url, to="hf", max_shard_bytes=10_000)
+    assert object_directory.names() == object_directory.uploads() == []

@@ -80,6 +80,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "rope_scaling": YARN_32,
     },
+    "starcoder2": {
+        **{name: value for name, value in SMALL.items() if name != "rms_norm_eps"},
+        "norm_epsilon": 1e-6,
+        "sliding_window": 16,
+    },
     "deepseek-v3": {**LATENT, "q_lora_rank": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
 }
 LLAMA3: dict[str, Any] = {
@@ -136,7 +141,9 @@ def test_every_element_has_one_place_on_either_side(family: Family, naming: Nami
     numbered = [key for key in relation.megatron if ".layers.0." in key]
     assert bool(numbered) is not naming.stacked_layers
     halves = [key for key in relation.megatron if key.endswith("weight_w")]
-    assert bool(halves) is (naming.halves_apart and family.name != "gpt2")
+    settings = family.arguments(CONFIGS[family.name])
+    gated = any(settings.get(name) for name in ("swiglu", "gated_linear_unit", "quick_geglu"))
+    assert bool(halves) is (naming.halves_apart and gated)
 
 
 def test_settings_come_back_from_arguments(family: Family) -> None:
@@ -245,6 +252,8 @@ def test_a_configuration_that_cannot_be_is_refused(settings: dict[str, Any], wor
             r"n_group=8, topk_group=3, num_experts_per_tok=6: DeepSeek-V2 .* best 1, Megatron-Core by its best 2 ",
         ),
         ("gemma", {"hidden_act": "silu"}, "hidden_act='silu'"),
+        ("starcoder2", {"use_bias": False}, "use_bias=False"),
+        ("starcoder2", {"hidden_act": "silu"}, "hidden_act='silu'"),
         ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5"),
         ("gpt-oss", {"rope_scaling": None, "rope_parameters": {"rope_theta": 1e4}}, "'default': expected 'yarn'"),
         ("gpt-oss", {"rope_scaling": {**YARN, "mscale": None, "attention_factor": 1.2}}, r"attention_factor=1\.2"),
@@ -277,6 +286,8 @@ def test_what_megatron_has_no_layer_for_is_refused(name: str, settings: dict[str
         ("deepseek-v2", {"moe_router_num_groups": 4, "moe_router_group_topk": 2}, "its best 1 experts"),
         ("gpt-oss", {"softmax_type": "vanilla"}, "softmax_type"),
         ("gpt-oss", {"window_attn_skip_freq": [1]}, "window_attn_skip_freq"),
+        ("starcoder2", {"add_bias_linear": False}, "add_bias_linear"),
+        ("starcoder2", {"squared_relu": True}, "squared_relu"),
         ("gemma", {"layernorm_zero_centered_gamma": False}, "layernorm_zero_centered_gamma"),
     ],
 )
@@ -706,8 +717,8 @@ qk_rope_head_dim shared_expert_intermediate_size v_head_dim vocab_size rope_para
 
 # Fields that no family asks for, and why not.
 _NO_COMPUTATION = """
-attention_dropout embd_pdrop router_jitter_noise output_router_logits router_aux_loss_coef initializer_range
-bos_token_id eos_token_id pad_token_id use_cache pretraining_tp reorder_and_upcast_attn
+attention_dropout embd_pdrop embedding_dropout router_jitter_noise output_router_logits router_aux_loss_coef
+initializer_range bos_token_id eos_token_id pad_token_id use_cache pretraining_tp reorder_and_upcast_attn
 summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
 """
 _NOT_READ = {

@@ -352,6 +352,29 @@ def test_dry_run_shows_each_decision_and_writes_nothing(tmp_path: Path, capsys: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s"]
 
 
+def test_what_does_not_divide_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 4 heads, 3 ranks have none in equal parts, whether or not their rows divide by 3."""
+    tensors = {
+        "decoder.layers.0.self_attention.linear_qkv.weight": torch.ones(48, 16),
+        "decoder.layers.0.self_attention.linear_proj.weight": torch.ones(16, 16),
+        "optimizer.state.exp_avg.decoder.layers.0.self_attention.linear_proj.weight": torch.ones(16, 16),
+        "decoder.final_layernorm.weight": torch.ones(16),
+    }
+    write_model(tmp_path / "s", tp=1, tensors=tensors, arguments={"num_attention_heads": 4})
+    words = ["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--pp", "1"]
+    assert main([*words, "--tp", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "4 attention heads do not divide among TP 3: no job of Megatron-Core has this layout" in shown
+    in_one_piece = "in one piece, since tensor-parallel ranks do not divide them: linear_proj.weight (axis of 16)"
+    assert f"{in_one_piece}\n" in shown
+    assert main([*words, "--tp", "2", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "divide" not in shown
+    assert "(2 ranks)" in shown
+    assert main([*words, "--tp", "1", "--dry-run"]) == 0
+    assert "(1 rank)" in capsys.readouterr().out
+
+
 class TestInterruption:
     """A run that was stopped leaves DST.partial; the same command finishes it."""
 
@@ -481,6 +504,58 @@ def test_a_target_that_is_not_what_was_written_does_not_appear(
     monkeypatch.undo()
     assert not reshard_checkpoint(source, tmp_path / "t", tp=1, pp=1).resumed
     assert_same(read_all(tmp_path / "t"), model_tensors())
+
+
+@pytest.fixture(scope="module")
+def fingerprinted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In columns, with fingerprints, which the sums of columns alone do not tell."""
+    directory = tmp_path_factory.mktemp("fingerprinted")
+    reshard_checkpoint(source, directory / "one", tp=1, pp=1)
+    reshard_checkpoint(directory / "one", directory / "two", tp=2, pp=1)
+    assert read_index(directory / "two").fingerprints.keys() == model_tensors().keys()
+    return directory / "two"
+
+
+class TestChunksInEachOthersPlace:
+    """Every checksum holds, and so does the layout; only the fingerprints that were stored tell."""
+
+    COLUMNS = "decoder.layers.1.mlp.linear_fc2.weight"
+    ROWS = "decoder.layers.1.self_attention.linear_qkv.weight"
+
+    def swapped(self, fingerprinted: Path, path: Path, key: str) -> Path:
+        shutil.copytree(fingerprinted, path)
+        index = read_index(path)
+        entry = index.tensors[key]
+        first, second = entry.chunks
+        chunks = (first._replace(item=second.item), second._replace(item=first.item))
+        tensors = {**index.tensors, key: entry._replace(chunks=chunks)}
+        changed = replace(index, tensors=tensors).with_fingerprints(index.fingerprints)
+        (path / ".metadata").write_bytes(encode_metadata(changed))
+        return path
+
+    @pytest.mark.parametrize("copied", [True, False], ids=["by the kernel", "by the writer"])
+    @pytest.mark.parametrize("tp", [1, 2, 4])
+    @pytest.mark.parametrize("key", [ROWS, COLUMNS])
+    def test_are_refused(
+        self, key: str, tp: int, copied: bool, fingerprinted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(_writer, "_MIN_FILE_COPY_BYTES", 1)
+        damaged = self.swapped(fingerprinted, tmp_path / "s", key)
+        with pytest.raises(ChecksumError, match=f"{key}: what was written has the fingerprint"):
+            reshard_checkpoint(damaged, tmp_path / "t", tp=tp, pp=1, file_copy=copied)
+        assert not (tmp_path / "t").exists()
+        report = reshard_checkpoint(fingerprinted, tmp_path / "t", tp=tp, pp=1, file_copy=copied)
+        assert report.verified
+        assert read_index(tmp_path / "t").fingerprints == read_index(fingerprinted).fingerprints
+
+    def test_without_a_comparison_no_fingerprint_of_columns_is_passed_on(
+        self, fingerprinted: Path, tmp_path: Path
+    ) -> None:
+        damaged = self.swapped(fingerprinted, tmp_path / "s", self.COLUMNS)
+        reshard_checkpoint(damaged, tmp_path / "t", tp=4, pp=1, verify=False)
+        found = read_index(tmp_path / "t").fingerprints
+        assert self.COLUMNS not in found
+        assert found[self.ROWS] == read_index(fingerprinted).fingerprints[self.ROWS]
 
 
 @pytest.mark.parametrize("boxes", [[(0, 8)], [(0, 8), (8, 8), (12, 4)]], ids=["missing", "twice"])

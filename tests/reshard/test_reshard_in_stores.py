@@ -18,8 +18,9 @@ from mcore_ckpt.format.metadata_read import TRACKER_FILE
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, reshard_checkpoint
 from mcore_ckpt.reshard import reshard
 from mcore_ckpt.tools.repair import repair_checkpoint
+from tests.support.gcs_server import ObjectDirectory
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
-from tests.support.object_server import Fault, Proxy, Request, S3Directory
+from tests.support.object_server import Fault, Proxy, Request
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +34,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def proxied(s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    with Proxy(s3_directory.server) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+def proxied(object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    with Proxy(object_directory.server) as proxy:
+        monkeypatch.setenv(object_directory.variable, proxy.url)
         yield proxy
 
 
@@ -44,60 +45,62 @@ def fetched(url: str, directory: Path) -> dict[str, torch.Tensor]:
     return read_all(directory)
 
 
-def left(store: S3Directory, name: str) -> list[str]:
+def left(store: ObjectDirectory, name: str) -> list[str]:
     return [each.partition("/")[2] for each in store.names() if each.startswith(f"{name}/")]
 
 
 def test_a_checkpoint_in_a_store_is_resharded_into_a_store(
-    source: Path, s3_directory: S3Directory, tmp_path: Path
+    source: Path, object_directory: ObjectDirectory, tmp_path: Path
 ) -> None:
-    given, taken = f"{s3_directory.url}/given/iter_0000007", f"{s3_directory.url}/taken/iter_0000007"
+    given, taken = f"{object_directory.url}/given/iter_0000007", f"{object_directory.url}/taken/iter_0000007"
     copy_checkpoint(source, given)
-    s3_directory.put("given/iter_0000007/modelopt/state.bin", bytes(100))
-    s3_directory.put("given/latest_checkpointed_iteration.txt", b"7")
+    object_directory.put("given/iter_0000007/modelopt/state.bin", bytes(100))
+    object_directory.put("given/latest_checkpointed_iteration.txt", b"7")
     report = reshard_checkpoint(given, taken, tp=4, pp=1)
     assert (report.target, report.verified, report.resumed) == (taken, True, False)
     assert verify_checkpoint(taken).whole
     assert_same(fetched(taken, tmp_path / "fetched"), model_tensors())
     reshard_checkpoint(source, tmp_path / "local", tp=4, pp=1)
     names = [path.relative_to(tmp_path / "local") for path in (tmp_path / "local").rglob("*") if path.is_file()]
-    assert left(s3_directory, "taken") == sorted(
+    assert left(object_directory, "taken") == sorted(
         ["latest_checkpointed_iteration.txt", *(f"iter_0000007/{name}" for name in names)]
     )
-    assert s3_directory.uploads() == []
+    assert object_directory.uploads() == []
     with pytest.raises(CheckpointExistsError):
         reshard_checkpoint(source, taken, tp=1, pp=1)
     with pytest.raises(OptionError, match="lies inside the source"):
         reshard_checkpoint(given, f"{given}/inside", tp=1, pp=1)
 
 
-def test_the_command_takes_runs_in_stores(source: Path, s3_directory: S3Directory, tmp_path: Path) -> None:
-    assert main(["reshard", str(source.parent), f"{s3_directory.url}/run", "--tp", "1", "--pp", "1"]) == 0
-    assert s3_directory.get("run/latest_checkpointed_iteration.txt") == b"7"
-    assert main(["reshard", f"{s3_directory.url}/run", str(tmp_path / "back"), "--tp", "2", "--pp", "1"]) == 0
+def test_the_command_takes_runs_in_stores(source: Path, object_directory: ObjectDirectory, tmp_path: Path) -> None:
+    assert main(["reshard", str(source.parent), f"{object_directory.url}/run", "--tp", "1", "--pp", "1"]) == 0
+    assert object_directory.get("run/latest_checkpointed_iteration.txt") == b"7"
+    assert main(["reshard", f"{object_directory.url}/run", str(tmp_path / "back"), "--tp", "2", "--pp", "1"]) == 0
     assert_same(read_all(tmp_path / "back" / "iter_0000007"), model_tensors())
 
 
-def test_plain_checkpoints_go_out_and_come_back(source: Path, s3_directory: S3Directory, tmp_path: Path) -> None:
-    export_checkpoint(source, f"{s3_directory.url}/plain", to="dcp")
-    import_checkpoint(f"{s3_directory.url}/plain", f"{s3_directory.url}/again", kind="files")
-    assert_same(fetched(f"{s3_directory.url}/again", tmp_path / "again"), model_tensors())
-    export_checkpoint(f"{s3_directory.url}/again", tmp_path / "tensors", to="safetensors")
+def test_plain_checkpoints_go_out_and_come_back(
+    source: Path, object_directory: ObjectDirectory, tmp_path: Path
+) -> None:
+    export_checkpoint(source, f"{object_directory.url}/plain", to="dcp")
+    import_checkpoint(f"{object_directory.url}/plain", f"{object_directory.url}/again", kind="files")
+    assert_same(fetched(f"{object_directory.url}/again", tmp_path / "again"), model_tensors())
+    export_checkpoint(f"{object_directory.url}/again", tmp_path / "tensors", to="safetensors")
     import_checkpoint(tmp_path / "tensors", tmp_path / "last", kind="files")
     assert_same(read_all(tmp_path / "last"), model_tensors())
 
 
-def test_what_cannot_be_written_leaves_nothing(source: Path, proxied: Proxy, s3_directory: S3Directory) -> None:
+def test_what_cannot_be_written_leaves_nothing(source: Path, proxied: Proxy, object_directory: ObjectDirectory) -> None:
     def rule(request: Request) -> Fault | None:
-        return Fault("status", status=403) if request.method == "PUT" and "__1_" in request.path else None
+        return Fault("status", status=403) if request.makes and "__1_" in request.key else None
 
     proxied.rule = rule
     with pytest.raises(SaveError, match="403"):
-        reshard_checkpoint(source, s3_directory.url, tp=2, pp=1)
-    assert s3_directory.names() == s3_directory.uploads() == []
+        reshard_checkpoint(source, object_directory.url, tp=2, pp=1)
+    assert object_directory.names() == object_directory.uploads() == []
     proxied.rule = lambda _: None
-    reshard_checkpoint(source, s3_directory.url, tp=2, pp=1)
-    assert verify_checkpoint(s3_directory.url).whole
+    reshard_checkpoint(source, object_directory.url, tp=2, pp=1)
+    assert verify_checkpoint(object_directory.url).whole
 
 
 def run_killed(source: Path, target: str) -> None:
@@ -119,65 +122,69 @@ def run_killed(source: Path, target: str) -> None:
 
 
 @pytest.mark.crash
-def test_what_a_killed_run_has_left_is_removed_by_the_next(source: Path, s3_directory: S3Directory) -> None:
-    run_killed(source, s3_directory.url)
-    names = s3_directory.names()
+def test_what_a_killed_run_has_left_is_removed_by_the_next(source: Path, object_directory: ObjectDirectory) -> None:
+    run_killed(source, object_directory.url)
+    names = object_directory.names()
     assert "modelopt/state.bin" in names
     assert ".metadata" not in names
-    report = reshard_checkpoint(source, s3_directory.url, tp=1, pp=1)
-    assert verify_checkpoint(s3_directory.url).whole
-    assert {name for name in s3_directory.names() if name.startswith("__")} == set(report.files)
-    assert not [name for name in s3_directory.names() if "incomplete" in name]
+    report = reshard_checkpoint(source, object_directory.url, tp=1, pp=1)
+    assert verify_checkpoint(object_directory.url).whole
+    assert {name for name in object_directory.names() if name.startswith("__")} == set(report.files)
+    assert not [name for name in object_directory.names() if "incomplete" in name]
 
 
 def test_what_others_have_put_there_meanwhile_stays_when_a_run_fails(
-    source: Path, proxied: Proxy, s3_directory: S3Directory
+    source: Path, proxied: Proxy, object_directory: ObjectDirectory
 ) -> None:
     others = {"iter_0000100/.metadata": b"a job's", "iter_0000100/__0_0.distcp": b"1", TRACKER_FILE: b"100"}
 
     def rule(request: Request) -> Fault | None:
-        if request.method != "PUT" or "__1_" not in request.path:
+        if not request.makes or "__1_" not in request.key:
             return None
         for name, content in others.items():
-            s3_directory.put(name, content)
+            object_directory.put(name, content)
         return Fault("status", status=403)
 
     proxied.rule = rule
     with pytest.raises(SaveError, match="403"):
-        reshard_checkpoint(source, s3_directory.url, tp=2, pp=1)
-    assert {name: s3_directory.get(name) for name in s3_directory.names()} == others
+        reshard_checkpoint(source, object_directory.url, tp=2, pp=1)
+    assert {name: object_directory.get(name) for name in object_directory.names()} == others
 
 
 @pytest.mark.crash
-def test_what_others_have_put_there_meanwhile_stays_after_a_killed_run(source: Path, s3_directory: S3Directory) -> None:
+def test_what_others_have_put_there_meanwhile_stays_after_a_killed_run(
+    source: Path, object_directory: ObjectDirectory
+) -> None:
     others = {"iter_0000100/.metadata": b"a job's", "iter_0000100/__0_0.distcp": b"1", TRACKER_FILE: b"100"}
-    run_killed(source, s3_directory.url)
+    run_killed(source, object_directory.url)
     for name, content in others.items():
-        s3_directory.put(name, content)
+        object_directory.put(name, content)
     with pytest.raises(CheckpointExistsError):
-        reshard_checkpoint(source, s3_directory.url, tp=2, pp=1)
-    assert {name: s3_directory.get(name) for name in s3_directory.names()} == others
+        reshard_checkpoint(source, object_directory.url, tp=2, pp=1)
+    assert {name: object_directory.get(name) for name in object_directory.names()} == others
 
 
-def test_files_of_others_are_neither_replaced_nor_removed(source: Path, s3_directory: S3Directory) -> None:
-    s3_directory.put("folder/file", b"hours of work")
+def test_files_of_others_are_neither_replaced_nor_removed(source: Path, object_directory: ObjectDirectory) -> None:
+    object_directory.put("folder/file", b"hours of work")
     for restart in (False, True):
         with pytest.raises(CheckpointExistsError):
-            reshard_checkpoint(source, s3_directory.url, tp=2, pp=1, restart=restart)
-    assert s3_directory.names() == ["folder/file"]
+            reshard_checkpoint(source, object_directory.url, tp=2, pp=1, restart=restart)
+    assert object_directory.names() == ["folder/file"]
 
 
-def test_a_damaged_checkpoint_in_a_store_is_repaired(source: Path, s3_directory: S3Directory, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_in_a_store_is_repaired(
+    source: Path, object_directory: ObjectDirectory, tmp_path: Path
+) -> None:
     reshard_checkpoint(source, tmp_path / "local", tp=2, pp=1)
-    copy_checkpoint(tmp_path / "local", f"{s3_directory.url}/copy")
+    copy_checkpoint(tmp_path / "local", f"{object_directory.url}/copy")
     names = sorted(path.name for path in (tmp_path / "local").glob("*.distcp"))
-    content = bytearray(s3_directory.get(f"copy/{names[0]}"))
+    content = bytearray(object_directory.get(f"copy/{names[0]}"))
     content[len(content) // 2] ^= 0x40
-    s3_directory.put(f"copy/{names[0]}", bytes(content))
-    s3_directory.delete(f"copy/{names[1]}")
-    report = verify_checkpoint(f"{s3_directory.url}/copy")
+    object_directory.put(f"copy/{names[0]}", bytes(content))
+    object_directory.delete(f"copy/{names[1]}")
+    report = verify_checkpoint(f"{object_directory.url}/copy")
     assert not report.whole
     assert repair_checkpoint(report, tmp_path / "local").whole
     for name in names:
-        assert s3_directory.get(f"copy/{name}") == (tmp_path / "local" / name).read_bytes()
-    assert s3_directory.uploads() == []
+        assert object_directory.get(f"copy/{name}") == (tmp_path / "local" / name).read_bytes()
+    assert object_directory.uploads() == []

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
+import math
 import random
 import re
 import shutil
@@ -39,7 +40,9 @@ from tests.support.gloo_ranks import run_megatron_ranks
 FAULTS = ("flip", "loaded", "swapped", "stale", "replica", "none")
 WORLD = 4
 _SHAPES = {"qkv": (24, 8), "proj": (8, 16), "norm": (10,), "experts": (4, 6, 8), "embedding": (16, 6)}
-_DIVIDED = {"qkv": 0, "proj": 1, "experts": 0, "embedding": 0}  # the axis that tensor-parallel ranks divide
+# Of more than a mebibyte on each rank: a load fills it in place, and sums it there.
+_LARGE = (2304, 512)
+_DIVIDED = {"qkv": 0, "proj": 1, "experts": 0, "embedding": 0, "large": 1}  # the axis that tensor-parallel ranks divide
 
 
 class Layout(NamedTuple):
@@ -61,6 +64,9 @@ def whole_state(seed: int) -> dict[str, torch.Tensor]:
     state = {key: torch.randn(shape, generator=generator).bfloat16() for key, shape in weights.items()}
     for kind, (key, shape) in itertools.product(("fp32_param", "exp_avg", "exp_avg_sq"), weights.items()):
         state[f"optimizer.state.{kind}.{key}"] = torch.randn(shape, generator=generator)
+    large = torch.arange(math.prod(_LARGE), dtype=torch.int32).remainder_(251).add_(seed).view(_LARGE)
+    state["decoder.large.weight"] = large.bfloat16()
+    state["optimizer.state.exp_avg.decoder.large.weight"] = large.float()
     return state
 
 
@@ -181,7 +187,7 @@ class _Trial:
             return loaded
 
         try:
-            prove_load(load, options, sharded(whole, self.other, self.rank, empty=True), path)
+            prove_load(load, options, None, sharded(whole, self.other, self.rank, empty=True), path)
         except LoadError as error:
             return key, [f"load: {error}".splitlines()[0]]
         return key, []

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from mcore_ckpt.format.metadata_read import (
 from mcore_ckpt.save import _upkeep_process, upkeep
 from mcore_ckpt.storage.resolve import storage_at
 from tests.save.test_upkeep import Training, there, until
+from tests.support.gcs_server import ObjectDirectory
 from tests.support.gloo_ranks import rank_outcomes, run_ranks
 from tests.support.gloo_ranks import run_megatron_ranks as run_megatron
 from tests.support.object_server import Fault, Proxy, Request, S3Directory
@@ -108,20 +110,53 @@ def test_checkpoints_are_committed_in_a_second_directory_as_they_are(
 
 
 def test_a_checkpoint_that_is_saved_again_replaces_the_one_in_the_store(
-    s3_directory: S3Directory, tmp_path: Path
+    object_directory: ObjectDirectory, tmp_path: Path
 ) -> None:
     """The tracker goes back with the run."""
-    far = f"{s3_directory.url}/run"
+    far = f"{object_directory.url}/run"
     run_megatron(_train, 2, str(tmp_path), [(1, 0.0), (2, 0.0)], options(far))
     assert tracked_name(far) == "iter_0000002"
-    run_megatron(_train, 2, str(tmp_path), [(1, 10.0)], options(far))
+    run_megatron(_train_from, 2, str(tmp_path), NAME, [(1, 10.0)], options(far))
     assert tracked_name(far) == NAME
     assert verify_checkpoint(f"{far}/{NAME}").whole
     own = f"run/{NAME}/"
     expected = sorted(_contents(tmp_path / NAME))
-    assert sorted(name.removeprefix(own) for name in s3_directory.names() if name.startswith(own)) == expected
+    assert sorted(name.removeprefix(own) for name in object_directory.names() if name.startswith(own)) == expected
     assert run_ranks(_load, 1, f"{far}/{NAME}", 1, LoadOptions()) == [[11.0]]
-    assert s3_directory.uploads() == []
+    assert object_directory.uploads() == []
+
+
+def _train_from(rank: int, run: str, name: str, saves: list[tuple[int, float]], save_options: SaveOptions) -> list[str]:
+    """A job that has loaded a checkpoint, where there is one; returns what it has said."""
+    with pytest.MonkeyPatch.context() as patched:
+        said: list[str] = []
+        patched.setattr(upkeep._logger, "warning", lambda text, *words: said.append(text % words))
+        patched.setattr(upkeep._logger, "log", lambda level, text, *words: said.append(text % words))
+        if name:
+            _load(rank, f"{run}/{name}", 2, LoadOptions())
+        training = Training(rank, run, save_options)
+        for iteration, value in saves:
+            training.save(iteration, value=value)
+        training.queue.close()
+        upkeep._finish()
+        return said
+
+
+def test_a_job_that_has_loaded_nothing_turns_no_tracker_file_back(tmp_path: Path) -> None:
+    """The local disk was lost: Megatron finds nothing there, and begins again without a word."""
+    near, far, new = (tmp_path / name for name in ("near", "far", "new"))
+    run_megatron(_train, 2, str(near), [(1, 0.0), (7, 0.0)], options(str(far)))
+    said, _ = run_megatron(_train_from, 2, str(new), "", [(3, 0.0), (2, 0.0)], options(str(far)))
+    warned = [text for text in said if "had loaded no checkpoint" in text]
+    assert len(warned) == 2
+    assert all("the second tier holds iter_0000007 of another" in text for text in warned)
+    assert all(f"load from {far}" in text for text in warned)
+    assert tracked_name(far) == "iter_0000007"
+    assert verify_checkpoint(far / "iter_0000003").whole
+    # One that has loaded an older checkpoint turns it back, as Megatron-Core's own tracker file.
+    said, _ = run_megatron(_train_from, 2, str(new), "iter_0000003", [(4, 0.0)], options(str(far)))
+    assert not [text for text in said if "had loaded" in text]
+    assert tracked_name(far) == "iter_0000004"
 
 
 def _train_without_second_tier(rank: int, run: str, drain_to: str) -> float:
@@ -145,7 +180,10 @@ def _resume(rank: int, run: str) -> None:
 
 
 def test_a_second_tier_that_cannot_be_reached_fails_no_save_and_the_next_job_resumes(
-    s3_directory: S3Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    s3_directory: S3Directory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     far = f"{s3_directory.url}/run"
     with monkeypatch.context() as patched:
@@ -174,21 +212,21 @@ def _train_and_die(rank: int, run: str, drain_to: str, started: str) -> None:
 
 
 def test_a_copy_that_dies_with_the_trainer_is_resumed(
-    s3_directory: S3Directory, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    object_directory: ObjectDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    far, started = f"{s3_directory.url}/run", tmp_path / "started"
+    far, started = f"{object_directory.url}/run", tmp_path / "started"
 
     def stall_data(request: Request) -> Fault | None:
-        if request.changes and ".distcp" in request.path:
+        if request.changes and ".distcp" in request.key:
             started.touch()
             return Fault("stall", seconds=60)
         return None
 
-    with Proxy(s3_server, stall_data) as proxy, monkeypatch.context() as patched:
-        patched.setenv("AWS_ENDPOINT_URL", proxy.url)
+    with Proxy(object_directory.server, stall_data) as proxy, monkeypatch.context() as patched:
+        patched.setenv(object_directory.variable, proxy.url)
         outcomes = rank_outcomes(_train_and_die, 2, str(tmp_path / "run"), far, str(started))
     assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 2
-    assert not [name for name in s3_directory.names() if name.endswith(METADATA_FILE)]
+    assert not [name for name in object_directory.names() if name.endswith(METADATA_FILE)]
     assert note_of(tmp_path / "run" / NAME).state in ("waiting", "copying")
     monkeypatch.setenv("MCORE_CKPT_DRAIN_TO", far)
     run_megatron(_resume, 2, str(tmp_path / "run"))
@@ -210,6 +248,19 @@ def test_a_load_takes_what_is_nearest(tmp_path: Path) -> None:
     os.truncate(near / NAME / second, 100)
     with pytest.raises(LoadError):
         _load(0, str(far / NAME), 1, both[1])
+
+
+@pytest.mark.parametrize("there_already", [False, True])
+def test_what_carries_no_id_of_a_save_is_read_where_its_index_is(there_already: bool, tmp_path: Path) -> None:
+    """A run that Megatron-Core has saved is resumed with a second tier, which has something else under its names."""
+    near, far = tmp_path / "near" / NAME, tmp_path / "far" / NAME
+    for directory, value in ((near, 1.0), (far, 2.0))[: 1 + there_already]:
+        dcp.save({"w": torch.full((2000,), value)}, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+        (directory / CONFIG_FILE).write_bytes(encode_config())
+        torch.save({}, directory / COMMON_FILE)
+    assert run_ranks(_load, 1, str(near), 1, LoadOptions(drain_to=str(far.parent))) == [[1.0]]
+    if there_already:
+        assert run_ranks(_load, 1, str(far), 1, LoadOptions(local_tier=str(near.parent))) == [[2.0]]
 
 
 def test_each_node_saves_and_copies_its_own_part(tmp_path: Path) -> None:
@@ -282,23 +333,23 @@ def _save_more(rank: int, run: str, drain_to: str, started: str, go_on: str) -> 
 
 
 def test_what_goes_before_it_is_copied_leaves_nothing_behind(
-    s3_directory: S3Directory, s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    object_directory: ObjectDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that fails for as long as three saves take: what is removed here leaves no part there."""
-    far, started, go_on = f"{s3_directory.url}/run", tmp_path / "started", tmp_path / "go_on"
+    far, started, go_on = f"{object_directory.url}/run", tmp_path / "started", tmp_path / "go_on"
 
     def refuse_the_index(request: Request) -> Fault | None:
-        if request.changes and request.path.endswith(METADATA_FILE) and not go_on.exists():
+        if request.changes and request.key.endswith(METADATA_FILE) and not go_on.exists():
             started.touch()
             return Fault("status", status=403)
         return None
 
-    with Proxy(s3_server, refuse_the_index) as proxy, monkeypatch.context() as patched:
-        patched.setenv("AWS_ENDPOINT_URL", proxy.url)
+    with Proxy(object_directory.server, refuse_the_index) as proxy, monkeypatch.context() as patched:
+        patched.setenv(object_directory.variable, proxy.url)
         run_megatron(_save_more, 2, str(tmp_path / "run"), far, str(started), str(go_on))
     assert len(there(str(tmp_path / "run"))) < 3, "what is being copied at that moment stays"
     assert tracked_name(far) == "iter_0000003"
-    found = {name.split("/")[1] for name in s3_directory.names()}
+    found = {name.split("/")[1] for name in object_directory.names()}
     assert found == {TRACKER_FILE, "iter_0000003", *there(far)}
     for name in there(far):  # those that were copied in time
         assert verify_checkpoint(f"{far}/{name}").whole
@@ -353,10 +404,10 @@ def _resume_alone(run: Path, far: str | Path, tracker: str = "auto") -> list[str
 
 @pytest.mark.parametrize("place", ["directory", "store"])
 def test_what_other_programs_keep_with_a_checkpoint_is_copied_with_it_and_when_it_comes_later(
-    place: str, tmp_path: Path, s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
+    place: str, tmp_path: Path, object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near = tmp_path / "near"
-    far = str(tmp_path / "far") if place == "directory" else s3_directory.url
+    far = str(tmp_path / "far") if place == "directory" else object_directory.url
     directory = _save_alone(monkeypatch, near, Path(far) if place == "directory" else checkpoint_path(far), 1, 1.0)
     for name, content in (("modelopt_state/.metadata", b"index"), ("tokenizer/vocab/merges.txt", b"a b")):
         storage_at(directory).publish(name, content)
@@ -410,6 +461,38 @@ def test_leftovers_replace_nothing_that_was_saved_later(tmp_path: Path, monkeypa
     assert (_value(far / NAME), (far / TRACKER_FILE).read_text()) == (200.0, "1")
 
 
+def _job_on_a_host(monkeypatch: pytest.MonkeyPatch, ahead_s: float) -> None:
+    """From here on this process stands for a new job, on a host whose clock is that much ahead."""
+    real = time.time
+    monkeypatch.setattr(upkeep, "_latest_s", 0.0)
+    monkeypatch.setattr(upkeep, "_seen", set())
+    monkeypatch.setattr(upkeep, "time", SimpleNamespace(time=lambda: real() + ahead_s))
+
+
+@pytest.mark.parametrize("first_tier_is_lost", [False, True])
+def test_a_job_that_resumes_on_a_host_with_a_slower_clock_saves_later(
+    first_tier_is_lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far, other = (tmp_path / name for name in ("near", "far", "other"))
+    _job_on_a_host(monkeypatch, 3600.0)
+    for iteration in (1, 2):
+        _save_alone(monkeypatch, near, far, iteration, 0.0)
+    _resume_alone(near, far)
+    assert (far / TRACKER_FILE).read_text() == "2"
+
+    _job_on_a_host(monkeypatch, 0.0)
+    run = other if first_tier_is_lost else near
+    with monkeypatch.context() as patched:
+        patched.setattr(upkeep, "_ask", lambda task: None)
+        upkeep.run_loaded(far / "iter_0000002" if first_tier_is_lost else near / NAME, options(str(far)))
+    for iteration in (2, 3):
+        directory = _save_alone(monkeypatch, run, far, iteration, 100.0)
+        assert note_of(directory).saved_s > note_of(far / "iter_0000002").saved_s
+    _resume_alone(run, far)
+    assert (_value(far / "iter_0000002"), _value(far / "iter_0000003")) == (100.0, 100.0)
+    assert (far / TRACKER_FILE).read_text() == "3"
+
+
 def test_leftovers_of_another_run_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     near, far, other = (tmp_path / name for name in ("near", "far", "other"))
     directory = _save_alone(monkeypatch, near, other, 1, 0.0)
@@ -417,6 +500,53 @@ def test_leftovers_of_another_run_stay_where_they_are(tmp_path: Path, monkeypatc
     assert f"{other / NAME}, not to {far / NAME}" in said
     assert not far.exists()
     assert note_of(directory).state == "waiting"
+
+
+def _save_with_sums(rank: int, near: str, far: str, copy: str) -> list[Any]:
+    """Saved with Megatron's `integrity.json`, loaded with it in both tiers and a copy; then saved again without it."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    import mcore_ckpt
+
+    mcore_ckpt.install()
+
+    def state(value: float) -> dict[str, Any]:
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((1000,), value), (0, 0, 1)), "iteration": 1}
+
+    strategy = mcore_ckpt.TorchDistSaveStrategy(options=options(far))
+    directory = Path(near) / NAME
+    directory.mkdir(parents=True)
+    (directory / "..metadata.0123456789abcdef.tmp").write_bytes(b"half")
+    (directory / "__7_0.0123456789abcdef.distcp").write_bytes(b"of a save that was killed")
+    dist_checkpointing.save(state(1.0), str(directory), strategy, verify_integrity=True)
+    (Path(near) / TRACKER_FILE).write_text("1")
+    upkeep._finish()
+    assert mcore_ckpt.copy_checkpoint(directory, copy).copied
+    found: list[Any] = [sorted(json.loads((directory / "integrity.json").read_text())["files"])]
+    for place in (str(directory), f"{far}/{NAME}", copy):
+        loaded = dist_checkpointing.load(state(0.0), place, verify_integrity=True)["w"]
+        found.append(loaded.unique().tolist())
+    content = bytearray(data_files(Path(copy))[0].read_bytes())
+    content[0] ^= 1
+    data_files(Path(copy))[0].write_bytes(content)
+    with pytest.raises(dist_checkpointing.core.CheckpointingException, match="integrity verification failed for 1 fil"):
+        dist_checkpointing.load(state(0.0), copy, verify_integrity=True)
+    dist_checkpointing.save(state(2.0), str(directory), strategy)
+    upkeep._finish()
+    return [*found, _value(Path(far) / NAME), (Path(far) / NAME / "integrity.json").exists()]
+
+
+def test_the_sums_of_megatron_hold_in_both_tiers_and_in_copies(tmp_path: Path) -> None:
+    from megatron.core.dist_checkpointing import validation
+
+    if not hasattr(validation, "save_integrity_manifest"):
+        pytest.skip("this version of Megatron-Core writes no integrity.json")
+    places = [str(tmp_path / name) for name in ("near", "far", "copy")]
+    ((summed, *values, is_there),) = run_megatron(_save_with_sums, 1, *places)
+    (file,) = data_files(Path(places[2]))
+    assert summed == [".metadata", file.name, "metadata.json"]
+    assert (values, is_there) == ([[1.0]] * 3 + [2.0], False)
 
 
 def _damage(file: Path) -> None:
@@ -468,6 +598,15 @@ def test_parts_of_what_a_later_job_removes_are_removed(tmp_path: Path, monkeypat
     assert not (far / NAME).exists()
 
 
+def _publish_no_common(lock: DirectoryLock, name: str, content: bytes, *, common: bool = False) -> None:
+    if common:
+        raise SaveError("refused")
+    _publish(lock, name, content)
+
+
+_publish = DirectoryLock.publish
+
+
 def _fail(*_: object) -> None:
     raise SaveError("refused")
 
@@ -481,7 +620,7 @@ def test_a_commit_that_was_cut_off_is_finished(tmp_path: Path, monkeypatch: pyte
         (directory / CONFIG_FILE).write_bytes(encode_config())
         with monkeypatch.context() as patched:
             if value == 2.0:
-                patched.setattr(type(storage_at(far)), "move", _fail)
+                patched.setattr(DirectoryLock, "publish", _publish_no_common)
             _resume_alone(near, far)
     assert (far / NAME / COMMON_FILE).read_bytes() == b"1.0"
     assert len(data_files(far / NAME)) == 2

@@ -24,7 +24,7 @@ pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies a
 
 
 WHOLE = ("one", "scalar", "empty")
-DIVIDED = {"rows": (4, 6), "columns": (300, 8), "inner": (3, 4, 8), "long": (2048, 800)}
+DIVIDED = {"rows": (4, 6), "columns": (300, 8), "inner": (3, 4, 8), "long": (2048, 800), "layers": (3, 256, 2048)}
 
 
 def whole_tensors() -> dict[str, torch.Tensor]:
@@ -35,6 +35,7 @@ def whole_tensors() -> dict[str, torch.Tensor]:
         "columns": torch.randn(300, 32, generator=generator),
         "inner": torch.randn(3, 8, 16, generator=generator).half(),
         "long": torch.randn(2048, 2400, generator=generator),  # more than one window
+        "layers": torch.randn(3, 512, 2048, generator=generator),  # stacked, in runs of more than a block
         "flat": torch.randn(10, 12, generator=generator),
         "scalar": torch.tensor(7),
         "empty": torch.empty(0, 4),

@@ -96,7 +96,7 @@ def test_a_failing_save_leaves_a_file_that_it_has_not_written(
             (tmp_path / "__0_0.distcp").write_bytes(b"still being written")
         return answer
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise SaveError("for a test")
 
     monkeypatch.setattr(transaction.SaveDirectory, "open", opened)
@@ -448,18 +448,18 @@ def test_every_rank_hears_who_holds_the_directory(tmp_path: Path) -> None:
 def _save_to_own_disk(rank: int, directory: str) -> str:
     publish._FILES_APPEAR_WITHIN_S = 0.2
     with pytest.raises(SaveError) as refused:
-        strategy().save(state_of_rank(1.0), f"{directory}/of-host-{rank}")
+        strategy().save(state_of_rank(1.0), f"{directory}/of-host-{rank}/checkpoint")
     return str(refused.value)
 
 
 def test_ranks_that_write_to_disks_of_their_own_are_told_so(tmp_path: Path) -> None:
     for rank in (0, 1):
-        (tmp_path / f"of-host-{rank}").mkdir()
+        (tmp_path / f"of-host-{rank}" / "checkpoint").mkdir(parents=True)
     for text in run_ranks(_save_to_own_disk, 2, str(tmp_path)):
         assert "not shared between the hosts" in text
         assert "is not there" in text
     for rank in (0, 1):
-        assert METADATA_FILE not in names(tmp_path / f"of-host-{rank}")
+        assert METADATA_FILE not in names(tmp_path / f"of-host-{rank}" / "checkpoint")
 
 
 def test_files_that_appear_late_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

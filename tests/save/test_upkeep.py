@@ -20,8 +20,8 @@ from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE
 from mcore_ckpt.save import upkeep
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.run_listing import list_run
+from tests.support.gcs_server import ObjectDirectory
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
-from tests.support.object_server import S3Directory
 
 _WITHIN_S = 60.0
 
@@ -105,10 +105,10 @@ def test_a_run_keeps_its_newest_checkpoints_and_every_fourth(tmp_path: Path) -> 
     assert of_others == []
 
 
-def test_a_run_in_an_object_store_does_so(s3_directory: S3Directory) -> None:
-    run_ranks(_train, 2, f"{s3_directory.url}/run", 2, SaveOptions(progress=False, keep_last=1))
-    assert there(f"{s3_directory.url}/run") == ["iter_0000002"]
-    assert {name.split("/")[1] for name in s3_directory.names()} == {TRACKER_FILE, "iter_0000002"}
+def test_a_run_in_an_object_store_does_so(object_directory: ObjectDirectory) -> None:
+    run_ranks(_train, 2, f"{object_directory.url}/run", 2, SaveOptions(progress=False, keep_last=1))
+    assert there(f"{object_directory.url}/run") == ["iter_0000002"]
+    assert {name.split("/")[1] for name in object_directory.names()} == {TRACKER_FILE, "iter_0000002"}
 
 
 def _train_beside_a_load(rank: int, run: str) -> list[str]:

@@ -15,6 +15,8 @@ import pytest
 import mcore_ckpt
 from scripts import site_pages
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 
 needs_mkdocs = pytest.mark.skipif(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
-from mcore_ckpt.storage import direct_io
+from mcore_ckpt.storage import _durable, direct_io
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage._local_reader import BouncePool, LocalReader
 from mcore_ckpt.storage.base import DirectIo
@@ -296,10 +296,35 @@ def test_a_publish_that_may_not_last_is_taken_back(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == ({".metadata": b"old"} if existed else {})
 
 
-def test_publish_removes_what_a_process_that_died_in_it_left(local: LocalStorage, tmp_path: Path) -> None:
+def test_publish_removes_what_a_process_that_died_in_it_left(
+    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "..metadata.0123456789abcdef.tmp").write_bytes(b"half")
+    local.publish(".metadata", b"of a process that may still be at it")
+    assert len(list(tmp_path.iterdir())) == 2
+    (tmp_path / "token").write_bytes(b"")
+    local.publish(".metadata", b"of the one that holds the directory", through="token")
+    assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
+    (tmp_path / "..metadata.0123456789abcdef.tmp").write_bytes(b"half")
+    monkeypatch.setattr(_durable, "_OTHERS_S", 0.0)
     local.publish(".metadata", b"new")
     assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
+
+
+def test_two_that_publish_under_one_name_take_nothing_from_each_other(
+    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local.publish("note", b"old")
+    real_fsync, others = os.fsync, [b"second", b"first"]
+
+    def fsync(fd: int) -> None:
+        real_fsync(fd)
+        if others:
+            local.publish("note", others.pop())
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    local.publish("note", b"last")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"note": b"last"}
 
 
 def test_publish_syncs_the_file_before_its_name_and_the_directory_after(

@@ -31,6 +31,7 @@ from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, Storage, check_name
 from mcore_ckpt.storage.resolve import storage_at
 from tests.support.faulty_storage import Faults, FaultyStorage
+from tests.support.gcs_server import GcsDirectory
 from tests.support.local_files import MIB, aligned, open_fds, random_bytes
 from tests.support.object_server import S3Directory
 
@@ -261,11 +262,24 @@ class StorageConformance(ABC):
         writer.finish(len(content))
         assert self.get(directory, "file") == content
 
-    def test_an_existing_file_is_never_touched(self, storage: Storage, directory: Path) -> None:
+    @pytest.mark.parametrize("size_bytes", [4096, 9 * MIB])
+    def test_an_existing_file_is_never_touched(self, storage: Storage, directory: Path, size_bytes: int) -> None:
+        """A store may tell only when the file is finished."""
         self.put(directory, "file", b"precious")
+
+        def write() -> None:
+            writer = storage.open_writer("file", size_bytes=size_bytes, direct=self.writes)
+            try:
+                writer.write(0, aligned(bytes(size_bytes)))
+                writer.finish(size_bytes)
+            finally:
+                writer.abort()
+
         with pytest.raises(SaveError, match=r"file.*EEXIST.*never overwritten"):
-            storage.open_writer("file", direct=self.writes)
+            write()
         assert self.get(directory, "file") == b"precious"
+        assert self.names(directory) == ["file"]
+        assert list(storage.unfinished()) == []
 
     @pytest.mark.parametrize("finished", [False, True])
     def test_an_aborted_file_is_gone(self, storage: Storage, directory: Path, finished: bool) -> None:
@@ -439,18 +453,19 @@ class TestLocalStorageInMemory(StorageConformance):
 class TestS3(StorageConformance):
     """moto's server; what was done is looked at by plain requests."""
 
+    in_store = "s3_directory"
     tick_s = 1.1
     has_directories = False
     read_ahead_bytes = 64 * 1024
     cut = "file: was replaced or deleted while it was read .*had {size} bytes"
 
-    @pytest.fixture
-    def directory(self, s3_directory: S3Directory) -> Path:
-        return checkpoint_path(s3_directory.url)
-
     @pytest.fixture(autouse=True)
-    def plain(self, s3_directory: S3Directory) -> None:
-        self.objects = s3_directory
+    def plain(self, request: pytest.FixtureRequest) -> None:
+        self.objects: S3Directory | GcsDirectory = request.getfixturevalue(self.in_store)
+
+    @pytest.fixture
+    def directory(self, plain: None) -> Path:
+        return checkpoint_path(self.objects.url)
 
     @pytest.fixture
     def storage(self, directory: Path) -> Storage:
@@ -474,6 +489,13 @@ class TestS3(StorageConformance):
 
     def drop_cache(self, path: Path) -> None:
         pass
+
+
+class TestGcs(TestS3):
+    """A server of Google's JSON API; what was done is looked at by plain requests."""
+
+    in_store = "gcs_directory"
+    tick_s = 0.02
 
 
 class TestObstore(StorageConformance):

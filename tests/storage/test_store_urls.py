@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import traceback
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,44 @@ def test_a_profile_of_files_is_a_directory(profiles: Any, tmp_path: Path) -> Non
     assert (tmp_path / "run" / "iter_0000001" / "file").read_bytes() == b"x"
 
 
+def test_the_profile_of_the_guide_is_a_bucket(
+    tmp_path: Path, s3_directory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("multistorageclient", reason="reads its configuration")
+    profile = (Path(__file__).parents[2] / "docs/guides/store.md").read_text().partition("```yaml\n")[2]
+    base = f"base_path: {s3_directory.bucket}/{s3_directory.prefix}"
+    (tmp_path / "msc.yaml").write_text(profile.partition("```")[0].replace("base_path: bucket", base))
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.yaml"))
+    storage_at("msc://store/run").publish("file", b"x")
+    assert s3_directory.get("run/file") == b"x"
+
+
+def test_the_configuration_is_read_when_it_has_changed(
+    profiles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time takes a tenth of a second of processor time, and a save opens its directory a dozen times."""
+    from multistorageclient.config import StorageClientConfig
+
+    read: list[str] = []
+    stock = StorageClientConfig.read_msc_config
+
+    def counted(*args: Any) -> Any:
+        read.append("")
+        return stock(*args)
+
+    monkeypatch.setattr(StorageClientConfig, "read_msc_config", counted)
+    profiles(scratch=provider("file", base_path="/first"))
+    assert {storage_at("msc://scratch/run").location for _ in range(3)} == {"/first/run"}
+    assert len(read) == 1
+    profiles(scratch=provider("file", base_path="/other"))
+    assert storage_at("msc://scratch/run").location == "/other/run"
+    (tmp_path / "more.json").write_text(json.dumps({"profiles": {"more": provider("file", base_path="/more")}}))
+    (tmp_path / "msc.json").write_text(json.dumps({"include": [str(tmp_path / "more.json")]}))
+    assert storage_at("msc://more/run").location == "/more/run"
+    (tmp_path / "more.json").write_text(json.dumps({"profiles": {"more": provider("file", base_path="/changed")}}))
+    assert storage_at("msc://more/run").location == "/changed/run"
+
+
 def test_a_profile_of_s3_names_bucket_prefix_server_and_credentials(
     profiles: Any, s3_directory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,7 +85,7 @@ def test_a_profile_of_s3_names_bucket_prefix_server_and_credentials(
         endpoint_url="${STORE}",
         region_name="us-east-1",
     )
-    keys = {"access_key": "profile-key", "secret_key": "profile-secret"}
+    keys = {"access_key": os.environ["AWS_ACCESS_KEY_ID"], "secret_key": os.environ["AWS_SECRET_ACCESS_KEY"]}
     profiles(store={**profile, "credentials_provider": {"type": "S3Credentials", "options": keys}})
     monkeypatch.setenv("STORE", s3_directory.server)
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -55,7 +94,18 @@ def test_a_profile_of_s3_names_bucket_prefix_server_and_credentials(
     storage.publish("file", b"x")
     assert s3_directory.get("run/file") == b"x"
     assert storage.path("file") == "msc://store/run/file"
-    assert "profile-secret" not in repr(vars(storage))
+    assert keys["secret_key"] not in repr(vars(storage))
+
+
+def test_a_profile_of_google_names_bucket_prefix_and_server(
+    profiles: Any, gcs_directory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = f"{gcs_directory.bucket}/{gcs_directory.prefix}"
+    profiles(store=provider("gcs", base_path=base, project_id="p", endpoint_url="${STORE}"))
+    monkeypatch.setenv("STORE", gcs_directory.server)
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST")
+    storage_at("msc://store/run").publish("file", b"x")
+    assert gcs_directory.get("run/file") == b"x"
 
 
 @pytest.mark.parametrize(
@@ -103,6 +153,47 @@ def test_a_credential_with_a_newline_is_refused_and_not_shown(
     with pytest.raises(OptionError, match="has a character that cannot be part of it") as refused:
         storage_at(s3_directory.url).list()
     assert "nobody" not in "".join(traceback.format_exception(refused.value))
+
+
+@pytest.mark.parametrize(
+    ("url", "variable", "value"),
+    [
+        *(
+            (url, variable, endpoint)
+            for url, variable in (
+                ("s3://bucket/run", "AWS_ENDPOINT_URL"),
+                ("gs://bucket/run", "STORAGE_EMULATOR_HOST"),
+                ("az://container/run", "AZURE_STORAGE_ENDPOINT"),
+            )
+            for endpoint in (
+                "http://user:nobody@127.0.0.1:1",
+                "http://user:nobody/x@127.0.0.1:1",
+                "http://user:[nobody@127.0.0.1:1",
+                "http://127.0.0.1:nobody",
+                "http://127.0.0.1:99999",
+                "http://127.0.0.1:1/account?sig=nobody",
+            )
+        ),
+        ("az://container/run", "AZURE_STORAGE_SAS_TOKEN", "nobody"),
+        ("az://container/run", "AZURE_STORAGE_ACCOUNT_KEY", "nobody!"),
+        ("az://container/run?sv=1&sig=nobody", "AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=nobody"),
+    ],
+)
+def test_what_is_set_wrongly_is_named_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, url: str, variable: str, value: str
+) -> None:
+    """A password or a token may be part of an endpoint, or of a URL that was copied from a portal."""
+    if url.startswith("gs://"):
+        pytest.importorskip("google_crc32c", reason="sums what is put there")
+    if url.startswith("az://"):
+        pytest.importorskip("obstore", reason="speaks to Azure")
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(OptionError, match=variable) as refused:
+        storage_at(url)
+    shown = "".join(traceback.format_exception_only(refused.value))
+    assert "nobody" not in shown
+    assert refused.value.__suppress_context__ or refused.value.__context__ is None
 
 
 def test_credentials_that_cannot_be_had_for_a_moment_are_asked_for_again(

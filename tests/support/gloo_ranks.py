@@ -341,6 +341,9 @@ def _call(rank: int, world_size: int, port: int, payload: bytes, deadline_s: flo
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     function, args, kwargs = pickle.loads(payload)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    # A rank whose own connections stand may end, or destroy its group, while others are still connecting to it.
+    store.set(f"connected/{rank}", "")
+    store.wait([f"connected/{other}" for other in range(world_size)])
     return function(rank, *args, **kwargs)
 
 

@@ -75,6 +75,7 @@ def write_model(
     tensors: dict[str, torch.Tensor] | None = None,
     arguments: dict[str, Any] | None = None,
     common: bool = True,
+    iteration: int = 7,
 ) -> CheckpointIndex:
     """Write the checkpoint in stock items, two files for each of `tp` ranks, objects first."""
     tensors = model_tensors() if tensors is None else tensors
@@ -108,7 +109,10 @@ def write_model(
     (directory / ".metadata").write_bytes(encode_metadata(index))
     if common:
         (directory / "metadata.json").write_bytes(encode_config())
-        state = {"iteration": 7, "args": Namespace(**(arguments or {"tensor_model_parallel_size": tp, "swiglu": True}))}
+        state = {
+            "iteration": iteration,
+            "args": Namespace(**(arguments or {"tensor_model_parallel_size": tp, "swiglu": True})),
+        }
         torch.save(state, directory / "common.pt")
     return index
 

@@ -9,22 +9,27 @@ from __future__ import annotations
 import contextlib
 import http.client
 import io
+import json
 import os
+import re
 import secrets
 import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
-__all__ = ["Fault", "Proxy", "Request", "S3Directory", "moto_server", "s3_environment"]
+import pytest
+
+__all__ = ["Fault", "Proxy", "Request", "S3Directory", "moto_server", "needs", "s3_environment"]
 
 _STARTS_WITHIN_S = 60.0
 
@@ -40,7 +45,8 @@ def s3_environment(url: str) -> dict[str, str]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -50,7 +56,7 @@ def _free_port() -> int:
 @contextlib.contextmanager
 def moto_server(bucket: str) -> Iterator[str]:
     """moto's S3, with one bucket."""
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.support.object_server", str(port)],
@@ -98,11 +104,22 @@ def _serve(port: int) -> None:
     run_simple("127.0.0.1", port, answer, threaded=True, request_handler=MotoRequestHandler)
 
 
-class S3Directory:
-    """A prefix of a bucket, looked at and changed by plain requests, never by the code under test.
+def _signed(method: str, url: str, body: bytes | None) -> dict[str, str]:
+    """Headers of a request, signed by Amazon's own client."""
+    from botocore.auth import S3SigV4Auth
+    from botocore.awsrequest import AWSRequest
+    from botocore.credentials import Credentials
 
-    The server compares no signatures.
-    """
+    request = AWSRequest(method, url, data=body, headers={"Content-Type": "application/octet-stream"})
+    S3SigV4Auth(Credentials("test-key", "test-secret"), "s3", "us-east-1").add_auth(request)
+    return dict(request.headers)
+
+
+class S3Directory:
+    """A prefix of a bucket, looked at and changed by plain requests, never by the code under test."""
+
+    scheme = "s3"
+    variable = "AWS_ENDPOINT_URL"  # by which the store is a server
 
     def __init__(self, url: str, bucket: str) -> None:
         self.server = url
@@ -115,17 +132,27 @@ class S3Directory:
         return f"s3://{self.bucket}/{self.prefix}"
 
     def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        request = urllib.request.Request(f"{self.server}/{self.bucket}{path}", data=body, method=method)
-        request.add_header("Content-Type", "application/octet-stream")
-        scope = "Credential=test-key/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
-        request.add_header("Authorization", f"AWS4-HMAC-SHA256 {scope}")
+        url = f"{self.server}/{self.bucket}{path}"
+        request = urllib.request.Request(url, data=body, method=method, headers=_signed(method, url, body))
         with urllib.request.urlopen(request, timeout=30) as answer:
             content: bytes = answer.read()
             return content
 
+    def make_bucket(self) -> None:
+        """Make the bucket."""
+        self._request("PUT", "")
+
     def put(self, name: str, content: bytes) -> None:
         """Make an object."""
         self._request("PUT", f"/{self.prefix}/{name}", content)
+
+    def keeps(self, name: str, content: bytes) -> bool:
+        """Make an object; False if the server refuses that key, or makes another one of it."""
+        try:
+            self.put(name, content)
+        except urllib.error.HTTPError:
+            return False
+        return name in self.names()
 
     def get(self, name: str) -> bytes:
         """The content of an object."""
@@ -137,22 +164,27 @@ class S3Directory:
 
     def names(self) -> list[str]:
         """Of all objects below the prefix."""
-        import re
-
-        listed = self._request("GET", f"?list-type=2&prefix={self.prefix}/").decode()
+        listed = self._request("GET", f"?list-type=2&prefix={self.prefix}%2F").decode()
         return sorted(key.removeprefix(f"{self.prefix}/") for key in re.findall("<Key>(.*?)</Key>", listed))
 
     def uploads(self) -> list[str]:
         """Names of unfinished uploads."""
-        import re
-
-        listed = self._request("GET", f"?uploads&prefix={self.prefix}/").decode()
+        listed = self._request("GET", f"?prefix={self.prefix}%2F&uploads=").decode()
         return sorted(key.removeprefix(f"{self.prefix}/") for key in re.findall("<Key>(.*?)</Key>", listed))
+
+
+def needs(what: str) -> pytest.MarkDecorator:
+    """A mark: of servers that `MCORE_CKPT_TEST_S3` names some lack something, which `MCORE_CKPT_TEST_WITHOUT` says."""
+    lacking = os.environ.get("MCORE_CKPT_TEST_WITHOUT", "").split()
+    return pytest.mark.skipif(what in lacking, reason=f"the server has no {what}")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What came to the proxy: the number of the request, its method, path and query, and the length of its body."""
+    """What came to the proxy: the number of the request, its method, path and query, and the length of its body.
+
+    What it asks for is told alike of S3 and of Google's JSON API.
+    """
 
     number: int
     method: str
@@ -164,6 +196,64 @@ class Request:
     def changes(self) -> bool:
         """Whether it changes something."""
         return self.method != "GET" and self.method != "HEAD"
+
+    @property
+    def _of_google(self) -> bool:
+        return self.path.startswith(("/storage/v1/", "/upload/storage/v1/"))
+
+    @property
+    def key(self) -> str:
+        """Of the object or upload that it is about."""
+        if not self._of_google:
+            return unquote(self.path).split("/", 2)[-1]
+        named = parse_qs(self.query).get("name")
+        key = named[0] if named else unquote(self.path.partition("/o/")[2].removesuffix("/compose"))
+        folder, sent_for, part = key.rpartition(".mcore_ckpt_part.")
+        return folder + part.rsplit(".", 2)[0] if sent_for else key
+
+    @property
+    def part(self) -> int:
+        """Number of the part that it sends, from 1 on; 0 if it sends none."""
+        if self._of_google:
+            found = re.search(r"\.mcore_ckpt_part\..*\.0-(\d+)$", parse_qs(self.query).get("name", [""])[0])
+            return int(found[1]) + 1 if found else 0
+        return int(parse_qs(self.query).get("partNumber", ["0"])[0])
+
+    @property
+    def makes(self) -> bool:
+        """Whether it makes an object of what it sends."""
+        return not self.part and (self.path.startswith("/upload/") if self._of_google else self.method == "PUT")
+
+    @property
+    def completes(self) -> bool:
+        """Whether it makes an object of parts."""
+        if self._of_google:
+            return self.path.endswith("/compose") and ".mcore_ckpt_part." not in self.path
+        return self.method == "POST" and "uploadId" in self.query
+
+    @property
+    def reads(self) -> bool:
+        """Whether it asks for the content of an object."""
+        return self.method == "GET" and ("alt=media" in self.query if self._of_google else not self.query)
+
+    @property
+    def looks(self) -> bool:
+        """Whether it asks for the version of an object."""
+        if self._of_google:
+            return self.method == "GET" and "/o/" in self.path and not self.reads
+        return self.method == "HEAD"
+
+    @property
+    def lists(self) -> bool:
+        """Whether it asks for the names of objects."""
+        if self._of_google:
+            return self.method == "GET" and self.path.endswith("/o")
+        return "list-type" in self.query
+
+    @property
+    def deletes(self) -> bool:
+        """Whether it deletes an object."""
+        return self.method == "DELETE" and "uploadId" not in self.query and ".mcore_ckpt_part." not in self.path
 
 
 @dataclass(frozen=True)
@@ -193,11 +283,14 @@ class Proxy:
     Args:
         upstream: URL of the server.
         rule: called with each request, on several threads; returns what is to go wrong with it.
+        port: to listen on; 0 for any.
     """
 
-    def __init__(self, upstream: str, rule: Callable[[Request], Fault | None] = lambda request: None) -> None:
+    def __init__(
+        self, upstream: str, rule: Callable[[Request], Fault | None] = lambda request: None, port: int = 0
+    ) -> None:
         self.rule = rule
-        self.ignored_conditions: frozenset[str] = frozenset()  # of puts, as some look-alikes of S3 ignore them
+        self.ignored_conditions: frozenset[str] = frozenset()  # of puts, as some look-alikes ignore them
         self.requests: list[Request] = []
         self._upstream = urlsplit(upstream).netloc
         self._lock = threading.Lock()
@@ -222,7 +315,7 @@ class Proxy:
             def handle_error(self, request: Any, client_address: Any) -> None:
                 pass  # clients that cut off a request
 
-        self._server = Server(("127.0.0.1", 0), Handler)
+        self._server = Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> Proxy:
@@ -261,37 +354,55 @@ class Proxy:
                 return
         if fault is not None and kind == "status":
             fault.then()
-            self._answer(handler, fault.status, {}, f"<Error><Code>Injected{fault.status}</Code></Error>".encode())
+            told = {"error": {"code": fault.status, "message": f"Injected{fault.status}"}}
+            said = f"<Error><Code>Injected{fault.status}</Code></Error>"
+            of_google = path.startswith(("/storage/v1/", "/upload/storage/v1/"))
+            self._answer(handler, fault.status, {}, (json.dumps(told) if of_google else said).encode())
             return
         if kind == "pretended":
             self._strike(fault)
-            self._answer(handler, 200, {"ETag": '"pretended"'}, b"")
+            made = {"generation": "1234567", "size": str(length)}
+            self._answer(handler, 200, {"ETag": '"pretended"'}, json.dumps(made).encode() if request.makes else b"")
             return
         if kind == "damaged":
-            body = bytes([body[0] ^ 1]) + body[1:]
-        connection = http.client.HTTPConnection(self._upstream, timeout=60)
-        try:
-            headers = {name: value for name, value in handler.headers.items() if name.lower() != "connection"}
-            if handler.command == "PUT":
-                headers = {k: v for k, v in headers.items() if k.lower() not in self.ignored_conditions}
-            connection.request(handler.command, handler.path, body=body, headers=headers)
-            answer = connection.getresponse()
-            content = answer.read()
-        finally:
-            connection.close()
+            at = len(body) // 2
+            body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
+        status, headers, content = self.pass_on(handler, body)
         if kind == "lost":
             self._strike(fault)
             handler.connection.shutdown(socket.SHUT_RDWR)
             handler.close_connection = True
             return
-        kept = {k: v for k, v in answer.getheaders() if k.lower() not in ("connection", "transfer-encoding", "date")}
+        kept = {k: v for k, v in headers.items() if k.lower() not in ("connection", "transfer-encoding", "date")}
         if handler.command != "HEAD":
             kept = {k: v for k, v in kept.items() if k.lower() != "content-length"}
-        self._answer(handler, answer.status, kept, content, half=kind == "truncated")
+        self._answer(handler, status, kept, content, half=kind == "truncated")
         if kind == "truncated":
             self._strike(fault)
             handler.connection.shutdown(socket.SHUT_RDWR)
             handler.close_connection = True
+
+    def pass_on(self, handler: BaseHTTPRequestHandler, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        """What the server answers: status, headers, content."""
+        headers = {name: value for name, value in handler.headers.items() if name.lower() != "connection"}
+        if handler.command == "PUT":
+            headers = {k: v for k, v in headers.items() if k.lower() not in self.ignored_conditions}
+        target = handler.path
+        if handler.command == "POST" and "ifGenerationMatch" in self.ignored_conditions:
+            target = re.sub("&ifGenerationMatch=[^&]*", "", target)
+        return self.ask(handler.command, target, headers, body)
+
+    def ask(
+        self, method: str, target: str, headers: Mapping[str, str] | None = None, body: bytes = b""
+    ) -> tuple[int, dict[str, str], bytes]:
+        """A request to the server."""
+        connection = http.client.HTTPConnection(self._upstream, timeout=60)
+        try:
+            connection.request(method, target, body=body, headers=dict(headers or {}))
+            answer = connection.getresponse()
+            return answer.status, dict(answer.getheaders()), answer.read()
+        finally:
+            connection.close()
 
     def _strike(self, fault: Fault | None) -> None:
         if fault is not None:

@@ -180,6 +180,45 @@ def test_common_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert diff_checkpoints(tmp_path / "a", tmp_path / "b").common_differs == ("iteration", "args", "loss")
 
 
+def test_arguments_that_differ_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    many = {f"size_{number}": number for number in range(9)}
+    saved = {
+        "a": {"lr": 0.1, "only_here": 1, "text": "x" * 100, "same": 7, **many},
+        "b": {"lr": 0.2, "text": "y" * 100, "same": 7, **dict.fromkeys(many, -1)},
+    }
+    for name, arguments in saved.items():
+        write_model(tmp_path / name, tp=1, tensors={KEY: torch.ones(4, 4)})
+        common = {"iteration": len(arguments), "args": argparse.Namespace(**arguments), "optimizer": {"step": name}}
+        torch.save(common, tmp_path / name / "common.pt")
+    words = ["diff", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert main(words) == 1
+    shown = capsys.readouterr().out
+    assert "common state differs: iteration: 13 / 12\n" in shown
+    assert "common state differs: optimizer: step 'a' / 'b'\n" in shown
+    line = next(line for line in shown.splitlines() if line.startswith("common state differs: args: "))
+    assert "lr 0.1 / 0.2, only_here 1 / (not there), text 'xxx" in line
+    assert line.endswith(", size_0 0 / -1, size_1 1 / -1, ... (7 more, --all lists them)")
+    assert "same" not in line
+    assert len(line) < 300
+    assert main([*words, "--all"]) == 1
+    shown = capsys.readouterr().out
+    assert "size_8 8 / -1\n" in shown
+    assert "more, --all" not in shown
+
+
+def test_of_flat_buckets_it_is_said_that_their_padding_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.param"
+    for name, padding, value in (("a", 0.0, 1.0), ("b", 7.0, 1.0), ("c", 0.0, 2.0)):
+        write_model(tmp_path / name, tp=1, tensors={KEY: torch.full((4, 4), value), bucket: torch.full((64,), padding)})
+    for other, said in (("a", False), ("b", True), ("c", False)):
+        assert main(["diff", str(tmp_path / "a"), str(tmp_path / other)]) == (0 if other == "a" else 1)
+        shown = capsys.readouterr().out
+        assert ("note: the optimizer's flat buckets" in shown) == said
+        assert ("--optimizer-layout fully_reshardable" in shown) == said
+
+
 def deep(value: Any, levels: int) -> Any:
     for _ in range(levels):
         value = {"x": [value]}

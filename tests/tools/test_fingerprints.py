@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import zlib
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from mcore_ckpt import ChecksumError, checkpoint_fingerprint, diff_checkpoints, 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.layout.shards import original_shape
+from mcore_ckpt.models.conversions import reshard_checkpoint
 from tests.support.model_like import model_tensors, write_model
 
 GOLDEN = Path(__file__).parents[1] / "format" / "golden"
@@ -62,3 +64,36 @@ def test_a_changed_element_and_damage(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["verify", str(tmp_path / "a"), "--state"]) == 1
     assert "the state has no fingerprint: other things are wrong" in capsys.readouterr().out
     assert torch.equal(tensors[COLUMNS], model_tensors()[COLUMNS])
+
+
+def test_only_the_digits_of_a_fingerprint_are_expected_and_no_part_without_tensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path / "model", tensors=model_tensors(optimizer=False))
+    command = ["verify", str(tmp_path / "model"), "--expect-state"]
+    total = checkpoint_fingerprint(tmp_path / "model").total
+    for wrong in ("", "garbage", "0" * 31, "0" * 33, f"0x{total[2:]}", f" {total}"):
+        assert main([*command, wrong]) == 2, wrong
+        captured = capsys.readouterr()
+        assert "32 hexadecimal digits" in captured.err
+        assert captured.out == ""
+    assert main([*command, total.upper()]) == 0
+    assert main([*command, "0" * 32]) == 1  # of an optimizer that is not there
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+def test_a_comparison_of_stored_fingerprints_says_that_it_has_read_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path / "columns", tp=2)
+    reshard_checkpoint(tmp_path / "columns", tmp_path / "a", tp=1, pp=1)
+    shutil.copytree(tmp_path / "a", tmp_path / "damaged")
+    item = read_index(tmp_path / "damaged").tensors[COLUMNS].chunks[0].item
+    path = tmp_path / "damaged" / item.file
+    content = bytearray(path.read_bytes())
+    content[item.offset + item.length // 2] ^= 1
+    path.write_bytes(content)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "damaged"), "--state"]) == 0
+    said = "; fingerprints compared as they are stored, without reading that data (mcore-ckpt verify does)"
+    assert said in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "damaged")]) == 1

@@ -9,9 +9,11 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory import lock as lock_module
+from mcore_ckpt.directory import retention
 from mcore_ckpt.directory.folders import files_below
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.directory.retention import PruneReport, prune_run
@@ -39,8 +42,9 @@ from mcore_ckpt.storage._object_client import Patience
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.run_listing import list_run
+from tests.support.gcs_server import ObjectDirectory
 from tests.support.model_like import write_model
-from tests.support.object_server import Proxy, S3Directory
+from tests.support.object_server import Proxy
 
 ITERATIONS = (100, 200, 300, 400, 500)
 
@@ -130,6 +134,20 @@ def saved_again(run: Path, iteration: int, order: int) -> None:
         os.utime(path, (time.time() - 9000 + order,) * 2)
 
 
+def test_what_is_counted_is_said_where_there_are_too_few(run: Path) -> None:
+    """Resumed from 100 and saved at 200 again: 300 to 500 are of the branch that was left."""
+    for order, iteration in enumerate((100, 300, 400, 500, 200)):
+        saved_again(run, iteration, order)
+    (run / TRACKER_FILE).write_text("200")
+    report = prune_run(run, keep_last=3)
+    assert going(report) == []
+    said = "there are no 3 complete checkpoints, counted down from iteration 200, which was saved last"
+    assert [why(report, iteration) for iteration in (100, 300, 500)] == [said] * 3
+    for iteration in ITERATIONS:
+        next((run / name_of(iteration)).glob("*.distcp")).unlink()
+    assert why(prune_run(run, keep_last=1), 400) == "no checkpoint is complete"
+
+
 @pytest.mark.parametrize("tracker", [False, True])
 def test_after_a_run_was_taken_back_the_newest_are_those_saved_last(run: Path, tracker: bool) -> None:
     """Resumed from 200 where 300 to 500 exist; then saves at other iterations than before."""
@@ -207,6 +225,19 @@ def test_a_directory_that_stock_is_writing_to_stays(run: Path) -> None:
     assert left(run) == [100, 500]
 
 
+@pytest.mark.parametrize("ahead_s", [-7200.0, 7200.0])
+def test_so_it_does_whatever_the_clock_of_the_host_says(
+    ahead_s: float, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock by which files have their times counts."""
+    monkeypatch.setattr(retention, "time", SimpleNamespace(time_ns=lambda: int((time.time() + ahead_s) * 1e9)))
+    path = run / name_of(100) / "__0_0.distcp"
+    os.utime(path, (time.time() + 5, time.time() + 5))
+    report = prune_run(run, keep_last=1, remove=True)
+    assert "a save may be at work" in why(report, 100)
+    assert left(run) == [100, 500]
+
+
 def test_other_files_and_directories_stay(run: Path) -> None:
     own = run / name_of(100)
     (own / "notes.txt").write_text("by hand")
@@ -225,9 +256,9 @@ def test_other_files_and_directories_stay(run: Path) -> None:
 
 @pytest.mark.parametrize("place", ["directory", "store"])
 def test_folders_that_megatron_has_made_in_a_checkpoint_go_with_it(
-    place: str, tmp_path: Path, s3_directory: S3Directory
+    place: str, tmp_path: Path, object_directory: ObjectDirectory
 ) -> None:
-    root = str(tmp_path) if place == "directory" else s3_directory.url
+    root = str(tmp_path) if place == "directory" else object_directory.url
     for iteration in (1, 2):
         save(f"{root}/{name_of(iteration)}", float(iteration))
         for name in ("tokenizer/tokenizer.json", "modelopt_state/.metadata", "modelopt_state/__0_0.distcp"):
@@ -243,13 +274,13 @@ def holding_files(root: str | Path) -> list[str]:
     return sorted({name.split("/")[0] for name in files_below(checkpoint_path(root))})
 
 
-def test_folders_that_only_a_marker_stands_for_go_with_their_checkpoint(s3_directory: S3Directory) -> None:
+def test_folders_that_only_a_marker_stands_for_go_with_their_checkpoint(object_directory: ObjectDirectory) -> None:
     for iteration in (1, 2):
-        save(f"{s3_directory.url}/{name_of(iteration)}", float(iteration))
+        save(f"{object_directory.url}/{name_of(iteration)}", float(iteration))
     for marker in ("", "tokenizer/", "modelopt_state/"):
-        s3_directory.put(f"{name_of(1)}/{marker}", b"")
-    assert going(prune_run(s3_directory.url, keep_last=1, remove=True)) == [1]
-    assert not [name for name in s3_directory.names() if name.startswith(name_of(1))]
+        object_directory.put(f"{name_of(1)}/{marker}", b"")
+    assert going(prune_run(object_directory.url, keep_last=1, remove=True)) == [1]
+    assert not [name for name in object_directory.names() if name.startswith(name_of(1))]
 
 
 def test_a_folder_that_cannot_be_listed_stops_a_removal_before_it_has_begun(
@@ -455,10 +486,10 @@ prune_run({str(run)!r}, keep_last=4, remove=True)
 @pytest.mark.parametrize("stopped", ["before its first step", "in its first step", "later"])
 @pytest.mark.parametrize("place", ["directory", "store"])
 def test_a_removal_that_was_held_up_leaves_what_has_been_saved_meanwhile(
-    place: str, stopped: str, tmp_path: Path, s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
+    place: str, stopped: str, tmp_path: Path, object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lease runs out; a job takes the directory over, and saves into it. Then the removal resumes."""
-    root = str(tmp_path) if place == "directory" else s3_directory.url
+    root = str(tmp_path) if place == "directory" else object_directory.url
     for iteration in (1, 2):
         save(f"{root}/{name_of(iteration)}", float(iteration))
     kind = type(storage_at(root))
@@ -522,6 +553,7 @@ def test_a_list_tells_a_save_at_work_from_one_that_is_gone(run: Path, capsys: py
     died = f"""
 import os
 from mcore_ckpt.directory import lock as lock_module
+from mcore_ckpt.directory import retention
 from mcore_ckpt.directory.folders import files_below
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.storage._local import LocalStorage
@@ -572,9 +604,9 @@ def test_what_is_no_run(tmp_path: Path, command: list[str], capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("place", ["directory", "store"])
-def test_what_a_load_reads_stays(place: str, tmp_path: Path, s3_directory: S3Directory) -> None:
+def test_what_a_load_reads_stays(place: str, tmp_path: Path, object_directory: ObjectDirectory) -> None:
     """As long as it does, by DCP here; each strategy's load does the same."""
-    root = checkpoint_path(tmp_path if place == "directory" else s3_directory.url)
+    root = checkpoint_path(tmp_path if place == "directory" else object_directory.url)
     for iteration in (1, 2):
         save(str(root / name_of(iteration)), 1.0)
     found: list[str] = []
@@ -599,12 +631,115 @@ def test_what_a_load_reads_stays(place: str, tmp_path: Path, s3_directory: S3Dir
     assert place == "store" or storage_at(root).folders() == [name_of(2)]
 
 
+def die_in_a_save(directory: Path) -> None:
+    """A process that dies in a save: a data file, in a store an upload, too, and what is made ahead of them."""
+    program = f"""
+import os
+from pathlib import Path
+from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.directory.lock import DirectoryLock
+from mcore_ckpt.storage.resolve import storage_at
+storage = storage_at(checkpoint_path({str(directory)!r}))
+storage.ensure()
+lock = DirectoryLock.take(storage)
+storage.create("metadata.json", b"{{}}") if not storage.exists("metadata.json") else None
+storage.create(f"__0_0.{{lock.owner.save_id}}.distcp", bytes(100))
+writer = storage.open_writer(f"__0_1.{{lock.owner.save_id}}.distcp", size_bytes=32 << 20)
+writer.write(0, memoryview(bytes(16 << 20)))
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=100, check=True)
+
+
+@pytest.fixture
+def run_with_dead_saves(request: pytest.FixtureRequest, tmp_path: Path, object_directory: ObjectDirectory) -> Path:
+    """Two checkpoints; saves that died before, over and after the last of them."""
+    root = checkpoint_path(tmp_path if request.param == "directory" else object_directory.url)
+    for iteration in (2, 4):
+        save(str(root / name_of(iteration)), 1.0)
+    for iteration in (1, 4, 5):
+        die_in_a_save(root / name_of(iteration))
+    return root
+
+
+@pytest.mark.parametrize("run_with_dead_saves", ["directory", "store"], indirect=True)
+def test_what_a_save_that_died_has_left_goes(
+    run_with_dead_saves: Path, object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour later, where no further save is likely to come. A checkpoint stays, and what may be saved next."""
+    root = run_with_dead_saves
+    assert going(prune_run(root, keep_last=2, remove=True)) == []
+    monkeypatch.setattr(retention, "_RECENT_NS", -(10**12))
+    before = {name: storage_at(root / name).list() for name in storage_at(root).folders()}
+    looked = prune_run(root, keep_last=2)
+    assert (going(looked), why(looked, 1)) == ([1], "left by a save that is gone")
+    assert {name: storage_at(root / name).list() for name in before} == before
+    report = prune_run(root, keep_last=2, remove=True)
+    assert going(report) == [1]
+    assert 100 < report.freed_bytes < 1 << 26
+    del before[name_of(1)]
+    assert holding_files(root) == sorted(before)
+    assert {name: storage_at(root / name).list() for name in before} == before
+    assert not any(name_of(1) in upload for upload in object_directory.uploads())
+    for iteration in (2, 4):
+        loaded = {"w": torch.zeros(10)}
+        dcp.load(loaded, storage_reader=FileSystemReader(root / name_of(iteration)), no_dist=True)
+        assert loaded["w"].tolist() == [1.0] * 10
+
+
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "stock": lambda path: (path / "__1_0.distcp").write_bytes(b"without an id"),
+    "of another save": lambda path: (path / f"__1_0.{'ab' * 8}.distcp").write_bytes(b"moved here, or a drain's"),
+    "an index": lambda path: (path / ".metadata").write_bytes(b"damaged"),
+    "index of a rank": lambda path: (path / "__0.metadata").write_bytes(b""),
+    "arrived": lambda path: (path / f".mcore_ckpt_arrived.{'ab' * 8}.0").write_bytes(b""),
+    "folder": lambda path: (path / "tokenizer").mkdir(),
+    "a link to it": lambda path: (path.parent / "best").symlink_to(path.name),
+    "tracked": lambda path: (path.parent / TRACKER_FILE).write_text("150"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_others_have_made_stays_where_a_save_died(run: Path, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "_RECENT_NS", -(10**12))
+    left = run / name_of(150)
+    die_in_a_save(left)
+    assert going(prune_run(run, keep_last=9)) == [150]
+    OTHERS[other](left)
+    before = everything(run)
+    report = prune_run(run, keep_last=9, remove=True)
+    assert why(report, 150).startswith(("a save is at work", "the tracker file"))
+    assert report.freed_bytes == 0
+    assert everything(run) == before
+
+
+def test_what_cannot_be_taken_up_is_said_and_tried_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "_RECENT_NS", -(10**12))
+    die_in_a_save(run / name_of(150))
+    delete = LocalStorage.delete_through
+    failing = ["__0_0"]
+
+    def refused(self: LocalStorage, name: str, through: str) -> None:
+        if failing and name.startswith(failing[0]):
+            raise SaveError(f"{name}: an I/O error")
+        delete(self, name, through)
+
+    monkeypatch.setattr(LocalStorage, "delete_through", refused)
+    report = prune_run(run, keep_last=9, remove=True)
+    assert going(report) == []
+    assert "cannot be removed: __0_0" in why(report, 150)
+    assert report.freed_bytes == 0
+    failing.clear()
+    assert going(prune_run(run, keep_last=9, remove=True)) == [150]
+    assert not (run / name_of(150)).exists()
+
+
 @pytest.mark.parametrize("place", ["directory", "store"])
 def test_a_load_that_begins_as_its_checkpoint_is_to_go_keeps_it(
-    place: str, tmp_path: Path, s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
+    place: str, tmp_path: Path, object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After `prune` has asked, and before `.metadata` is taken away."""
-    root = checkpoint_path(tmp_path if place == "directory" else s3_directory.url)
+    root = checkpoint_path(tmp_path if place == "directory" else object_directory.url)
     for iteration in (1, 2):
         save(str(root / name_of(iteration)), float(iteration))
     storage = storage_at(root / name_of(1))
@@ -629,40 +764,42 @@ def test_a_load_that_begins_as_its_checkpoint_is_to_go_keeps_it(
 
 
 def test_a_reader_that_was_killed_keeps_nothing_for_long(
-    s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
+    object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for iteration in (1, 2):
-        save(f"{s3_directory.url}/{name_of(iteration)}", 1.0)
-    s3_directory.put(f"{name_of(1)}/{_object_readers._PREFIX}0123456789abcdef", b"1")
-    assert why(prune_run(s3_directory.url, keep_last=1, remove=True), 1) == "a load is reading it"
+        save(f"{object_directory.url}/{name_of(iteration)}", 1.0)
+    object_directory.put(f"{name_of(1)}/{_object_readers._PREFIX}0123456789abcdef", b"1")
+    assert why(prune_run(object_directory.url, keep_last=1, remove=True), 1) == "a load is reading it"
     monkeypatch.setattr(_object_readers, "_COUNTS_FOR_S", 0.0)
-    assert going(prune_run(s3_directory.url, keep_last=1, remove=True)) == [1]
-    assert {name.split("/")[0] for name in s3_directory.names()} == {name_of(2)}
+    assert going(prune_run(object_directory.url, keep_last=1, remove=True)) == [1]
+    assert {name.split("/")[0] for name in object_directory.names()} == {name_of(2)}
 
 
 def test_the_end_of_a_load_does_not_wait_for_a_store_that_is_gone(
-    s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
+    object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_object_readers, "_JOIN_S", 0.2)
     with ExitStack() as load:
-        with Proxy(s3_directory.server) as proxy:
-            monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-            load.enter_context(storage_at(s3_directory.url).in_use("file"))
+        with Proxy(object_directory.server) as proxy:
+            monkeypatch.setenv(object_directory.variable, proxy.url)
+            load.enter_context(storage_at(object_directory.url).in_use("file"))
         monkeypatch.setattr(_object_client, "_patience", Patience(give_up_s=20.0))
         began_s = time.monotonic()
     assert time.monotonic() - began_s < 10.0
 
 
-def test_a_long_load_in_a_store_renews_what_says_so(s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_load_in_a_store_renews_what_says_so(
+    object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_object_readers, "_RENEWED_EVERY_S", 0.05)
-    with Proxy(s3_directory.server) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        storage = storage_at(s3_directory.url)
+    with Proxy(object_directory.server) as proxy:
+        monkeypatch.setenv(object_directory.variable, proxy.url)
+        storage = storage_at(object_directory.url)
         with storage.in_use("file"):
             until_s = time.monotonic() + 30
             while len(proxy.changes()) < 4:
                 assert time.monotonic() < until_s
                 time.sleep(0.01)
         assert not storage.is_in_use("file")
-    assert {request.method for request in proxy.changes()[:-1]} == {"PUT"}
-    assert s3_directory.names() == []
+    assert all(request.makes for request in proxy.changes()[:-1])
+    assert object_directory.names() == []

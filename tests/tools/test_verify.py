@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import zipfile
 from pathlib import Path
@@ -94,7 +95,7 @@ def test_a_damaged_payload_is_named_with_its_place(checkpoint: Path, capsys: pyt
     assert (problem["offset"], problem["length"]) == (item.offset, item.length)
     assert main(["verify", str(checkpoint)]) == 1
     shown = capsys.readouterr().out
-    assert "DAMAGED, 1 problems" in shown
+    assert "DAMAGED, 1 problem:" in shown
     assert item.file in shown
 
 
@@ -264,6 +265,67 @@ class TestRepair:
         (copy / ".metadata").write_bytes((checkpoint / ".metadata").read_bytes())
         assert repair_checkpoint(verify_checkpoint(checkpoint), copy).whole
 
+    @pytest.mark.parametrize("source", ["copy", "resharded", "later"])
+    @pytest.mark.parametrize("damage", ["payload", "headers", "end", "file", "index", "common state"])
+    def test_a_dry_run_tells_what_a_repair_does(
+        self, checkpoint: Path, copy: Path, resharded: Path, tmp_path: Path, source: str, damage: str
+    ) -> None:
+        write_model(tmp_path / "later", tensors=model_tensors(seed=9))
+        other = {"copy": copy, "resharded": resharded, "later": tmp_path / "later"}[source]
+        item, file = item_of(checkpoint), checkpoint / "__0_1.distcp"
+        if damage == "payload":
+            flip(checkpoint, item, item.length // 2)
+        elif damage == "headers":
+            flip(checkpoint, item, item.length // 2)
+            flip(checkpoint, item, item.length - 60)
+        elif damage == "end":
+            file.write_bytes(file.read_bytes()[:-100])
+        elif damage == "file":
+            file.unlink()
+        else:
+            (checkpoint / {"index": ".metadata", "common state": "common.pt"}[damage]).write_bytes(b"nothing")
+        files = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+        report = verify_checkpoint(checkpoint)
+        if (damage, source) == ("index", "resharded"):
+            with pytest.raises(CorruptCheckpointError, match="does not describe the files"):
+                repair_checkpoint(report, other, dry_run=True)
+            return
+        dry = repair_checkpoint(report, other, dry_run=True)
+        assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == files
+        assert dry.problems == report.problems
+        assert dry.repaired == ()
+        done = repair_checkpoint(report, other)
+        assert dry.would_repair == done.repaired
+        assert done.would_repair == ()
+        assert (not dry.unmatched) == done.whole == (not done.unmatched)
+        # An index of the same layout describes these files, too; stock Megatron's says of no file whose it is.
+        assert done.whole == (source == "copy" or damage == "index" or (damage, source) == ("payload", "resharded"))
+
+    def test_a_copy_that_does_not_fit_is_said_to(
+        self, checkpoint: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        write_model(tmp_path / "later", tensors=model_tensors(seed=9))
+        item = item_of(checkpoint)
+        flip(checkpoint, item, item.length // 2)
+        said = f"{tmp_path / 'later'} has nothing with the checksums of what is damaged; is it a copy of this very save"
+        for more in ([], ["--dry-run"]):
+            assert main(["repair", str(checkpoint), "--from", str(tmp_path / "later"), *more]) == 1
+            shown = capsys.readouterr().out
+            assert said in shown
+            assert "repair:" not in shown
+        assert main(["repair", str(checkpoint), "--from", str(copy), "-n"]) == 1
+        shown = capsys.readouterr().out
+        assert f"would repair: {KEY} ({item.file}, bytes" in shown
+        assert "has nothing" not in shown
+        assert shown.endswith("nothing was written\n")
+
+    def test_a_copy_that_is_not_there_is_said_of_a_valid_checkpoint_too(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for more in ([], ["--dry-run"]):
+            assert main(["repair", str(checkpoint), "--from", str(tmp_path / "nowhere"), *more]) == 2
+            assert f"{tmp_path / 'nowhere'}: " in capsys.readouterr().err
+
     def test_a_copy_that_is_damaged_there_too(self, checkpoint: Path, copy: Path) -> None:
         item = item_of(checkpoint)
         for directory in (checkpoint, copy):
@@ -400,7 +462,7 @@ def test_an_optimizers_weights_round_to_the_models(
     main_weight[0, 1, 2] = torch.nan
     good = write_optimizer(tmp_path / "good", main_weight.to(dtype), main_weight)
     assert main(["verify", str(good), "--check-optimizer"]) == 0
-    assert "compared with 1 tensors of the model" in capsys.readouterr().out
+    assert "compared with 1 tensor of the model" in capsys.readouterr().out
     weight = main_weight.to(dtype).clone()
     weight[1, 2, 3:] += 0.5
     bad = write_optimizer(tmp_path / "bad", weight, main_weight, "chained_1.optimizer.state.fp32_param.w")
@@ -424,7 +486,13 @@ def test_where_the_optimizer_has_no_weights_of_its_own_it_is_said(
 ) -> None:
     path = write_optimizer(tmp_path / "c", torch.ones(3), torch.ones(3), "optimizer.state.master.w")
     assert main(["verify", str(path), "--check-optimizer"]) == 0
-    assert "compared with 0 tensors of the model: it stores none" in capsys.readouterr().out
+    assert "was not compared with the model: it stores no weights in float32" in capsys.readouterr().out
+    buckets = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.param"
+    path = write_optimizer(tmp_path / "flat", torch.ones(3), torch.ones(3), buckets)
+    assert main(["verify", str(path), "--check-optimizer"]) == 0
+    shown = capsys.readouterr().out
+    assert "was not compared with the model: it is stored in flat buckets" in shown
+    assert "reshard first" in shown
 
 
 @pytest.mark.long
@@ -444,3 +512,16 @@ def test_an_optimizer_that_stock_megatron_has_saved_shifted(tmp_path: Path) -> N
     assert "optimizer.state.param.embedding.word_embeddings.weight" in found
     assert "optimizer.state.param.output_layer.weight" not in found
     assert {problem.kind for problem in several.problems} == {"optimizer"}
+
+
+def test_a_truncated_file_does_not_fill_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "run" / "iter_0000100"
+    write_model(directory, tensors=model_tensors(100), iteration=100)
+    os.truncate(directory / "__0_0.distcp", 20000)
+    assert main(["verify", str(directory)]) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 8
+    assert all("the file ends at byte 20000" in line for line in shown[:5])
+    assert shown[5] == "... and 21 more in __0_0.distcp (--json lists all)"
+    assert shown[6] == f"with a copy of this save: mcore-ckpt repair {directory} --from COPY"
+    assert "DAMAGED, 26 problems" in shown[7]

@@ -13,6 +13,7 @@ from mcore_ckpt.models.families._gemma import GEMMA, LATER_GEMMAS
 from mcore_ckpt.models.families._gpt2 import GPT2
 from mcore_ckpt.models.families._gpt_oss import GPT_OSS
 from mcore_ckpt.models.families._mixtures import MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from mcore_ckpt.models.families._starcoder2 import STARCODER2
 from mcore_ckpt.models.families._table import Family
 
 FAMILIES: tuple[Family, ...] = (
@@ -28,6 +29,7 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V3,
     GEMMA,
     GPT_OSS,
+    STARCODER2,
 )
 """In the order in which arguments are compared with them."""
 

@@ -1,0 +1,124 @@
+"""Loads whose data files lie in two places: one of them is damaged, or removed meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mcore_ckpt import ChecksumError, FileSystemReader, FileSystemWriterAsync, LoadOptions, SaveOptions
+from mcore_ckpt.directory.retention import prune_run
+from mcore_ckpt.load.read_requests import ReadRequest
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+NAME = "iter_0000001"
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> tuple[Path, Path]:
+    """Two runs, each of three checkpoints, equal in both."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    for iteration in (1, 2, 3):
+        state = {"weight": torch.full((3000,), float(iteration)), "told": {"value": float(iteration)}}
+        writer = FileSystemWriterAsync(near / f"iter_{iteration:07d}", options=SaveOptions(progress=False))
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    shutil.copytree(near, far)
+    return near, far
+
+
+def of_tiers(near: Path, far: Path, home: str) -> FileSystemReader:
+    """A reader of the first checkpoint, by the index of either tier."""
+    if home == "near":
+        return FileSystemReader(near / NAME, options=LoadOptions(drain_to=str(far)))
+    return FileSystemReader(far / NAME, options=LoadOptions(local_tier=str(near)))
+
+
+def loaded(reader: FileSystemReader) -> list[float]:
+    found: dict[str, Any] = {"weight": torch.zeros(3000), "told": {"value": 0.0}}
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    return [*found["weight"].unique().tolist(), found["told"]["value"]]
+
+
+def damage(directory: Path) -> str:
+    """Zeros in the midst of all data files, which keep their lengths; returns one's name."""
+    files = sorted(directory.glob("*.distcp"))
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[64 : len(content) // 2] = bytes(len(content) // 2 - 64)
+        file.write_bytes(content)
+    return files[0].name
+
+
+@pytest.mark.parametrize("home", ["near", "far"])
+def test_a_damaged_file_of_the_first_tier_is_read_in_the_second(
+    tiers: tuple[Path, Path], home: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    near, far = tiers
+    damage(near / NAME)
+    with caplog.at_level(logging.WARNING):
+        assert loaded(of_tiers(near, far, home)) == [1.0, 1.0]
+        reader = of_tiers(near, far, home)
+        weight = torch.zeros(3000)
+        reader.read_items([ReadRequest("weight", weight, (0,), (3000,))])
+        assert weight.unique().tolist() == [1.0]
+    (first, second) = (record.getMessage() for record in caplog.records)
+    for said in (first, second):
+        assert said.startswith(f"{near / NAME}: ")
+        assert f"read in {far / NAME} from here on" in said
+
+
+@pytest.mark.parametrize("home", ["near", "far"])
+def test_where_both_are_damaged_the_error_names_both(tiers: tuple[Path, Path], home: str) -> None:
+    near, far = tiers
+    damage(near / NAME)
+    damage(far / NAME)
+    with pytest.raises(ChecksumError) as error:
+        of_tiers(near, far, home).read_items([ReadRequest("weight", torch.zeros(3000), (0,), (3000,))])
+    assert str(error.value).startswith(f"{near / NAME}: ")
+    assert f"; and {far / NAME}: " in str(error.value)
+
+
+def test_a_damaged_file_of_the_second_tier_is_named_there(tiers: tuple[Path, Path]) -> None:
+    near, far = tiers
+    damage(far / NAME)
+    for file in (near / NAME).glob("*.distcp"):
+        file.unlink()
+    with pytest.raises(ChecksumError) as error:
+        of_tiers(near, far, "near").read_items([ReadRequest("weight", torch.zeros(3000), (0,), (3000,))])
+    assert str(error.value).startswith(f"{far / NAME}: ")
+
+
+@pytest.mark.parametrize("home", ["near", "far"])
+def test_neither_tier_is_pruned_under_a_load_that_reads_there(tiers: tuple[Path, Path], home: str) -> None:
+    near, far = tiers
+    lost, other = next((near / NAME).glob("*.distcp")), far if home == "near" else near
+    if home == "near":
+        lost.unlink()
+    long_ago_s = time.time() - 7200
+    for file in sorted(path for run in tiers for path in run.rglob("*") if path.is_file()):
+        os.utime(file, (long_ago_s, long_ago_s + int(file.parent.name[-1])))
+    for run in tiers:
+        for directory in run.iterdir():
+            os.utime(directory / ".metadata")
+    reader = of_tiers(near, far, home)
+    read_data, reasons = reader.read_data, []
+
+    def after_a_prune(*args: Any) -> Any:
+        report = prune_run(other, keep_last=1, remove=True)
+        reasons.append({each.checkpoint.name: each.reason for each in report.decisions})
+        return read_data(*args)
+
+    reader.read_data = after_a_prune  # type: ignore[method-assign]
+    assert loaded(reader) == [1.0, 1.0]
+    assert reasons[0][NAME] == "a load is reading it"
+    assert reasons[0]["iter_0000002"] == "removed"
+    report = prune_run(other, keep_last=1, remove=True)
+    assert {each.checkpoint.name: each.reason for each in report.decisions}[NAME] == "removed"

@@ -1,0 +1,578 @@
+"""Fully parallel saves and loads by this package: who saves what is what Megatron says, and all hear of errors."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mcore_ckpt
+from mcore_ckpt import LoadError, LoadOptions, OptionError, SaveOptions
+from mcore_ckpt.core.ranks import RankGroup
+from mcore_ckpt.format.file_names import data_file_of
+from mcore_ckpt.format.metadata_read import read_index
+from tests.megatron.trap_ranks import installed, made
+from tests.support.gloo_ranks import run_megatron_ranks, run_pretending_ranks
+from tests.support.models import DENSE, MOE_GROUPED, MOE_SEQUENTIAL, ModelShape, Parallel, build_training
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytest.importorskip("megatron.core.dist_checkpointing", reason="the wrappers are Megatron's")
+
+RANKS = 4
+DEADLINE_S = 150.0
+
+
+@contextmanager
+def _counted(owner: Any, *names: str) -> Iterator[list[str]]:
+    """The names of those functions of a module, or methods of a class, that are called inside the block."""
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        for name in names:
+            original = getattr(owner, name)
+
+            def counted(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+                calls.append(_name)
+                return _original(*args, **kwargs)
+
+            patched.setattr(owner, name, counted)
+        yield calls
+
+
+def _gathers() -> Any:
+    return _counted(dist, "all_gather_object", "gather_object", "broadcast_object_list", "all_gather", "all_reduce")
+
+
+def _exchanges() -> Any:
+    """The halves of this package's exchanges: to the coordinator, and back."""
+    return _counted(RankGroup, "_up", "_down", "_apart")
+
+
+def _wrappers() -> Any:
+    from megatron.core.dist_checkpointing.strategies import fully_parallel
+
+    return fully_parallel
+
+
+def _saving(group: Any = None, *, caches: bool = False, **options: Any) -> Any:
+    from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
+
+    strategy = TorchDistSaveStrategy(options=SaveOptions.from_environment(**options))
+    return _wrappers().FullyParallelSaveStrategyWrapper(strategy, group, caches)
+
+
+def _loading(group: Any = None, *, caches: bool = False, **options: Any) -> Any:
+    from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
+
+    strategy = TorchDistLoadStrategy(options=LoadOptions.from_environment(**options))
+    return _wrappers().FullyParallelLoadStrategyWrapper(strategy, group, caches)
+
+
+# --- real models: the same owners, and the same checkpoints -----------------------------------------------------------
+
+_MODELS = [
+    pytest.param(DENSE, Parallel(), id="DP 4"),
+    pytest.param(DENSE, Parallel(tensor=2), id="TP 2 x DP 2", marks=pytest.mark.long),
+    pytest.param(DENSE, Parallel(pipeline=2), id="PP 2 x DP 2", marks=pytest.mark.long),
+    pytest.param(DENSE, Parallel(tensor=2, pipeline=2), id="TP 2 x PP 2", marks=pytest.mark.long),
+    pytest.param(MOE_SEQUENTIAL, Parallel(expert=2), id="EP 2 x DP 2"),
+    pytest.param(MOE_GROUPED, Parallel(pipeline=2, expert=2), id="PP 2 x EP 2", marks=pytest.mark.long),
+]
+
+
+def _sharded(state: dict[str, Any]) -> dict[str, Any]:
+    """What Megatron hands to a strategy of a state."""
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+
+    found: dict[str, Any] = save_preprocess(state, validate_access_integrity=False)[0]
+    return found
+
+
+def _shards(state: Any) -> list[Any]:
+    from mcore_ckpt.layout.shards import is_sharded_tensor, leaves
+
+    return [leaf for leaf in leaves(state) if is_sharded_tensor(leaf)]
+
+
+def _groups() -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    return {
+        "replicas": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "all ranks": dist.group.WORLD,
+    }
+
+
+def _owners(rank: int, shape: ModelShape, layout: Parallel) -> tuple[int, int]:
+    """Compare what Megatron's own function says of the state of a model with what the wrappers do; how many shards this
+    rank saves and does not save by that.
+    """
+    warnings.simplefilter("ignore")
+    mcore_ckpt.install()
+    training = build_training(shape, layout)
+    training.train(steps=1)
+    from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution as stock
+    from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
+
+    counts = [0, 0]
+    for group in _groups().values():
+        size, place = dist.get_world_size(group), dist.get_rank(group)
+        state = _sharded(training.sharded_state_dict())
+        found, before = stock(state, group), [shard.replica_id for shard in _shards(state)]
+        with _counted(dist, "all_gather_object") as gathers:
+            _saving(group).apply_saving_parallelization(state)
+        assert len(gathers) == 1  # Megatron's validation of what it is given, outside of its `save`
+        for shard, replica_id in zip(_shards(state), before, strict=True):
+            owner = None if found is None else found.main_rank_for_shard.get(_sharded_tensor_shard_id(shard))
+            assert shard.replica_id == (replica_id if size == 1 else int(owner != place)), shard
+            counts[shard.replica_id != 0] += 1
+
+        state = _sharded(training.sharded_state_dict(is_loading=True))
+        found = stock(state, group, True)
+        with _counted(dist, "all_gather_object") as gathers:
+            ours = _loading(group).apply_loading_parallelization(state)
+        if size == 1:
+            assert ours is found is None
+            continue
+        assert not gathers
+        own = {_sharded_tensor_shard_id(shard) for shard in _shards(state)}
+        kept = {one for one, ranks in found.all_ranks_for_shard.items() if len(ranks) > 1 or one in own}
+        assert ours.main_rank_for_shard == {one: found.main_rank_for_shard[one] for one in kept}
+        assert ours.all_ranks_for_shard == {one: found.all_ranks_for_shard[one] for one in kept}
+        assert ours.shards_in_this_group == found.shards_in_this_group & kept
+        for one in kept:
+            mine, theirs = ours.shard_to_metadata[one], found.shard_to_metadata[one]
+            fields = ("key", "dtype", "local_shape", "global_shape", "global_offset", "flattened_range", "data")
+            assert [getattr(mine, name) for name in fields] == [getattr(theirs, name) for name in fields]
+        # All ranks exchange what several of them hold, in this order.
+        exchanged = [[one for one in of if len(found.all_ranks_for_shard[one]) > 1] for of in (ours[0], found[0])]
+        assert exchanged[0] == exchanged[1]
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize(("shape", "layout"), _MODELS)
+def test_owners_of_a_models_shards_are_those_that_megatron_chooses(shape: ModelShape, layout: Parallel) -> None:
+    outcomes = run_pretending_ranks(_owners, RANKS, shape, layout, deadline_s=DEADLINE_S)
+    assert all(own > 5 and others > 5 for own, others in outcomes)
+
+
+def _where(directory: Path) -> dict[tuple[str, tuple[int, ...]], int]:
+    """Of each chunk of a checkpoint, the rank that has saved it."""
+    found = {}
+    for key, entry in read_index(directory).tensors.items():
+        for chunk in entry.chunks:
+            name = data_file_of(chunk.item.file)
+            assert name is not None
+            found[key, tuple(chunk.offsets)] = name.rank
+    return found
+
+
+def _save_and_load(rank: int, root: Path, shape: ModelShape, layout: Parallel) -> dict[str, list[int]]:
+    """Save a model by either, load ours by either, and compare; bytes that each save has of this rank's tensors."""
+    warnings.simplefilter("ignore")
+    training = build_training(shape, layout)
+    training.train(steps=1)
+    from megatron.core import dist_checkpointing as dc
+
+    group = _groups()["replicas"]
+    tensors: dict[str, dict[str, Any]] = {}
+    for name in ("stock", "ours", "spread"):
+        path = made(root / name)
+        if name == "stock":
+            base = _stock_strategy()
+            dc.save(
+                training.sharded_state_dict(), path, _wrappers().FullyParallelSaveStrategyWrapper(base, group, True)
+            )
+            continue
+        mcore_ckpt.install()
+        strategy = _saving(group) if name == "ours" else _saving(distribution="on").base_strategy
+        state = training.sharded_state_dict()
+        before = [(shard, shard.replica_id) for shard in _shards(state)]
+        with _counted(dist, "all_gather_object") as gathers:
+            dc.save(state, path, strategy)
+        assert not gathers
+        if name == "spread":
+            assert all(shard.replica_id == replica_id for shard, replica_id in before)
+        with _counted(dist, "all_gather_object") as gathers:
+            loaded = dc.load(training.sharded_state_dict(is_loading=True), path, _loading(group))
+        assert not gathers
+        tensors[name] = dict(_flat(loaded))
+        mcore_ckpt.uninstall()
+        if name == "ours":
+            # By Megatron's own load, which gathers the objects.
+            tensors["by stock"] = dict(_flat(dc.load(training.sharded_state_dict(is_loading=True), path)))
+    for other in ("by stock", "spread"):
+        _assert_same(tensors["ours"], tensors[other])
+    return {}
+
+
+def _stock_strategy() -> Any:
+    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+
+    return get_default_save_sharded_strategy("torch_dist")
+
+
+def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _flat(value, f"{path}/{key}")
+    elif isinstance(tree, list | tuple):
+        for number, value in enumerate(tree):
+            yield from _flat(value, f"{path}/{number}")
+    else:
+        yield path, tree
+
+
+def _assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, other[key]), key
+        elif hasattr(value, "getvalue"):
+            assert value.getvalue() == other[key].getvalue(), key
+
+
+@pytest.mark.parametrize(("shape", "layout"), _MODELS)
+def test_checkpoints_have_what_megatrons_have_where_megatrons_have_it(
+    shape: ModelShape, layout: Parallel, tmp_path: Path
+) -> None:
+    run_pretending_ranks(_save_and_load, RANKS, tmp_path, shape, layout, deadline_s=DEADLINE_S)
+    stock, ours = _where(tmp_path / "stock"), _where(tmp_path / "ours")
+    assert ours == stock
+    spread = _where(tmp_path / "spread")
+    assert spread.keys() == stock.keys()
+    found = {name: mcore_ckpt.open_checkpoint(tmp_path / name) for name in ("stock", "ours", "spread")}
+    for key in found["stock"].tensors:
+        for name in ("ours", "spread"):
+            one, other = (found[side][key][...].reshape(-1).view(torch.uint8) for side in (name, "stock"))
+            assert torch.equal(one, other), (name, key)
+    sizes = {name: _bytes_by_rank(tmp_path / name) for name in found}
+    assert sizes["ours"] == sizes["stock"]
+    assert sum(sizes["spread"]) == sum(sizes["stock"])
+    assert max(sizes["spread"]) < 1.02 * max(sizes["stock"])  # and over replicas beyond data parallelism
+    for checkpoint in found.values():
+        checkpoint.close()
+    assert mcore_ckpt.verify_checkpoint(tmp_path / "spread").whole
+
+
+def _bytes_by_rank(directory: Path) -> list[int]:
+    found = [0] * RANKS
+    for entry in read_index(directory).tensors.values():
+        for chunk in entry.chunks:
+            name = data_file_of(chunk.item.file)
+            assert name is not None
+            elements = 1
+            for size in chunk.sizes:
+                elements *= size
+            found[name.rank] += elements * {"float32": 4, "bfloat16": 2}[entry.dtype]
+    return found
+
+
+# --- made-up states: what is exchanged, what changes, what fails ------------------------------------------------------
+
+
+def _state(fill: float | None, *, more: int = 0, keys: int = 12) -> dict[str, Any]:
+    """A layer's weights, divided between two ranks and replicated on two, a norm that all have, and an object."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+    rank = dist.get_rank()
+    part, replica = rank % 2, rank // 2
+    state: dict[str, Any] = {
+        "norm": ShardedTensor.from_rank_offsets("norm", _data(8, fill), replica_id=(0, part, replica))
+    }
+    for number in range(keys + more):
+        data = _data(4 * (number + 1), None if fill is None else fill + number + 100 * part)
+        key = f"weight{number}"
+        state[key] = ShardedTensor.from_rank_offsets(key, data, (0, part, 2), replica_id=(0, 0, replica))
+    held = None if fill is None else {"part": part, "fill": fill}
+    state["object"] = ShardedObject("object", held, (2,), (part,), replica_id=replica)
+    return state
+
+
+def _data(elements: int, fill: float | None) -> torch.Tensor:
+    return torch.full((elements, 4), -1.0 if fill is None else fill)
+
+
+def _check(loaded: dict[str, Any], fill: float, *, keys: int = 12) -> None:
+    part = dist.get_rank() % 2
+    assert bool((loaded["norm"] == fill).all())
+    for number in range(keys):
+        assert bool((loaded[f"weight{number}"] == fill + number + 100 * part).all()), number
+    assert loaded["object"] == {"part": part, "fill": fill}
+
+
+def _two_groups() -> Any:
+    """Of ranks 0 and 2, which hold the first parts, and of 1 and 3; the one that this rank is in."""
+    return [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
+
+
+def _later_saves(rank: int, root: Path, caches: bool) -> list[list[str]]:
+    """Save three times in two groups; what is exchanged by the wrapper, of the second on. Then load."""
+    dc = installed()
+    group = _two_groups()
+    found = []
+    for name, strategy in (("plain", None), ("wrapped", _saving(group, caches=caches))):
+        strategy = strategy or _saving(group).base_strategy
+        for number in range(3):
+            state = _state(10.0 * number)
+            path = made(root / f"{name}{number}")
+            with _exchanges() as calls, _gathers() as gathers:
+                dc.save(state, path, strategy)
+            assert not gathers
+            if number > 0:
+                found.append(calls)
+                assert getattr(strategy, "base_strategy", strategy).validated_cache_reuse
+    loading = _loading(group, caches=caches)
+    for number in (1, 2):
+        with _counted(dist, "all_gather_object") as gathers:
+            _check(dc.load(_state(None), str(root / f"wrapped{number}"), loading), 10.0 * number)
+        assert not gathers
+    return found
+
+
+@pytest.mark.parametrize("caches", [False, True])
+def test_an_unchanged_save_exchanges_the_agreement_that_nothing_has_changed(caches: bool, tmp_path: Path) -> None:
+    """One exchange in each group, whatever Megatron is told of the structure; and a load gathers nothing."""
+    outcomes = run_megatron_ranks(_later_saves, RANKS, tmp_path, caches, deadline_s=DEADLINE_S)
+    for plain, same, second, third in outcomes:
+        assert plain == same
+        assert sorted(second) == sorted(third) == sorted([*plain, "_up", "_down"])
+    assert _where(tmp_path / "wrapped1") == _where(tmp_path / "wrapped2")
+    assert set(_where(tmp_path / "wrapped2").values()) == set(range(RANKS))
+
+
+_CHANGES = ("nothing", "nothing", "more on all", "more on two", "main replicas moved", "nothing")
+
+
+def _change(rank: int, root: Path, wrapped: bool) -> list[bool]:
+    """Save and load what changes from save to save, though Megatron is told that it does not; which saves had the plan
+    of the one before.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    dc = installed()
+    part, replica = rank % 2, rank // 2
+    group = _two_groups()
+    saving = _saving(group, caches=True) if wrapped else _saving(distribution="on").base_strategy
+    found = []
+    for number, change in enumerate(_CHANGES):
+        state = _state(float(number), more=3 if change == "more on all" else 0)
+        if change == "more on two" and part == 1:
+            state["more"] = ShardedTensor.from_rank_offsets("more", _data(9, number), replica_id=(0, 0, replica))
+        if change == "main replicas moved":
+            state["weight3"].replica_id = (0, 0, 1 - replica)
+        path = made(root / str(number))
+        dc.save(state, path, saving)
+        found.append(getattr(saving, "base_strategy", saving).validated_cache_reuse)
+        _check(dc.load(_state(None), path, _loading(group)), float(number))
+    return found
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "spread"])
+def test_a_structure_that_changes_is_distributed_again(wrapped: bool, tmp_path: Path) -> None:
+    outcomes = run_megatron_ranks(_change, RANKS, tmp_path, wrapped, deadline_s=DEADLINE_S)
+    assert outcomes == [[False, True, False, False, False, False]] * RANKS
+    for number, change in enumerate(_CHANGES):
+        assert mcore_ckpt.verify_checkpoint(tmp_path / str(number)).whole
+        where = _where(tmp_path / str(number))
+        assert set(where.values()) == set(range(RANKS))
+        if change == "more on two":
+            assert where["more", (0, 0)] in (1, 3)
+
+
+def _fails(call: Any) -> str:
+    try:
+        call()
+    except mcore_ckpt.CheckpointError as error:
+        return str(error).removeprefix("Worker failure: ").splitlines()[0]
+    return ""
+
+
+def _fail(rank: int, root: Path, wrapped: bool) -> list[str]:
+    """What is said where one rank cannot describe a shard, in a save and in a load; and where it cannot read the common
+    state, before its group has distributed the load. After each, all ranks are in step.
+    """
+    dc = installed()
+    from mcore_ckpt.megatron import common_state
+
+    group = _two_groups()
+    saving = _saving(group) if wrapped else _saving(distribution="on").base_strategy
+    path, loading = made(root / "saved"), _loading(group)
+    dc.save(_state(1.0), path, saving)
+    odd, failed = _state(1.0), made(root / "failed")
+    if rank == 3:
+        odd["weight3"].global_shape = None
+    said = [_fails(partial(dc.save, odd, failed, saving, validate_access_integrity=False))]
+    dc.save(_state(2.0), path, saving)
+    odd = _state(None)
+    if rank == 3:
+        odd["weight3"].global_shape = None
+    said.append(_fails(partial(dc.load, odd, path, loading, validate_access_integrity=False)))
+    _check(dc.load(_state(None), path, loading), 2.0)
+
+    def cannot_read(*args: Any) -> Any:
+        raise LoadError("the common state is not here")
+
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 3:
+            patched.setattr(common_state, "load_common", cannot_read)
+        for checks in (True, False):
+            load = partial(dc.load, _state(None), path, loading, validate_access_integrity=checks)
+            said += [_fails(load)]
+    _check(dc.load(_state(None), path, loading), 2.0)
+    return said
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "spread"])
+def test_what_fails_on_one_rank_is_raised_on_all_of_all_groups(wrapped: bool, tmp_path: Path) -> None:
+    outcomes = run_megatron_ranks(_fail, RANKS, tmp_path, wrapped, deadline_s=DEADLINE_S)
+    for save, load, *common in outcomes:
+        assert "'NoneType' object is not iterable" in save
+        assert "'NoneType' object is not iterable" in load
+        assert all("the common state is not here" in said for said in common)
+    assert not (tmp_path / "failed" / ".metadata").exists()
+
+
+def _differ(rank: int, root: Path) -> None:
+    """Save and load where rank 1 has another value of the option than the others."""
+    dc = installed()
+    group, path = _two_groups(), made(root / "saved")
+    with pytest.MonkeyPatch.context() as patched:
+        for other in ("megatron", "on"):
+            if rank == 1:
+                patched.setenv("MCORE_CKPT_DISTRIBUTION", other)
+            with pytest.raises(OptionError, match="MCORE_CKPT_DISTRIBUTION alike on all hosts"):
+                dc.save(_state(1.0), path, _saving(group))
+        with pytest.raises(OptionError, match="MCORE_CKPT_DISTRIBUTION alike on all hosts"):
+            _saving().base_strategy.save(_state(1.0), path)  # no Megatron is asked
+    dc.save(_state(1.0), path, _saving(group))
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            patched.setenv("MCORE_CKPT_DISTRIBUTION", "megatron")
+        for checks in (True, False):
+            with pytest.raises(OptionError, match="MCORE_CKPT_DISTRIBUTION alike on all hosts"):
+                dc.load(_state(None), path, _loading(group), validate_access_integrity=checks)
+    _check(dc.load(_state(None), path, _loading(group)), 1.0)
+
+
+def test_options_that_differ_are_an_error_on_all_ranks(tmp_path: Path) -> None:
+    run_megatron_ranks(_differ, RANKS, tmp_path, deadline_s=DEADLINE_S)
+
+
+def _left_to_megatron(rank: int, root: Path) -> tuple[list[str], list[str], list[str]]:
+    dc = installed()
+    group, path = _two_groups(), made(root)
+    with _counted(dist, "all_gather_object") as saved:
+        dc.save(_state(3.0), path, _saving(group, caches=True, distribution="megatron"))
+    with _counted(dist, "all_gather_object") as loaded:
+        _check(dc.load(_state(None), path, _loading(group, distribution="megatron")), 3.0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("MCORE_CKPT_VALIDATION", "megatron")
+        with _counted(dist, "all_gather_object") as validated:
+            dc.save(_state(3.0), made(root / "validated"), _saving(group))
+            _check(dc.load(_state(None), path, _loading(group)), 3.0)
+    return saved, loaded, validated
+
+
+def test_each_part_can_be_left_to_megatron(tmp_path: Path) -> None:
+    outcomes = run_megatron_ranks(_left_to_megatron, RANKS, tmp_path, deadline_s=DEADLINE_S)
+    for saved, loaded, validated in outcomes:
+        assert len(saved) == 1
+        assert len(loaded) == 2  # the distribution, and the objects
+        assert len(validated) == 3  # of the save, of its distribution, of the load
+
+
+# --- a save that is spread without a wrapper --------------------------------------------------------------------------
+
+
+def _spread(rank: int, root: Path) -> dict[str, Any]:
+    """Save by each way, twice; load, and save as a job that has been started again does."""
+    dc = installed()
+    group = _two_groups()
+    found: dict[str, Any] = {}
+    strategies = {
+        "alone": _saving(distribution="auto").base_strategy,
+        "spread": _saving(distribution="on").base_strategy,
+        "wrapped": _saving(group, distribution="auto"),
+        "wrapped, on": _saving(group, distribution="on"),
+    }
+    for name, strategy in strategies.items():
+        for number in range(3):
+            state = _state(4.0)
+            before = {key: leaf.replica_id for key, leaf in state.items()}
+            with _exchanges() as found[name]:
+                dc.save(state, made(root / f"{name}{number}"), strategy)
+            if "wrapped" not in name:
+                assert {key: leaf.replica_id for key, leaf in state.items()} == before
+        path = str(root / f"{name}2")
+        _check(dc.load(_state(None), path, _loading(group) if "wrapped" in name else None), 4.0)
+        started_again = _saving(group if "wrapped" in name else None, distribution="on" if name != "alone" else "auto")
+        strategy = started_again if "wrapped" in name else started_again.base_strategy
+        dc.save(_state(4.0), made(root / f"{name}, again"), strategy)
+        found[f"{name}, resumed"] = started_again.base_strategy.validated_loaded_metadata_reuse
+    return found
+
+
+def test_a_spread_save_has_all_replicas_share_the_bytes_and_costs_no_message_later(tmp_path: Path) -> None:
+    outcomes = run_megatron_ranks(_spread, RANKS, tmp_path, deadline_s=DEADLINE_S)
+    for found in outcomes:
+        assert found["spread"] == found["alone"]
+        assert found["wrapped, on"] == found["wrapped"]
+        for name in ("alone", "spread", "wrapped", "wrapped, on"):
+            assert found[f"{name}, resumed"]
+    where = {name: _where(tmp_path / f"{name}2") for name in ("alone", "spread", "wrapped", "wrapped, on")}
+    assert set(where["alone"].values()) == {0, 1}
+    assert where["wrapped, on"] == where["wrapped"]
+    sizes = {name: _bytes_by_rank(tmp_path / f"{name}2") for name in where}
+    assert {sum(of_ranks) for of_ranks in sizes.values()} == {sum(sizes["alone"])}
+    norm_bytes = 8 * 4 * 4  # held by all ranks, so spread last
+    assert max(sizes["spread"]) - norm_bytes <= min(sizes["spread"])
+    assert max(sizes["spread"]) < 0.6 * max(sizes["alone"])
+    for name, chunks in where.items():
+        assert chunks == _where(tmp_path / f"{name}, again") == _where(tmp_path / f"{name}0")
+
+
+def _spread_and_compared(rank: int, root: Path) -> str:
+    """Replicas are compared with those that other ranks save in their place; then one is another."""
+    dc = installed()
+    options = {"distribution": "on", "compare_replicas": "always", "on_diverged": "raise"}
+    strategy = _saving(**options).base_strategy
+    for number in range(2):
+        request = dc.save(_state(5.0), made(root / str(number)), strategy, async_sharded_save=True)
+        for finalize in request.finalize_fns:
+            finalize()
+    state = _state(5.0)
+    if rank == 2:
+        state["weight4"].data += 1
+    return _fails(partial(dc.save, state, made(root / "diverged"), strategy))
+
+
+def test_replicas_are_compared_with_what_others_save_in_their_place(tmp_path: Path) -> None:
+    said = run_megatron_ranks(_spread_and_compared, RANKS, tmp_path, deadline_s=DEADLINE_S)
+    assert all("weight4" in of_rank and "differ between replicas" in of_rank for of_rank in said), said
+    assert mcore_ckpt.verify_checkpoint(tmp_path / "1").whole
+    assert set(_where(tmp_path / "1").values()) == set(range(RANKS))
+
+
+def _overlapping(rank: int, root: Path) -> tuple[str, str]:
+    """Two ranks hold the main replica of one shard, which a distribution would hide."""
+    dc = installed()
+    said = []
+    for strategy in (_saving(_two_groups()), _saving(distribution="on").base_strategy):
+        state = _state(6.0)
+        if rank in (0, 2):
+            state["weight5"].replica_id = (0, 0, 0)
+        said.append(_fails(partial(dc.save, state, made(root / "new"), strategy)))
+    return said[0], said[1]
+
+
+def test_two_main_replicas_of_a_shard_are_refused_though_one_rank_saves_it(tmp_path: Path) -> None:
+    for said in run_megatron_ranks(_overlapping, RANKS, tmp_path, deadline_s=DEADLINE_S):
+        assert all("weight5" in one for one in said), said

@@ -1,0 +1,481 @@
+"""A proof of a load takes what the load has summed where it lies, and reads all else again."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt import LoadError, LoadOptions, SaveOptions, TorchDistLoadStrategy, TorchDistSaveStrategy
+from mcore_ckpt import checkpoint_fingerprint as stored_fingerprint
+from mcore_ckpt.layout import fingerprint as fingerprints
+from mcore_ckpt.load.arrivals import Arrivals
+from mcore_ckpt.megatron import _proof
+from mcore_ckpt.megatron._proof import prove_load
+from tests.megatron.trap_ranks import installed
+from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
+
+pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
+
+SHAPES = {"rows": ((1024, 2048), 0), "columns": ((1024, 2048), 1), "stacked": ((2, 1024, 1024), 1)}
+OPTIONS = LoadOptions(prove="always")
+
+
+def state(pieces: int, *, empty: bool = False) -> dict[str, Any]:
+    """All shards of every tensor, in so many pieces."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    generator = torch.Generator().manual_seed(1)
+    found = {}
+    for key, (shape, axis) in SHAPES.items():
+        whole = torch.randn(shape, generator=generator)
+        for number, piece in enumerate(whole.chunk(pieces, axis)):
+            data = torch.zeros_like(piece.contiguous()) if empty else piece.contiguous()
+            found[f"{key} {number}"] = ShardedTensor.from_rank_offsets(key, data, (axis, number, pieces))
+    return found
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    TorchDistSaveStrategy(options=SaveOptions(progress=False)).save(state(2), path)
+    return path
+
+
+@pytest.fixture
+def summed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of what is read in memory for the proof."""
+    found: list[int] = []
+    part_of = fingerprints.part_of
+
+    def noted(content: Any, *args: Any) -> int:
+        found.append(memoryview(content).nbytes)
+        return part_of(content, *args)
+
+    monkeypatch.setattr(fingerprints, "part_of", noted)
+    return found
+
+
+def proven(load: Any, path: Path, pieces: int = 2, strategy: Any = None) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = prove_load(load, OPTIONS, strategy, state(pieces, empty=True), path)
+    return found
+
+
+def test_what_is_loaded_as_it_was_saved_is_not_read_again(
+    saved: Path, summed: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mcore_ckpt")
+    loaded = proven(TorchDistLoadStrategy(options=OPTIONS).load, saved)
+    assert all(loaded[name].equal(shard.data) for name, shard in state(2).items())
+    assert f"state proven: {stored_fingerprint(saved).total} on 1 rank" in caplog.text
+    assert summed == []
+
+
+def test_under_another_layout_only_columns_are_read_again(
+    saved: Path, summed: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mcore_ckpt")
+    proven(TorchDistLoadStrategy(options=OPTIONS).load, saved, pieces=1)
+    assert f"state proven: {stored_fingerprint(saved).total} on 1 rank" in caplog.text
+    shapes = {name: shard.data.nbytes for name, shard in state(1).items()}
+    assert sorted(summed) == sorted([shapes["columns 0"], shapes["stacked 0"]])
+
+
+def test_behind_an_exchange_of_megatron_all_is_read_again(saved: Path, summed: list[int]) -> None:
+    class Wrapper:
+        base_strategy = TorchDistLoadStrategy(options=OPTIONS)
+
+    proven(Wrapper.base_strategy.load, saved, strategy=Wrapper())
+    assert sum(summed) == sum(shard.data.nbytes for shard in state(2).values())
+
+
+@pytest.mark.parametrize("name", ["rows 1", "columns 0", "stacked 1"])
+def test_what_changes_after_it_was_read_is_named(name: str, saved: Path) -> None:
+    def load(*args: Any) -> Any:
+        loaded = TorchDistLoadStrategy(options=OPTIONS).load(*args)
+        loaded[name].view(torch.uint8).view(-1)[5] ^= 1
+        return loaded
+
+    with pytest.raises(LoadError, match=f"1 of 3 tensors in memory are not what is stored: {name.split()[0]} "):
+        proven(load, saved)
+
+
+@pytest.mark.parametrize("key", list(SHAPES))
+def test_two_shards_in_each_others_place_are_named(key: str, saved: Path) -> None:
+    def load(*args: Any) -> Any:
+        loaded = TorchDistLoadStrategy(options=OPTIONS).load(*args)
+        loaded[f"{key} 0"], loaded[f"{key} 1"] = loaded[f"{key} 1"], loaded[f"{key} 0"]
+        return loaded
+
+    with pytest.raises(LoadError, match=f"1 of 3 tensors in memory are not what is stored: {key} "):
+        proven(load, saved)
+
+
+def test_another_tensor_in_its_place_is_named(saved: Path) -> None:
+    def load(*args: Any) -> Any:
+        loaded = TorchDistLoadStrategy(options=OPTIONS).load(*args)
+        loaded["columns 0"] = loaded["columns 0"].clone()
+        loaded["columns 0"][7] += 1
+        return loaded
+
+    with pytest.raises(LoadError, match="1 of 3 tensors in memory are not what is stored: columns "):
+        proven(load, saved)
+
+
+def load_with_wrong_replica(rank: int, path: Path, wrapped: bool) -> tuple[list[str], str]:
+    """What a proof says of two ranks with the same state, and what if the second one gets a wrong bit."""
+    installed()
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+
+    def replicas(fill: float) -> dict[str, Any]:
+        return {
+            key: ShardedTensor.from_rank_offsets(key, torch.full((64, 64), fill), replica_id=(0, 0, rank))
+            for key in ("a", "b", "c")
+        }
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("mcore_ckpt")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    TorchDistSaveStrategy(options=SaveOptions(progress=False)).save(replicas(1.0), path)
+    strategy: Any = TorchDistLoadStrategy(options=OPTIONS)
+    if wrapped:
+        strategy = FullyParallelLoadStrategyWrapper(strategy)
+    prove_load(strategy.load, OPTIONS, strategy, replicas(0.0), path)
+
+    def load(*args: Any) -> Any:
+        loaded = strategy.load(*args)
+        if rank == 1:
+            loaded["b"].view(torch.uint8).view(-1)[5] ^= 1
+        return loaded
+
+    with pytest.raises(LoadError) as caught:
+        prove_load(load, OPTIONS, strategy, replicas(0.0), path)
+    return [line for line in lines if "proven" in line], str(caught.value)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_replica_with_another_bit_is_named(wrapped: bool, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    (lines, said), (_, also) = run_ranks(load_with_wrong_replica, 2, path, wrapped)
+    assert len(lines) == 1
+    assert lines[0].endswith(f"state proven: {stored_fingerprint(path).total} on 2 ranks")
+    for text in (said, also):
+        assert "1 of 3 tensors in memory are not what is stored: b (replica (0, 0, 1), CRC-32 " in text
+        assert "on ranks 1, stored" in text
+
+
+@pytest.mark.filterwarnings("ignore:.*are converted to the dtypes")
+def test_a_state_of_which_nothing_can_be_compared_is_not_called_proven(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mcore_ckpt")
+
+    def converted() -> dict[str, Any]:
+        found = state(1, empty=True)
+        for shard in found.values():
+            shard.data, shard.dtype = shard.data.bfloat16(), torch.bfloat16
+        return found
+
+    prove_load(TorchDistLoadStrategy(options=OPTIONS).load, OPTIONS, None, converted(), saved)
+    assert "state proven" not in caplog.text
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "not proven: no tensor could be compared; 3 tensors converted, of another shape" in warning.getMessage()
+    caplog.clear()
+    some = {**converted(), "rows 0": state(1, empty=True)["rows 0"]}
+    prove_load(TorchDistLoadStrategy(options=OPTIONS).load, OPTIONS, None, some, saved)
+    assert "on 1 rank; not compared: 2 tensors converted" in caplog.text
+
+
+@pytest.mark.parametrize("rows", [8, 4096])
+def test_a_checkpoint_that_is_replaced_meanwhile_is_no_wrong_memory(rows: int, tmp_path: Path) -> None:
+    """Also where the load has summed nothing, since all is small."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    def of(fill: float) -> dict[str, Any]:
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((rows, 256), fill))}
+
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    save = TorchDistSaveStrategy(options=SaveOptions(progress=False)).save
+    save(of(1.0), path)
+
+    def load(*args: Any) -> Any:
+        loaded = TorchDistLoadStrategy(options=OPTIONS).load(*args)
+        save(of(2.0), path)
+        return loaded
+
+    with pytest.raises(LoadError, match="the checkpoint was replaced while it was loaded"):
+        prove_load(load, OPTIONS, None, of(0.0), path)
+
+
+def held(*shares: tuple[Any, int, int], key: str = "w", fill: float = 0.0, size: int = 8) -> dict[str, Any]:
+    """Rows of a tensor that are held together, each with its `replica_id`, its first row and its end."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    whole = torch.arange(float(size * 4)).view(size, 4) + 1
+    found = {}
+    for number, (replica, start, stop) in enumerate(shares):
+        shard = ShardedTensor.from_rank_offsets(key, whole.clone(), replica_id=replica)
+        shard.data = whole[start:stop].clone() if fill else torch.zeros(stop - start, 4)
+        shard.local_shape, shard.global_offset = (stop - start, 4), (start, 0)
+        found[f"{key} {number}"] = shard
+    return found
+
+
+MAINS = (0, 0, 4), (0, 4, 8)
+
+
+def said_of(path: Path, shares: tuple[Any, ...], wrong: tuple[int, ...], caplog: pytest.LogCaptureFixture) -> str:
+    """What a proof says if these of them hold zeros: the last line of the log, or the error."""
+    caplog.set_level(logging.INFO, "mcore_ckpt")
+    path.mkdir()
+    TorchDistSaveStrategy(options=SaveOptions(progress=False)).save(held(*MAINS, fill=1.0), path)
+
+    def load(*args: Any) -> Any:
+        loaded = TorchDistLoadStrategy(options=OPTIONS).load(*args)
+        for number in wrong:
+            loaded[f"w {number}"].fill_(0.0)
+        return loaded
+
+    try:
+        prove_load(load, OPTIONS, None, held(*shares), path)
+    except LoadError as error:
+        return str(error)
+    return caplog.messages[-1]
+
+
+WHOLE = ((1, 0, 8),)
+HALVES = (1, 0, 4), (1, 4, 8)
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        MAINS + WHOLE * 2,
+        MAINS + WHOLE * 3,
+        MAINS + HALVES * 2,
+        MAINS + HALVES * 3,
+        MAINS + HALVES + HALVES[:1],
+        MAINS + HALVES[1:],
+        MAINS + WHOLE + HALVES[:1],
+        MAINS * 2,
+        MAINS + MAINS[:1],
+        (*MAINS, (1, 0, 0), (1, 0, 0), (0, 0, 0), (0, 0, 0)),
+    ],
+    ids=str,
+)
+def test_replicas_of_one_id_are_each_compared(
+    shares: tuple[Any, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only 0 is special for Megatron: several ranks may have the same other `replica_id`."""
+    equal = said_of(tmp_path / "equal", shares, (), caplog)
+    assert equal.endswith(f"state proven: {stored_fingerprint(tmp_path / 'equal').total} on 1 rank"), equal
+    some = [number for number, (_, start, stop) in enumerate(shares) if start < stop]
+    # One after the other, and all replicas alike, which must not cancel.
+    for wrong in dict.fromkeys([*((number,) for number in some), tuple(some[2:] or some)]):
+        said = said_of(tmp_path / str(wrong), shares, wrong, caplog)
+        assert "1 of 1 tensors in memory are not what is stored: w (" in said, (wrong, said)
+
+
+def test_so_they_are_in_a_job_of_which_not_all_slices_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of three replicas with one id are wrong alike, which cancels by XOR."""
+    monkeypatch.setattr(_proof, "_MOST_SLICES", 4)
+    said = said_of(tmp_path / "checkpoint", MAINS + HALVES * 3, (2, 4), caplog)
+    assert "1 of 1 tensors in memory are not what is stored: w (" in said
+
+
+def test_a_slice_of_a_replica_that_nothing_tells_of_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It begins in the middle of a main one, and is not the whole tensor."""
+    said = said_of(tmp_path / "checkpoint", (*MAINS, (1, 2, 6)), (2,), caplog)
+    assert said.endswith(" on 1 rank; not compared: 1 replica of slices"), said
+
+
+def load_with_one_id(rank: int, path: Path, wrong: tuple[int, ...]) -> str:
+    """What a proof says to a rank where all but the first have the `replica_id` 1."""
+    installed()
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    def replicas(fill: float) -> dict[str, Any]:
+        return {
+            key: ShardedTensor.from_rank_offsets(key, torch.full((8, 8), fill), replica_id=int(rank > 0))
+            for key in ("a", "b")
+        }
+
+    class Strategy(TorchDistLoadStrategy):
+        def load(self, *args: Any, **kwargs: Any) -> Any:
+            loaded = super().load(*args, **kwargs)
+            if rank in wrong:
+                loaded["b"].fill_(7.0)
+            return loaded
+
+    dist_checkpointing.save(replicas(1.0), str(path), TorchDistSaveStrategy(options=SaveOptions(progress=False)))
+    try:
+        dist_checkpointing.load(replicas(0.0), str(path), Strategy(options=OPTIONS))
+    except LoadError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("wrong", [(2,), (1, 2)])
+def test_ranks_with_one_replica_id_are_each_compared(wrong: tuple[int, ...], tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    for said in run_ranks(load_with_one_id, 3, path, wrong):
+        assert "1 of 2 tensors in memory are not what is stored: " in said
+        for rank in range(3):
+            assert (f"on ranks {rank}, stored" in said) == (rank in wrong), said
+
+
+def load_in_groups(rank: int, path: Path) -> list[str]:
+    """What the log says of a load by two ranks together and one alone; Megatron-Core 0.19 takes the group like this."""
+    installed()
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    groups = [dist.new_group([0, 1], backend="gloo"), dist.new_group([2], backend="gloo")]
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("mcore_ckpt")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+    def state_of(fill: float) -> dict[str, Any]:
+        data = torch.full((8, 8) if rank < 2 else (16, 8), fill)
+        return {"w": ShardedTensor.from_rank_offsets("w", data, *([(0, rank, 2)] if rank < 2 else []))}
+
+    def load(tree: Any, directory: Any, sharded_strategy: Any, process_group: Any = None) -> Any:
+        return sharded_strategy.load(tree, directory)
+
+    strategy = TorchDistLoadStrategy(options=OPTIONS)
+    prove_load(load, OPTIONS, strategy, state_of(0.0), path, strategy, groups[rank // 2])
+    return [line.split("checkpoint: ")[1] for line in lines if "proven" in line]
+
+
+def test_the_group_that_is_passed_by_position_proves(tmp_path: Path) -> None:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    whole = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(128.0).view(16, 8))}
+    TorchDistSaveStrategy(options=SaveOptions(progress=False)).save(whole, path)
+    total = stored_fingerprint(path).total
+    assert run_ranks(load_in_groups, 3, path) == [
+        [f"state proven: {total} on 2 ranks"],
+        [],
+        [f"state proven: {total} on 1 rank"],
+    ]
+
+
+def test_what_comes_through_scratch_memory_is_proven_and_the_scratch_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Flattened halves, as Megatron-Core 0.12 to 0.15 stored optimizer state, are loaded as one tensor."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    caplog.set_level(logging.INFO, "mcore_ckpt")
+    halves = {}
+    for half in (0, 1):
+        shard = ShardedTensor.from_rank_offsets("m", torch.empty(1024, 1024), (1, half, 2))
+        shard.data, shard.flattened_range = torch.arange(1024.0**2) + half, slice(0, 1024**2)
+        halves[str(half)] = shard
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    TorchDistSaveStrategy(options=SaveOptions(progress=False)).save(halves, path)
+    noted: list[torch.Tensor] = []
+    note = Arrivals.note
+
+    def noting(self: Arrivals, read: int, tensor: torch.Tensor, *args: Any) -> None:
+        noted.append(tensor)
+        note(self, read, tensor, *args)
+
+    monkeypatch.setattr(Arrivals, "note", noting)
+    load = TorchDistLoadStrategy(options=OPTIONS).load
+    for wrong in (False, True):
+        wanted = {"m": ShardedTensor.from_rank_offsets("m", torch.zeros(1024, 2048))}
+
+        def loading(*args: Any, wrong: bool = wrong) -> Any:
+            loaded = load(*args)
+            if wrong:
+                loaded["m"][1000, 2000] += 1
+            return loaded
+
+        if wrong:
+            with pytest.raises(LoadError, match="1 of 1 tensors in memory are not what is stored: m "):
+                prove_load(loading, OPTIONS, None, wanted, path)
+        else:
+            prove_load(loading, OPTIONS, None, wanted, path)
+    assert f"state proven: {stored_fingerprint(path).total} on 1 rank" in caplog.text
+    assert noted == []
+
+
+def test_a_tensor_without_elements_that_ranks_divide_is_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    caplog.set_level(logging.INFO, "mcore_ckpt")
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+
+    def divided() -> dict[str, Any]:
+        return {str(at): ShardedTensor.from_rank_offsets("e", torch.empty(0, 4), (0, at, 2)) for at in (0, 1)}
+
+    TorchDistSaveStrategy(options=SaveOptions(progress=False)).save(divided(), path)
+    prove_load(TorchDistLoadStrategy(options=OPTIONS).load, OPTIONS, None, divided(), path)
+    assert f"state proven: {stored_fingerprint(path).total} on 1 rank" in caplog.text
+
+
+def test_a_list_of_which_something_is_missing_is_not_compared_by_place(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Megatron leaves out what the checkpoint lacks."""
+    caplog.set_level(logging.INFO, "mcore_ckpt")
+    wanted = state(1, empty=True)
+
+    def load(tree: Any, *args: Any) -> Any:
+        loaded = TorchDistLoadStrategy(options=OPTIONS).load(
+            {str(at): one for at, one in enumerate(tree["all"])}, *args
+        )
+        return {"all": list(loaded.values())[1:]}
+
+    prove_load(load, OPTIONS, None, {"all": list(wanted.values())}, saved)
+    assert "not proven: no tensor could be compared; 3 tensors converted, " in caplog.text
+    assert "or not found where it was asked for" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_a_list_has_left_is_compared_where_the_checkpoint_lacks_some_of_it(
+    wrong: bool, saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    caplog.set_level(logging.INFO, "mcore_ckpt")
+    new = ShardedTensor.from_rank_offsets("new", torch.zeros(4))
+    wanted = [new, *state(1, empty=True).values()]
+
+    def load(tree: Any, *args: Any) -> Any:
+        loaded = TorchDistLoadStrategy(options=OPTIONS).load({one.key: one for one in tree["all"][1:]}, *args)
+        if wrong:
+            loaded["columns"][7] = 7.0
+        return {"all": list(loaded.values())}
+
+    if wrong:
+        with pytest.raises(LoadError, match="1 of 3 tensors in memory are not what is stored: columns "):
+            prove_load(load, OPTIONS, None, {"all": wanted}, saved)
+    else:
+        prove_load(load, OPTIONS, None, {"all": wanted}, saved)
+        assert f"state proven: {stored_fingerprint(saved).total} on 1 rank" in caplog.text
+        assert "not compared" not in caplog.text

@@ -1,0 +1,168 @@
+"""What keeps one rank from a save is heard of on all, at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt import OptionError, SaveError, SaveOptions
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
+from tests.megatron.trap_ranks import check, installed, made, state
+from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
+
+pytest.importorskip("megatron.core")
+
+RANKS = 3
+# Far less than the time-out of the process group.
+DEADLINE_S = 60.0
+
+
+def _cannot_be_built(*_: Any) -> Any:
+    raise MemoryError("no memory on this rank")
+
+
+def kept_away(rank: int, run: Path) -> None:
+    """Rank 1 fails before the first exchange of a save, in Megatron's code; the next save works."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    def with_factory(build: Callable[..., Any]) -> dict[str, Any]:
+        return {**state(1), "made": ShardedTensorFactory("made", torch.ones(2), build, lambda found: found)}
+
+    def no_common_state(common: Any) -> Any:
+        if rank == 1:
+            raise KeyError("args")
+        return common
+
+    def built(key: str, tensor: torch.Tensor, *_: Any) -> Any:
+        from megatron.core.dist_checkpointing import ShardedTensor
+
+        return ShardedTensor.from_rank_offsets(key, tensor, replica_id=rank)
+
+    name = made(run / "iter_0000001")
+    with pytest.raises((SaveError, MemoryError), match=r"rank 1.*MemoryError|no memory on this rank"):
+        dist_checkpointing.save(with_factory(_cannot_be_built if rank == 1 else built), name)
+    with pytest.raises((SaveError, KeyError), match=r"rank 1.*KeyError|args"):
+        dist_checkpointing.save(state(1), name, preprocess_common_before_consistancy_check=no_common_state)
+    with pytest.raises((SaveError, OSError), match=r"rank 0.*iter_0000009|No such file"):
+        dist_checkpointing.save(state(1), str(run / "iter_0000009"))
+    dist.barrier()
+    assert os.listdir(name) == []
+    dist_checkpointing.save(state(1), name)
+    check(dist_checkpointing.load(state(0), name), 1)
+
+
+def test_what_one_rank_raises_before_the_first_exchange_all_raise(tmp_path: Path) -> None:
+    run_ranks(kept_away, RANKS, tmp_path, deadline_s=DEADLINE_S)
+
+
+def wrapped(groups: list[list[int]], **options: Any) -> Any:
+    """A strategy behind Megatron's fully parallel wrapper over the group that this rank is in."""
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+    from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
+
+    own = next(made for made in [(ranks, dist.new_group(ranks)) for ranks in groups] if dist.get_rank() in made[0])[1]
+    return FullyParallelSaveStrategyWrapper(TorchDistSaveStrategy(options=SaveOptions.from_environment(**options)), own)
+
+
+def kept_away_from_its_group(rank: int, run: Path, groups: list[list[int]]) -> None:
+    """Each rank in turn fails before the first exchange of a save, which is one of a group from 0.19 on."""
+    dist_checkpointing = installed()
+    name = made(run / "iter_0000001")
+    for distribution in ("auto", "megatron"):
+        strategy = wrapped(groups, distribution=distribution)
+        for failing in range(dist.get_world_size()):
+
+            def no_common_state(common: Any, failing: int = failing) -> Any:
+                if rank == failing:
+                    raise KeyError("args")
+                return common
+
+            with pytest.raises(KeyError if rank == failing else SaveError, match=r"KeyError|args"):
+                dist_checkpointing.save(
+                    state(1), name, strategy, preprocess_common_before_consistancy_check=no_common_state
+                )
+            dist.barrier()
+            assert os.listdir(name) == []
+    dist_checkpointing.save(state(1), name, strategy)
+    check(dist_checkpointing.load(state(0), name), 1)
+
+
+@pytest.mark.parametrize("groups", [[[0, 2], [1, 3]], [[0, 1, 2, 3]]], ids=["two groups", "one group"])
+def test_what_a_rank_raises_before_the_first_exchange_of_its_group_all_raise(
+    groups: list[list[int]], tmp_path: Path
+) -> None:
+    run_ranks(kept_away_from_its_group, 4, tmp_path, groups, deadline_s=DEADLINE_S)
+
+
+OTHERWISE = [("DISTRIBUTION", "on"), ("DISTRIBUTION", "megatron"), ("VALIDATION", "megatron")]
+
+
+def differing_later(rank: int, run: Path, groups: list[list[int]]) -> None:
+    """Some have another value of an option after a save in which all had the same, and after one with that value."""
+    dist_checkpointing = installed()
+    name, between = made(run / "iter_0000001"), made(run / "iter_0000002")
+
+    def saving(**options: str) -> Any:
+        named: dict[str, Any] = {option.lower(): value for option, value in options.items()}
+        strategy = wrapped(groups or [list(range(RANKS))], **named)
+        return strategy if groups else strategy.base_strategy
+
+    dist_checkpointing.save(state(1), name, saving())
+    before = sorted(os.listdir(name))
+    for option, value in OTHERWISE:
+        dist_checkpointing.save(state(2), between, saving(**{option: value}))
+        for others in ([0], [1], [1, 3]):
+            strategy = saving(**({option: value} if rank in others else {}))
+            with pytest.raises(OptionError, match=f"MCORE_CKPT_{option} alike on all hosts"):
+                dist_checkpointing.save(state(2), name, strategy)
+    dist.barrier()
+    assert sorted(os.listdir(name)) == before
+    dist_checkpointing.save(state(3), name, saving())
+    check(dist_checkpointing.load(state(0), name), 3)
+
+
+def test_options_that_differ_in_a_later_save_are_an_error_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(differing_later, RANKS, tmp_path, [], deadline_s=DEADLINE_S)
+
+
+def test_options_that_differ_between_or_within_groups_are_an_error_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(differing_later, 4, tmp_path, [[0, 2], [1, 3]], deadline_s=DEADLINE_S)
+
+
+def in_other_directories(rank: int, run: Path, second_tier: bool) -> None:
+    """Rank 1 is one iteration ahead."""
+    if second_tier:
+        os.environ["MCORE_CKPT_DRAIN_TO"] = str(run.parent / "far")
+    dist_checkpointing = installed()
+    names = [made(run / f"iter_000000{iteration}") for iteration in (1, 2)]
+    with pytest.raises(SaveError, match="iter_0000001, iter_0000002: they are at different iterations"):
+        dist_checkpointing.save(state(1), names[1 if rank == 1 else 0])
+    dist.barrier()
+    # Where there is no checkpoint, a marker says that what lies there is none.
+    assert {path.name for name in names for path in Path(name).iterdir()} <= {INCOMPLETE_MARKER}
+
+
+@pytest.mark.parametrize("second_tier", [False, True])
+def test_ranks_at_different_iterations_save_nothing(second_tier: bool, tmp_path: Path) -> None:
+    run_ranks(in_other_directories, RANKS, tmp_path / "run", second_tier, deadline_s=DEADLINE_S)
+
+
+def with_own_second_tier(rank: int, run: Path) -> None:
+    """Rank 1 alone has a second tier, which is the first one."""
+    if rank == 1:
+        os.environ["MCORE_CKPT_DRAIN_TO"] = str(run)
+    dist_checkpointing = installed()
+    with pytest.raises(OptionError, match="drain_to"):
+        dist_checkpointing.save(state(1), made(run / "iter_0000001"))
+
+
+def test_a_second_tier_that_one_rank_cannot_have_is_an_error_on_all(tmp_path: Path) -> None:
+    run_ranks(with_own_second_tier, RANKS, tmp_path / "run", deadline_s=DEADLINE_S)
