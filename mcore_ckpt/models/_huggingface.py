@@ -52,6 +52,7 @@ from mcore_ckpt.reshard.plan import target_dtype, token_count
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.target.safetensors import Exported, plan_safetensors
 from mcore_ckpt.target.state_pickle import encode_state
+from mcore_ckpt.target.target_files import TargetFiles
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 from mcore_ckpt.tools.plain_state import read_plain_state
@@ -131,7 +132,7 @@ def export_model(index: CheckpointIndex, options: ExportOptions) -> Conversion:
             notes=found.notes,
             left_out=found.left_out,
         ),
-        carry=lambda folder: _write_model_files(folder, found, tensors, options),
+        carry=lambda target: _write_model_files(target, found, tensors, options),
         carried=_MODEL_FILES,
     )
 
@@ -267,9 +268,10 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return document
 
 
-def _write_model_files(folder: Path, conversion: _Converted, tensors: list[Exported], options: ExportOptions) -> None:
+def _write_model_files(
+    target: TargetFiles, conversion: _Converted, tensors: list[Exported], options: ExportOptions
+) -> None:
     """What else belongs to the weights; `config.json` last, since nothing is loaded without it."""
-    storage = storage_at(folder)
     # What most elements are: norms and routers may be kept in another.
     sizes: dict[str, int] = {}
     for tensor in tensors:
@@ -283,13 +285,13 @@ def _write_model_files(folder: Path, conversion: _Converted, tensors: list[Expor
         there = storage_at(directory, follow_links=True).sizes()
         for name in _MODEL_FILES:
             if name != _MODEL_CONFIG and name in there:
-                storage.publish(name, read_small_file(directory, name, _MAX_MODEL_FILE_BYTES, follow_links=True))
+                target.put(name, read_small_file(directory, name, _MAX_MODEL_FILE_BYTES, follow_links=True))
                 carried.add(name)
     if _GENERATION_CONFIG not in carried:
         document: dict[str, Any] = {"_from_model_config": True}
         document |= {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
-        storage.publish(_GENERATION_CONFIG, json.dumps(document, indent=2, sort_keys=True).encode() + b"\n")
-    storage.publish(_MODEL_CONFIG, json.dumps(config, indent=2, sort_keys=True).encode() + b"\n")
+        target.put(_GENERATION_CONFIG, json.dumps(document, indent=2, sort_keys=True).encode() + b"\n")
+    target.put(_MODEL_CONFIG, json.dumps(config, indent=2, sort_keys=True).encode() + b"\n")
 
 
 # --- from Hugging Face

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config
@@ -12,8 +11,8 @@ from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan,
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, make_plan
 from mcore_ckpt.reshard.rules import PartitionRule
-from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.target.state_pickle import encode_state
+from mcore_ckpt.target.target_files import TargetFiles
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.view.payloads import ViewPayloads
 from mcore_ckpt.view.slices import TensorView
@@ -59,10 +58,9 @@ def import_conversion(
     partitioner = Partitioner(index, rules=rules, arguments=arguments, chunks_tell=tensors is None)
     plan = make_plan(index, layout, partitioner, workers=options.workers, arguments=arguments)
 
-    def carry(folder: Path) -> None:
-        storage = storage_at(folder)
-        storage.publish(CONFIG_FILE, encode_config())
-        storage.publish(COMMON_FILE, common({entry.dtype for entry in index.tensors.values()}))
+    def carry(target: TargetFiles) -> None:
+        target.put(CONFIG_FILE, encode_config())
+        target.put(COMMON_FILE, common({entry.dtype for entry in index.tensors.values()}))
 
     return Conversion(
         payloads=payloads,

@@ -15,6 +15,7 @@ from mcore_ckpt.reshard.options import ConversionOptions
 from mcore_ckpt.reshard.plan import target_dtype
 from mcore_ckpt.target.build import build_target
 from mcore_ckpt.target.slots import TargetPlan
+from mcore_ckpt.target.target_files import TargetFiles
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.view.derived import cast_payloads
 from mcore_ckpt.view.source_files import SourceFiles
@@ -101,7 +102,7 @@ class Conversion:
     plan: TargetPlan  # of the target
     keys: Callable[[], Iterable[KeyPlan]]  # rows, one after another, for showing
     report: ConversionReport  # what is known before anything is written
-    carry: Callable[[Path], None] = lambda _: None  # adds to the target's folder what is no tensor
+    carry: Callable[[TargetFiles], None] = lambda _: None  # adds what is no tensor
     carried: Sequence[str] = ()  # names of the files that `carry` may add
     after: Callable[[], None] = lambda: None  # called when the target has its name
 

@@ -29,6 +29,7 @@ from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import Decision, ReshardPlan, TargetLayout, make_plan
 from mcore_ckpt.reshard.sidecars import carry_sidecars, sidecar_files
 from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.target.target_files import TargetFiles
 from mcore_ckpt.tools.inspection import checkpoint_directory, index_version
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
 from mcore_ckpt.tools.parallel_layout import (
@@ -78,10 +79,10 @@ def plan_reshard(
         payloads.close()
         raise
 
-    def carry(folder: Path) -> None:
+    def carry(target: TargetFiles) -> None:
         # Files next to the data do not say of which save they are, except a common state that the manifest names.
         try:
-            carry_sidecars(source, sidecars, folder, None if converted is None else converted.common)
+            carry_sidecars(source, sidecars, target, None if converted is None else converted.common)
         except LoadError as error:
             if index_version(directory) != version:
                 raise replaced_error(source.path) from error

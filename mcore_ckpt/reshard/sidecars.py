@@ -20,8 +20,9 @@ from mcore_ckpt.format.metadata_read import (
     read_small_file,
 )
 from mcore_ckpt.items.item_checks import check_file
-from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.storage.base import RangeReader, RangeWriter
 from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.target.target_files import TargetFiles
 
 _COPY_BYTES = 4 * 1024**2
 
@@ -43,22 +44,23 @@ def sidecar_files(index: CheckpointIndex) -> list[str]:
 
 
 def carry_sidecars(
-    index: CheckpointIndex, sidecars: Iterable[str], partial: Path, common_content: bytes | None = None
+    index: CheckpointIndex, sidecars: Iterable[str], target: TargetFiles, common_content: bytes | None = None
 ) -> None:
     """Copy what lies next to the data and stays valid: common state, `metadata.json`, and `sidecar_files`.
     `common_content` replaces the content of `common.pt`.
     """
     path = checkpoint_path(index.path)
-    source, storage = storage_at(path), storage_at(partial)
+    source = storage_at(path)
     common = common_file_in_force(with_common_files(source, source.list(), index), index)
     for name in sidecars:
-        _carry_file(source, name, storage)
+        with source.open_reader(name, direct="off") as given:
+            _copy(given, target.new_file(name, given.size_bytes))
     if common is not None:
         content = read_common_file(source, common, index.manifest)
         check_file(source, common)
-        storage.publish(COMMON_FILE, content if common_content is None else common_content)
+        target.put(COMMON_FILE, content if common_content is None else common_content)
     if source.exists(CONFIG_FILE):
-        storage.publish(CONFIG_FILE, read_small_file(path, CONFIG_FILE, MAX_CONFIG_BYTES))
+        target.put(CONFIG_FILE, read_small_file(path, CONFIG_FILE, MAX_CONFIG_BYTES))
 
 
 def carry_folder(source: Path, target: Path) -> None:
@@ -67,17 +69,16 @@ def carry_folder(source: Path, target: Path) -> None:
     names = sorted(files_below(source, follow_links=True))
     writes.ensure()
     for name in names:
-        _carry_file(reads, name, writes)
+        with reads.open_reader(name, direct="off") as given:
+            _copy(given, writes.open_writer(name, size_bytes=given.size_bytes, direct="off"))
 
 
-def _carry_file(source: Storage, name: str, target: Storage) -> None:
-    """Copy a file of any size, durably; nothing else appears under that name before `.metadata` does."""
-    with source.open_reader(name, direct="off") as given:
-        writer = target.open_writer(name, size_bytes=given.size_bytes, direct="off")
-        try:
-            for at in range(0, given.size_bytes, _COPY_BYTES):
-                writer.write(at, memoryview(given.read(at, min(_COPY_BYTES, given.size_bytes - at))))
-            writer.finish(given.size_bytes)
-        except BaseException:
-            writer.abort()
-            raise
+def _copy(given: RangeReader, writer: RangeWriter) -> None:
+    """Copy a file of any size, durably."""
+    try:
+        for at in range(0, given.size_bytes, _COPY_BYTES):
+            writer.write(at, memoryview(given.read(at, min(_COPY_BYTES, given.size_bytes - at))))
+        writer.finish(given.size_bytes)
+    except BaseException:
+        writer.abort()
+        raise

@@ -204,8 +204,8 @@ class _BlockUpload(Upload):
             text = f"the store says that it has {_shown(there)}, and {_shown(sent)} were written"
             raise OSError(errno.EREMOTEIO, f"{where}: {text} (request {_request_id(answer)})")
 
-    def abort(self) -> None:
-        if self._e_tag:
+    def abort(self, *, own_parts_only: bool = False) -> None:
+        if self._e_tag and not own_parts_only:
             self._client.delete(self._key, self._e_tag)
 
 

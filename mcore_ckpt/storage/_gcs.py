@@ -459,10 +459,10 @@ class _ComposedUpload(Upload):
         """What the store has not deleted, and what attempts whose answer was lost have made."""
         self._client.delete_all(self._client.keys(self._parts_prefix))
 
-    def abort(self) -> None:
+    def abort(self, *, own_parts_only: bool = False) -> None:
         client, key = self._client, self._key
         self._sweep()
-        if self._may_be_made:
+        if self._may_be_made and not own_parts_only:
             what = f"GET {client.place}/{key}"
             own = retried(what, lambda _: client.made_by(key, self._id), client.pace, client.limits)
             if own is not None:

@@ -317,8 +317,8 @@ class Upload(ABC):
         """Make the object, of all parts; raises unless the store then says that it has that length and checksum."""
 
     @abstractmethod
-    def abort(self) -> None:
-        """Forget all parts; delete the object, if this has made it."""
+    def abort(self, *, own_parts_only: bool = False) -> None:
+        """Forget all parts; delete the object, if this has made it. `own_parts_only`: others may make it by now."""
 
 
 class ObjectClient(ABC):

@@ -23,15 +23,21 @@ _LEAST_PART_BYTES: Final = 5 * 1024 * 1024
 
 
 class ObjectWriter(RangeWriter):
-    """A new object. `finish` is for one thread, after the last `write` has returned."""
+    """A new object. `finish` is for one thread, after the last `write` has returned.
+
+    Without the object `token`, if one is named, other processes may be making an equal one: `abort` leaves that.
+    """
 
     direct = False
 
-    def __init__(self, client: ObjectClient, key: str, name: str, size_bytes: int | None) -> None:
+    def __init__(
+        self, client: ObjectClient, key: str, name: str, size_bytes: int | None, token: str | None = None
+    ) -> None:
         self.name = name
         self._client = client
         self._key = key
         self._size_bytes = size_bytes
+        self._token = token
         self._part_bytes = client.part_bytes
         while size_bytes is not None and size_bytes > self._part_bytes * (client.max_parts - 1):
             self._part_bytes *= 2
@@ -156,10 +162,13 @@ class ObjectWriter(RangeWriter):
             self._ended = True
             self._waiting.clear()
             upload, self._upload, made, self._made = self._upload, None, self._made, False
+        if upload is None and not made:
+            return
         try:
+            is_own = self._token is None or self._client.head(self._token) is not None
             if upload is not None:
-                upload.abort()
-            elif made:
+                upload.abort(own_parts_only=not is_own)
+            elif made and is_own:
                 self._client.delete(self._key, self._e_tag)
         except OSError as error:
             if error.errno != errno.EEXIST:  # another version by now, which this has not made

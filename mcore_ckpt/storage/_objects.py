@@ -191,8 +191,9 @@ class ObjectStorage(Storage):
     def open_writer(
         self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", through: str | None = None
     ) -> RangeWriter:
-        # (an object has its name when it is complete, and no writer replaces one: nothing more is done for `through`)
-        return ObjectWriter(self._client, self._key(name), self.path(name), size_bytes)
+        # (an object has its name when it is complete, and no writer replaces one: `through` is for removing it)
+        token = None if through is None else self._key(through)
+        return ObjectWriter(self._client, self._key(name), self.path(name), size_bytes, token)
 
     def unfinished(self) -> Sequence[str]:
         try:

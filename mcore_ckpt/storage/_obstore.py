@@ -259,11 +259,11 @@ class _StreamedUpload(Upload):
             text = f"the store says that it has {got}, and {size_bytes} were written"
             raise OSError(errno.EREMOTEIO, f"{self._client.place}/{self._key}: {text}")
 
-    def abort(self) -> None:
+    def abort(self, *, own_parts_only: bool = False) -> None:
         with self._changed:
             self._ended = self._aborted = True
             self._changed.notify_all()
-        if self._is_made:
+        if self._is_made and not own_parts_only:
             self._client.delete(self._key)
 
 

@@ -478,8 +478,10 @@ class _S3Upload(Upload):
             return
         raise OSError(errno.EREMOTEIO, f"{client.place}/{key}: {text} (request {_request_id(answer)})")
 
-    def abort(self) -> None:
+    def abort(self, *, own_parts_only: bool = False) -> None:
         self._client.abort_upload(self._key, self._id)
+        if own_parts_only:
+            return
         if self._may_have_others:
             self._client.abort_unfinished(self._key)
         state = self._client.head(self._key) if self._e_tag else None

@@ -355,7 +355,8 @@ class Storage(ABC):
             direct: O_DIRECT if possible (`"auto"`), or fail (`"on"`), or never (`"off"`).
             through: a file that `create` has made, which this does not use up. Other processes may make a file of that
                 name, too: the file has it from `finish` on, which fails after a `revoke`, or if the name is taken.
-                (An object store makes the file all the same after a `revoke`; it replaces none.)
+                (An object store makes the file all the same after a `revoke`; it replaces none, and `abort` does
+                not remove it then.)
 
         Raises:
             SaveError: if the file exists (an object store tells when it is written or finished), cannot be

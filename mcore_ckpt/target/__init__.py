@@ -4,6 +4,6 @@ In: payloads, and a plan: which slice of which tensor goes to which slot of whic
 Out: a directory under its name, complete, checked, and written on from where an interrupted run has stopped.
 Must not know: models, partition rules, where the payloads come from.
 
-Modules: build, directory, safetensors, slots, state_pickle, torch_dist, torch_files, _file_stream, _journal, _proof,
-_read_ahead, _target_files, _writer.
+Modules: build, directory, safetensors, slots, state_pickle, target_files, torch_dist, torch_files, _file_stream,
+_journal, _proof, _read_ahead, _writer.
 """

@@ -24,8 +24,8 @@ from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.target._file_stream import FileStream, LocalFile, Streams, StreamSink, TargetFile
 from mcore_ckpt.target._journal import Journal, Sums
 from mcore_ckpt.target._read_ahead import AheadSource, ReadAhead
-from mcore_ckpt.target._target_files import TargetFiles
 from mcore_ckpt.target.slots import TargetPlan, TensorMove
+from mcore_ckpt.target.target_files import TargetFiles
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 from mcore_ckpt.tools.regrid import Sink, Walk, reads_of
 from mcore_ckpt.tools.tilings import Block

@@ -19,6 +19,7 @@ from mcore_ckpt.target._proof import check_all
 from mcore_ckpt.target._writer import write_all
 from mcore_ckpt.target.directory import target_folder
 from mcore_ckpt.target.slots import TargetPlan
+from mcore_ckpt.target.target_files import TargetFiles
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.view.source_files import SourceFiles
 
@@ -50,7 +51,7 @@ def build_target(
     restart: bool = False,
     move_files: bool = True,
     memory_bytes: int = 1024**3,
-    carry: Callable[[Path], None] = lambda _: None,
+    carry: Callable[[TargetFiles], None] = lambda _: None,
     carried: Sequence[str] = (),
     progress: bool | None = False,
 ) -> Built:
@@ -62,7 +63,7 @@ def build_target(
         restart: remove what an earlier run has left.
         move_files: let the kernel copy payloads that stay as they are.
         memory_bytes: for everything.
-        carry: called with the folder, to add what is no tensor, before the last file is written.
+        carry: adds what is no tensor, before the last file is written.
         carried: names of the files that `carry` may add.
         progress: show bars; None: if standard error is a terminal.
 
@@ -110,7 +111,7 @@ def build_target(
                 journal.forget()  # the next run is not to resume what was written
                 raise
         checked = time.monotonic()
-        carry(folder)
+        carry(files)
         source.refuse_changes()
         files.sync()
         if content is not None:

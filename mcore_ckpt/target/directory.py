@@ -44,7 +44,7 @@ from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.target._journal import FileJournal, InUseError, Journal
-from mcore_ckpt.target._target_files import LocalFiles, StoreFiles, TargetFiles
+from mcore_ckpt.target.target_files import LocalFiles, StoreFiles, TargetFiles
 
 _ENTRY = re.compile(r"(?P<id>[0-9a-f]{16})(?P<kind>\.journal|\.gone)?")
 # In the lease of a directory in a store: the holder makes a target there.
@@ -162,9 +162,9 @@ def _in_place(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]
         _refuse_existing(target)
         if _is_left(lock.after):
             for _, names in lock.left_notes(storage.list()):
-                _remove_files(storage, names)
+                _remove_files(lock, names)
         _refuse_others(target, storage)
-        files = StoreFiles(target)
+        files = StoreFiles(target, lock)
         noted: list[str] = []
 
         def note(names: Sequence[str]) -> None:
@@ -174,13 +174,12 @@ def _in_place(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]
         try:
             yield Target(files, Journal(), lock.publish, note)
         except BaseException:
-            files.abort()
-            try:
-                lock.check()
-                if not lock.is_undecided:
-                    _remove_files(storage, noted)
-            except CheckpointError:
-                lock.release(remove_marker=False, keep_note=True)  # the next run removes what is left
+            if not lock.is_undecided:  # else it may still appear, and the files stay
+                files.abort()
+                try:
+                    _remove_files(lock, noted)
+                except CheckpointError:
+                    lock.release(remove_marker=False, keep_note=True)  # the next run removes what is left
             raise
 
 
@@ -210,15 +209,17 @@ def _has_files(directory: Path, folder: str) -> bool:
     return bool(storage.list()) or any(_has_files(inner, name) for name in _folders(storage))
 
 
-def _remove_files(storage: Storage, names: Iterable[str]) -> None:
+def _remove_files(lock: DirectoryLock, names: Iterable[str]) -> None:
     """Remove what a run has noted as its own, and its unfinished uploads; never `.metadata`, nor what a lock needs."""
+    storage = lock.storage
     begun = set(storage.unfinished())
     for name in names:
         if name == METADATA_FILE or is_lock_file(name):
             continue
         if name in begun or "/" in name:  # (those of folders are not listed)
+            lock.check()
             storage.discard_unfinished(name)
-        storage.delete(name)
+        lock.remove(name)
 
 
 def _open(target: Path, fingerprint: str, *, restart: bool) -> tuple[Path, FileJournal]:

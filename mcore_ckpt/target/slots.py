@@ -19,7 +19,7 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.target._journal import Journal
-from mcore_ckpt.target._target_files import TargetFiles
+from mcore_ckpt.target.target_files import TargetFiles
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.tilings import Block, blocks
 

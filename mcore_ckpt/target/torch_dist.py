@@ -27,8 +27,8 @@ from mcore_ckpt.layout.buckets import TensorSpec, footer_plan
 from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.target._journal import Journal
 from mcore_ckpt.target._proof import another_fingerprint, source_sums
-from mcore_ckpt.target._target_files import TargetFiles
 from mcore_ckpt.target.slots import Blob, Slot, TargetPlan, TensorMove
+from mcore_ckpt.target.target_files import TargetFiles
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.tilings import blocks
 

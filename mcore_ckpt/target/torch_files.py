@@ -14,10 +14,10 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.item_layout import ArchiveLayout
 from mcore_ckpt.target._journal import Journal
-from mcore_ckpt.target._target_files import TargetFiles
 from mcore_ckpt.target.safetensors import Exported, shard_names, weight_map
 from mcore_ckpt.target.slots import Blob, Frame, TargetPlan, TensorMove, all_in_one, in_shares
 from mcore_ckpt.target.state_pickle import SavedTensor, pickle_state
+from mcore_ckpt.target.target_files import TargetFiles
 from mcore_ckpt.tools.payloads import StoredPayloads
 
 

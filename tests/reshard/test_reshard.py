@@ -31,6 +31,7 @@ from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.read_requests import ReadRequest, stored_dtype
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.models.conversions import import_checkpoint, reshard_checkpoint
+from mcore_ckpt.reshard import reshard
 from mcore_ckpt.reshard.rules import parse_partition_rules
 from mcore_ckpt.target import _writer, build
 from mcore_ckpt.tools.inspection import checkpoint_directory
@@ -218,6 +219,31 @@ def test_what_lies_beside_the_data_is_carried(tmp_path: Path) -> None:
     # The tracker comes along for an iteration given by name, too.
     reshard_checkpoint(source, tmp_path / "named" / "iter_0000007", tp=1, pp=1)
     assert (tmp_path / "named" / "latest_checkpointed_iteration.txt").read_text() == "7"
+
+
+@pytest.mark.crash
+def test_a_run_that_was_killed_after_carrying_is_resumed(tmp_path: Path) -> None:
+    source = tmp_path / "iter_0000007"
+    write_model(source)
+    (source / "modelopt_state").mkdir()
+    (source / "modelopt_state" / "state.bin").write_bytes(b"x" * 100)
+    pid = os.fork()
+    if pid == 0:
+        publish = reshard.carry_sidecars
+
+        def carry(*given: Any) -> None:
+            publish(*given)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        reshard.carry_sidecars = carry
+        try:
+            reshard_checkpoint(source, tmp_path / "target", tp=1, pp=1)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert reshard_checkpoint(source, tmp_path / "target", tp=1, pp=1).resumed
+    assert (tmp_path / "target" / "modelopt_state" / "state.bin").read_bytes() == b"x" * 100
+    assert_same(read_all(tmp_path / "target"), model_tensors())
 
 
 SHAPE = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)

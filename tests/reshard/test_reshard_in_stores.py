@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,12 @@ import torch
 from mcore_ckpt import copy_checkpoint, verify_checkpoint
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
+from mcore_ckpt.directory.lock import Owner
 from mcore_ckpt.format.metadata_read import TRACKER_FILE
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, reshard_checkpoint
 from mcore_ckpt.reshard import reshard
+from mcore_ckpt.storage import _object_client
+from mcore_ckpt.storage._object_client import Patience
 from mcore_ckpt.tools.repair import repair_checkpoint
 from tests.support.gcs_server import ObjectDirectory
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
@@ -103,6 +108,31 @@ def test_what_cannot_be_written_leaves_nothing(source: Path, proxied: Proxy, obj
     assert verify_checkpoint(object_directory.url).whole
 
 
+def test_what_a_target_names_that_may_still_appear_stays(
+    source: Path, proxied: Proxy, object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_object_client, "_patience", Patience(give_up_s=1.5, idle_s=0.5, first_pause_s=0.05))
+    goes_on, arrived = threading.Event(), threading.Event()
+
+    def rule(request: Request) -> Fault | None:
+        if not (request.makes and request.key.endswith("/.metadata")):
+            return None
+        goes_on.wait(60.0)
+        arrived.set()
+        return None
+
+    proxied.rule = rule
+    with pytest.raises(SaveError, match="may still come into force"):
+        reshard_checkpoint(source, object_directory.url, tp=2, pp=1)
+    goes_on.set()
+    assert arrived.wait(60.0)
+    until_s = time.monotonic() + 30.0
+    while ".metadata" not in object_directory.names() and time.monotonic() < until_s:
+        time.sleep(0.05)
+    proxied.rule = lambda _: None
+    assert verify_checkpoint(object_directory.url).whole
+
+
 def run_killed(source: Path, target: str) -> None:
     """Reshard in a process that is killed when all is written but `.metadata`."""
     pid = os.fork()
@@ -131,6 +161,47 @@ def test_what_a_killed_run_has_left_is_removed_by_the_next(source: Path, object_
     assert verify_checkpoint(object_directory.url).whole
     assert {name for name in object_directory.names() if name.startswith("__")} == set(report.files)
     assert not [name for name in object_directory.names() if "incomplete" in name]
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("held_at", ["metadata.json", "__0_0.distcp"])
+def test_a_run_that_has_lost_the_directory_removes_and_replaces_nothing_of_the_next(
+    source: Path, proxied: Proxy, object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch, held_at: str
+) -> None:
+    """Held up at the first request for a file that it removes, since a killed run has left it; the next run makes the
+    same file.
+    """
+    target = object_directory.url
+    run_killed(source, target)
+    held, goes_on = threading.Event(), threading.Event()
+
+    def rule(request: Request) -> Fault | None:
+        if request.key.endswith(f"/{held_at}") and not held.is_set():
+            held.set()
+            goes_on.wait(60.0)
+        return None
+
+    proxied.rule = rule
+    failed: list[SaveError] = []
+
+    def run_first() -> None:
+        try:
+            reshard_checkpoint(source, target, tp=2, pp=1)
+        except SaveError as error:
+            failed.append(error)
+
+    first = threading.Thread(target=run_first)
+    first.start()
+    assert held.wait(60.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(Owner, "process_state", lambda _: "gone")
+        reshard_checkpoint(source, target, tp=2, pp=1)
+    goes_on.set()
+    first.join(60.0)
+    assert not first.is_alive()
+    assert failed
+    assert verify_checkpoint(target).whole
+    assert object_directory.uploads() == []
 
 
 def test_what_others_have_put_there_meanwhile_stays_when_a_run_fails(

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.storage.base import RangeWriter, Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.target._file_stream import LocalFile, TargetFile
@@ -47,6 +48,14 @@ class TargetFiles(ABC):
     def finish(self) -> None:
         """All bytes have been written: make the files readable. Raises `SaveError`."""
         return
+
+    @abstractmethod
+    def put(self, name: str, content: bytes) -> None:
+        """Make a file that `begin` was not told of, durably; raises `SaveError`."""
+
+    @abstractmethod
+    def new_file(self, name: str, size_bytes: int) -> RangeWriter:
+        """As `put`, for a file of any size; raises `SaveError`."""
 
     def sync(self) -> None:
         """Make the names of all files durable. Raises `SaveError`."""
@@ -97,12 +106,22 @@ class LocalFiles(TargetFiles):
         for inner in self._folders:
             storage_at(inner).sync()
 
+    def put(self, name: str, content: bytes) -> None:
+        self.storage.publish(name, content)
+
+    def new_file(self, name: str, size_bytes: int) -> RangeWriter:
+        self.storage.delete(name)  # an earlier run may have come so far
+        return self.storage.open_writer(name, size_bytes=size_bytes, direct="off")
+
 
 class StoreFiles(TargetFiles):
-    """Objects of a store, written by any number of workers each."""
+    """Objects of a store, written by any number of workers each, while a lock of the directory is held: a run that has
+    lost it replaces and removes none.
+    """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, directory: DirectoryLock) -> None:
         super().__init__(folder)
+        self._directory = directory
         self._lock = threading.Lock()
         self._writers: dict[str, RangeWriter] = {}
         self._sizes: Mapping[str, int] = {}
@@ -114,7 +133,7 @@ class StoreFiles(TargetFiles):
         with self._lock:
             writer = self._writers.get(name)
             if writer is None:
-                writer = self._writers[name] = self.storage.open_writer(name, size_bytes=size_bytes)
+                writer = self._writers[name] = self.new_file(name, size_bytes)
         return _StoreFile(self.storage, name, writer)
 
     def write_end(self, name: str, size_bytes: int, end: bytes) -> None:
@@ -124,8 +143,20 @@ class StoreFiles(TargetFiles):
         for name, writer in self._writers.items():
             writer.finish(self._sizes[name])
 
+    def put(self, name: str, content: bytes) -> None:
+        writer = self.new_file(name, len(content))
+        try:
+            writer.write(0, memoryview(content))
+            writer.finish(len(content))
+        except BaseException:
+            writer.abort()
+            raise
+
+    def new_file(self, name: str, size_bytes: int) -> RangeWriter:
+        return self._directory.open_writer(name, size_bytes=size_bytes)
+
     def abort(self) -> None:
-        """Remove all files, finished or not, as far as that is possible."""
+        """Remove what `open` has made, finished or not, as far as that is possible."""
         for writer in self._writers.values():
             with contextlib.suppress(SaveError):
                 writer.abort()
