@@ -92,6 +92,7 @@ def accept_common_file(path: Path) -> str | None:
     """
     storage = storage_at(path)
     with DirectoryLock.take(storage) as lock:
+        lock.sweep(storage.list(), notes=False)
         content = read_small_file(path, METADATA_FILE, MAX_METADATA_BYTES)
         pickled, manifest = split_metadata(content, f"{path}/{METADATA_FILE}")
         if manifest is None:

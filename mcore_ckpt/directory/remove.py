@@ -25,6 +25,7 @@ def remove_tensors(path: Path, key_prefix: str) -> list[str]:
     """
     storage = storage_at(path)
     with DirectoryLock.take(storage) as lock:
+        lock.sweep(storage.list(), notes=False)
         return _remove(storage, lock, read_index(path), key_prefix)
 
 

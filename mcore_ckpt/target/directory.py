@@ -21,13 +21,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -35,6 +36,7 @@ from mcore_ckpt.core.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    LoadError,
     OptionError,
     SaveError,
 )
@@ -45,6 +47,8 @@ from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.target._journal import FileJournal, InUseError, Journal
 from mcore_ckpt.target.target_files import LocalFiles, StoreFiles, TargetFiles
+
+_logger = logging.getLogger(__name__)
 
 _ENTRY = re.compile(r"(?P<id>[0-9a-f]{16})(?P<kind>\.journal|\.gone)?")
 # In the lease of a directory in a store: the holder makes a target there.
@@ -159,28 +163,71 @@ def _in_place(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]
     if not _is_left(holders(storage)):
         _refuse_others(target, storage)
     with DirectoryLock.take(storage, {_NOTED: True}) as lock:
-        _refuse_existing(target)
-        if _is_left(lock.after):
+        _clear(target, lock)
+        making = _Making(lock, StoreFiles(target, lock))
+        try:
+            yield Target(making.files, Journal(), making.publish, making.note)
+        except BaseException:
+            making.give_up()
+            raise
+
+
+def _clear(target: Path, lock: DirectoryLock) -> None:
+    """Remove what runs that were killed have left; if that fails it stays known, for the next run."""
+    storage, is_left = lock.storage, _is_left(lock.after)
+    try:
+        if is_left and not storage.exists(METADATA_FILE):
             for _, names in lock.left_notes(storage.list()):
                 _remove_files(lock, names)
-        _refuse_others(target, storage)
-        files = StoreFiles(target, lock)
-        noted: list[str] = []
+    except BaseException:
+        lock.release(remove_marker=False)
+        raise
+    lock.sweep(storage.list(), notes=is_left)
+    _refuse_existing(target)
+    _refuse_others(target, storage)
 
-        def note(names: Sequence[str]) -> None:
-            lock.note(names)
-            noted.extend(names)
 
+@dataclass(frozen=True, slots=True)
+class _Making:
+    """What a run makes at its place in a store, under a lock of the directory."""
+
+    lock: DirectoryLock
+    files: StoreFiles
+    noted: list[str] = field(default_factory=list)
+    last: list[str] = field(default_factory=list)  # the file that comes after all others, once it is on its way
+
+    def note(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.lock.storage.path(name)  # refuses a name that there cannot be
+        self.lock.note(names)
+        self.noted.extend(names)
+
+    def publish(self, name: str, content: bytes) -> None:
+        self.last.append(name)
         try:
-            yield Target(files, Journal(), lock.publish, note)
-        except BaseException:
-            if not lock.is_undecided:  # else it may still appear, and the files stay
-                files.abort()
-                try:
-                    _remove_files(lock, noted)
-                except CheckpointError:
-                    lock.release(remove_marker=False, keep_note=True)  # the next run removes what is left
-            raise
+            self.lock.publish(name, content)
+        except SaveError as error:
+            if self.lock.is_undecided or not self._holds(name, content):
+                raise
+            _logger.warning("%s: complete, though its end was reported as failed: %s", self.lock.storage, error)
+
+    def _holds(self, name: str, content: bytes) -> bool:
+        try:
+            return self.lock.storage.read(name) == content
+        except LoadError:
+            return False
+
+    def give_up(self) -> None:
+        """Remove what was made, unless the last file is there, or may yet appear."""
+        if self.lock.is_undecided:
+            return
+        try:
+            if any(self.lock.storage.version(name) is not None for name in self.last):
+                return
+            self.files.abort()
+            _remove_files(self.lock, self.noted)
+        except CheckpointError:
+            self.lock.release(remove_marker=False, keep_note=True)  # the next run removes what is left
 
 
 def _is_left(owners: Iterable[Owner]) -> bool:

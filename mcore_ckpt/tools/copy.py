@@ -81,6 +81,7 @@ def _copy(given: Path, reads: Storage, taken: Path, writes: Storage, started_s: 
     _refuse_damaged(given, found)
     writes.ensure()
     with DirectoryLock.take(writes) as lock:
+        lock.sweep(writes.list(), notes=False)
         _refuse_another(writes, found.metadata)
         if not writes.exists(METADATA_FILE):
             refuse_others(taken, set(files.values()))

@@ -71,6 +71,7 @@ def repair_checkpoint(
     if dry_run:
         return _repair(report, _Untouched(checkpoint_path(report.path)), checkpoint_directory(other), progress)
     with DirectoryLock.take(storage_at(report.path), common_ahead=True) as lock:
+        lock.sweep(lock.storage.list(), notes=False)
         return _repair(report, _Damaged(checkpoint_path(report.path), lock), checkpoint_directory(other), progress)
 
 

@@ -15,8 +15,8 @@ import torch
 
 from mcore_ckpt import copy_checkpoint, verify_checkpoint
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
-from mcore_ckpt.directory.lock import Owner
+from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError, LoadError, OptionError, SaveError
+from mcore_ckpt.directory.lock import DirectoryLock, Owner
 from mcore_ckpt.format.metadata_read import TRACKER_FILE
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, reshard_checkpoint
 from mcore_ckpt.reshard import reshard
@@ -161,6 +161,89 @@ def test_what_a_killed_run_has_left_is_removed_by_the_next(source: Path, object_
     assert verify_checkpoint(object_directory.url).whole
     assert {name for name in object_directory.names() if name.startswith("__")} == set(report.files)
     assert not [name for name in object_directory.names() if "incomplete" in name]
+
+
+def test_a_target_that_has_appeared_stays_whatever_comes_after(
+    source: Path, proxied: Proxy, object_directory: ObjectDirectory
+) -> None:
+    """The look at what was published and the end of its token are refused once each."""
+    refused: set[str] = set()
+    is_put = threading.Event()
+
+    def rule(request: Request) -> Fault | None:
+        if request.makes and request.key.endswith("/.metadata"):
+            is_put.set()
+        elif is_put.is_set() and request.key.endswith("/.metadata") and request.looks and "look" not in refused:
+            refused.add("look")
+            return Fault("status", status=403)
+        elif is_put.is_set() and request.key.endswith(".publish") and request.deletes and "end" not in refused:
+            refused.add("end")
+            return Fault("status", status=403)
+        return None
+
+    proxied.rule = rule
+    reshard_checkpoint(source, object_directory.url, tp=2, pp=1)
+    assert len(refused) == 2
+    assert verify_checkpoint(object_directory.url).whole
+    assert not [name for name in object_directory.names() if "incomplete" in name]
+
+
+def test_a_target_that_has_appeared_stays_when_the_run_is_interrupted(
+    source: Path, object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = DirectoryLock.publish
+
+    def interrupted(*given: Any, **more: Any) -> None:
+        publish(*given, **more)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DirectoryLock, "publish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reshard_checkpoint(source, object_directory.url, tp=2, pp=1)
+    assert verify_checkpoint(object_directory.url).whole
+    assert not [name for name in object_directory.names() if "incomplete" in name]
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("refused", ["a removal", "the second listing"])
+def test_what_a_killed_run_has_left_is_removed_although_the_next_one_fails_at_it(
+    source: Path, proxied: Proxy, object_directory: ObjectDirectory, refused: str
+) -> None:
+    run_killed(source, object_directory.url)
+    listings: list[Request] = []
+    struck = threading.Event()
+
+    def rule(request: Request) -> Fault | None:
+        listings.extend([request] if request.lists else [])
+        strikes = (
+            request.deletes and request.key.endswith(".distcp")
+            if refused == "a removal"
+            else request.lists and len(listings) == 2
+        )
+        if strikes and not struck.is_set():
+            struck.set()
+            return Fault("status", status=403)
+        return None
+
+    proxied.rule = rule
+    with pytest.raises((SaveError, LoadError), match="403"):
+        reshard_checkpoint(source, object_directory.url, tp=1, pp=1)
+    reshard_checkpoint(source, object_directory.url, tp=1, pp=1)
+    assert verify_checkpoint(object_directory.url).whole
+    assert not [name for name in object_directory.names() if "incomplete" in name]
+
+
+def test_a_name_that_a_store_does_not_take_is_refused_before_anything_is_sent(
+    source: Path, proxied: Proxy, object_directory: ObjectDirectory, tmp_path: Path
+) -> None:
+    copy_checkpoint(source, tmp_path / "named")
+    (tmp_path / "named" / os.fsdecode(b"extra-\xff")).write_bytes(b"1")
+    with pytest.raises(CorruptCheckpointError, match="UTF-8"):
+        reshard_checkpoint(tmp_path / "named", object_directory.url, tp=2, pp=1)
+    assert not any(request.key.endswith(".distcp") for request in proxied.requests)
+    assert object_directory.names() == []
+    reshard_checkpoint(source, object_directory.url, tp=2, pp=1)
+    assert verify_checkpoint(object_directory.url).whole
 
 
 @pytest.mark.crash

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.directory import copying
 from mcore_ckpt.directory import lock as lock_module
 from mcore_ckpt.directory.common_file import bind_common_file
+from mcore_ckpt.directory.remove import remove_tensors
 from mcore_ckpt.format.footer import FOOTER_BYTES
 from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, read_index
 from mcore_ckpt.storage._local_reader import LocalReader
@@ -349,6 +351,21 @@ def test_a_copy_that_was_killed_leaves_nothing_to_the_next(
     copy_checkpoint(tmp_path / "saved", object_directory.url)
     assert not object_directory.uploads()
     assert loaded(object_directory.url) == 1.0
+
+
+@pytest.mark.parametrize("work", ["copy", "remove"])
+def test_what_is_left_of_the_lock_of_a_killed_process_does_not_stay(saved: Path, tmp_path: Path, work: str) -> None:
+    """It was killed before it held the directory: nothing but its lease and its token is there."""
+    target = tmp_path / "target"
+    copy_checkpoint(saved, target)
+    gone = replace(lock_module.Owner.here(), pid=2**22 - 1, started="1")
+    (target / f"{INCOMPLETE_MARKER}.{gone.save_id}").write_bytes(gone.encode())
+    (target / f"{INCOMPLETE_MARKER}.{gone.save_id}.publish").touch()
+    if work == "copy":
+        copy_checkpoint(saved, target)
+    else:
+        assert remove_tensors(target, "weight")
+    assert not [path for path in target.iterdir() if path.name.startswith(INCOMPLETE_MARKER)]
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_published(
