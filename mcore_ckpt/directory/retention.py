@@ -125,12 +125,12 @@ def prune_run(
     tracked = tracked_name(run)
     directories = directories_of_run(run)
     checkpoints = [look_at(directory, tracked=tracked)[0] for directory in directories]
+    links = storage_at(run).links()
     whole = [
         checkpoint
         for checkpoint in checkpoints
-        if checkpoint.whole and checkpoint.iteration is not None and not checkpoint.path.is_symlink()
+        if checkpoint.whole and checkpoint.iteration is not None and checkpoint.name not in links
     ]
-    links = storage_at(run).links()
     newest = _newest(whole, keep_last, None if saved_last is None else iteration_of(saved_last))
     decisions = []
     for checkpoint in checkpoints:
@@ -138,7 +138,7 @@ def prune_run(
             decisions.append(_taken_up(checkpoint) if remove else PruneDecision(checkpoint, False, _LEFT))
             continue
         reason = (
-            _reason_to_keep(checkpoint, newest, keep_last, keep_every)
+            _reason_to_keep(checkpoint, newest, links, keep_last, keep_every)
             or _linked(checkpoint, links)
             or _reason_to_wait(checkpoint)
         )
@@ -191,13 +191,15 @@ def _linked(checkpoint: RunCheckpoint, links: Mapping[str, str]) -> str | None:
     return None if name is None else f"the link {name} leads to it"
 
 
-def _reason_to_keep(checkpoint: RunCheckpoint, newest: _Newest, keep_last: int, keep_every: int | None) -> str | None:
+def _reason_to_keep(
+    checkpoint: RunCheckpoint, newest: _Newest, links: Mapping[str, str], keep_last: int, keep_every: int | None
+) -> str | None:
     """Why a checkpoint stays; None if it can go."""
     if checkpoint.iteration is None:
         return "it is no iteration"
     if checkpoint.tracked:
         return "the tracker file names it"
-    if checkpoint.path.is_symlink():
+    if checkpoint.name in links:
         return "its directory is a link"
     if checkpoint.locked and not _is_of_removals(storage_at(checkpoint.path)):
         return _LOCKED
@@ -255,7 +257,7 @@ def _is_left(checkpoint: RunCheckpoint, newest: _Newest, links: Mapping[str, str
         or checkpoint.tracked
         or checkpoint.iteration is None
         or checkpoint.iteration >= newest.head
-        or checkpoint.path.is_symlink()
+        or checkpoint.name in links
         or _linked(checkpoint, links)
     ):
         return False

@@ -328,6 +328,23 @@ def test_release_and_links_and_what_has_no_index_stay(run: Path, tmp_path: Path)
     assert "no index" in why(report, 300)
 
 
+def test_a_link_is_none_of_the_newest_by_a_profile_of_files_either(
+    run: Path, msc_of_files: str, tmp_path: Path
+) -> None:
+    (run / TRACKER_FILE).unlink()
+    for name, newer_s in ((100, 0), (500, 1)):
+        place = tmp_path / f"elsewhere{name}"
+        (run / name_of(name)).rename(place)
+        (run / name_of(name)).symlink_to(place)
+        os.utime(place / ".metadata", (time.time() + newer_s,) * 2)
+    by_path = prune_run(run, keep_last=1)
+    report = prune_run(f"{msc_of_files}/run", keep_last=1, remove=True)
+    assert going(report) == going(by_path) == [200, 300]
+    assert left(run) == [100, 400, 500]
+    assert "a link" in why(report, 100)
+    assert "a link" in why(report, 500)
+
+
 @pytest.mark.parametrize("link", ["release", "best", name_of(900), name_of(400)])
 def test_what_a_link_of_the_run_leads_to_stays(run: Path, link: str) -> None:
     if (run / link).exists():
