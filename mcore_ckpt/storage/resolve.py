@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from mcore_ckpt.core.paths import store_url
 from mcore_ckpt.storage._local import LocalStorage
@@ -26,3 +27,11 @@ def storage_at(place: str | os.PathLike[str], *, follow_links: bool = False) -> 
     from mcore_ckpt.storage._store_urls import open_store  # (importing it takes a while)
 
     return open_store(url)
+
+
+def path_in_file_system(place: Path) -> Path:
+    """The path by which the file system knows a directory, also of a URL whose profile names one; of all else `place`.
+    Raises `OptionError` as `storage_at` does.
+    """
+    storage = storage_at(place)
+    return storage.root if isinstance(storage, LocalStorage) else place

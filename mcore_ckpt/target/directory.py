@@ -44,7 +44,7 @@ from mcore_ckpt.directory.folders import NO_NAMES
 from mcore_ckpt.directory.lock import DirectoryLock, Owner, holders, is_lock_file
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.storage.base import Storage
-from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.storage.resolve import path_in_file_system, storage_at
 from mcore_ckpt.target._journal import FileJournal, InUseError, Journal
 from mcore_ckpt.target.target_files import LocalFiles, StoreFiles, TargetFiles
 
@@ -96,6 +96,7 @@ def _refuse_existing(target: Path) -> None:
 
 
 def _refuse_anything(target: Path) -> None:
+    target = path_in_file_system(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise _exists(target)
 
@@ -128,6 +129,7 @@ def target_folder(target: Path, fingerprint: str, *, restart: bool = False) -> A
 
 @contextmanager
 def _renamed(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
+    target = path_in_file_system(target)
     folder, journal = _open(target, fingerprint, restart=restart)
 
     def publish(name: str, content: bytes) -> None:
