@@ -16,7 +16,7 @@ from functools import partial
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.threads import together
 from mcore_ckpt.format.file_names import data_file_of, id_in_names
-from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     MAX_METADATA_BYTES,
@@ -28,7 +28,6 @@ from mcore_ckpt.storage.base import FileVersion, Storage, align_up
 
 _logger = logging.getLogger(__name__)
 
-_COMMON_STATE_KEY = "common_state/"
 _INDEX_OF_RANK = re.compile(r"__\d+" + re.escape(METADATA_FILE))
 # With the number that format 1 had in it.
 _PENDING = re.compile(re.escape(COMMON_FILE) + r"(?:\.\d+)?\.(?P<id>[0-9a-f]{16})\.pending")
@@ -141,7 +140,7 @@ def common_file_in_force(names: Iterable[str], index: CheckpointIndex) -> str | 
     A crash right after the publish can leave the new common state under its pending name, which says of which save it
     is.
     """
-    if any(key.startswith(_COMMON_STATE_KEY) for key in index.objects):
+    if COMMON_STATE_KEY in index.objects:
         return None
     names = list(names)
     pending = [(name, match["id"]) for name in names if (match := _PENDING.fullmatch(name))]

@@ -27,6 +27,7 @@ from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.directory.in_force import common_file_in_force, saves_of, with_common_files
 from mcore_ckpt.directory.lock import contenders, holders, seems_gone
 from mcore_ckpt.format.index import (
+    COMMON_STATE_KEY,
     CheckpointIndex,
     StoredItem,
     TensorEntry,
@@ -49,7 +50,6 @@ from mcore_ckpt.storage.resolve import storage_at
 
 _ITERATION = re.compile(r"iter_(\d{7,18})")
 _RELEASE = "release"
-_COMMON_STATE = "common_state/"
 # A checkpoint without any of its files has a flaw for each; more than these are not shown.
 _MAX_PROBLEMS = 20
 
@@ -297,11 +297,7 @@ def is_megatrons(directory: Path, index: CheckpointIndex, names: Iterable[str]) 
 def _has_common_state(index: CheckpointIndex, names: Iterable[str]) -> bool:
     """Whether there is, or has been, a common state, which only Megatron-Core writes."""
     listed = index.manifest is not None and COMMON_FILE in index.manifest.files
-    return listed or common_file_in_force(names, index) is not None or _is_among_objects(index)
-
-
-def _is_among_objects(index: CheckpointIndex) -> bool:
-    return any(key.startswith(_COMMON_STATE) for key in index.objects)
+    return listed or common_file_in_force(names, index) is not None or COMMON_STATE_KEY in index.objects
 
 
 def structure_flaws(index: CheckpointIndex, *, megatron: bool) -> Iterator[Flaw]:
@@ -338,7 +334,7 @@ def _described(entry: TensorEntry | None) -> str:
 
 def common_state_flaw(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> str | None:
     """Why Megatron-Core finds no common state, which is a file, or from 0.19 on an object; None if it does."""
-    if common_file_in_force(names, index) is not None or _is_among_objects(index):
+    if common_file_in_force(names, index) is not None or COMMON_STATE_KEY in index.objects:
         return None
-    missing = f"{directory / COMMON_FILE}: missing, and no object {_COMMON_STATE.rstrip('/')}"
+    missing = f"{directory / COMMON_FILE}: missing, and no object {COMMON_STATE_KEY}"
     return f"{missing}: Megatron-Core cannot load it so"

@@ -9,7 +9,7 @@ from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, Va
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain, islice, repeat
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from mcore_ckpt.format.manifest import NO_FINGERPRINT, Manifest
 
@@ -301,6 +301,10 @@ class ObjectShard:
 def object_key(key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> str:
     """The full key under which Megatron stores a `ShardedObject`'s shard."""
     return f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
+
+
+COMMON_STATE_KEY: Final = object_key("common_state", (0,), (1,))
+"""The object that holds the common state from megatron-core 0.19 on. To 0.18 a file does."""
 
 
 _MAX_AXES = 64

@@ -27,7 +27,7 @@ from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import common_file_in_force
 from mcore_ckpt.directory.publish import write_config
 from mcore_ckpt.directory.target import write_common
-from mcore_ckpt.format.index import object_key
+from mcore_ckpt.format.index import COMMON_STATE_KEY
 from mcore_ckpt.format.manifest import Manifest, split_metadata
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, MAX_METADATA_BYTES, METADATA_FILE, read_small_file
 from mcore_ckpt.format.safe_pickle import load_object
@@ -38,7 +38,6 @@ from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logging.getLogger(__name__)
 
-COMMON_STATE_KEY = object_key("common_state", (0,), (1,))
 _PENDING_SUFFIX = ".pending"
 # What cannot be read of a checkpoint that was replaced meanwhile is read of the new one, so often.
 _READ_AGAIN = 5

@@ -220,6 +220,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             is_async=is_async,
             bucket_writer=_replaced_bucket_writer(),
             validation=noted_validation(),
+            has_common_file=not differences().common_state_is_an_object,
             spreads=self.options.distribution == "on" and not is_distributed and group.size > 1,
         )
         begun.append(begin_save(sharded_state_dict, request, group, self._structure))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
-from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, object_key
+from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, TensorEntry
 from mcore_ckpt.reshard.buckets import FlatParameter, ParameterBox, ParameterOrders, places_in_buckets
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE
 from mcore_ckpt.target.state_pickle import decode_state, encode_state
@@ -41,7 +41,6 @@ _GROUP_OBJECT = re.compile(
 )
 _STATE_KEY = re.compile(r"(?P<prefix>(?:chained_\d+\.)?optimizer\.state\.)(?P<state>[^.]+)\.(?P<key>.+)")
 _BUCKET_SIZES = ("per_bucket_numel", "per_bucket_numel_unpadded")
-_COMMON_OBJECT = object_key("common_state", (0,), (1,))
 _ELEMENTS_COMPARED = 64
 _MAIN_PARAMETER = "param"
 # Members of a state that differ in nothing else: Megatron 0.15 and later call the first one the second.
@@ -320,8 +319,8 @@ def _with_layout(
         optimizer = _laid_out(optimizer, shared.get("", {}))
     changed = {**state, "optimizer": optimizer, "content_metadata": metadata}
     content = encode_state([changed] if isinstance(decoded, list) else changed)
-    if _COMMON_OBJECT in index.objects and stored.where.startswith(_COMMON_OBJECT):
-        return {_COMMON_OBJECT: content}, None
+    if COMMON_STATE_KEY in index.objects and stored.where.startswith(COMMON_STATE_KEY):
+        return {COMMON_STATE_KEY: content}, None
     return {}, content
 
 

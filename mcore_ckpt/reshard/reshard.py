@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.core.errors import LoadError, OptionError
-from mcore_ckpt.format.index import CheckpointIndex, object_key
+from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
@@ -44,7 +44,6 @@ from mcore_ckpt.tools.plain_state import read_plain_state
 from mcore_ckpt.view.payloads import ViewPayloads
 from mcore_ckpt.view.source_files import SourceFiles, replaced_error
 
-_COMMON_OBJECT = object_key("common_state", (0,), (1,))
 _FIXED_LAYOUTS = ("dp_reshardable", "dp_zero_gather_scatter")
 
 
@@ -146,7 +145,7 @@ def _plan(
             f"{source.path}: no key matches --only {options.only!r}; `mcore-ckpt inspect --tensors` lists them"
         )
     # The common state is carried whatever the pattern, whether it is an object or a file of its own.
-    objects += [key for key in index.objects if key == _COMMON_OBJECT and key not in objects]
+    objects += [key for key in index.objects if key == COMMON_STATE_KEY and key not in objects]
     if fixed:
         check_tiled(source, keys)
         if any(map(is_optimizer_key, keys)):

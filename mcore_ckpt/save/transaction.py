@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mcore_ckpt.core.errors import LoadError, SaveError
+from mcore_ckpt.core.errors import LoadError, PlanError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import collector_paused
@@ -39,7 +39,7 @@ from mcore_ckpt.directory.publish import check_files, publish
 from mcore_ckpt.directory.target import Target, abandon, discard, give_back, open_target
 from mcore_ckpt.format.file_names import id_in_names, with_id
 from mcore_ckpt.format.footer import ManifestFile, shown_id
-from mcore_ckpt.format.index import ObjectEntry
+from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry
 from mcore_ckpt.layout.file_image import PlannedFile, WrittenFile, check_results
 from mcore_ckpt.layout.replicas import ReplicaDigest, ReplicaSums, held_slices, replica_sums
 from mcore_ckpt.layout.save_index import metadata_of_save
@@ -79,6 +79,7 @@ class SaveRequest:
     is_async: bool = False  # take a snapshot, which another process writes during training
     bucket_writer: BucketWriter | None = None  # writes the buckets instead of this package, before the call returns
     validation: Validation | None = None  # what is to be checked besides the plan
+    has_common_file: bool = False  # the common state is a file: no object may have the key that it has where it is none
     spreads: bool = False  # ranks save replicas for each other, so that all of them save about as much
 
 
@@ -117,7 +118,7 @@ def _begin_alike(
     started: list[Job] = []
     try:
         with collector_paused():
-            own_state = interruptible()(partial(collect, sharded_state_dict, structure.described))
+            own_state = interruptible()(partial(_collect, sharded_state_dict, request, structure))
 
             def spread() -> RankState | BaseException:
                 structure.spread.renew(group)
@@ -190,6 +191,16 @@ def _begin_alike(
         finally:
             directory.release()
         raise
+
+
+def _collect(sharded_state_dict: Any, request: SaveRequest, structure: Structure) -> RankState:
+    state = collect(sharded_state_dict, structure.described)
+    if request.has_common_file and COMMON_STATE_KEY in state.object_keys:
+        raise PlanError(
+            f"{COMMON_STATE_KEY}: an object of this key would be read as the common state, which megatron-core 0.19 "
+            "and later keep under it; give the ShardedObject another key than 'common_state'"
+        )
+    return state
 
 
 def _is_left_out(request: SaveRequest, state: RankState) -> bool:
@@ -490,7 +501,7 @@ class SaveTransaction(SaveCall):
         if files != done:
             raise SaveError(f"{self._directory.path}: the files planned are {files}, the files written {done}")
         objects = [written.objects for written in gathered]
-        common = any(entry.fqn.startswith("common_state/") for of_rank in objects for entry in of_rank)
+        common = any(entry.fqn == COMMON_STATE_KEY for of_rank in objects for entry in of_rank)
         plan.planned.encoder = plan.planned.encoder or plan.planned.plan.encoder()
         path = self._directory.path.absolute()
         plan.planned.history.begin(path.name, str(path.parent))

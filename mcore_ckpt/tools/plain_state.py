@@ -14,13 +14,11 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, object_key
+from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, ObjectEntry
 from mcore_ckpt.format.safe_pickle import Opaque, read_plain
 from mcore_ckpt.items.checksums import check_records, checksum_error
 from mcore_ckpt.items.file_footers import FileFooters
 from mcore_ckpt.storage.resolve import storage_at
-
-_COMMON_OBJECT = object_key("common_state", (0,), (1,))
 
 
 def read_plain_state(index: CheckpointIndex) -> dict[str, Any]:
@@ -48,7 +46,7 @@ def stored_common_state(index: CheckpointIndex) -> StoredState | None:
         content = read_common_file(storage, file, index.manifest)
         _check_records(content, where)
         return StoredState(where, content)
-    entry = index.objects.get(_COMMON_OBJECT)
+    entry = index.objects.get(COMMON_STATE_KEY)
     if entry is None:
         return None
     return StoredState(f"{entry.fqn} ({entry.item.file})", read_object(index, entry), entry.item.transforms)

@@ -17,12 +17,13 @@ pytest.importorskip("megatron.core")
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import mcore_ckpt
 from mcore_ckpt import (
     AsyncCallsQueue,
     CorruptCheckpointError,
+    PlanError,
     SaveError,
     SaveOptions,
     TorchDistLoadStrategy,
@@ -32,6 +33,7 @@ from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.save import transaction
 from mcore_ckpt.storage._local import LocalStorage
 from tests.support.forked import in_child
+from tests.support.gloo_ranks import run_megatron_ranks
 
 QUIET = SaveOptions(progress=False)
 
@@ -198,9 +200,12 @@ def stocks_common_state_beside_our_data(directory: Path) -> None:
         dist_checkpointing.load(state(-1), str(directory / "1"), TorchDistLoadStrategy())
 
 
-@pytest.mark.skipif(
+_IN_DATA_FILES = pytest.mark.skipif(
     importlib.metadata.version("megatron-core").startswith("0.19"), reason="there it lies in the data files"
 )
+
+
+@_IN_DATA_FILES
 def test_a_common_state_that_stock_has_written_is_bound_to_the_save() -> None:
     def run() -> None:
         with launch() as directory:
@@ -233,3 +238,40 @@ def test_a_config_that_is_damaged_or_a_pipe_is_refused_by_an_error_that_names_it
             a_config_that_is_damaged(directory)
 
     in_child(run)
+
+
+def objects_named_as_the_common_state(rank: int, directory: Path, key: str) -> None:
+    mcore_ckpt.install()
+    size = torch.distributed.get_world_size()
+
+    def one(value: int | None) -> dict[str, Any]:
+        made = state(-1 if value is None else value)
+        made["w"].replica_id = rank
+        return {"o": ShardedObject(key, value, (size,), (rank,)), **made}
+
+    for value in (1, 2):  # the second replaces the first
+        dist_checkpointing.save(one(value), str(directory))
+        torch.distributed.barrier()
+        loaded = dist_checkpointing.load(one(None), str(directory))
+        assert (loaded["o"], loaded["iteration"], float(loaded["w"][0])) == (value, value, value)
+        assert dist_checkpointing.load_common_state_dict(str(directory))["iteration"] == value
+    assert not mcore_ckpt.verify_checkpoint(directory).problems
+
+
+@pytest.mark.parametrize("key", ["common_state", "common_state/x"])
+def test_an_object_named_like_the_common_state_does_not_take_its_place(tmp_path: Path, key: str) -> None:
+    run_megatron_ranks(objects_named_as_the_common_state, 2, tmp_path, key)
+
+
+def the_object_that_holds_it_elsewhere(rank: int, directory: Path) -> None:
+    mcore_ckpt.install()
+    own = ShardedObject("common_state", {"iteration": 777}, (1,), (0,), replica_id=rank)
+    with pytest.raises(PlanError, match="give the ShardedObject another key"):
+        dist_checkpointing.save({"o": own, "iteration": 3}, str(directory))
+    torch.distributed.barrier()
+    assert not common_files(directory)
+
+
+@_IN_DATA_FILES
+def test_an_object_with_the_key_that_later_versions_use_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    run_megatron_ranks(the_object_that_holds_it_elsewhere, 2, tmp_path)
