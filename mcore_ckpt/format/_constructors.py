@@ -337,6 +337,7 @@ _BUILTIN_MAKERS: dict[str, tuple[Any, Maker | None]] = {
     "collections.OrderedDict": (OrderedDict, Maker(lambda budget, *a: OrderedDict(_pairs(budget, *a)))),
     "collections.Counter": (Counter, Maker(_counts)),
     "builtins.set": (set, Maker(lambda budget, *a: set(_hashable_members(budget, *a)))),
+    "builtins.bytes": (bytes, _of(bytes)),  # without arguments: as protocol 2 writes empty ones
     "builtins.bytearray": (bytearray, Maker(_byte_array)),
     "builtins.complex": (complex, _of(complex, float, float)),
     "_codecs.encode": (_encoded, Maker(_encoded)),

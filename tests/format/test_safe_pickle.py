@@ -77,6 +77,9 @@ class Plain:
         np.int32(7),
         np.bool_(True),
         complex(1, 2),
+        b"",
+        bytearray(),
+        np.bytes_(b""),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -92,6 +95,12 @@ def test_numpy_arrays_of_every_kind_come_back(dtype: str) -> None:
     loaded = load_object(saved({"array": array}))["array"]
     assert loaded.dtype == array.dtype.newbyteorder("=")  # numpy itself swaps to the machine's order
     assert (loaded == array).all()
+
+
+@pytest.mark.parametrize("dtype", ["f4", "i8", "S3"])
+def test_empty_arrays_and_streams_come_back(dtype: str) -> None:
+    array, stream = load_object(saved([np.zeros((0, 3), dtype), io.BytesIO()]))
+    assert (array.shape, array.dtype, stream.getvalue()) == ((0, 3), np.dtype(dtype), b"")
 
 
 def test_random_states_come_back() -> None:
