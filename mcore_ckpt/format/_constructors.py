@@ -333,8 +333,18 @@ def _date(kind: Any) -> Maker:
     return Maker(make)
 
 
+def _with_module_versions(_: Budget, made: Any, state: Any) -> Any:
+    """The one attribute that `torch.nn.Module.state_dict` sets."""
+    _wants(type(state) is dict and set(state) == {"_metadata"}, "the attributes of an OrderedDict")
+    made._metadata = state["_metadata"]  # noqa: SLF001 (of an object that this has made)
+    return made
+
+
 _BUILTIN_MAKERS: dict[str, tuple[Any, Maker | None]] = {
-    "collections.OrderedDict": (OrderedDict, Maker(lambda budget, *a: OrderedDict(_pairs(budget, *a)))),
+    "collections.OrderedDict": (
+        OrderedDict,
+        Maker(lambda budget, *a: OrderedDict(_pairs(budget, *a)), _with_module_versions),
+    ),
     "collections.Counter": (Counter, Maker(_counts)),
     "builtins.set": (set, Maker(lambda budget, *a: set(_hashable_members(budget, *a)))),
     "builtins.bytes": (bytes, _of(bytes)),  # without arguments: as protocol 2 writes empty ones

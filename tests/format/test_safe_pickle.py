@@ -103,6 +103,17 @@ def test_empty_arrays_and_streams_come_back(dtype: str) -> None:
     assert (array.shape, array.dtype, stream.getvalue()) == ((0, 3), np.dtype(dtype), b"")
 
 
+def test_the_state_dict_of_a_module_comes_back() -> None:
+    state = torch.nn.Sequential(torch.nn.Linear(2, 3)).state_dict()
+    loaded = load_object(saved(state))
+    assert loaded._metadata == state._metadata  # type: ignore[attr-defined]
+    assert list(loaded) == list(state)
+    torch.nn.Sequential(torch.nn.Linear(2, 3)).load_state_dict(loaded)
+    state.note = "x"  # type: ignore[attr-defined]
+    with pytest.raises((UnsafePickleError, CorruptCheckpointError), match="attributes of an OrderedDict"):
+        load_object(saved(state))
+
+
 def test_random_states_come_back() -> None:
     state = np.random.RandomState(1).get_state()
     loaded = load_object(saved(state))
