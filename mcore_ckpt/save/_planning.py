@@ -162,6 +162,11 @@ def agree(
                 "distribution is 'on' on some ranks of the save, and not on others: set MCORE_CKPT_DISTRIBUTION alike "
                 "on all hosts, or nowhere"
             )
+        if None in prepared.common and len(prepared.common) > 1:
+            raise OptionError(
+                "the access integrity is to be validated on some ranks of the save, and not on others: pass "
+                "validate_access_integrity alike on all"
+            )
         if prepared.left_out:
             return None
         resume(prepared.plan)

@@ -54,6 +54,8 @@ def kept_away(rank: int, run: Path) -> None:
         dist_checkpointing.save(state(1), str(run / "iter_0000009"))
     dist.barrier()
     assert os.listdir(name) == []
+    with pytest.raises(OptionError, match="validate_access_integrity"):
+        dist_checkpointing.save(state(1), name, validate_access_integrity=rank != 1)
     dist_checkpointing.save(state(1), name)
     check(dist_checkpointing.load(state(0), name), 1)
 
