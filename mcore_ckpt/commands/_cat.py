@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mcore_ckpt.commands._shell import Outcome, document_of, numbers, one_line
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.core.paths import local_path
 
 if TYPE_CHECKING:
     from mcore_ckpt.tools.checkpoint import Checkpoint, LazyTensor
@@ -99,7 +100,7 @@ def _tensor(checkpoint: Checkpoint, tensor: LazyTensor, arguments: argparse.Name
     lines = [f"{one_line(tensor.fqn)}: {tensor.dtype} {numbers(tensor.shape)}, {size}"]
     try:
         if arguments.npy:
-            shape = _write_npy(checkpoint, tensor, index, arguments.npy)
+            shape = _write_npy(checkpoint, tensor, index, local_path(arguments.npy))
             document |= {"npy": arguments.npy, "npy_shape": shape}
             lines.append(f"wrote {arguments.npy} {numbers(shape)}")
         if arguments.stats:
@@ -149,7 +150,7 @@ def _umask() -> int:
     return mask
 
 
-def _write_npy(checkpoint: Checkpoint, tensor: LazyTensor, index: Any, path: str) -> tuple[int, ...]:
+def _write_npy(checkpoint: Checkpoint, tensor: LazyTensor, index: Any, path: Path) -> tuple[int, ...]:
     """Write a numpy file: a slice at once, a whole tensor slab by slab."""
     import numpy as np
 
@@ -166,10 +167,10 @@ def _write_npy(checkpoint: Checkpoint, tensor: LazyTensor, index: Any, path: str
         return tuple(values.shape)
     if tensor.nbytes > sys.maxsize // sample.dtype.itemsize:
         raise OptionError(f"{tensor.fqn}: {tensor.nbytes} bytes are more than a numpy file can hold; give a --slice")
-    if Path(path).exists() and not Path(path).is_file():
+    if path.exists() and not path.is_file():
         raise OptionError(f"--npy {path}: not a regular file; give a --slice, which is written as a stream")
     # A damaged tensor must leave no file that looks whole, and another program's file may not be in the way.
-    handle, name = tempfile.mkstemp(prefix=f"{Path(path).name}.", suffix=".partial", dir=Path(path).absolute().parent)
+    handle, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.absolute().parent)
     partial = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.core.paths import local_path
 
 _Rule = TypeVar("_Rule")
 
@@ -36,7 +36,7 @@ def rules_in(
     if not isinstance(given, str | os.PathLike):
         return tuple(given)
     try:
-        with Path(given).open("rb") as file:
+        with local_path(given).open("rb") as file:
             content = file.read(_MAX_RULES_BYTES + 1)
         if len(content) > _MAX_RULES_BYTES:
             raise OptionError(f"{os.fspath(given)}: no file of rules has more than {_MAX_RULES_BYTES} bytes")

@@ -62,8 +62,6 @@ def open_store(url: str, deadline_s: float | None = None) -> Storage:
     url = store_url(url) or url
     scheme, _, rest = url.partition("://")
     bucket, _, prefix = rest.rstrip("/").partition("/")
-    if not bucket:
-        raise OptionError(f"{url}: expected {scheme}://{'profile' if scheme == 'msc' else 'bucket'}/prefix")
     if scheme == "az" and _SIGNATURE.search(rest):
         raise OptionError(
             f"az://{bucket.partition('?')[0]}: the URL has a token (SAS) in it; set AZURE_STORAGE_SAS_TOKEN to the "

@@ -10,6 +10,7 @@ from typing import Any
 
 from mcore_ckpt.core.console import counted, human_bytes, human_count
 from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.core.paths import local_path
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.tools.inspection import CheckpointSummary, file_rows, rank_balance, summarize, tensor_bytes
 from mcore_ckpt.tools.keys import group_of, is_optimizer_key, layer_number, model_key, stacked_axes
@@ -22,10 +23,11 @@ _MOST_LAYERS = 10_000
 
 
 def write_report(index: CheckpointIndex, path: str | Path) -> None:
-    """Write the page to `path`; raises `SaveError` if that cannot be done."""
+    """Write the page to `path`; raises `SaveError` if that cannot be done, and `OptionError` for what is no path."""
+    file = local_path(path)
     try:
         # Names that are no UTF-8 are shown as far as they are; the page is made before its file is.
-        Path(path).write_bytes(render_report(index).encode("utf-8", "backslashreplace"))
+        file.write_bytes(render_report(index).encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise SaveError(f"{path}: the report cannot be written: {error.strerror}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import mcore_ckpt
 from mcore_ckpt import LoadOptions, OptionError, SaveOptions
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.paths import checkpoint_path, is_local, is_supported, local_path
+from mcore_ckpt.storage.resolve import storage_at
 
 STORES = ["s3://bucket/run/iter_0000001", "msc://profile/run", "gs://b/x", "az://c/x"]
 UNKNOWN = "abfss://c@a.dfs.core.windows.net/x"
@@ -49,7 +51,71 @@ def test_a_url_of_a_file_is_told_what_to_leave_out() -> None:
         local_path("file:///scratch/run")
 
 
-@pytest.mark.parametrize("path", ["run", "/scratch/run", "./a:b/c", "C:/x", "iter:1/x", "a//b", "~/x://y"])
+@pytest.mark.parametrize("url", ["s3://", "s3:/", "s3:", "S3://", "gs://", "az://", "msc://", "s3:///run", "s3:////"])
+def test_a_url_without_a_bucket_is_refused(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    forms = [url] if url == "s3:///run" else [url, Path(url)]  # (a `Path` keeps one slash of three)
+    for form in forms:
+        assert not is_supported(form)
+        for use in (checkpoint_path, storage_at, lambda path: SaveOptions(drain_to=str(path))):
+            with pytest.raises(OptionError, match=r"names no (bucket|profile): expected (s3|gs|az|msc)://"):
+                use(form)
+    (tmp_path / "s3:").mkdir()  # a directory that is there, and is meant
+    assert checkpoint_path("s3:") == Path("s3:")
+
+
+@pytest.mark.parametrize(("path", "message"), [("", "is empty"), ("a\0b", "NUL"), ("s3://b/a\0b", "NUL")])
+def test_what_no_path_can_be_is_refused(path: str, message: str) -> None:
+    assert not is_supported(path)
+    for use in (checkpoint_path, storage_at):
+        with pytest.raises(OptionError, match=message):
+            use(path)
+
+
+@pytest.mark.parametrize("target", ["s3://", "msc://", "", "a\0b"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "copy here TARGET",
+        "export here TARGET --to dcp",
+        "reshard here TARGET --tp 1 --pp 1",
+        "list TARGET",
+        "verify TARGET",
+    ],
+)
+def test_every_command_refuses_what_names_no_place(
+    command: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from torch.distributed import checkpoint as dcp
+
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"key": torch.ones(3)}, storage_writer=mcore_ckpt.FileSystemWriterAsync("here"), no_dist=True)
+    there = sorted(str(path) for path in tmp_path.rglob("*"))
+    assert main([target if word == "TARGET" else word for word in command.split()]) == 2
+    assert re.search("names no|is empty|NUL", capsys.readouterr().err)
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == there
+
+
+@pytest.mark.parametrize("target", ["s3://", "s3://bucket/file", "a\0b"])
+@pytest.mark.parametrize(
+    "command",
+    ["inspect here --html TARGET", "cat here key --npy TARGET", "reshard here there --tp 1 --pp 1 --rules TARGET"],
+)
+def test_a_file_is_named_by_a_path(
+    command: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from torch.distributed import checkpoint as dcp
+
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"key": torch.ones(3)}, storage_writer=mcore_ckpt.FileSystemWriterAsync("here"), no_dist=True)
+    assert main([target if word == "TARGET" else word for word in command.split()]) == 2
+    assert re.search("a path in a file system is needed|NUL", capsys.readouterr().err)
+    assert os.listdir(tmp_path) == ["here"]
+
+
+@pytest.mark.parametrize("path", ["run", "/scratch/run", "./a:b/c", "C:/x", "iter:1/x", "iter:", "a//b", "~/x://y"])
 def test_all_else_is_local_as_it_was_given(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "iter:").mkdir()  # a directory that is there, and is meant
