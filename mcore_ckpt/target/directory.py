@@ -97,8 +97,37 @@ def _refuse_existing(target: Path) -> None:
 
 def _refuse_anything(target: Path) -> None:
     target = path_in_file_system(target)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise _exists(target)
+    if target.name in ("", ".."):
+        raise OptionError(
+            f"{target}: is no name of a directory; the target is written next to its place, and renamed in the end: "
+            "expected a path that ends with the directory's own name"
+        )
+    if target.exists() and _is_mount_point(target):
+        raise OptionError(
+            f"{target}: a file system is mounted there, and a directory that is complete cannot get the name of a "
+            f"mount point; nothing has been written. Choose a new directory in it, such as {target / 'checkpoint'}"
+        )
+
+
+def _is_mount_point(directory: Path) -> bool:
+    """Whether a file system, or a directory of the same one (/proc tells that), is mounted there, or a subvolume is:
+    no rename replaces these.
+    """
+    return _mount_of(directory) != _mount_of(directory / "..")
+
+
+def _mount_of(directory: Path) -> tuple[int, str]:
+    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        mount = ""
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii").splitlines()
+            mount = next((line for line in lines if line.startswith("mnt_id:")), "")
+        return os.fstat(fd).st_dev, mount
+    finally:
+        os.close(fd)
 
 
 def _refuse_checkpoint(target: Path) -> None:
@@ -273,8 +302,9 @@ def _remove_files(lock: DirectoryLock, names: Iterable[str]) -> None:
 
 def _open(target: Path, fingerprint: str, *, restart: bool) -> tuple[Path, FileJournal]:
     """The folder and the journal of this run; of two runs that begin at once, the second sees the first."""
-    partial = partial_directory(target)
     try:
+        _refuse_existing(target)
+        partial = partial_directory(target)
         with _alone_in(partial):
             _refuse_existing(target)
             found = _left(partial, fingerprint, restart=restart)
@@ -293,7 +323,7 @@ def _open(target: Path, fingerprint: str, *, restart: bool) -> tuple[Path, FileJ
                 raise
             return found
     except OSError as error:
-        raise SaveError(f"{partial}: the directory cannot be made: {error.strerror or error}") from error
+        raise SaveError(f"{target}.partial: the directory cannot be made: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,44 @@ def test_a_target_appears_and_nothing_else_stays(tmp_path: Path) -> None:
     (tmp_path / "t").mkdir()  # empty
     assert make(tmp_path / "t") == []
     assert names(tmp_path) == ["t"]
+
+
+@pytest.mark.parametrize("name", [".", "", "below/.."])
+def test_a_target_without_a_name_of_its_own_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here" / ("below" if name != "below/.." else ""))
+    with pytest.raises((OptionError, CheckpointExistsError), match=r"expected a path that ends with|something already"):
+        make(Path(name))
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "here", tmp_path / "here" / "below"]
+
+
+@pytest.mark.parametrize("bound", [False, True], ids=["file system", "directory of the same one"])
+def test_a_mount_point_is_refused_before_anything_is_written(bound: bool, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "t").mkdir()
+    what = ["--bind", str(tmp_path / "other")] if bound else ["-t", "tmpfs", "tmpfs"]
+    if subprocess.run(["mount", *what, str(tmp_path / "t")], capture_output=True, check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        with pytest.raises(OptionError, match=r"a file system is mounted there.*such as .*t/checkpoint"):
+            make(tmp_path / "t")
+        assert names(tmp_path) == ["other", "t"]
+        assert names(tmp_path / "t") == []
+        assert make(tmp_path / "t" / "checkpoint") == []
+    finally:
+        subprocess.run(["umount", str(tmp_path / "t")], check=True)
+
+
+def test_a_link_to_an_empty_directory_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "t").symlink_to("empty")
+    (tmp_path / "u").symlink_to("nowhere")
+    for name in ("t", "u"):
+        with pytest.raises(CheckpointExistsError), target_folder(tmp_path / name, WORK):
+            pytest.fail("the work was begun")
+    assert names(tmp_path) == ["empty", "t", "u"]
 
 
 def test_the_same_work_is_resumed(tmp_path: Path) -> None:
