@@ -27,6 +27,9 @@ _SAVE: Final = re.compile(r"[0-9a-f]{16}")
 _ALONE_WITHIN_S: Final = 5.0
 # So old is what nobody is writing any more.
 _LEFT_AFTER_S: Final = 60.0
+# Far beyond all that a checkpoint can have, and still bytes and times that can be calculated with and shown.
+_MOST_BYTES: Final = 2**63
+_LATEST_S: Final = 2**37
 _STATES: Final = ("waiting", "copying", "copied", "failed", "superseded")
 
 
@@ -156,10 +159,13 @@ class DrainNote:
         """Raises `ValueError` and others for what is no note."""
         note = cls(**{**fields, "files": None if fields["files"] is None else tuple(fields["files"])})
         texts = (note.save, note.to, note.state, note.error, *(note.files or ()))
-        numbers = (note.copied_bytes, note.total_bytes, note.attempts, note.updated_s, note.saved_s, note.begun_s)
+        counts = (note.copied_bytes, note.total_bytes, note.attempts)
+        times_s = (note.updated_s, note.saved_s, note.begun_s)
         if (
             all(type(text) is str for text in texts)
-            and all(type(number) in (int, float) for number in numbers)
+            and all(type(number) in (int, float) for number in (*counts, *times_s))
+            and all(0 <= count < _MOST_BYTES for count in counts)
+            and all(0 <= time_s < _LATEST_S for time_s in times_s)
             and _SAVE.fullmatch(note.save) is not None
             and note.state in _STATES
             and is_supported(note.to)

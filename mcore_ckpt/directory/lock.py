@@ -150,9 +150,11 @@ class Owner:
             own = {name: fields.pop(name) for name in cls.__slots__ if name != "noted"}
             owner = cls(**own, noted=fields)
             texts = (owner.save_id, owner.host, owner.machine, owner.boot, owner.pid_namespace, owner.started)
-            numbers = (owner.pid, owner.since_s, owner.beat_s, owner.lease_s)
+            numbers = (owner.since_s, owner.beat_s, owner.lease_s)
             well_formed = (
                 all(type(text) is str for text in texts)
+                and type(owner.pid) is int
+                and owner.pid > 0
                 and all(type(value) in (int, float) for value in numbers)
                 and _SAVE_ID.fullmatch(owner.save_id) is not None
                 and owner.host != ""
@@ -182,7 +184,10 @@ class Owner:
         return "gone" if another else "alive"
 
     def __str__(self) -> str:
-        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_s))
+        try:
+            since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_s))
+        except (ValueError, OverflowError, OSError):  # the lease may say anything
+            since = "an unknown time"
         return f"process {self.pid} on host {self.host}, since {since}"
 
 

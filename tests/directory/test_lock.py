@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -369,6 +370,21 @@ def test_a_marker_that_names_nobody_is_of_nobody(
     lock.check()
     lock.release()
     assert names(tmp_path) == set()
+
+
+@pytest.mark.parametrize("pid", ["1.5", "NaN", "Infinity", "-1", "0", "true"])
+def test_a_lease_without_a_process_id_is_of_nobody(tmp_path: Path, pid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "_UNREADABLE_S", 0.1)
+    content = Owner.here().encode().replace(f'"pid": {os.getpid()}'.encode(), f'"pid": {pid}'.encode())
+    (tmp_path / INCOMPLETE_MARKER).write_bytes(content)
+    DirectoryLock.take(LocalStorage(tmp_path)).release()
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.parametrize("since_s", [float("nan"), float("inf"), -1e308, 10**400])
+def test_an_owner_is_shown_whatever_time_its_lease_says(since_s: float) -> None:
+    owner = Owner.decode(replace(Owner.here(), since_s=since_s).encode())
+    assert str(owner) == f"process {os.getpid()} on host {owner.host}, since an unknown time"
 
 
 # --- how a lock ends -------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.directory import drain as drain_module
 from mcore_ckpt.directory.drain import give_up
 from mcore_ckpt.directory.drain_note import DrainNote
+from mcore_ckpt.directory.in_force import saves_of
 from mcore_ckpt.directory.iterations import tracked_name
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.metadata_read import (
@@ -34,6 +35,7 @@ from mcore_ckpt.format.metadata_read import (
     METADATA_FILE,
     TRACKER_FILE,
     encode_config,
+    read_index,
 )
 from mcore_ckpt.save import _upkeep_process, upkeep
 from mcore_ckpt.storage.resolve import storage_at
@@ -88,6 +90,24 @@ def note_of(directory: Path) -> DrainNote:
     note = DrainNote.read(directory)
     assert note is not None
     return note
+
+
+@pytest.mark.parametrize("field", ["copied_bytes", "total_bytes", "attempts", "updated_s", "saved_s", "begun_s"])
+@pytest.mark.parametrize("number", ["NaN", "-5", "1" + "0" * 400])
+def test_a_note_with_a_number_that_cannot_be_is_damaged(
+    field: str, number: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / NAME
+    dcp.save({"w": torch.ones(3)}, storage_writer=FileSystemWriterAsync(directory), no_dist=True)
+    save = next(iter(saves_of(read_index(directory))))
+    good = DrainNote(save, str(tmp_path / "far"), state="failed", copied_bytes=5).encode()
+    (directory / DRAIN_FILE).write_bytes(good)
+    assert note_of(directory).copied_bytes == 5
+    (directory / DRAIN_FILE).write_text(json.dumps({**json.loads(good), field: "@"}).replace('"@"', number))
+    with pytest.raises(LoadError, match="does not say how far"):
+        DrainNote.read(directory)
+    assert main(["list", str(tmp_path)]) == 0
+    assert "complete" in capsys.readouterr().out
 
 
 def test_checkpoints_are_committed_in_a_second_directory_as_they_are(
