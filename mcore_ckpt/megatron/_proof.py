@@ -17,6 +17,7 @@ import hashlib
 import inspect
 import logging
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from mcore_ckpt.core.boxes import Box, flat_boxes
+from mcore_ckpt.core.boxes import Box, covers, flat_boxes
 from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import LoadError
@@ -87,7 +88,7 @@ class _Sums(NamedTuple):
     missing: int  # elements against those of the tensors, times a hash, modulo 2^64: zero if none is missing or double
     slices: bytes  # 8 for each one that is a part of what several ranks hold together, of `_MOST_SLICES` at most
     empty: frozenset[tuple[str, str, tuple[int, ...]]]  # tensors without elements, of which any rank may tell
-    is_told_twice: bool = False  # a slice, under one `replica_id`
+    is_told_twice: bool = False  # a slice, or a first element, under one `replica_id`
 
     def merged(self, other: _Sums) -> _Sums:
         """Of both."""
@@ -200,7 +201,8 @@ def _sums_of(held: list[_Held], rank: int, skipped: int, replicas: int) -> _Sums
         lacks = one.elements - (0 if one.stored is None else math.prod(one.shape))
         missing += lacks * _hash(name) if lacks else 0
         if not (one.replica and one.is_whole):
-            slices.append(_hash(f"{name}\0{one.piece}"))
+            # Two slices with the first element are of two copies, however these are divided.
+            slices.append(_hash(f"{name}\0{one.piece if one.stored is None else 'first'}"))
     return _Sums(
         sum(one.stored is not None for one in mains),
         skipped,
@@ -393,7 +395,7 @@ def _differing(gathered: list[list[_Held]] | None, directory: Path) -> _Outcome:
         for _, one in parts:
             crc, elements = crc ^ one.crc, elements + one.elements
             stored = one.stored if one.stored is not None else stored
-        if stored is None or elements != math.prod(parts[0][1].shape):
+        if stored is None or elements != math.prod(parts[0][1].shape) or not _is_copy(one for _, one in parts):
             left.append((key, replica, number))
         elif crc == stored:
             equal.update(((key, one.piece), one.crc) for _, one in parts)
@@ -424,6 +426,19 @@ def _differing(gathered: list[list[_Held]] | None, directory: Path) -> _Outcome:
         )
     mains = [parts for (_, replica, number), parts in copies.items() if not replica and not number]
     return _Outcome(len(mains) - in_part, _words(one for parts in mains for _, one in parts), in_part, replicas)
+
+
+def _is_copy(parts: Iterable[_Held]) -> bool:
+    """Whether these make up their tensor once: elements may add up though some are there twice and others missing."""
+    shape: tuple[int, ...] = ()
+    boxes: list[Box] = []
+    for one in parts:
+        shape, (box, (start, stop)) = one.shape, one.piece
+        boxes += (
+            Box(tuple(map(operator.add, box.offsets, inside.offsets)), inside.sizes)
+            for inside in flat_boxes(box.sizes, start, stop)
+        )
+    return covers(shape, boxes) is None
 
 
 def _which(replica: str) -> str:

@@ -303,6 +303,29 @@ def test_a_slice_of_a_replica_that_nothing_tells_of_is_counted(
     assert said.endswith(" on 1 rank; not compared: 1 replica of slices"), said
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize(
+    ("shares", "said_last"),
+    [
+        ((*MAINS, (1, 0, 4), (1, 0, 2), (1, 2, 4)), "not compared: 2 replicas of slices"),
+        ((*MAINS, *HALVES, (1, 0, 2), (1, 2, 8)), "not compared: 2 replicas of slices"),
+        ((*MAINS, (1, 0, 2), (1, 2, 5), (1, 3, 6)), "not compared: 3 replicas of slices"),
+        (((0, 0, 4), (0, 0, 2), (0, 2, 4)), "state not proven: no tensor could be compared; 1 tensor loaded in part"),
+    ],
+    ids=str,
+)
+def test_slices_that_overlap_are_no_copy_of_their_tensor(
+    shares: tuple[Any, ...], said_last: str, wrong: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their elements may add up. Where they are all wrong alike, they cancel by XOR, and are not called equal."""
+    of_replicas = tuple(number for number, (replica, _, _) in enumerate(shares) if replica)
+    said = said_of(tmp_path / "checkpoint", shares, of_replicas if wrong else (), caplog)
+    if wrong and any(share in HALVES for share in shares):  # of which main replicas hold the same slices
+        assert "1 of 1 tensors in memory are not what is stored: w (" in said
+    else:
+        assert said.endswith(said_last), said
+
+
 def load_with_one_id(rank: int, path: Path, wrong: tuple[int, ...]) -> str:
     """What a proof says to a rank where all but the first have the `replica_id` 1."""
     installed()
