@@ -61,11 +61,13 @@ def describe(error: BaseException) -> FailureReport:
     kind = type(error)
     ours = isinstance(error, CheckpointError)
     name = kind.__name__ if ours or kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    text = str(error)
+    text = text_of(error)
     message = text if ours else f"{name}: {text}" if text else name
-    traceback_text = "".join(traceback.format_exception(kind, error, error.__traceback__)).rstrip()
-    system_error = next((each for each in _causes(error) if isinstance(each, OSError) and each.errno is not None), None)
-    path = None if system_error is None or system_error.filename is None else os.fsdecode(system_error.filename)
+    traceback_text = _traceback_of(error)
+    system_error = next(
+        (each for each in _causes(error) if isinstance(each, OSError) and type(each.errno) is int), None
+    )
+    path = None if system_error is None else _path_of(system_error)
     return FailureReport(
         class_name=name,
         message=message,
@@ -74,6 +76,28 @@ def describe(error: BaseException) -> FailureReport:
         path=path,
         interrupted=any(not isinstance(each, Exception) for each in _causes(error)),
     )
+
+
+def _path_of(error: OSError) -> str | None:
+    name = error.filename
+    return os.fsdecode(name) if isinstance(name, str | bytes) else None if name is None else f"{name!r:.200}"
+
+
+def text_of(error: BaseException) -> str:
+    """`str(error)`; where that raises, as code of third parties may, what it raised."""
+    try:
+        return str(error)
+    except Exception as failed:  # noqa: BLE001  (whatever it is, the others have to be told)
+        return f"<no text: {type(failed).__name__} in __str__>"
+
+
+def _traceback_of(error: BaseException) -> str:
+    """As Python prints it. Python itself may fail: on names and notes that an exception makes up."""
+    try:
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+    except Exception as failed:  # noqa: BLE001  (whatever it is, the others have to be told)
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        return f"{frames}{type(error).__name__}: {text_of(error)} (not printed in full: {type(failed).__name__})"
 
 
 def same_class(report: FailureReport, otherwise: type[CheckpointError]) -> type[CheckpointError]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import pickle
 import platform
 import re
 import signal
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt.core.errors import CheckpointError, LoadError, MissingKeyError, OptionError, SaveError
+from mcore_ckpt.core.failures import describe, remote_cause
 from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, reached_every_rank
 from tests.support.gloo_ranks import rank_outcomes, run_ranks
 
@@ -67,6 +69,39 @@ def test_a_world_of_one_keeps_our_errors_and_wraps_those_of_others() -> None:
         group.run("write", full, wrap=SaveError)
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == 28
+
+
+class _TextlessError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def _without_text(rank: int) -> str:
+    def fail() -> None:
+        if rank:
+            raise _TextlessError
+
+    try:
+        coordination_group().run("write", fail, wrap=SaveError)
+    except SaveError as error:
+        return str(error)
+    return ""
+
+
+def test_an_error_whose_text_cannot_be_made_is_told_to_all() -> None:
+    for said in run_ranks(_without_text, 2, deadline_s=60):
+        assert "rank 1" in said
+        assert "_TextlessError: <no text: RuntimeError in __str__>" in said
+
+
+@pytest.mark.parametrize(
+    "error", [_TextlessError(), OSError("no number", "text"), OSError(5, "text", 3)], ids=lambda e: type(e).__name__
+)
+def test_whatever_an_error_holds_it_can_be_told(error: Exception) -> None:
+    report = pickle.loads(pickle.dumps(describe(error)))
+    assert type(error).__name__ in report.traceback_text
+    assert type(error).__name__ in report.message
+    assert isinstance(remote_cause(report), Exception)
 
 
 def test_control_c_is_not_turned_into_something_else() -> None:
