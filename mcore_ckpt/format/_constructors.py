@@ -24,7 +24,14 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from mcore_ckpt.core.errors import OptionError, UnsafePickleError
-from mcore_ckpt.format._pickle_machine import Budget, Maker, WrongArgumentsError, checked_size, inert_maker
+from mcore_ckpt.format._pickle_machine import (
+    Budget,
+    Maker,
+    WrongArgumentsError,
+    checked_size,
+    inert_maker,
+    rebuilding,
+)
 from mcore_ckpt.format.tensor_pickle import STORAGE_KINDS, stored_storage
 
 # Where each global that a stored object may name is found, beyond torch's own; most are found under their own name.
@@ -217,23 +224,27 @@ def _vouched(value: Any) -> Maker:
     """What pickle would do with a class that the user allows."""
 
     def make(_: Budget, *arguments: Any) -> Any:
-        return value(*arguments)
+        with rebuilding(value):
+            return value(*arguments)
 
     def build(_: Budget, instance: Any, state: Any) -> Any:
-        if hasattr(instance, "__setstate__"):
-            instance.__setstate__(state)
+        with rebuilding(type(instance)):
+            if hasattr(instance, "__setstate__"):
+                instance.__setstate__(state)
+                return instance
+            state, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+            if state:
+                instance.__dict__.update(state)
+            for name, part in (slots or {}).items():
+                setattr(instance, name, part)
             return instance
-        state, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
-        if state:
-            instance.__dict__.update(state)
-        for name, part in (slots or {}).items():
-            setattr(instance, name, part)
-        return instance
 
     def new(_: Budget, *arguments: Any) -> Any:
-        return value.__new__(value, *arguments)
+        with rebuilding(value):
+            return value.__new__(value, *arguments)
 
-    return Maker(make, build, new=new)
+    takes_members = hasattr(value, "append") or hasattr(value, "__setitem__")
+    return Maker(make, build, takes_members=takes_members, new=new, is_vouched=True)
 
 
 def _members(budget: Budget, *arguments: Any) -> Any:

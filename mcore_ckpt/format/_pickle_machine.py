@@ -18,10 +18,18 @@ import itertools
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, NamedTuple, Protocol, cast
 
-from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, NewerFormatError, UnsafePickleError
+from mcore_ckpt.core.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    LoadError,
+    NewerFormatError,
+    UnsafePickleError,
+)
+from mcore_ckpt.core.failures import text_of
 
 MAX_DEPTH: Final = 500
 """Containers inside one another. What recurses over a value in Python ends at about twice that."""
@@ -119,8 +127,9 @@ class Maker(NamedTuple):
     # Called with the object and its pickled state, once, for BUILD; returns the object that takes its place. Only an
     # object that `make` has returned in this run, and has not shared, is built.
     build: Callable[[Budget, Any, Any], Any] | None = None
-    takes_members: bool = False  # instances have `append` and `__setitem__`, and are inert
+    takes_members: bool = False  # instances have `append` or `__setitem__`
     new: Callable[..., Any] | None = None  # called instead for NEWOBJ, if that is something else
+    is_vouched: bool = False  # the user has allowed the class: what it raises says nothing of the bytes
 
 
 class WrongArgumentsError(Exception):
@@ -131,6 +140,22 @@ class NotUnderstoodError(Exception):
     """Raised for what only a newer writer can have written; the message says what it is, and what was expected."""
 
 
+class NotRebuiltError(Exception):
+    """Raised for what code that the user allows has raised; the message says what that was."""
+
+    @classmethod
+    def of(cls, error: Exception, what: str) -> NotRebuiltError:
+        """For an error of that code, which rebuilds `what`."""
+        return cls(f"this process cannot rebuild {what:.200} ({type(error).__name__}: {text_of(error):.200})")
+
+    def as_load_error(self, where: str) -> LoadError:
+        """What is raised to the caller of a load."""
+        return LoadError(
+            f"{where}: {self}. Nothing shows that the file is damaged. Load it with the code that saved it, or with "
+            "one that takes what that code has saved"
+        )
+
+
 class Rules(Protocol):
     """What names and references in a pickle stand for."""
 
@@ -139,6 +164,16 @@ class Rules(Protocol):
 
     def referred(self, reference: Any) -> Any:
         """The value of a persistent id."""
+
+
+@contextmanager
+def rebuilding(cls: Any) -> Iterator[None]:
+    """Code of a class that the user allows runs within: what it raises becomes a `NotRebuiltError`."""
+    try:
+        yield
+    except Exception as error:
+        name = f"{cls.__module__}.{getattr(cls, '__qualname__', cls)}"
+        raise NotRebuiltError.of(error, f"an object of {name}") from error
 
 
 def name_today(module: str, name: str) -> tuple[str, str]:
@@ -228,6 +263,8 @@ class _Run:
                 f"{self._where}: written by a newer torch, Megatron-Core or mcore_ckpt: {error}. Nothing shows that "
                 "the file is damaged. Load it with a newer mcore_ckpt, or save it again with an older torch."
             ) from error
+        except NotRebuiltError as error:
+            raise error.as_load_error(self._where) from error
         # Damaged bytes fail in any way that a stack machine and constructors can.
         except Exception as error:
             raise CorruptCheckpointError(
@@ -369,7 +406,7 @@ class _Run:
             keywords, arguments = stack.pop(), stack.pop()
             cls = stack.pop()
             maker = self._makers.get(id(cls))
-            if keywords and (maker is None or not maker.takes_members):
+            if keywords and (maker is None or not maker.takes_members or maker.is_vouched):
                 raise WrongArgumentsError("a call with keywords")
             stack.append(self._made(cls, arguments, new=True))
         elif op == 0x30:  # POP
@@ -430,17 +467,23 @@ class _Run:
             raise TypeError(f"items of a {type(target).__name__}")
         keys = pairs[::2]
         self.budget.check_keys(keys)
-        for key, value in zip(keys, pairs[1::2], strict=True):
-            target[key] = value
+        with self._rebuilding(target):
+            for key, value in zip(keys, pairs[1::2], strict=True):
+                target[key] = value
 
     def _append(self, target: Any, members: list[Any]) -> None:
         if type(target) is list:
             target.extend(members)
         elif self._takes_members(target):
-            for member in members:
-                target.append(member)
+            with self._rebuilding(target):
+                for member in members:
+                    target.append(member)
         else:
             raise TypeError(f"members of a {type(target).__name__}")
+
+    def _rebuilding(self, instance: Any) -> AbstractContextManager[None]:
+        maker = self._fresh.get(id(instance))
+        return rebuilding(type(instance)) if maker is not None and maker.is_vouched else nullcontext()
 
     def _takes_members(self, target: Any) -> bool:
         maker = self._fresh.get(id(target))

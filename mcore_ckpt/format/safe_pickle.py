@@ -29,7 +29,6 @@ from typing import Any, BinaryIO, NoReturn
 
 from mcore_ckpt.core.errors import (
     CheckpointNotFoundError,
-    ChecksumError,
     CorruptCheckpointError,
     LoadError,
     OptionError,
@@ -47,6 +46,7 @@ from mcore_ckpt.format._pickle_machine import (
     name_today,
     unpickle,
 )
+from mcore_ckpt.format._pickle_machine import NotRebuiltError as NotRebuiltError
 from mcore_ckpt.format._plain_index import plainly_built
 from mcore_ckpt.format.zip_records import Archive, ItemBytes
 
@@ -306,7 +306,8 @@ def load_object(
     `extra_allowed` classes (`"module.qualified_name"`) are imported when a pickle names them. Without `import_classes`,
     classes of packages that are not imported yet become `Unavailable`. `verify_crc`: compare every CRC-32 before
     anything is unpickled. `run_code`: let the pickle call whatever it names. Raises `UnsafePickleError`,
-    `CorruptCheckpointError`, or `OptionError` if a class of `extra_allowed` cannot be imported.
+    `CorruptCheckpointError`, `LoadError` if code that is allowed fails, or `OptionError` if a class of `extra_allowed`
+    cannot be imported.
     """
     if isinstance(source, str | Path):
         where = str(source) if where == _ANY_OBJECT else f"{where} ({source})"
@@ -326,10 +327,12 @@ def load_object(
             for record in archive.records.values():
                 archive.content(record)
         return _load(archive, where, tuple(extra_allowed), import_classes)
-    except (UnsafePickleError, ChecksumError, OptionError):
+    except OptionError:
         raise
     # Damaged archives and the objects that are built of them can fail in any way at all.
     except Exception as error:
+        if isinstance(error, LoadError) and type(error) is not CorruptCheckpointError:
+            raise
         reason = str(error).splitlines()[0] if str(error) else ""
         raise CorruptCheckpointError(
             f"{where}: cannot be read as a torch.save container of plain data ({type(error).__name__}: {reason:.300}). "
@@ -396,4 +399,12 @@ def _run_anything(content: bytes, where: str) -> Any:
         "%s is unpickled without any restriction, because of run_code_from_checkpoint: it can do whatever you can do",
         where,
     )
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is raised as the cause)
+        archive = _archive_of(content, where)
+        for record in archive.records.values():
+            archive.content(record)
+        failed = NotRebuiltError.of(error, "what is stored")
+        failed.__cause__ = error
+        raise failed.as_load_error(where) from failed

@@ -37,6 +37,7 @@ from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.ranks import coordination_group, without_tracebacks
 from mcore_ckpt.directory.iterations import is_megatrons, iteration_directories, iteration_of, look_at
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, METADATA_FILE, read_config, read_index
+from mcore_ckpt.format.safe_pickle import NotRebuiltError
 from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
 from mcore_ckpt.megatron._fully_parallel import served_group
 from mcore_ckpt.megatron._one_save import metadata_version, one_load
@@ -179,7 +180,7 @@ def _raise_replaced(directory: Path, outcome: Any) -> None:
 
 def _damage(outcome: Any) -> str | None:
     """What an outcome says of the checkpoint; None if that was read, or is not to blame. A class outside the allow-list
-    is no damage, nor is a newer format: an older checkpoint would have it, too.
+    is no damage, nor one that this process cannot rebuild, nor a newer format: an older checkpoint would have it, too.
     """
     if isinstance(outcome, UnsafePickleError) or not isinstance(
         outcome, CorruptCheckpointError | CheckpointNotFoundError
@@ -212,6 +213,8 @@ def _problem(directory: Path, options: LoadOptions) -> str | None:
             return f"{directory}: there is no metadata.json"
         load_common(directory, options)
     except (LoadError, OSError) as error:
+        if isinstance(error.__cause__, NotRebuiltError):
+            return None
         return None if isinstance(error, UnsafePickleError | NewerFormatError) else str(error)
     return None
 

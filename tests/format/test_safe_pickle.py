@@ -114,6 +114,39 @@ def test_the_state_dict_of_a_module_comes_back() -> None:
         load_object(saved(state))
 
 
+class Meter:
+    """A class of the user's own, whose code takes no state of an earlier version."""
+
+    def __reduce__(self) -> Any:
+        return Meter, (), {"value": 1}
+
+    def __setstate__(self, state: Any) -> None:
+        raise KeyError("window")
+
+
+METER = f"{__name__}.Meter"
+
+
+@pytest.mark.parametrize("options", [{"extra_allowed": [METER]}, {"run_code": True}], ids=str)
+def test_what_allowed_code_raises_is_no_damage(options: Any) -> None:
+    content = saved([Meter()])
+    with pytest.raises(
+        LoadError, match=r"cannot rebuild .*KeyError: 'window'.*Nothing shows that the file is d"
+    ) as found:
+        load_object(content, **options)
+    assert type(found.value) is LoadError
+    with pytest.raises(CorruptCheckpointError):
+        load_object(content.replace(b"value", b"valve"), **options)
+
+
+def test_members_of_allowed_containers_come_back() -> None:
+    value = [collections.deque([1.0, 2.0], maxlen=8), collections.defaultdict(None, a=1)]
+    loaded = load_object(saved(value), ["collections.deque", "collections.defaultdict"])
+    assert loaded == value
+    assert [type(one) for one in loaded] == [type(one) for one in value]
+    assert loaded[0].maxlen == 8
+
+
 def test_random_states_come_back() -> None:
     state = np.random.RandomState(1).get_state()
     loaded = load_object(saved(state))
