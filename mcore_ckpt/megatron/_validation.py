@@ -185,11 +185,12 @@ def _digest(common: Any) -> bytes:
 
 def _compare_common(common: Any, group: RankGroup) -> None:
     """Warn on each rank whose common state is not that of the first, of which alone it is saved."""
-    first = group.run_on_coordinator("compare the common state", lambda: common, wrap=SaveError)
+    sent = group.run_on_coordinator("compare the common state", lambda: pickle.dumps(common), wrap=SaveError)
     if group.is_coordinator:
         return
     try:
-        only_first, only_here, mismatch = megatron_module("dict_utils").diff(first, common)
+        # Within the exchange, what does not unpickle would end it on this rank, and the others would wait.
+        only_first, only_here, mismatch = megatron_module("dict_utils").diff(pickle.loads(sent), common)
     except Exception:  # on this rank alone: the others continue the save
         _logger.exception("Rank %d common state dict cannot be compared with that of rank 0", group.rank)
         return
