@@ -76,8 +76,9 @@ def validation_of_save(strategy: Any, strategy_class: type, meets_in: Callable[[
             yield
         return
     options = getattr(strategy, "options", None) or SaveOptions.from_environment()
-    # Ranks exchange other things by other values. So whichever exchange comes first says whether they are the same.
-    with carrying({"validation": options.validation, "distribution": options.distribution}):
+    # Ranks exchange or compare other things by other values. The exchange that comes first says whether they are alike.
+    alike = ("validation", "distribution", "compare_replicas", "on_diverged")
+    with carrying({name: getattr(options, name) for name in alike}):
         if options.validation != "mcore_ckpt":
             with MegatronErrors():
                 _meet_ahead(meets_in)

@@ -104,7 +104,13 @@ def test_what_a_rank_raises_before_the_first_exchange_of_its_group_all_raise(
     run_ranks(kept_away_from_its_group, 4, tmp_path, groups, deadline_s=DEADLINE_S)
 
 
-OTHERWISE = [("DISTRIBUTION", "on"), ("DISTRIBUTION", "megatron"), ("VALIDATION", "megatron")]
+OTHERWISE = [
+    ("DISTRIBUTION", "on"),
+    ("DISTRIBUTION", "megatron"),
+    ("VALIDATION", "megatron"),
+    ("COMPARE_REPLICAS", "always"),
+    ("ON_DIVERGED", "raise"),
+]
 
 
 def differing_later(rank: int, run: Path, groups: list[list[int]]) -> None:
