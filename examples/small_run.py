@@ -75,6 +75,9 @@ def write_llama(directory: Path) -> None:
 def main() -> None:
     """Write all of it; nothing may be there."""
     here = Path.cwd()
+    for name in ("run", "copy", "Llama-small"):
+        if (here / name).exists():
+            sys.exit(f"{here / name}: is there already; choose an empty folder")
     for iteration in (100, 200):
         write_model(here / "run" / f"iter_{iteration:07d}", tensors=model_tensors(iteration), iteration=iteration)
     (here / "run" / "latest_checkpointed_iteration.txt").write_text("200")

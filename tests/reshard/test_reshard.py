@@ -31,14 +31,13 @@ from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.read_requests import ReadRequest, stored_dtype
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.models.conversions import import_checkpoint, reshard_checkpoint
-from mcore_ckpt.reshard import reshard
 from mcore_ckpt.reshard.rules import parse_partition_rules
 from mcore_ckpt.target import _writer, build
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.parallel_layout import data_file_rank
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
-from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, write_model
+from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, reshard_killed, write_model
 from tests.support.stored_layouts import StoredTensor, flip_byte, write_checkpoint
 from tests.support.tilings import tilings
 
@@ -227,21 +226,8 @@ def test_a_run_that_was_killed_after_carrying_is_resumed(tmp_path: Path) -> None
     write_model(source)
     (source / "modelopt_state").mkdir()
     (source / "modelopt_state" / "state.bin").write_bytes(b"x" * 100)
-    pid = os.fork()
-    if pid == 0:
-        publish = reshard.carry_sidecars
-
-        def carry(*given: Any) -> None:
-            publish(*given)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        reshard.carry_sidecars = carry
-        try:
-            reshard_checkpoint(source, tmp_path / "target", tp=1, pp=1)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    assert reshard_checkpoint(source, tmp_path / "target", tp=1, pp=1).resumed
+    reshard_killed(source, tmp_path / "target")
+    assert reshard_checkpoint(source, tmp_path / "target", tp=2, pp=1).resumed
     assert (tmp_path / "target" / "modelopt_state" / "state.bin").read_bytes() == b"x" * 100
     assert_same(read_all(tmp_path / "target"), model_tensors())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -19,12 +18,11 @@ from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError
 from mcore_ckpt.directory.lock import DirectoryLock, Owner
 from mcore_ckpt.format.metadata_read import TRACKER_FILE
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, reshard_checkpoint
-from mcore_ckpt.reshard import reshard
 from mcore_ckpt.storage import _object_client
 from mcore_ckpt.storage._object_client import Patience
 from mcore_ckpt.tools.repair import repair_checkpoint
 from tests.support.gcs_server import ObjectDirectory
-from tests.support.model_like import assert_same, model_tensors, read_all, write_model
+from tests.support.model_like import assert_same, model_tensors, read_all, reshard_killed, write_model
 from tests.support.object_server import Fault, Proxy, Request
 
 
@@ -133,27 +131,9 @@ def test_what_a_target_names_that_may_still_appear_stays(
     assert verify_checkpoint(object_directory.url).whole
 
 
-def run_killed(source: Path, target: str) -> None:
-    """Reshard in a process that is killed when all is written but `.metadata`."""
-    pid = os.fork()
-    if pid == 0:
-        publish = reshard.carry_sidecars
-
-        def carry(*given: Any) -> None:
-            publish(*given)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        reshard.carry_sidecars = carry
-        try:
-            reshard_checkpoint(source, target, tp=2, pp=1)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-
-
 @pytest.mark.crash
 def test_what_a_killed_run_has_left_is_removed_by_the_next(source: Path, object_directory: ObjectDirectory) -> None:
-    run_killed(source, object_directory.url)
+    reshard_killed(source, object_directory.url)
     names = object_directory.names()
     assert "modelopt/state.bin" in names
     assert ".metadata" not in names
@@ -209,7 +189,7 @@ def test_a_target_that_has_appeared_stays_when_the_run_is_interrupted(
 def test_what_a_killed_run_has_left_is_removed_although_the_next_one_fails_at_it(
     source: Path, proxied: Proxy, object_directory: ObjectDirectory, refused: str
 ) -> None:
-    run_killed(source, object_directory.url)
+    reshard_killed(source, object_directory.url)
     listings: list[Request] = []
     struck = threading.Event()
 
@@ -255,7 +235,7 @@ def test_a_run_that_has_lost_the_directory_removes_and_replaces_nothing_of_the_n
     same file.
     """
     target = object_directory.url
-    run_killed(source, target)
+    reshard_killed(source, target)
     held, goes_on = threading.Event(), threading.Event()
 
     def rule(request: Request) -> Fault | None:
@@ -310,7 +290,7 @@ def test_what_others_have_put_there_meanwhile_stays_after_a_killed_run(
     source: Path, object_directory: ObjectDirectory
 ) -> None:
     others = {"iter_0000100/.metadata": b"a job's", "iter_0000100/__0_0.distcp": b"1", TRACKER_FILE: b"100"}
-    run_killed(source, object_directory.url)
+    reshard_killed(source, object_directory.url)
     for name, content in others.items():
         object_directory.put(name, content)
     with pytest.raises(CheckpointExistsError):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -13,6 +16,8 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import encode_config
 from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.models.conversions import reshard_checkpoint
+from mcore_ckpt.reshard.sidecars import carry_sidecars
 
 __all__ = ["LAYERS", "assert_same", "model_tensors", "read_all", "write_model"]
 
@@ -140,3 +145,20 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         other = found[key]
         assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), key
         assert torch.equal(other.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), key
+
+
+def reshard_killed(source: Path, target: Path | str) -> None:
+    """Reshard to TP 2 in a process that is killed when all is written but `.metadata`."""
+    pid = os.fork()
+    if pid == 0:
+
+        def carry(*given: Any) -> None:
+            carry_sidecars(*given)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            with mock.patch("mcore_ckpt.reshard.reshard.carry_sidecars", carry):
+                reshard_checkpoint(source, target, tp=2, pp=1)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
