@@ -4,7 +4,8 @@ Megatron-Core keeps them as `iter_0001000` (seven digits or more) and `release`,
 `latest_checkpointed_iteration.txt`. Other directories are ignored.
 
 A checkpoint is *complete* by its structure, without reading a payload: the index can be read, its chunks make up their
-tensors, and every file is there and as long as the index needs it. `verify` tells whether the bytes are those that were
+tensors, and every file is there at its length. The manifest says the length. Where there is none, as in stock
+checkpoints, a file ends behind its last record at the earliest. `verify` tells whether the bytes are those that were
 written.
 """
 
@@ -23,6 +24,7 @@ from typing import NamedTuple
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, NewerFormatError
 from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.directory.in_force import common_file_in_force, saves_of, with_common_files
 from mcore_ckpt.directory.lock import contenders, holders, seems_gone
@@ -40,6 +42,7 @@ from mcore_ckpt.format.metadata_read import (
     MAX_CONFIG_BYTES,
     METADATA_FILE,
     TRACKER_FILE,
+    checked_footer,
     encode_config,
     read_config,
     read_index,
@@ -204,10 +207,7 @@ def _problems(
     directory: Path, index: CheckpointIndex, sizes: Mapping[str, int], drain: DrainNote | None = None
 ) -> Iterator[str]:
     yield from index.problems
-    files = _needed_bytes(index)
-    if drain is not None and drain.files is not None:
-        # Each node has files of its own, and what is not sharded lies with the node that commits.
-        files = {name: needed for name, needed in files.items() if name in drain.files}
+    files = _files_here(index, drain)
     # (On the other nodes, no more is known of what Megatron-Core needs than that it has been saved.)
     megatron, flaw = is_megatrons(directory, index, sizes) if drain is None or drain.commits else (False, None)
     if flaw:
@@ -230,8 +230,28 @@ def _problems(
             except LoadError as error:
                 yield str(error)
                 continue
+        listed = None if index.manifest is None else index.manifest.files.get(file)
         if size < needed:
             yield f"{directory / file}: ends at byte {size}, the index needs {needed}; it was truncated"
+        elif listed is not None and size != listed.size_bytes:
+            expected = f"expected {listed.size_bytes} bytes, the file has {size}"
+            yield f"{directory / file}: {expected}; it was truncated or extended"
+
+
+def flaw_of_files(directory: Path) -> str | None:
+    """Why a complete checkpoint cannot be opened: index, manifest, or the footer of a data file. Reads no payload."""
+    storage = storage_at(directory)
+
+    def check(name: str) -> None:
+        with storage.open_reader(name) as reader:
+            checked_footer(index, name, reader)
+
+    try:
+        index = read_index(directory)
+        in_parallel(_files_here(index, _drain_of(directory, index)), check, storage.asks_at_once)
+    except LoadError as error:
+        return " ".join(str(error).split())
+    return None
 
 
 def _common_size_flaw(storage: Storage, index: CheckpointIndex, names: Iterable[str]) -> str | None:
@@ -249,12 +269,14 @@ def _common_size_flaw(storage: Storage, index: CheckpointIndex, names: Iterable[
     )
 
 
-def _needed_bytes(index: CheckpointIndex) -> dict[str, int]:
-    """How long each file has to be at least."""
+def _files_here(index: CheckpointIndex, drain: DrainNote | None) -> dict[str, int]:
+    """How long each file has to be at least; where each node has a disk of its own, of those on this one."""
     needed: dict[str, int] = {}
     for item in _items(index):
         needed[item.file] = max(needed.get(item.file, 0), item.offset + item.length)
-    return needed
+    if drain is None or drain.files is None:
+        return needed
+    return {name: length for name, length in needed.items() if name in drain.files}
 
 
 def _items(index: CheckpointIndex) -> Iterator[StoredItem]:

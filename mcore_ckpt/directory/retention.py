@@ -16,13 +16,20 @@ import errno
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.directory.folders import FOLDERS_OF_MEGATRON, files_below, folders_of
 from mcore_ckpt.directory.in_force import index_files, is_pending
-from mcore_ckpt.directory.iterations import RunCheckpoint, directories_of_run, iteration_of, look_at, tracked_name
+from mcore_ckpt.directory.iterations import (
+    RunCheckpoint,
+    directories_of_run,
+    flaw_of_files,
+    iteration_of,
+    look_at,
+    tracked_name,
+)
 from mcore_ckpt.directory.lock import DirectoryLock, contenders, is_lock_file
 from mcore_ckpt.format.file_names import DATA_SUFFIX, data_file_of
 from mcore_ckpt.format.index import CheckpointIndex
@@ -103,7 +110,8 @@ def prune_run(
     number or by time of saving, and whatever has a higher number than the lowest of the first; a directory that a save
     has marked, or in which files have just been written; what a load of this package is reading, as far as the
     storage tells; a link, and what a link in the run's directory leads to; what has no index that can be read, since
-    nothing says which files are the checkpoint's. A link is not counted as one of the newest.
+    nothing says which files are the checkpoint's. A link is not counted as one of the newest. Before a complete
+    checkpoint goes, the newest are opened (index, manifest, footers): one that cannot be opened does not count.
 
     Args:
         run: the directory that holds `iter_0000100` and the like.
@@ -126,22 +134,36 @@ def prune_run(
     directories = directories_of_run(run)
     checkpoints = [look_at(directory, tracked=tracked)[0] for directory in directories]
     links = storage_at(run).links()
-    whole = [
-        checkpoint
-        for checkpoint in checkpoints
-        if checkpoint.whole and checkpoint.iteration is not None and checkpoint.name not in links
-    ]
-    newest = _newest(whole, keep_last, None if saved_last is None else iteration_of(saved_last))
+    head = None if saved_last is None else iteration_of(saved_last)
+    opened: set[str] = set()
+    while True:
+        newest = _newest(
+            [each for each in checkpoints if each.whole and each.iteration is not None and each.name not in links],
+            keep_last,
+            head,
+        )
+        reasons = {each.name: _reason_to_keep(each, newest, links, keep_last, keep_every) for each in checkpoints}
+        if all(reasons[each.name] for each in checkpoints if each.whole):
+            break
+        # Something complete goes: what stays in its place is opened first.
+        flaws = {
+            each.name: flaw
+            for each in checkpoints
+            if each.whole and newest.counts(each.iteration) and each.name not in opened
+            if (flaw := flaw_of_files(each.path))
+        }
+        if not flaws:
+            break
+        opened |= {each.name for each in checkpoints if newest.counts(each.iteration)}
+        checkpoints = [
+            replace(each, problems=(flaws[each.name],)) if each.name in flaws else each for each in checkpoints
+        ]
     decisions = []
     for checkpoint in checkpoints:
         if _is_left(checkpoint, newest, links):
             decisions.append(_taken_up(checkpoint) if remove else PruneDecision(checkpoint, False, _LEFT))
             continue
-        reason = (
-            _reason_to_keep(checkpoint, newest, links, keep_last, keep_every)
-            or _linked(checkpoint, links)
-            or _reason_to_wait(checkpoint)
-        )
+        reason = reasons[checkpoint.name] or _linked(checkpoint, links) or _reason_to_wait(checkpoint)
         if reason is not None:
             decisions.append(PruneDecision(checkpoint, True, reason))
         elif remove:
@@ -164,6 +186,11 @@ class _Newest:
     head: int
     lowest: int | None  # None: there are not as many
     by_time: frozenset[int]
+
+    def counts(self, iteration: int | None) -> bool:
+        """Whether a complete checkpoint of that number is one of the newest, and stays in the place of older ones."""
+        below = self.lowest is not None and iteration is not None and self.lowest <= iteration <= self.head
+        return iteration in self.by_time or below
 
 
 def _newest(whole: list[RunCheckpoint], keep_last: int, saved_last: int | None) -> _Newest:

@@ -41,6 +41,7 @@ from mcore_ckpt.format._index_classes import (
 from mcore_ckpt.format._index_columns import IndexColumns, read_columns
 from mcore_ckpt.format._pickle_machine import MAX_AXES
 from mcore_ckpt.format.dtypes import DTYPE_NAMES
+from mcore_ckpt.format.footer import FOOTER_BYTES, FileFooter, check_footer, decode_footer
 from mcore_ckpt.format.index import (
     CheckpointIndex,
     ObjectEntry,
@@ -110,6 +111,15 @@ def parse_index(data: bytes, where: str, *, strict: bool = True, name: str = MET
             return builder.build(_unpickle(pickled, file), _PLANS_NAME in pickled)
         what = f"{file}: the index in its manifest"
         return builder.build_of(read_columns(manifest.columns, list(manifest.files), manifest.crcs, DTYPE_NAMES, what))
+
+
+def checked_footer(index: CheckpointIndex, name: str, reader: RangeReader) -> FileFooter | None:
+    """Compare the end of a data file with the manifest; returns the footer, if it has one. Raises as `check_footer`."""
+    size_bytes = reader.size_bytes
+    end = reader.read(size_bytes - FOOTER_BYTES, FOOTER_BYTES) if size_bytes >= FOOTER_BYTES else b""
+    footer = decode_footer(end, reader.name)
+    check_footer(footer, size_bytes, None if index.manifest is None else index.manifest.files.get(name), reader.name)
+    return footer
 
 
 def pickle_differs(path: str | Path) -> str | None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
-from mcore_ckpt.format.footer import FOOTER_BYTES, FileFooter, FileTable, check_footer, decode_footer, decode_table
+from mcore_ckpt.format.footer import FOOTER_BYTES, FileFooter, FileTable, decode_table
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem
+from mcore_ckpt.format.metadata_read import checked_footer
 from mcore_ckpt.storage.base import RangeReader
 
 
@@ -55,15 +56,6 @@ class FileFooters:
                 f"{where}: {problem}; .metadata and this file do not belong together: put the files of one save "
                 "together again, or load another checkpoint"
             )
-
-
-def checked_footer(index: CheckpointIndex, name: str, reader: RangeReader) -> FileFooter | None:
-    """Compare the end of a data file with the manifest; returns the footer, if it has one. Raises as `check_footer`."""
-    size_bytes = reader.size_bytes
-    end = reader.read(size_bytes - FOOTER_BYTES, FOOTER_BYTES) if size_bytes >= FOOTER_BYTES else b""
-    footer = decode_footer(end, reader.name)
-    check_footer(footer, size_bytes, None if index.manifest is None else index.manifest.files.get(name), reader.name)
-    return footer
 
 
 def read_table(reader: RangeReader, footer: FileFooter) -> FileTable:

@@ -19,11 +19,12 @@ from mcore_ckpt.format.footer import BLOCK_BYTES
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor, locate_tensor_in
+from mcore_ckpt.format.metadata_read import checked_footer
 from mcore_ckpt.format.state_file import read_tensor_outline
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.items.checks import check_located, check_proportion, item_name
 from mcore_ckpt.items.checksums import check_records, checksum_error, range_crc
-from mcore_ckpt.items.file_footers import checked_footer, read_table
+from mcore_ckpt.items.file_footers import read_table
 from mcore_ckpt.items.open_files import OpenFiles, naming
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.direct_io import aligned_buffer

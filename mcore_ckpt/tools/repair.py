@@ -29,12 +29,13 @@ from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     MAX_METADATA_BYTES,
     METADATA_FILE,
+    checked_footer,
     parse_index,
     read_index,
     read_small_file,
 )
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.items.file_footers import checked_footer, read_table
+from mcore_ckpt.items.file_footers import read_table
 from mcore_ckpt.items.item_checks import ItemCheck, Problem, check_item
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.resolve import storage_at

@@ -28,8 +28,15 @@ from mcore_ckpt.directory.in_force import common_file_in_force, with_common_file
 from mcore_ckpt.directory.iterations import common_state_flaw, is_megatrons, structure_flaws
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, METADATA_FILE, pickle_differs, read_index
-from mcore_ckpt.items.file_footers import checked_footer, items_by_file, read_table, table_problems
+from mcore_ckpt.format.metadata_read import (
+    COMMON_FILE,
+    CONFIG_FILE,
+    METADATA_FILE,
+    checked_footer,
+    pickle_differs,
+    read_index,
+)
+from mcore_ckpt.items.file_footers import items_by_file, read_table, table_problems
 from mcore_ckpt.items.item_checks import ItemCheck, ItemChecker, Problem, checks_of, item_problem, spans_of
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at

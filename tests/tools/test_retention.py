@@ -191,6 +191,46 @@ def test_only_whole_checkpoints_count(run: Path) -> None:
     assert (run / name_of(500) / ".metadata").exists()
 
 
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def extend(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+def flip_in_footer(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+@pytest.mark.parametrize("damage", [cut, extend, Path.unlink, flip_in_footer])
+def test_a_complete_checkpoint_stays_where_the_newest_has_lost_a_part_of_a_file(
+    damage: Callable[[Path], None], tracked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for iteration in (100, 200, 300):
+        save(str(tmp_path / name_of(iteration)), float(iteration))
+        for path in (tmp_path / name_of(iteration)).iterdir():
+            os.utime(path, (time.time() - 9000 + iteration,) * 2)
+    (data,) = (tmp_path / name_of(300)).glob("*.distcp")
+    times = (data.stat().st_atime, data.stat().st_mtime)
+    damage(data)
+    if data.exists():
+        os.utime(data, times)
+    if tracked:
+        (tmp_path / TRACKER_FILE).write_text("300")
+    assert damage is flip_in_footer or main(["list", str(tmp_path)]) == 1
+    assert going(prune_run(tmp_path, keep_last=1)) == [100]
+    assert main(["prune", str(tmp_path), "--keep-last", "1", "--yes"]) == 0
+    assert "1 of 3 checkpoints removed" in capsys.readouterr().out
+    loaded = {"w": torch.zeros(10)}
+    dcp.load(loaded, storage_reader=FileSystemReader(tmp_path / name_of(200)), no_dist=True)
+    assert torch.equal(loaded["w"], torch.full((10,), 200.0))
+
+
 def test_where_nothing_is_whole_nothing_goes(run: Path) -> None:
     for iteration in ITERATIONS:
         (run / name_of(iteration) / "__0_0.distcp").unlink()
