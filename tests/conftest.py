@@ -191,7 +191,6 @@ NOT_QUICK = {
     "save/test_many_saves.py",
     "save/test_owner.py::test_every_rank_hears_who_holds_the_directory",
     "save/test_owner.py::test_jobs_that_race_leave_a_checkpoint_of_one_of_them",
-    "save/test_owner.py::test_ranks_that_save_without_collectives_do_so_together",
     "save/test_owner.py::test_ranks_that_write_to_disks_of_their_own_are_told_so",
     "save/test_owner.py::test_saves_that_threads_begin_at_once_do_not_share_their_memory",
     "save/test_planning.py",

@@ -52,7 +52,7 @@ from mcore_ckpt.dcp.bucket_writer import (
 from mcore_ckpt.directory.publish import check_files, publish
 from mcore_ckpt.directory.target import Target, abandon, lock_late, open_target
 from mcore_ckpt.format.footer import SAVE_ID_BYTES, ManifestFile, shown_id
-from mcore_ckpt.format.metadata_read import COMMON_FILE, index_name
+from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.layout.buckets import check_hint
 from mcore_ckpt.layout.dense_tensors import check_memory
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
@@ -85,8 +85,8 @@ def compare_items(planned: Counter[MetadataIndex], written: Counter[MetadataInde
 
 _DCP_VERSION = "1.0.0"
 
-# The writers of this process that have locked a directory last, or a rank's part of it, by location and rank.
-_unfinished: weakref.WeakValueDictionary[tuple[str, int | None], FileSystemWriterAsync] = weakref.WeakValueDictionary()
+# The writers of this process that have locked a directory last, by location.
+_unfinished: weakref.WeakValueDictionary[str, FileSystemWriterAsync] = weakref.WeakValueDictionary()
 
 
 class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
@@ -148,8 +148,6 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self.extensions = tuple(_extensions or ())
         self.write_buckets: list[WriteBucket] | None = None
         self.results_queue: ResultFile | None = None
-        # Of a save that makes a checkpoint of this rank alone; None: the ranks save together.
-        self._alone: int | None = None
         self._is_coordinator = False
         self._staged: Any = None
         self._set_path(path)
@@ -187,9 +185,13 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self.write_buckets = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """DCP says which rank this is; `use_collectives=False` makes each rank a checkpoint of its own."""
+        """DCP says who coordinates the save. Raises `OptionError` for `use_collectives=False`."""
+        if not kwargs.get("use_collectives", True):
+            raise OptionError(
+                f"{self.path}: use_collectives=False makes each rank a checkpoint of its own, which this writer does "
+                "not; save with torch.distributed.checkpoint.FileSystemWriter, or with use_collectives=True"
+            )
         self._is_coordinator = is_coordinator
-        self._alone = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
 
     @property
     def save_id(self) -> str:
@@ -205,31 +207,31 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Lock the directory, before anything is written; refuse if there is a checkpoint that may not be replaced.
 
-        The coordinator does so for all ranks. One that saves alone locks its own part.
+        The coordinator does so for all ranks.
 
         Raises:
             CheckpointExistsError: see `overwrite`.
             SaveError: another save holds the directory.
         """
         self._storage.ensure()
-        if self.options.on_existing == "error" and self._storage.exists(index_name(self._alone)):
+        if self.options.on_existing == "error" and self._storage.exists(METADATA_FILE):
             # The first words are DCP's own, which callers look for.
             raise CheckpointExistsError(
-                f"Checkpoint already exists and overwrite=False: {self.path} has {index_name(self._alone)}; save into"
+                f"Checkpoint already exists and overwrite=False: {self.path} has {METADATA_FILE}; save into"
                 ' another directory, or pass overwrite=True (with SaveOptions(on_existing="replace"), the default)'
             )
-        if self._is_coordinator or self._alone is not None:
+        if self._is_coordinator:
             self._open()
         return plan
 
     def _open(self) -> Target:
-        """Lock the directory, or this rank's part of it."""
-        place = (self._storage.location, self._alone)
+        """Lock the directory."""
+        place = self._storage.location
         earlier = _unfinished.get(place)
         if earlier is not None:
             earlier.give_up_if_over()
         self._given_up = False
-        self._target = open_target(self._storage, self.options, self._alone)
+        self._target = open_target(self._storage, self.options)
         self._save_id = self._target.save_id
         self._thread = threading.current_thread()
         _unfinished[place] = self
@@ -242,8 +244,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self._planned = None if cached else Counter(item.index for plan in plans for item in plan.items)
         if self._target is None:
             self._open()
-        ranks = range(len(plans)) if self._alone is None else (self._alone,)
-        prefixes = [DataFilePrefix(f"__{rank}_", self._save_id) for rank in ranks]
+        prefixes = [DataFilePrefix(f"__{rank}_", self._save_id) for rank in range(len(plans))]
         send_prefix(prefixes[0])  # without process groups, no plan is sent
         return [dataclasses.replace(plan, storage_data=prefix) for plan, prefix in zip(plans, prefixes, strict=True)]
 
@@ -433,23 +434,21 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         if self._target is None:
             self._target = lock_late(self._storage, {result.storage_data.relative_path for result in written})
         try:
-            if self._alone is None:
-                note_drain(
-                    self.path,
-                    self.options,
-                    self._save_id,
-                    None,
-                    commits=True,
-                    total_bytes=sum(ends.values()),
-                    tells_loads=False,
-                )
+            note_drain(
+                self.path,
+                self.options,
+                self._save_id,
+                None,
+                commits=True,
+                total_bytes=sum(ends.values()),
+                tells_loads=False,
+            )
             publish(self._storage, self._target, content, has_common_state=False)
         except BaseException:
             self._give_up()
             raise
         self._target = self._planned = self._thread = None
-        if self._alone is None:
-            checkpoint_published(self.path, self.options)
+        checkpoint_published(self.path, self.options)
 
     # -- dcp.async_save ------------------------------------------------------------------------------------------
 

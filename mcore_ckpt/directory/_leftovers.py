@@ -20,16 +20,15 @@ def finish_earlier(storage: Storage, lock: DirectoryLock, held: InForce) -> None
     needed = held.needed
     if needed is None:
         return
-    if lock.part is None:
-        in_force = None if held.index is None else common_file_in_force(held.names, held.index)
-        if in_force not in (None, COMMON_FILE):
-            before = storage.version(COMMON_FILE)
-            # A listing that lags behind may still name what has been renamed since.
-            if storage.version(in_force) is not None:
-                lock.check()  # so that no save which has taken over since has written what is replaced
-                storage.move_over(in_force, COMMON_FILE, before)
-        for name in filter(is_pending, held.names):
-            lock.remove(name)
+    in_force = None if held.index is None else common_file_in_force(held.names, held.index)
+    if in_force not in (None, COMMON_FILE):
+        before = storage.version(COMMON_FILE)
+        # A listing that lags behind may still name what has been renamed since.
+        if storage.version(in_force) is not None:
+            lock.check()  # so that no save which has taken over since has written what is replaced
+            storage.move_over(in_force, COMMON_FILE, before)
+    for name in filter(is_pending, held.names):
+        lock.remove(name)
     published = set() if held.index is None else saves_of(held.index)
     for save, replaced in lock.left_notes(held.names):
         for name in replaced if save in published else ():
@@ -48,18 +47,14 @@ def sweep(storage: Storage, lock: DirectoryLock, held: InForce) -> None:
             storage.discard_unfinished(name)
     files = {name: found for name in held.names if "/" not in name and (found := data_file_of(name)) is not None}
     named = held.needed or set()
-    left = {
-        name: found
-        for name, found in files.items()
-        if found.save not in (None, own) and lock.part in (None, found.rank) and name not in named
-    }
+    left = {name: found for name, found in files.items() if found.save not in (None, own) and name not in named}
     gone = {found.save for found in left.values() if found.save is not None and not lock.is_locked_by(found.save)}
     left = {name: found for name, found in left.items() if found.save in gone}
     if not left:
         return
-    # The indexes are read last: what a save that has ended since has published, they name. (This process may have been
-    # stopped since it looked, and a listing that lags behind may not show the index of a rank that has saved alone.)
-    needed = look(storage, lock.part, {found.rank for found in left.values()} - {lock.part}).needed
+    # The index is read last: what a save that has ended since has published, it names. (This process may have been
+    # stopped since it looked.)
+    needed = look(storage).needed
     if needed is not None:
         for name in left:
             if name not in needed:

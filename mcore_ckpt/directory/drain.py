@@ -335,7 +335,7 @@ def _remove_replaced(
             lock.delete(INTEGRITY_FILE)
     notes = () if there is None else (there, there.before)
     old = {note.save, *(each.save for each in notes if each is not None)}
-    needed = None if held.others is None else held.others | set(found.data)
+    needed = None if held.has_others else set(found.data)
 
     def is_old(save: str | None, name: str) -> bool:
         if save is None or save in old:

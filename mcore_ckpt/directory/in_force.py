@@ -1,8 +1,8 @@
-"""Which checkpoint a directory holds: what its indexes name, and which file is the common state of the one in force.
+"""Which checkpoint a directory holds: what its index names, and which file is the common state of the one in force.
 
 Whether there is an index, and which, is asked of the file itself: the listing of a network file system may lag behind.
-Besides `.metadata`, the index of a checkpoint of all ranks, there may be one for each rank that has saved a checkpoint
-of its own (DCP without collectives): `__<rank>.metadata`.
+Next to `.metadata` there may be indexes of single ranks (`__<rank>.metadata`), which DCP has written without
+collectives: no file that they may name is removed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     MAX_METADATA_BYTES,
     METADATA_FILE,
-    index_name,
     parse_index,
 )
 from mcore_ckpt.storage.base import FileVersion, Storage, align_up
@@ -45,60 +44,57 @@ class InForce:
     """What a directory holds."""
 
     names: tuple[str, ...]  # of its files
-    version: FileVersion | None  # which index of that rank, or of all, there is; None if there is none
+    version: FileVersion | None  # which `.metadata` there is; None if there is none
     index: CheckpointIndex | None  # what that says; None if it cannot be read
-    others: frozenset[str] | None  # data files that the other indexes name; None if one of them cannot be read
     unfinished: tuple[str, ...] = ()  # files that were begun, and are not there yet, where these show in no listing
 
     @property
     def replaced(self) -> set[str]:
         """Data files that only this index needs, as far as that is known."""
-        if self.index is None or self.others is None:
-            return set()
-        return index_files(self.index) - self.others
+        return set() if self.index is None or self.has_others else index_files(self.index)
 
     @property
     def needed(self) -> set[str] | None:
         """Data files that some index names; None if that is not known."""
-        if self.others is None or (self.version is not None and self.index is None):
+        if self.has_others or (self.version is not None and self.index is None):
             return None
-        return (set() if self.index is None else index_files(self.index)) | self.others
+        return set() if self.index is None else index_files(self.index)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there are indexes of single ranks."""
+        return any(map(_INDEX_OF_RANK.fullmatch, self.names))
 
 
-def look(storage: Storage, rank: int | None = None, ranks: Iterable[int] = ()) -> InForce:
-    """What a directory holds for `rank`, or for all ranks; the indexes of `ranks` are looked up by name."""
-    own = index_name(rank)
+def look(storage: Storage) -> InForce:
+    """What a directory holds."""
     version, names, unfinished = together(
-        storage.asks_at_once, partial(storage.version, own), storage.list, storage.unfinished
+        storage.asks_at_once, partial(storage.version, METADATA_FILE), storage.list, storage.unfinished
     )
-    index = None if version is None else _read(storage, own)
-    others: frozenset[str] | None = frozenset()
-    asked = {METADATA_FILE, *map(index_name, ranks), *filter(_INDEX_OF_RANK.fullmatch, names)} - {own}
-    for name in sorted(asked):
-        if storage.version(name) is None:
-            continue
-        other = _read(storage, name)
-        others = None if other is None or others is None else others | index_files(other)
-    return InForce(tuple(names), version, index, others, tuple(unfinished))
+    index = None if version is None else _read(storage)
+    return InForce(tuple(names), version, index, tuple(unfinished))
 
 
-def _read(storage: Storage, name: str) -> CheckpointIndex | None:
-    """An index; None, and a warning, if it cannot be read."""
+def _read(storage: Storage) -> CheckpointIndex | None:
+    """The index; None, and a warning, if it cannot be read."""
     try:
-        return parse_index(_content(storage, name), f"{storage}/{name}")
+        return parse_index(_content(storage), f"{storage}/{METADATA_FILE}")
     except CheckpointNotFoundError:
         return None
     except LoadError as error:
-        _logger.warning("%s: %s cannot be read, so that no file that it may name is removed: %s", storage, name, error)
+        _logger.warning(
+            "%s: %s cannot be read, so that no file that it may name is removed: %s", storage, METADATA_FILE, error
+        )
         return None
 
 
-def _content(storage: Storage, name: str) -> bytes:
-    """The content of an index, if it is not too large for one; raises as `Storage.read`."""
-    with storage.open_reader(name) as reader:
+def _content(storage: Storage) -> bytes:
+    """The content of `.metadata`, if it is not too large for one; raises as `Storage.read`."""
+    with storage.open_reader(METADATA_FILE) as reader:
         if reader.size_bytes > MAX_METADATA_BYTES:
             raise CorruptCheckpointError(
-                f"{storage}/{name}: expected at most {MAX_METADATA_BYTES} bytes, the file has {reader.size_bytes}"
+                f"{storage}/{METADATA_FILE}: expected at most {MAX_METADATA_BYTES} bytes, the file has "
+                f"{reader.size_bytes}"
             )
         return reader.read(0, reader.size_bytes)
 
@@ -109,7 +105,7 @@ def is_in_force(storage: Storage, save_id: bytes) -> bool:
     A coordinator that is interrupted right after it has published reports a failure; data files must stay then.
     """
     try:
-        content = _content(storage, METADATA_FILE) if storage.exists(METADATA_FILE) else b""
+        content = _content(storage) if storage.exists(METADATA_FILE) else b""
     except (LoadError, OSError):
         return True
     return id_in_names(save_id).encode() in content

@@ -9,7 +9,6 @@ A save has an id, and locks the directory before it writes anything else. Its lo
     .mcore_ckpt_incomplete.ID.marker      a token: becomes the marker, while the save ID takes over from another
     .mcore_ckpt_incomplete.ID.replaced    files of the checkpoint that the save replaces, whose names tell no save
     .mcore_ckpt_incomplete.ID.next        the lease of the save that takes over from the save ID, while that goes on
-    .mcore_ckpt_incomplete.rank-R         the marker of a save that has a part of the directory: see below
 
 **Locking** is giving the marker's name to the lease, which succeeds for one of all who try at once.
 
@@ -31,11 +30,6 @@ uses them.
 **A publish of which an object store has not said what becomes of it** is treated as that of a save that has died then:
 released, such a lock leaves the marker, the token and the list, and what the published file names stays. The save that
 takes over completes the publish before it looks at the directory: so what is still on its way arrives too late.
-
-**A part of a directory** is what one rank needs that saves a checkpoint of its own there, and knows nothing of the
-others (DCP without collectives). It has a marker of its own, so that several ranks can be at work, and no rank twice.
-Parts and the whole exclude each other: each makes its own marker first, and then looks for the other's. So of two that
-meet, at least one sees the other, and is refused; both may be.
 """
 
 from __future__ import annotations
@@ -88,9 +82,6 @@ _MARKER_TOKEN: Final = ".marker"
 _NOTE: Final = ".replaced"
 _NEXT: Final = ".next"
 _SAVE_ID: Final = re.compile(r"[0-9a-f]{16}")
-_PART_MARKER: Final = re.compile(re.escape(_PREFIX) + r"rank-(\d{1,9})")
-# How long a save of a part, which has met one of the whole, may take to step back.
-_STEPS_BACK_S: Final = 0.3
 _LOCK_FILE: Final = re.compile(re.escape(_PREFIX) + r"([0-9a-f]{16})(\.publish|\.common|\.marker|\.replaced|\.next)?$")
 _TOKENS: Final = (_TOKEN, _COMMON_TOKEN, _MARKER_TOKEN)
 
@@ -229,7 +220,6 @@ class _Life:
     """What a lock and its thread share: where it is, the process that it is of, whether it has ended, and how."""
 
     storage: Storage
-    marker: str
     pid: int = field(default_factory=os.getpid)
     ended: threading.Event = field(default_factory=threading.Event)
     released: bool = False
@@ -245,15 +235,13 @@ class DirectoryLock:
 
     Attributes:
         owner: this process, with the save's id.
-        part: the rank whose part of the directory it is; None for all of it.
         after: the holders, now gone, that it was taken over from.
     """
 
-    def __init__(self, storage: Storage, owner: Owner, after: Iterable[Owner], part: int | None) -> None:
+    def __init__(self, storage: Storage, owner: Owner, after: Iterable[Owner]) -> None:
         self.owner = owner
         self.after = tuple(after)
-        self.part = part
-        self._life = _Life(storage, _marker(part))
+        self._life = _Life(storage)
         self._token_used = False  # for other things than publishing, which end with it
         self._has_published = False  # which has used the token up
         _held[owner.save_id] = self
@@ -270,15 +258,11 @@ class DirectoryLock:
         noted: Mapping[str, Any] | None = None,
         *,
         common_ahead: bool = False,
-        part: int | None = None,
-        names: Callable[[], Iterable[str]] | None = None,
     ) -> DirectoryLock:
         """Lock a directory, which must exist; waits until it is known whether a holder elsewhere is gone.
 
         `noted` are more entries of the lease, in JSON's types. `common_ahead`: a common state is going to be published,
-        too. `part`: the rank whose part it is; None for all. `names` lists the directory; it is called, once, when the
-        marker is there and locks of single ranks are looked for. Raises `SaveError` if another save holds it, or a part
-        of it.
+        too. Raises `SaveError` if another save holds it.
         """
         owner = Owner.here(noted)
         try:
@@ -286,21 +270,16 @@ class DirectoryLock:
             if common_ahead:  # now, so that a save that takes over finds it to delete
                 files.append((_lease(owner, _COMMON_TOKEN), b""))
             together(storage.asks_at_once, *(partial(storage.create, *file) for file in files))
-            after = _take(storage, owner, part)
-            try:
-                after += _exclude(storage, owner, part, names or storage.list)
-            except BaseException:
-                _release(_Life(storage, _marker(part)), owner, remove_marker=not after)
-                raise
+            after = _take(storage, owner)
         except BaseException:
             for end in ("", *_TOKENS):
                 with contextlib.suppress(SaveError, OSError):
                     storage.delete(_lease(owner, end))
             raise
         try:
-            return cls(storage, owner, after, part)
+            return cls(storage, owner, after)
         except BaseException:  # no thread can be started
-            _release(_Life(storage, _marker(part)), owner, remove_marker=not after)
+            _release(_Life(storage), owner, remove_marker=not after)
             raise
 
     @property
@@ -424,7 +403,7 @@ class DirectoryLock:
     def check(self) -> None:
         """Raise `SaveError` if the directory is not this save's any more."""
         if not self.is_still_held():
-            now = _chain(self.storage, self._life.marker)
+            now = holders(self.storage)
             raise SaveError(
                 f"{self.storage}: this save ({self.owner}) has lost the directory, "
                 + (f"which {now[-1]} has taken over" if now and now[-1].host else "and no save holds it now")
@@ -474,16 +453,8 @@ def holders(storage: Storage) -> list[Owner]:
 
     The last may be gone, too: that is for `DirectoryLock.take` to find out.
     """
-    return _chain(storage, INCOMPLETE_MARKER)
-
-
-def _marker(part: int | None) -> str:
-    return INCOMPLETE_MARKER if part is None else f"{_PREFIX}rank-{part}"
-
-
-def _chain(storage: Storage, marker: str) -> list[Owner]:
     found: list[Owner] = []
-    name = marker
+    name = INCOMPLETE_MARKER
     while len(found) < _ATTEMPTS:
         content = _read(storage, name)
         if content is None:
@@ -547,57 +518,26 @@ def _read(storage: Storage, name: str) -> bytes | None:
         return None
 
 
-def _take(storage: Storage, owner: Owner, part: int | None) -> list[Owner]:
-    marker = _marker(part)
+def _take(storage: Storage, owner: Owner) -> list[Owner]:
     for _ in range(_ATTEMPTS):
         # Most directories are free: one request tells, and takes it.
-        if storage.lock(marker, _lease(owner), owner.encode()):
+        if storage.lock(INCOMPLETE_MARKER, _lease(owner), owner.encode()):
             return []
-        if chain := _chain(storage, marker):
-            _wait_until_gone(storage, chain[-1], owner, marker)
-            if after := _take_over(storage, chain[-1], owner, marker):
+        if chain := holders(storage):
+            _wait_until_gone(storage, chain[-1], owner)
+            if after := _take_over(storage, chain[-1], owner):
                 return after
         time.sleep(_RETRY_S * secrets.randbelow(10) / 10)  # those that met here do not meet again
     raise SaveError(f"{storage}: the directory could not be locked in {_ATTEMPTS} attempts: other saves lock it, too")
 
 
-def _exclude(storage: Storage, owner: Owner, part: int | None, names: Callable[[], Iterable[str]]) -> list[Owner]:
-    """A lock of all ranks excludes locks of single ranks, and vice versa; returns the owners that were replaced."""
-    if part is not None:
-        whole = holders(storage)
-        if whole:
-            _wait_until_gone(storage, whole[-1], owner, INCOMPLETE_MARKER)
-        for each in whole:
-            storage.revoke(_lease(each, _TOKEN))
-        return []  # what is left of one that is gone is for the next save of the whole to find
-    replaced: list[Owner] = []
-    for marker in filter(_PART_MARKER.fullmatch, names()):
-        until_s = time.monotonic() + _STEPS_BACK_S
-        while chain := _chain(storage, marker):
-            try:
-                _wait_until_gone(storage, chain[-1], owner, marker)
-            except SaveError:
-                if time.monotonic() >= until_s:
-                    raise
-                time.sleep(_RETRY_S)
-                continue
-            for each in chain:
-                for end in (_TOKEN, _MARKER_TOKEN):
-                    storage.revoke(_lease(each, end))
-                for name in (_lease(each), _lease(each, _NEXT)):
-                    storage.delete(name)
-            storage.delete(marker)
-            replaced += chain
-    return replaced
-
-
-def _take_over(storage: Storage, gone: Owner, owner: Owner, marker: str) -> list[Owner]:
+def _take_over(storage: Storage, gone: Owner, owner: Owner) -> list[Owner]:
     """Become the holder after one that is gone; returns all that are gone, or none if another save did."""
     storage.create(_lease(owner, _MARKER_TOKEN), b"")  # first, so that who finds this save by the link finds it, too
     if not storage.lock(_lease(gone, _NEXT), _lease(owner)):
         storage.delete(_lease(owner, _MARKER_TOKEN))
         return []
-    chain = _chain(storage, marker)
+    chain = holders(storage)
     ids = [each.save_id for each in chain]
     if owner.save_id not in ids:
         # Another save had taken over, and tidied up, before the link was made: nothing leads to it.
@@ -612,9 +552,9 @@ def _take_over(storage: Storage, gone: Owner, owner: Owner, marker: str) -> list
             storage.revoke(_lease(each, end))
         storage.delete(_lease(each))
     try:
-        storage.publish(marker, owner.encode(), through=_lease(owner, _MARKER_TOKEN))
+        storage.publish(INCOMPLETE_MARKER, owner.encode(), through=_lease(owner, _MARKER_TOKEN))
     except SaveError as error:
-        now = _chain(storage, marker)
+        now = holders(storage)
         if now and now[-1].save_id == owner.save_id:
             raise
         who = now[-1] if now else "another save"
@@ -635,10 +575,10 @@ def _is_of_living_process(gone: Owner, here: Owner) -> bool:
     return is_here or gone.process_state() == "alive"
 
 
-def _wait_until_gone(storage: Storage, holder: Owner, owner: Owner, marker: str) -> None:
+def _wait_until_gone(storage: Storage, holder: Owner, owner: Owner) -> None:
     """Return when the holder is known to be gone; raise `SaveError` if it is not."""
     if not holder.host:
-        _wait_for_content(storage, holder, marker)
+        _wait_for_content(storage, holder)
         return
     before = storage.version(_lease(holder))
     state = holder.process_state()
@@ -678,14 +618,14 @@ def _wait_until_gone(storage: Storage, holder: Owner, owner: Owner, marker: str)
             raise _in_use(storage, holder, "which renews its lease")
 
 
-def _wait_for_content(storage: Storage, holder: Owner, marker: str) -> None:
+def _wait_for_content(storage: Storage, holder: Owner) -> None:
     """Give a save that has just made the marker the time to write it. One that an older version wrote is sound."""
     if holder.noted is not None:
         return
     until_s = time.monotonic() + _UNREADABLE_S
     while time.monotonic() < until_s:
         time.sleep(_RETRY_S * 5)
-        now = _chain(storage, marker)
+        now = holders(storage)
         if not now or now[-1].save_id != holder.save_id:
             return
 
@@ -715,7 +655,7 @@ def _renew(owner: Owner, life: _Life) -> None:
 
 
 def _release(life: _Life, owner: Owner, *, remove_marker: bool, keep_note: bool = False) -> None:
-    storage, marker = life.storage, life.marker
+    storage = life.storage
     if life.undecided:
         remove_marker, keep_note = False, True
         _logger.warning(
@@ -726,7 +666,7 @@ def _release(life: _Life, owner: Owner, *, remove_marker: bool, keep_note: bool 
         )
 
     def delete_marker() -> None:
-        storage.delete_own(marker, lambda content: Owner.decode(content).save_id == owner.save_id)
+        storage.delete_own(INCOMPLETE_MARKER, lambda content: Owner.decode(content).save_id == owner.save_id)
 
     ends = (_TOKEN, _COMMON_TOKEN) if keep_note else (_TOKEN, _COMMON_TOKEN, _NOTE)
     names = [name for end in ends if (name := _lease(owner, end)) not in life.undecided]

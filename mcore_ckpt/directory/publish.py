@@ -18,7 +18,7 @@ from mcore_ckpt.directory._leftovers import sweep
 from mcore_ckpt.directory.in_force import look
 from mcore_ckpt.directory.lock import DirectoryLock, holders, seems_gone
 from mcore_ckpt.directory.target import Target, refuse_lost, take_reserved
-from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, INTEGRITY_FILE, METADATA_FILE, index_name
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, INTEGRITY_FILE, METADATA_FILE
 from mcore_ckpt.storage.base import FileVersion, Storage
 
 _logger = logging.getLogger(__name__)
@@ -39,19 +39,17 @@ def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_sta
     `has_common_state`: it is an object (megatron-core 0.19 and later), so a `common.pt` of an older version must go:
     readers would prefer it. On `SaveError` nothing is published.
     """
-    part = target.lock.part
     storage.sync()
     if not target.replaces:
         storage.sync(parents=True)  # the directory may be new
-    target.lock.publish(index_name(part), metadata)
+    target.lock.publish(METADATA_FILE, metadata)
     try:
-        if part is None:
-            # The common state first, before anything else is even looked at: until that is done, stock readers, which
-            # know of no pending name, see the old one next to the new `.metadata`.
-            common = partial(_settle_common, storage, target, has_common_state)
-            # Megatron sums up the files after the save: what is there now are the sums of another checkpoint.
-            sums = partial(storage.delete, INTEGRITY_FILE)
-            together(storage.asks_at_once, common, partial(_note_published, storage), sums)
+        # The common state first, before anything else is even looked at: until that is done, stock readers, which
+        # know of no pending name, see the old one next to the new `.metadata`.
+        common = partial(_settle_common, storage, target, has_common_state)
+        # Megatron sums up the files after the save: what is there now are the sums of another checkpoint.
+        sums = partial(storage.delete, INTEGRITY_FILE)
+        together(storage.asks_at_once, common, partial(_note_published, storage), sums)
         _tidy_up(storage, target)
     except Exception as error:  # noqa: BLE001  (whatever it is, the checkpoint must not pass for a failed one)
         # The new checkpoint is complete and in force; the next save into the directory removes what is left over.
@@ -80,7 +78,7 @@ def _tidy_up(storage: Storage, target: Target) -> None:
     in_parallel(target.old_files, storage.delete, storage.asks_at_once)
     if target.lock.after:
         # Written since the directory was locked, by processes of a save that was taken for gone.
-        sweep(storage, target.lock, look(storage, target.lock.part))
+        sweep(storage, target.lock, look(storage))
     target.lock.release()
     storage.sync()
 

@@ -14,9 +14,6 @@ leaves either the old checkpoint whole or the new one whole:
 4. The pending common state takes its place, the files that only the old `.metadata` named are removed, and the
    lock is released. A crash before the end of this step is repaired by the next save; a reader meanwhile looks up
    which common state is in force with `common_file_in_force`.
-
-A rank that saves a checkpoint of its own (DCP without collectives) does the same with its part of the directory, whose
-index is `__<rank>.metadata`.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.threads import together
 from mcore_ckpt.directory._leftovers import finish_earlier
-from mcore_ckpt.directory.in_force import InForce, look, pending_name
+from mcore_ckpt.directory.in_force import look, pending_name
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.footer import SAVE_ID_BYTES
@@ -49,7 +46,7 @@ _LOCK_ID_BYTES = 8
 class Target:
     """The directory of a save, as its coordinator found it."""
 
-    lock: DirectoryLock  # by which the directory, or a rank's part of it, belongs to this save
+    lock: DirectoryLock  # by which the directory belongs to this save
     replaces: bool  # there is a checkpoint that is being replaced
     old_files: tuple[str, ...]  # files that only the checkpoint being replaced needs
     # The common state that was written ahead of all else, as it was then; None if none was.
@@ -81,13 +78,14 @@ class Target:
 _reserved: dict[str, Target] = {}
 
 
-def open_target(storage: Storage, options: SaveOptions, rank: int | None = None) -> Target:
-    """Lock the directory of a save, and look at it; the coordinator calls this once. `rank` saves a checkpoint alone.
+def open_target(storage: Storage, options: SaveOptions) -> Target:
+    """Lock the directory of a save, and look at it; the coordinator calls this once.
+
     Raises `CheckpointExistsError`, or `SaveError` if another save holds it or it cannot be written.
     """
-    target = take_reserved(storage) if rank is None else None
+    target = take_reserved(storage)
     if target is None or not target.lock.is_held:
-        target = _locked(storage, rank)
+        target = _locked(storage)
     elif not target.lock.is_still_held():
         # Locked again, it would be published next to the common state of another save.
         refuse_lost(storage, target)
@@ -100,17 +98,11 @@ def open_target(storage: Storage, options: SaveOptions, rank: int | None = None)
     return target
 
 
-def _locked(storage: Storage, rank: int | None = None, *, common_ahead: bool = False) -> Target:
+def _locked(storage: Storage, *, common_ahead: bool = False) -> Target:
     storage.ensure()
-    looked: list[InForce] = []
-
-    def names() -> Iterable[str]:
-        looked.append(look(storage, rank))
-        return looked[-1].names
-
-    lock = DirectoryLock.take(storage, common_ahead=common_ahead, part=rank, names=names)
+    lock = DirectoryLock.take(storage, common_ahead=common_ahead)
     try:
-        found = looked[-1] if looked and not lock.after else look(storage, rank)
+        found = look(storage)
         finish_earlier(storage, lock, found)
         old_files = tuple(sorted(found.replaced))
         lock.note([name for name in old_files if not _tells_its_save(name)])

@@ -69,11 +69,11 @@ def save(path: Path, common: bytes | None = b"common", **options: object) -> str
     return name
 
 
-def begin(path: Path, alone: int | None = None) -> tuple[LocalStorage, Target, str]:
-    """A save, of all ranks or of one alone, that has written its data file and not published."""
+def begin(path: Path) -> tuple[LocalStorage, Target, str]:
+    """A save that has written its data file and not published."""
     storage = LocalStorage(path)
-    target = open_target(storage, OPTIONS, rank=alone)
-    name = file_of(target, alone or 0)
+    target = open_target(storage, OPTIONS)
+    name = file_of(target)
     (path / name).write_bytes(b"data")
     return storage, target, name
 
@@ -212,26 +212,6 @@ def test_an_error_that_keeps_old_files_there_leaves_them_to_the_next_save(
     assert read_index(tmp_path).tensors.keys() == {first}
     last = save(tmp_path)
     assert names(tmp_path) == {last, METADATA_FILE, COMMON_FILE}
-
-
-@pytest.mark.parametrize("listed", [True, False])
-@pytest.mark.parametrize("replaces", [False, True])
-def test_files_of_a_checkpoint_of_one_rank_are_no_remains_of_a_failed_save(
-    replaces: bool, listed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Saved without collectives; its index may not be listed yet."""
-    if replaces:
-        save(tmp_path)
-    storage, target, own = begin(tmp_path, alone=7)
-    publish(storage, target, metadata(own), has_common_state=False)
-    list_really = LocalStorage.list
-    if not listed:
-        monkeypatch.setattr(
-            LocalStorage, "list", lambda self: [name for name in list_really(self) if name != f"__7{METADATA_FILE}"]
-        )
-    for _ in range(2):
-        last = save(tmp_path)
-    assert {file.name for file in tmp_path.glob("*.distcp")} == {own, last}
 
 
 def test_an_error_of_a_moment_does_not_leave_stock_a_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -25,7 +26,7 @@ pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies a
 
 from megatron.core.dist_checkpointing import ShardedTensor
 
-from mcore_ckpt.core.errors import CheckpointError, LoadError, SaveError
+from mcore_ckpt.core.errors import CheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory import lock, publish
@@ -557,113 +558,21 @@ def test_overlapping_dcp_saves_do_not_take_each_other_for_rubbish(
     assert dcp_loaded(tmp_path) == 1
 
 
-class OfOneRank(FileSystemWriterAsync):
-    """Saves a checkpoint of one rank, as `dcp.save(use_collectives=False)` lets it."""
-
-    def __init__(self, path: Path, rank: int) -> None:
-        super().__init__(path, options=SaveOptions(progress=False))
-        self.of_rank = rank
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        super().set_up_storage_writer(is_coordinator, rank=self.of_rank, use_collectives=False)
+def test_a_save_without_collectives_is_refused_and_told_of_dcps_own_writer(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c", options=SaveOptions(progress=False))
+    with pytest.raises(OptionError, match=r"torch\.distributed\.checkpoint\.FileSystemWriter"):
+        writer.set_up_storage_writer(True, rank=0, use_collectives=False)
+    assert not (tmp_path / "c").exists()
 
 
-def save_alone(path: Path, rank: int, value: float, during: Any = None) -> None:
-    """`during` is called when the data files have been written, and nothing is published yet."""
-    writer = OfOneRank(path, rank)
-    finish = writer.finish
-
-    def finish_late(**arguments: Any) -> None:
-        during()
-        finish(**arguments)
-
-    if during is not None:
-        writer.finish = finish_late  # type: ignore[method-assign]
-    dcp.save({"w": torch.full((1000,), float(value))}, storage_writer=writer, no_dist=True)
-
-
-def loaded_alone(path: Path, rank: int, scratch: Path) -> float:
-    """The value that a rank's own checkpoint holds, read as if it were the only one."""
-    scratch.mkdir(parents=True)
-    for name in names(path) - {METADATA_FILE}:
-        os.link(path / name, scratch / (METADATA_FILE if name == f"__{rank}{METADATA_FILE}" else name))
-    return dcp_loaded(scratch)
-
-
-def refused_in_child(work: Any) -> bool:
-    """Whether `work` is refused since somebody else holds the directory, in a process of its own."""
-
-    def told() -> None:
-        try:
-            work()
-        except BaseException as error:
-            if "another save holds this directory" in str(error):
-                raise SaveError("refused") from error
-            raise
-
-    code = exit_code(fork(told))
-    assert code in (0, 3), code
-    return code == 3
-
-
-def test_saves_of_single_ranks_share_a_directory_and_are_kept_apart_from_others(tmp_path: Path) -> None:
-    path = tmp_path / "c"
-    answers: dict[str, bool] = {}
-
-    def others() -> None:
-        answers["another rank"] = refused_in_child(lambda: save_alone(path, 1, 11))
-        answers["the same rank"] = refused_in_child(lambda: save_alone(path, 0, 12))
-        answers["all ranks"] = refused_in_child(lambda: dcp.save({"x": torch.ones(3)}, storage_writer=dcp_writer(path)))
-        answers["megatron"] = refused_in_child(lambda: strategy().save(state(2), path))
-
-    save_alone(path, 0, 10, others)
-    assert answers == {"another rank": False, "the same rank": True, "all ranks": True, "megatron": True}
-    assert not [name for name in names(path) if name.startswith(INCOMPLETE_MARKER)]
-    save_alone(path, 0, 20)
-    assert len(names(path)) == 4, "what the new one replaces is removed"
-    strategy().save(state(5), path)
-    assert loaded_alone(path, 0, tmp_path / "0") == 20
-    assert loaded(path) == 5
-    held = lock.DirectoryLock.take(LocalStorage(path))
-    assert refused_in_child(lambda: save_alone(path, 2, 1))
-    held.release()
-    assert {name for name in names(path) if name.startswith(INCOMPLETE_MARKER)} == set()
-
-
-@pytest.mark.parametrize("killed", ["of one rank", "of all"])
-def test_what_a_killed_save_of_one_rank_or_of_all_has_left_is_in_nobodys_way(killed: str, tmp_path: Path) -> None:
-    path = tmp_path / "c"
-    if killed == "of one rank":
-        work = partial(save_alone, path, 0, 1, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    else:
-        writer = dcp_writer(path)
-        writer.finish = lambda **_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-        work = partial(dcp.save, {"w": torch.ones(1000)}, storage_writer=writer)
-    assert exit_code(fork(work)) == -signal.SIGKILL
-    save_alone(path, 0, 2)
-    assert loaded_alone(path, 0, tmp_path / "0") == 2
-    strategy().save(state(3), path)
-    assert loaded(path) == 3
-    assert loaded_alone(path, 0, tmp_path / "again") == 2
-    assert len([name for name in names(path) if name.endswith(".distcp")]) == 2
-    assert {name for name in names(path) if name.startswith(INCOMPLETE_MARKER)} == set()
-
-
-def _without_collectives(rank: int, path: Path) -> None:
-    import torch.distributed as dist
-
-    for value in (1.0, 2.0):
-        writer = FileSystemWriterAsync(path, options=SaveOptions(progress=False))
-        state = {"w": torch.full((1000,), value + 10 * rank)}
-        dcp.state_dict_saver._save_state_dict(state, writer, use_collectives=False)
-    dist.barrier()
-
-
-def test_ranks_that_save_without_collectives_do_so_together(tmp_path: Path) -> None:
-    run_ranks(_without_collectives, 2, tmp_path / "c", deadline_s=60)
-    for rank in (0, 1):
-        assert loaded_alone(tmp_path / "c", rank, tmp_path / str(rank)) == 2 + 10 * rank
-    assert len(names(tmp_path / "c")) == 4
+def test_files_that_indexes_of_single_ranks_may_name_stay(tmp_path: Path) -> None:
+    """DCP gives them the names that its own saves of all ranks have."""
+    stock = dcp.FileSystemWriter(tmp_path, thread_count=1)
+    dcp.save({"w": torch.ones(1000)}, storage_writer=stock, no_dist=True)
+    shutil.copy(tmp_path / METADATA_FILE, tmp_path / f"__0{METADATA_FILE}")
+    strategy().save(state(3), tmp_path)
+    assert loaded(tmp_path) == 3
+    assert (tmp_path / "__0_0.distcp").exists()
 
 
 def test_a_dcp_save_claims_the_directory_before_the_ranks_write(tmp_path: Path) -> None:
