@@ -241,6 +241,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         self._shards = list(leaves(state_dict))
+        self._targets, self._objects = {}, {}
         rest = without_leaves(state_dict) if self._shards else state_dict
         super().set_up_planner(rest, metadata, is_coordinator)
 

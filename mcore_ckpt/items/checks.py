@@ -8,10 +8,16 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import PurePath
 
-from mcore_ckpt.core.errors import IF_DAMAGED, ChecksumError, CorruptCheckpointError, MissingKeyError
+from mcore_ckpt.core.errors import IF_DAMAGED, ChecksumError, CorruptCheckpointError, LoadError, MissingKeyError
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, StoredItem
 from mcore_ckpt.format.item_reading import LocatedTensor
+from mcore_ckpt.format.metadata_read import index_name, read_index
+from mcore_ckpt.storage.base import FileVersion
+from mcore_ckpt.storage.resolve import storage_at
 
 # More than any deflated record can grow.
 _MAX_INFLATION = 1100
@@ -25,6 +31,42 @@ def item_name(fqn: str, item: StoredItem) -> str:
 def chunk_name(fqn: str, chunk: StoredChunk) -> str:
     """A tensor's item as messages name it."""
     return item_name(f"{fqn} at {list(chunk.offsets)}", chunk.item)
+
+
+@contextmanager
+def of_one_save(
+    index: CheckpointIndex, version: FileVersion | None, rank: int | None = None, *, shows: bool = True
+) -> Iterator[None]:
+    """Within the block something is read by that index, whose file had that `version`: raises `LoadError` if a read
+    fails since another save has replaced the checkpoint, or where that would not show (no manifest, or not `shows`).
+    """
+    try:
+        yield
+    except LoadError as error:
+        if _was_replaced(index, version, rank):
+            raise replaced_error(index.path, str(error)) from error
+        raise
+    if (index.manifest is None or not shows) and _was_replaced(index, version, rank):
+        raise replaced_error(index.path, f"{index_name(rank)} is another file than before")
+
+
+def _was_replaced(index: CheckpointIndex, version: FileVersion | None, rank: int | None) -> bool:
+    try:
+        found = storage_at(checkpoint_path(index.path)).version(index_name(rank))
+        if found != version or index.manifest is None:
+            return found is not None and found != version
+        manifest = read_index(index.path, rank=rank).manifest
+    except LoadError:
+        return False
+    return manifest is None or manifest.save_id != index.manifest.save_id
+
+
+def replaced_error(directory: str | PurePath, what: str) -> LoadError:
+    """What to raise of a checkpoint that another save replaced under the load."""
+    return LoadError(
+        f"{directory}: the checkpoint was replaced by another save while it was loaded: {what}; what was loaded is "
+        "not to be used. Load again, when no save is at work in this directory"
+    )
 
 
 def missing_key(fqn: str, where: str, keys: Iterable[str]) -> MissingKeyError:

@@ -36,10 +36,11 @@ from mcore_ckpt.core.paths import checkpoint_path, is_supported
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
 from mcore_ckpt.core.threads import together
+from mcore_ckpt.format.footer import shown_id
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
-from mcore_ckpt.format.metadata_read import METADATA_FILE, open_index, read_index
+from mcore_ckpt.format.metadata_read import METADATA_FILE, index_name, open_index, read_index
 from mcore_ckpt.format.safe_pickle import load_object
-from mcore_ckpt.items.checks import check_apart, missing_key
+from mcore_ckpt.items.checks import check_apart, missing_key, of_one_save, replaced_error
 from mcore_ckpt.items.file_footers import FileFooters
 from mcore_ckpt.items.nearest import NearestFiles
 from mcore_ckpt.items.open_files import BUFFER_BYTES, OpenFiles, ReadStats, naming
@@ -82,7 +83,7 @@ class FileSystemReader(StorageReader):
         stats: what the reads have cost so far (`ReadStats`).
         options: the options in force.
         conversions: what loads convert to other dtypes.
-        index_version: of the file that `index` was read from; None before, or where DCP has handed the index over.
+        index_version: of the file that `index` was read from, or that was there when the index was handed over.
     """
 
     def __init__(
@@ -389,7 +390,7 @@ class FileSystemReader(StorageReader):
     # ---------------------------------------------------------------------------------------------- DCP's StorageReader
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP's `Metadata` of the checkpoint; the same object until `reset`.
+        """DCP's `Metadata` of the checkpoint, which is read at each call: it may have been replaced since.
 
         Args:
             args: not used.
@@ -399,13 +400,16 @@ class FileSystemReader(StorageReader):
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError, UnsafePickleError: as `index`.
         """
-        if kwargs.get("rank") != self._rank:
-            self._forget(kwargs.get("rank"))
-        _, index = together(self._storage.asks_at_once, self._begin_load, lambda: self.index)
+        self._forget(kwargs.get("rank"))
+        together(self._storage.asks_at_once, self._begin_load, lambda: self.index)
+        return self.dcp_metadata()
+
+    def dcp_metadata(self) -> Metadata:
+        """DCP's `Metadata` of the index in force, which is read if there is none. Raises as `index`."""
         if self._metadata is None:
             from mcore_ckpt.layout.torch_classes import to_dcp_metadata
 
-            self._metadata = to_dcp_metadata(index)
+            self._metadata = to_dcp_metadata(self.index)
         if self._metadata.storage_meta is None:
             self._metadata.storage_meta = StorageMeta()
         self._metadata.storage_meta.load_id = self.load_id
@@ -425,30 +429,45 @@ class FileSystemReader(StorageReader):
             self._load = begun.pop_all()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """DCP hands every rank the coordinator's metadata: the index is made from it, and `.metadata` read once."""
-        self._begin_load()
-        if metadata is self._metadata:
-            return
-        if self._index is None and metadata.storage_data is not None:
+        """Take the metadata that this load goes by: what this reader has read, or what DCP or a caller hands over.
+
+        Raises:
+            CorruptCheckpointError: it does not say where things lie.
+        """
+        index = self._index
+        if index is None or metadata is not self._metadata or not _has_keys_of(metadata, index):
             from mcore_ckpt.layout.torch_classes import from_dcp_metadata
 
             index = from_dcp_metadata(metadata, self.path)
             check_apart(index)
-            self._index = index
+            self.read_by(index, self._storage.version(index_name(self._rank)))
             self._metadata = metadata
-            self._load.enter_context(self.other_tier_in_use())
+        self._begin_load()
+
+    def read_by(self, index: CheckpointIndex, version: FileVersion | None) -> None:
+        """Read what that index of this directory says is there, whatever `.metadata` says; `version`: of its file."""
+        self._forget(self._rank)
+        self._index, self.index_version = index, version
 
     def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
-        """The plan, and with it which bytes it reads, if ranks read for each other (`LoadOptions.cooperative`)."""
+        """The plan, with the save that it is of, and which bytes it reads (`LoadOptions.cooperative`)."""
+        return replace(plan, storage_data=(self._save(), self._offered(plan)))
+
+    def _save(self) -> str:
+        """The id of the save that the index in force is of; empty if it has none."""
+        if self.index.manifest is not None:
+            return shown_id(self.index.manifest.save_id)
+        return str((self.index.storage_meta or {}).get("save_id") or "")
+
+    def _offered(self, plan: dcp.LoadPlan) -> tuple[WantedRanges, Member] | None:
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         if alone or self.options.cooperative == "off" or self._rank is not None:
-            return plan
+            return None
         if self.options.cooperative == "auto":  # most loads are of what has just been written: that is seen at once
             few = plan.items[:: len(plan.items) // _LOOKS + 1]
             if self._is_cached(self._ranges(few)):
-                return plan
-        offer = self._offer(list(self._ranges(plan.items)))
-        return plan if offer is None else replace(plan, storage_data=offer)
+                return None
+        return self._offer(list(self._ranges(plan.items)))
 
     @collector_paused()
     def _ranges(self, items: Iterable[ReadItem]) -> Iterator[tuple[str, int, int, int]]:
@@ -461,19 +480,28 @@ class FileSystemReader(StorageReader):
                 yield from ranges_of(chunk, stored_dtype(entry).itemsize, [box])
 
     def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
-        """The plans, and with them who reads what for whom."""
-        offers = {rank: plan.storage_data for rank, plan in enumerate(plans) if _is_offer(plan.storage_data)}
-        if len(offers) < 2:
-            return plans
+        """The plans, and with them who reads what for whom.
+
+        Raises:
+            LoadError: ranks go by the indexes of two saves.
+        """
+        told = [plan.storage_data if isinstance(plan.storage_data, tuple) else ("", None) for plan in plans]
+        saves = {save: rank for rank, (save, _) in enumerate(told) if save}
+        if len(saves) > 1:
+            (first, rank), (second, other) = list(saves.items())[:2]
+            what = f"rank {rank} has read the index of save {first}, rank {other} that of {second}"
+            raise replaced_error(self.path, what)
+        offers = {rank: offer for rank, (_, offer) in enumerate(told) if offer is not None}
         wanted: Offers = {}
         for rank, (ranges, member) in offers.items():
             wanted.setdefault(ranges, {})[rank] = member
         # Ranks of a part of the world have a group that is not known here.
-        shares = shares_of(wanted, one_group=dist.is_initialized() and len(plans) == dist.get_world_size())
+        one_group = dist.is_initialized() and len(plans) == dist.get_world_size()
+        shares = shares_of(wanted, one_group=one_group) if len(offers) > 1 else {}
         return [
             replace(plan, storage_data=(shares.get((offers[rank][0].source, offers[rank][1].host)), rank))
-            if rank in offers
-            else plan
+            if shares and rank in offers
+            else replace(plan, storage_data=None)
             for rank, plan in enumerate(plans)
         ]
 
@@ -489,7 +517,11 @@ class FileSystemReader(StorageReader):
         shares, rank = plan.storage_data if _is_share(plan.storage_data) else (None, 0)
         group = coordination_group() if shares is not None and shares.is_between_hosts else None
         try:
-            with self.handing_on(shares, rank, group), self.files_stay_open():
+            with (
+                of_one_save(self.index, self.index_version, self._rank),
+                self.handing_on(shares, rank, group),
+                self.files_stay_open(),
+            ):
                 self._read_data(plan, planner)
         finally:
             self._load.close()
@@ -603,12 +635,13 @@ class FileSystemReader(StorageReader):
         return chunk
 
 
-def _is_offer(data: Any) -> TypeGuard[tuple[WantedRanges, Member]]:
-    return isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], WantedRanges)
-
-
 def _is_share(data: Any) -> TypeGuard[tuple[Shares, int]]:
     return isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], Shares)
+
+
+def _has_keys_of(metadata: Metadata, index: CheckpointIndex) -> bool:
+    """Whether nobody has renamed, added or removed keys of the metadata that were made of an index."""
+    return metadata.state_dict_metadata.keys() == {*index.tensors, *index.objects}
 
 
 def _plans_as_dcp_does(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:

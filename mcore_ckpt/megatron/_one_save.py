@@ -19,6 +19,7 @@ from mcore_ckpt.format.footer import shown_id
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.manifest import Manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
+from mcore_ckpt.items.checks import replaced_error
 from mcore_ckpt.storage.resolve import storage_at
 
 # Of each directory whose common state the load in progress has read: which save that was of. None outside of a load.
@@ -94,11 +95,3 @@ def check_ranks(directory: Path, first_ranks: Mapping[bytes, int]) -> None:
         (rank, save_id), (other, other_id) = sorted((rank, save_id) for save_id, rank in first_ranks.items())[:2]
         first, second = SaveIdentity(save_id, ()), SaveIdentity(other_id, ())
         raise replaced_error(directory, f"rank {rank} has read {first}, rank {other} {second}")
-
-
-def replaced_error(directory: Path, what: str) -> LoadError:
-    """What to raise of a checkpoint that another save replaced under the load."""
-    return LoadError(
-        f"{directory}: the checkpoint was replaced by another save while it was loaded: {what}; what was loaded is "
-        "not to be used. Load again, when no save is at work in this directory"
-    )

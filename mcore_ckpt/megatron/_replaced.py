@@ -133,7 +133,7 @@ def read_through(planner_class: Any, reader: FileSystemReader, shards: Iterable[
         flatten_state_dict=False,
         flatten_sharded_tensors=False,
     )
-    metadata = reader.read_metadata()
+    metadata = reader.dcp_metadata()
     planner.set_up_planner({}, metadata, False)  # with `state` it would look for tensors in it, and find none
     planner.state_dict = state
     planner.lookup_tensor = lambda index: state[index.fqn].__get_tensor_shard__(index)

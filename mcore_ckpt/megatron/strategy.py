@@ -28,6 +28,7 @@ from mcore_ckpt.core.threads import together
 from mcore_ckpt.directory.in_force import data_bytes_of_rank
 from mcore_ckpt.directory.remove import remove_tensors
 from mcore_ckpt.format.metadata_read import METADATA_FILE
+from mcore_ckpt.items.checks import replaced_error
 from mcore_ckpt.items.open_files import ReadStats
 from mcore_ckpt.layout.buckets import check_hint
 from mcore_ckpt.layout.shards import (
@@ -43,7 +44,7 @@ from mcore_ckpt.load.flattened import plan_shards, read_shards
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.shares import Offers, Shares, merged, shares_of
 from mcore_ckpt.megatron._errors import MegatronErrors
-from mcore_ckpt.megatron._one_save import SaveIdentity, check_common, check_ranks, metadata_version, replaced_error
+from mcore_ckpt.megatron._one_save import SaveIdentity, check_common, check_ranks, metadata_version
 from mcore_ckpt.megatron._quantized import read_quantized, split_quantized
 from mcore_ckpt.megatron._together import load_of_all
 from mcore_ckpt.megatron._validation import noted_validation
@@ -259,7 +260,7 @@ class _LoadedMetadata:
         if name == "all_local_plans":
             self.all_local_plans = plans_of_index(self._reader.index)
             return self.all_local_plans
-        return getattr(self._reader.read_metadata(), name)
+        return getattr(self._reader.dcp_metadata(), name)
 
 
 class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]

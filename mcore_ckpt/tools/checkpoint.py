@@ -16,7 +16,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,8 +27,9 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
-from mcore_ckpt.items.checks import check_apart, missing_key
+from mcore_ckpt.format.metadata_read import METADATA_FILE, open_index, read_index
+from mcore_ckpt.items.checks import check_apart, missing_key, of_one_save
+from mcore_ckpt.storage.base import FileVersion
 from mcore_ckpt.tools.dtype_cast import as_numbers, carrier
 from mcore_ckpt.tools.inspection import CheckpointSummary, FileRow, checkpoint_directory, file_rows, summarize
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
@@ -51,9 +52,11 @@ def open_checkpoint(path: str | os.PathLike[str], options: LoadOptions | None = 
         CorruptCheckpointError, UnsafePickleError: its index cannot be right.
     """
     options = LoadOptions.from_environment() if options is None else options
-    index = read_index(checkpoint_directory(path))
+    directory = checkpoint_directory(path)
+    with open_index(directory) as opened:
+        index = read_index(directory, opened=opened)
     check_apart(index)
-    return Checkpoint(index, options)
+    return Checkpoint(index, options, opened.version)
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -66,7 +69,8 @@ class Checkpoint(Mapping[str, Any]):
         objects: the objects alone, by full key; each is read and unpickled when it is looked up.
     """
 
-    def __init__(self, index: CheckpointIndex, options: LoadOptions) -> None:
+    def __init__(self, index: CheckpointIndex, options: LoadOptions, version: FileVersion | None) -> None:
+        self._version = version
         self.path = checkpoint_path(index.path)
         self.index = index
         self.tensors: Mapping[str, LazyTensor] = _Tensors(self)
@@ -114,7 +118,8 @@ class Checkpoint(Mapping[str, Any]):
         """
         from mcore_ckpt.megatron.common_state import load_common
 
-        return load_common(self.path, self._options)
+        with of_one_save(self.index, self._version, shows=False):
+            return load_common(self.path, self._options)
 
     def reader(self) -> FileSystemReader:
         """A reader of this checkpoint, for many boxes at once or as DCP's storage reader."""
@@ -122,7 +127,12 @@ class Checkpoint(Mapping[str, Any]):
             from mcore_ckpt.load.reader import FileSystemReader
 
             self._reader = FileSystemReader(self.path, options=self._options)
+            self._reader.read_by(self.index, self._version)
         return self._reader
+
+    def of_one_save(self) -> AbstractContextManager[None]:
+        """Around a read: raises `LoadError` if a save has replaced the checkpoint since it was opened."""
+        return of_one_save(self.index, self._version)
 
     def missing(self, key: str) -> MissingKeyError:
         """The error for a key that is not there."""
@@ -150,7 +160,7 @@ class _Tensors(Mapping[str, "LazyTensor"]):
             if key in self._checkpoint.index.objects:
                 raise KindMismatchError(f"{key}: an object is stored under this key, not a tensor; see `objects`")
             raise self._checkpoint.missing(key)
-        return LazyTensor(self._checkpoint.payloads, entry)
+        return LazyTensor(self._checkpoint, entry)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._checkpoint.index.tensors)
@@ -168,7 +178,8 @@ class _Objects(Mapping[str, Any]):
             if key in self._checkpoint.index.tensors:
                 raise KindMismatchError(f"{key}: a tensor is stored under this key, not an object; see `tensors`")
             raise self._checkpoint.missing(key)
-        return self._checkpoint.reader().read_object(key)
+        with self._checkpoint.of_one_save():
+            return self._checkpoint.reader().read_object(key)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._checkpoint.index.objects)
@@ -187,8 +198,8 @@ class LazyTensor:
         chunks: how it is stored.
     """
 
-    def __init__(self, payloads: StoredPayloads, entry: TensorEntry) -> None:
-        self._payloads = payloads
+    def __init__(self, checkpoint: Checkpoint, entry: TensorEntry) -> None:
+        self._checkpoint = checkpoint
         self._entry = entry
         self.fqn = entry.fqn
         self.shape: tuple[int, ...] = entry.shape
@@ -252,7 +263,8 @@ class LazyTensor:
         nbytes = math.prod(box.sizes) * element_bytes(self.dtype)
         if nbytes > sys.maxsize:  # of a shape that cannot have been stored
             raise CorruptCheckpointError(f"{self.fqn}: {nbytes} bytes are more than a machine can address")
-        content = read_box(self._payloads, self._entry, box.offsets, box.sizes)
+        with self._checkpoint.of_one_save():
+            content = read_box(self._checkpoint.payloads, self._entry, box.offsets, box.sizes)
         return content, box, rest
 
 

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import (
-    CheckpointNotFoundError,
     ChecksumError,
     UnsafePickleError,
 )
@@ -133,18 +132,6 @@ def test_a_planner_with_buffers_of_its_own_holds_few_of_them_at_a_time(tmp_path:
     dcp.load(loaded, storage_reader=reader, planner=planner, no_dist=True)
     assert all(loaded[fqn].equal(tensor * 2) for fqn, tensor in state.items())
     assert planner.peak_bytes <= 4 * MIB
-
-
-def test_metadata_and_index_are_read_once(state: dict[str, Any], tmp_path: Path) -> None:
-    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    reader = FileSystemReader(tmp_path)
-    metadata, index = reader.read_metadata(), reader.index
-    (tmp_path / ".metadata").unlink()
-    assert reader.read_metadata() is metadata
-    assert reader.index is index
-    reader.reset()
-    with pytest.raises(CheckpointNotFoundError, match="metadata"):
-        reader.read_metadata()
 
 
 def test_reset_moves_to_another_checkpoint(tmp_path: Path) -> None:

@@ -1,0 +1,168 @@
+"""Objects that outlive a call, and a directory that holds another checkpoint by the next: never values of both."""
+
+from __future__ import annotations
+
+import shutil
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+from mcore_ckpt import open_checkpoint
+from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.dcp.planners import MCoreLoadPlanner, MCoreSavePlanner
+from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.load.reader import FileSystemReader
+from tests.support.gloo_ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+WRITERS = {"ours": FileSystemWriterAsync, "stock": dcp.FileSystemWriter}
+# The keys of the second stand in another order, and take other places in the file.
+FIRST = {"a": torch.full((4,), 1.0), "b": torch.full((4,), 2.0), "step": 1}
+SECOND = {"step": 2, "b": torch.full((4,), 4.0), "a": torch.full((4,), 3.0)}
+
+
+def save(path: Path, state: dict[str, Any], writer: str = "ours") -> None:
+    dcp.save(state, storage_writer=WRITERS[writer](path), no_dist=True)
+
+
+def loaded(reader: FileSystemReader, planner: Any = None) -> dict[str, Any]:
+    state = {"a": torch.zeros(4), "b": torch.zeros(4), "step": 0}
+    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    return state
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(torch.equal(torch.as_tensor(one[key]), torch.as_tensor(value)) for key, value in other.items())
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("planner", [None, MCoreLoadPlanner()])
+def test_a_reader_and_a_planner_used_again_load_what_is_there(tmp_path: Path, writer: str, planner: Any) -> None:
+    reader = FileSystemReader(tmp_path / "latest")
+    for state in (FIRST, SECOND, FIRST):
+        save(tmp_path / "latest", state, writer)
+        assert same(loaded(reader, planner), state)
+
+
+def test_a_planner_used_again_fills_shards_and_objects_of_the_second_state_dict(tmp_path: Path) -> None:
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    def shards(memory: torch.Tensor) -> dict[str, Any]:
+        return {"w": ShardedTensor.from_rank_offsets("w", memory), "o": ShardedObject("o", None, (1,), (0,))}
+
+    tensor = torch.arange(4.0)
+    state = {"w": ShardedTensor.from_rank_offsets("w", tensor), "o": ShardedObject("o", "said", (1,), (0,))}
+    dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path), planner=MCoreSavePlanner(), no_dist=True)
+    planner = MCoreLoadPlanner()
+    for _ in range(2):
+        memory = torch.zeros(4)
+        asked = shards(memory)
+        dcp.load(asked, storage_reader=FileSystemReader(tmp_path), planner=planner, no_dist=True)
+        assert memory.equal(tensor)
+        assert asked["o"].data == "said"
+
+
+def test_a_writer_used_again_saves_into_a_directory_that_is_another_by_then(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "latest")
+    for state in (FIRST, SECOND, FIRST):
+        dcp.save(state, storage_writer=writer, no_dist=True)
+        assert same(loaded(FileSystemReader(tmp_path / "latest")), state)
+        shutil.rmtree(tmp_path / "latest")
+
+
+def _load_by_two(rank: int, path: Path) -> list[float]:
+    """Each rank has a reader that has read the first checkpoint; rank 1 takes a new one for the second."""
+    reader = FileSystemReader(path)
+    first = {key: torch.zeros(4) for key in "ab"}
+    dcp.load(first, storage_reader=reader)
+    if rank == 0:
+        save(path, SECOND, "stock")
+    torch.distributed.barrier()
+    second = {key: torch.zeros(4) for key in "ab"}
+    dcp.load(second, storage_reader=FileSystemReader(path) if rank else reader)
+    return [first["a"][0].item(), first["b"][0].item(), second["a"][0].item(), second["b"][0].item()]
+
+
+def test_of_two_ranks_only_one_has_a_new_reader(tmp_path: Path) -> None:
+    save(tmp_path / "latest", FIRST, "stock")
+    assert run_ranks(_load_by_two, 2, tmp_path / "latest") == [[1.0, 2.0, 3.0, 4.0]] * 2
+
+
+class ReadsAhead(FileSystemReader):
+    """Goes by an index that was read before the checkpoint was replaced."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        return self.dcp_metadata()
+
+
+def _load_by_two_indexes(rank: int, path: Path) -> None:
+    reader = ReadsAhead(path) if rank == 0 else FileSystemReader(path)
+    assert len(reader.index.tensors) == 2
+    torch.distributed.barrier()
+    if rank == 0:
+        save(path, SECOND)
+    torch.distributed.barrier()
+    dcp.load({key: torch.zeros(4) for key in "ab"}, storage_reader=reader)
+
+
+def test_two_ranks_with_the_indexes_of_two_saves_are_refused(tmp_path: Path) -> None:
+    save(tmp_path / "latest", FIRST)
+    with pytest.raises(Exception, match=r"the checkpoint was replaced by another save.*rank 0 .* rank 1"):
+        run_ranks(_load_by_two_indexes, 2, tmp_path / "latest")
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_checkpoint_that_is_replaced_after_its_index_was_read_is_named(tmp_path: Path, writer: str) -> None:
+    save(tmp_path / "latest", FIRST, writer)
+    reader = ReadsAhead(tmp_path / "latest")
+    assert len(reader.index.tensors) == 2
+    save(tmp_path / "latest", SECOND, writer)
+    with pytest.raises(CheckpointException, match="the checkpoint was replaced by another save"):
+        loaded(reader)
+
+
+class Renaming(FileSystemReader):
+    """Names keys otherwise than they are stored, as code for stock's reader does: in the metadata that it returns."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        metadata = super().read_metadata(*args, **kwargs)
+        swapped = {"a": "b", "b": "a"} if self.copies else {"a": "x", "b": "y"}
+        if self.copies:
+            metadata = deepcopy(metadata)
+        entries = metadata.state_dict_metadata
+        metadata.state_dict_metadata = {swapped.get(key, key): entry for key, entry in entries.items()}
+        metadata.storage_data = {
+            type(index)(swapped.get(index.fqn, index.fqn), index.offset, index.index): place
+            for index, place in metadata.storage_data.items()
+        }
+        return metadata
+
+    copies = False
+
+
+def test_the_metadata_that_is_handed_over_is_gone_by(tmp_path: Path) -> None:
+    save(tmp_path, FIRST)
+    state = {"x": torch.zeros(4), "y": torch.zeros(4)}
+    dcp.load(state, storage_reader=Renaming(tmp_path), no_dist=True)
+    assert same(state, {"x": FIRST["a"], "y": FIRST["b"]})
+    reader = Renaming(tmp_path)
+    reader.copies = True
+    assert same(loaded(reader), {"a": FIRST["b"], "b": FIRST["a"], "step": 1})
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_an_open_checkpoint_gives_what_it_was_opened_for_or_says_that_it_was_replaced(
+    tmp_path: Path, writer: str
+) -> None:
+    save(tmp_path / "latest", FIRST, writer)
+    with open_checkpoint(tmp_path / "latest") as checkpoint:
+        save(tmp_path / "latest", SECOND, writer)
+        for read in (lambda: checkpoint["a"].torch(), lambda: checkpoint.objects["step"]):
+            with pytest.raises(LoadError, match="the checkpoint was replaced by another save"):
+                read()
