@@ -28,8 +28,7 @@ from mcore_ckpt.storage.base import FileVersion, Storage, align_up
 _logger = logging.getLogger(__name__)
 
 _INDEX_OF_RANK = re.compile(r"__\d+" + re.escape(METADATA_FILE))
-# With the number that format 1 had in it.
-_PENDING = re.compile(re.escape(COMMON_FILE) + r"(?:\.\d+)?\.(?P<id>[0-9a-f]{16})\.pending")
+_PENDING = re.compile(re.escape(COMMON_FILE) + r"\.(?P<id>[0-9a-f]{16})\.pending")
 
 
 def index_files(index: CheckpointIndex) -> set[str]:

@@ -5,7 +5,7 @@ is ever used twice, and a file tells by its name which save has made it. Eight r
 bytes are enough, since names meet in one directory only: among a million saves into it, two have the same id with a
 probability of 3e-8.
 
-Other writers, and this package in format 1, name their files `[prefix]__{rank}_{number}.distcp`. Readers take any name.
+Other writers name their files `[prefix]__{rank}_{number}.distcp`. Readers take any name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DataFileName(NamedTuple):
 
     rank: int  # that has written it
     number: int  # of the file among those of that rank and save
-    save: str | None  # id of the save; None for files of other writers, and of format 1
+    save: str | None  # id of the save; None for files of other writers
     prefix: str  # the separation hint, or empty
 
 

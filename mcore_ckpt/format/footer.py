@@ -26,7 +26,6 @@ SAVE_ID_BYTES: Final = 16
 NO_SAVE_ID: Final = bytes(SAVE_ID_BYTES)
 
 _FILE_VERSION: Final = 2
-_NAMED_FILE_VERSION: Final = 1  # its table begins with the file's own name
 _FILE_MAGIC: Final = b"\x89mckFILE"
 _FOOTER: Final = struct.Struct("<8sII16sQQQII")
 FOOTER_BYTES: Final = _FOOTER.size
@@ -150,7 +149,6 @@ class FileFooter(NamedTuple):
     table_crc32: int  # of the table
     unpacked_bytes: int  # of the part of the table that is deflated
     object_count: int  # objects in the table
-    version: int = _FILE_VERSION  # of the table
 
 
 def decode_footer(data: bytes, where: str) -> FileFooter | None:
@@ -163,9 +161,9 @@ def decode_footer(data: bytes, where: str) -> FileFooter | None:
             f"{where}: its integrity footer (the last {FOOTER_BYTES} bytes) does not have the CRC-32 that it "
             f"states: the file was damaged after it was written; {IF_DAMAGED}"
         )
-    if version not in (_NAMED_FILE_VERSION, _FILE_VERSION):
+    if version != _FILE_VERSION:
         raise newer_error(where, version, _FILE_VERSION)
-    return FileFooter(save_id, file_bytes, table_bytes, table_crc, unpacked, objects, version)
+    return FileFooter(save_id, file_bytes, table_bytes, table_crc, unpacked, objects)
 
 
 class ManifestFile(NamedTuple):
@@ -251,14 +249,13 @@ def decode_table(data: bytes, footer: FileFooter, where: str) -> FileTable:
         raise table.wrong(f"{tensors + objects} items cannot lie in {footer.file_bytes} bytes")
     if objects != footer.object_count:
         raise table.wrong(f"the footer counts {footer.object_count} objects, the table {objects}")
-    own_names = int(footer.version == _NAMED_FILE_VERSION)
-    lengths = table.column("I", own_names + dtypes + tensors + objects)
+    lengths = table.column("I", dtypes + tensors + objects)
     codes, ndims = table.column("I", tensors), table.column("I", tensors)
     if any(code >= dtypes for code in codes):
         raise table.wrong("a tensor has a dtype that is not in it")
     boxes = table.column("q", 3 * sum(ndims)).tolist()
     places = table.column("q", 2 * tensors)
-    names = table.texts(lengths)[own_names:]
+    names = table.texts(lengths)
     table.finish()
     object_places = whole.column("Q", 2 * objects)
     whole.finish()

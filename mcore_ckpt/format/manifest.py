@@ -23,7 +23,6 @@ from mcore_ckpt.format._columns import Columns, column_bytes, text_bytes
 from mcore_ckpt.format.footer import SAVE_ID_BYTES, ManifestFile, newer_error
 
 _VERSION: Final = 2
-_WITHOUT_COLUMNS: Final = 1
 _MAGIC: Final = b"\x89mckSUMS"
 _END: Final = b"\x89mckEND\n"
 # SHORT_BINBYTES and POP, behind PROTO: gone when a program unpickles the file and pickles it again, as the manifest is.
@@ -184,11 +183,9 @@ def _decode(data: memoryview, where: str) -> Manifest:
     )
     if magic != _MAGIC:
         raise columns.wrong("it does not begin where its end says")
-    if version not in (_VERSION, _WITHOUT_COLUMNS):
+    if version != _VERSION:
         raise newer_error(where, version, _VERSION)
-    packed, unpacked, more_packed, more_unpacked = (
-        _SECTIONS.unpack(columns.bytes(_SECTIONS.size)) if version == _VERSION else (0, 0, 0, 0)
-    )
+    packed, unpacked, more_packed, more_unpacked = _SECTIONS.unpack(columns.bytes(_SECTIONS.size))
     sizes, table_crcs = columns.column("Q", file_count), columns.column("I", file_count)
     ids = bytes(columns.bytes(SAVE_ID_BYTES * file_count))
     name_lengths = columns.column("I", file_count)

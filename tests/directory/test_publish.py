@@ -48,7 +48,7 @@ def file_of(target: Target, rank: int = 0, number: int = 0) -> str:
 
 
 def save_as_stock(path: Path, name: str = "__0_0.distcp") -> str:
-    """A checkpoint whose file is named as stock and format 1 name it; returns that name."""
+    """A checkpoint whose file is named as stock names it; returns that name."""
     path.mkdir(exist_ok=True)
     (path / name).write_bytes(b"data")
     (path / COMMON_FILE).write_bytes(b"stock's")
@@ -182,7 +182,7 @@ def test_what_others_have_made_stays_whatever_its_name(replaces: bool, tmp_path:
 def test_a_replaced_checkpoint_goes_when_the_new_one_is_there_and_not_before(
     old: str, killed_at: str, tmp_path: Path
 ) -> None:
-    """Names of stock and of format 1 do not tell whose they are: the save that replaces them has noted them."""
+    """Names of stock do not tell whose they are: the save that replaces them has noted them."""
     first = save_as_stock(tmp_path) if old == "of stock" else save(tmp_path)
     killed = begin_and_be_killed(tmp_path)
     (tmp_path / killed).write_bytes(b"data")
@@ -292,14 +292,13 @@ def test_the_common_state_of_a_killed_save_is_not_that_of_a_checkpoint_that_stoc
     assert not [name for name in names(tmp_path) if "pending" in name]
 
 
-@pytest.mark.parametrize("number", ["", "17."])
-def test_a_pending_common_state_is_found_under_the_name_of_either_format(number: str, tmp_path: Path) -> None:
+def test_a_pending_common_state_is_found_by_the_id_in_the_manifest(tmp_path: Path) -> None:
     storage, save_id = LocalStorage(tmp_path), bytes(range(16))
-    name = "__0_17.distcp"  # as format 1 named it: the seal alone says of which save it is
+    name = "__0_17.distcp"  # resharded: the manifest alone says of which save it is
     (tmp_path / name).write_bytes(b"data")
     storage.publish(METADATA_FILE, sealed(name, save_id))
     (tmp_path / COMMON_FILE).write_bytes(b"one")
-    pending = f"{COMMON_FILE}.{number}{save_id[:8].hex()}.pending"
+    pending = f"{COMMON_FILE}.{save_id[:8].hex()}.pending"
     (tmp_path / pending).write_bytes(b"two")
     assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == pending
     reserve(storage)

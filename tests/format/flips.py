@@ -64,10 +64,7 @@ from mcore_ckpt.models.conversions import import_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
-GOLDEN_KINDS = {
-    **{name: name for name in ("megatron-0.16.1", "megatron-0.19.2", "dcp-2.13.0")},
-    "ours-0.1.0": "mcore_ckpt before manifests (unreleased)",
-}
+GOLDEN_KINDS = ("megatron-0.16.1", "megatron-0.19.2", "dcp-2.13.0")
 OUTCOMES = ("seen", "harmless", "missed", "part", "WRONG", "FOREIGN", "DIED")
 DEADLINE_S = 60.0
 MEMORY_BYTES = 2 * 1024**3
@@ -189,12 +186,12 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 def make_subjects(scratch: Path) -> list[Subject]:
     """Checkpoints of all kinds: those that are kept with the tests, and fresh ones with a save before them."""
     found = []
-    for name, kind in GOLDEN_KINDS.items():
+    for name in GOLDEN_KINDS:
         directory = scratch / name
         shutil.copytree(GOLDEN / name, directory)
         for other in ("expected.json", "writer.txt"):  # about the checkpoint, not of it
             (directory / other).unlink(missing_ok=True)
-        found.append(Subject(kind, directory))
+        found.append(Subject(name, directory))
     fresh: dict[str, Callable[[Path, int], object]] = {
         "ours": lambda path, seed: dcp.save(
             state(seed), storage_writer=FileSystemWriterAsync(path, thread_count=2), no_dist=True

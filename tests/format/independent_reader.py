@@ -364,7 +364,7 @@ def read_seal(name: str, content: bytes) -> DataFile | None:
     version, table_crc = struct.unpack_from("<2I", footer, 8)
     length, table_length, inflated, objects, own_crc = struct.unpack_from("<3Q2I", footer, 32)
     need(zlib.crc32(footer[:60]) == own_crc, f"{name}: CRC-32 of the footer")
-    need(version in (1, 2), f"{name}: version {version} of the seal")
+    need(version == 2, f"{name}: version {version} of the seal")
     need(length == len(content), f"{name}: {len(content)} bytes, its footer says {length}")
     need(16 * objects <= table_length <= length - DATA_FOOTER, f"{name}: length of the table")
     table = content[length - DATA_FOOTER - table_length : length - DATA_FOOTER]
@@ -377,22 +377,20 @@ def read_seal(name: str, content: bytes) -> DataFile | None:
         raise CorruptError(f"{name}: table: {error}") from error
     need(inflater.eof and not inflater.unused_data and len(names_and_boxes) == inflated, f"{name}: length of the table")
     spans = [tuple(span) for span in np.frombuffer(table[split:], "<u8").reshape(-1, 2).tolist()]
-    rows = _table_rows(name, length - DATA_FOOTER - table_length, names_and_boxes, spans, named=version == 1)
+    rows = _table_rows(name, length - DATA_FOOTER - table_length, names_and_boxes, spans)
     return DataFile(name, content, footer[16:32], table_crc, rows)
 
 
-def _table_rows(file: str, end: int, table: bytes, objects: list[Span], named: bool) -> dict[Span, list[TableRow]]:
+def _table_rows(file: str, end: int, table: bytes, objects: list[Span]) -> dict[Span, list[TableRow]]:
     cursor = Cursor(table, f"{file}: table")
     n, m, d = cursor.numbers(4, 3)
     need(m == len(objects), f"{file}: number of objects")
-    name_lengths = cursor.numbers(4, named + d + n + m)
+    name_lengths = cursor.numbers(4, d + n + m)
     dtypes, axes = cursor.numbers(4, n), cursor.numbers(4, n)
     boxes = [tuple(tuple(cursor.numbers(8, count)) for _ in range(3)) for count in axes]
     tensors: list[Span] = [tuple(cursor.numbers(8, 2)) for _ in range(n)]
     names = [_utf8(cursor.take(length)) for length in name_lengths]
     cursor.end()
-    if named:
-        need(names.pop(0) == file, f"{file} says that it is another")
     need(all(kind < d for kind in dtypes) and set(names[:d]) <= set(DTYPES), f"{file}: dtype in the table")
     keys = names[d:]
     listed = [TableRow(key, names[kind], *box) for key, kind, box in zip(keys, dtypes, boxes, strict=False)]
@@ -551,10 +549,10 @@ def split_metadata(data: bytes) -> tuple[bytes, Sums | None]:
     cursor = Cursor(data[begin:-20], ".metadata: manifest")
     need(cursor.take(8) == META_MAGIC, ".metadata: no manifest where it should begin")
     version, file_count = cursor.numbers(4, 2)
-    need(version in (1, 2), f".metadata: version {version} of the manifest")
+    need(version == 2, f".metadata: version {version} of the manifest")
     cursor.take(16)
     item_count, with_running, running_count, name_bytes = cursor.numbers(8, 4)
-    sections = cursor.numbers(8, 4) if version == 2 else [0] * 4
+    sections = cursor.numbers(8, 4)
     lengths, tables = cursor.numbers(8, file_count), cursor.numbers(4, file_count)
     ids = [cursor.take(16) for _ in range(file_count)]
     name_lengths = cursor.numbers(4, file_count)

@@ -40,7 +40,7 @@ FLATTENED = [name for name in MEGATRON if name < "megatron-0.16"]
 
 def test_the_list_is_complete() -> None:
     assert {"dcp-2.13.0", "dtensor-2.13.0", "megatron-0.12.3", "megatron-0.15.3", "megatron-0.16.1"} <= set(ALL)
-    assert {"megatron-0.19.2", "ours-0.1.0", "ours-0.1.0-sealed"} <= set(ALL)
+    assert {"megatron-0.19.2", "ours-0.1.0"} <= set(ALL)
 
 
 def expected(name: str) -> dict[str, Any]:
@@ -257,12 +257,11 @@ def test_every_front_door_reads_every_value(name: str, tmp_path: Path, capsys: p
     assert diff_checkpoints(path, GOLDEN / other).identical
 
 
-def test_a_golden_checkpoint_is_sealed_and_older_ones_are_read_without() -> None:
-    assert read_index(GOLDEN / "ours-0.1.0").manifest is None
-    index = read_index(GOLDEN / "ours-0.1.0-sealed")
+def test_our_golden_checkpoint_has_a_manifest() -> None:
+    index = read_index(GOLDEN / "ours-0.1.0")
     assert index.manifest is not None
-    assert sorted(index.manifest.files) == sorted(path.name for path in (GOLDEN / "ours-0.1.0-sealed").glob("*.distcp"))
+    data_files = {path.name for path in (GOLDEN / "ours-0.1.0").glob("*.distcp")}
+    assert index.manifest.files.keys() == {*data_files, "common.pt"}
     metadata = to_dcp_metadata(index)
     assert from_dcp_metadata(pickle.loads(pickle.dumps(metadata)), index.path) == index  # as DCP sends it to all ranks
-    for name in ("ours-0.1.0", "ours-0.1.0-sealed"):
-        assert verify_checkpoint(GOLDEN / name).whole
+    assert verify_checkpoint(GOLDEN / "ours-0.1.0").whole

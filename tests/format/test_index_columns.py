@@ -358,7 +358,7 @@ def test_changed_columns_are_an_index_or_an_error_of_ours() -> None:
 def test_verify_names_what_columns_and_pickle_say_differently(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    golden = Path(__file__).parent / "golden" / "ours-0.1.0-format-2"
+    golden = Path(__file__).parent / "golden" / "ours-0.1.0"
     for file in golden.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     data = (tmp_path / ".metadata").read_bytes()

@@ -149,7 +149,7 @@ def test_what_is_not_understood_is_not_called_damaged(
     assert "damaged; restore" not in str(raised.value)
     run = tmp_path / "run"
     for iteration in (1, 2):
-        shutil.copytree(GOLDEN / "ours-0.1.0-sealed", run / f"iter_{iteration:07d}")
+        shutil.copytree(GOLDEN / "ours-0.1.0", run / f"iter_{iteration:07d}")
     newest = run / "iter_0000002"
     (newest / ".metadata").write_bytes(content)
     (run / "latest_checkpointed_iteration.txt").write_text("2")
