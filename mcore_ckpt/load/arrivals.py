@@ -8,6 +8,7 @@ bytes that two destinations of the load have in common none counts: what fills t
 from __future__ import annotations
 
 import itertools
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -127,7 +128,7 @@ class Arrivals:
 
 def save_id(index: CheckpointIndex) -> bytes:
     """By which the save that made a checkpoint is known; its directory's name where it has no manifest."""
-    return PurePath(index.path).name.encode() if index.manifest is None else index.manifest.save_id
+    return os.fsencode(PurePath(index.path).name) if index.manifest is None else index.manifest.save_id
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:

@@ -315,7 +315,7 @@ def _is_chosen(options: LoadOptions, index: CheckpointIndex, key: str) -> bool:
     """Whether this tensor is compared; of a sample, other ones of each save."""
     if options.prove != "sample":
         return True
-    return crc32(key.encode(), crc32(save_id(index))) % _SAMPLE == 0
+    return crc32(key.encode("utf-8", "surrogatepass"), crc32(save_id(index))) % _SAMPLE == 0
 
 
 def _held(

@@ -337,7 +337,7 @@ class LocalStorage(Storage):
 
     def ensure(self) -> None:
         try:
-            _durable.make_directories(os.path.abspath(self.root))
+            _durable.make_directories(str(self.root.absolute()))
         except OSError as error:
             raise save_error("making the directory", str(self.root), error) from error
 
@@ -355,9 +355,10 @@ class LocalStorage(Storage):
             raise save_error("syncing the directory", place, error) from error
 
     def remove(self) -> bool:
+        place = os.path.realpath(self.root)
         try:
             os.rmdir(self.root)
-            _durable.sync_directory(os.path.dirname(os.path.abspath(self.root)))
+            _durable.sync_directory(os.path.dirname(place))
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 return False

@@ -48,7 +48,7 @@ def safetensors_header(
 ) -> tuple[bytes, dict[str, int]]:
     """The file up to the data, and where each tensor (name, torch's dtype, shape) starts in the file.
 
-    Raises `OptionError` where the format has no such dtype, or reserves the name.
+    Raises `OptionError` where the format has no such dtype, or reserves the name or cannot hold it.
     """
     header: dict[str, Any] = {METADATA_KEY: dict(metadata)}
     starts: dict[str, int] = {}
@@ -56,6 +56,11 @@ def safetensors_header(
     for name, dtype, shape in tensors:
         if name == METADATA_KEY:
             raise OptionError(f"{name}: safetensors keeps this name for itself; give the tensor another one (--rename)")
+        if not name.isascii() and name.encode("utf-8", "replace").decode() != name:
+            raise OptionError(
+                f"{name!a}: holds a surrogate, which safetensors cannot store in a name; give the tensor another one "
+                "(--rename)"
+            )
         entry = DTYPES.get(dtype)
         if entry is None or entry.safetensors is None:
             raise OptionError(

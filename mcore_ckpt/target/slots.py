@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -139,7 +140,7 @@ class TargetPlan:
 
     def fingerprint(self, payloads: StoredPayloads, source_states: Mapping[str, Sequence[int]]) -> str:
         """Of everything that the target's bytes depend on; `source_states` as in `SourceFiles`."""
-        found = hashlib.sha256(payloads.storage.location.encode())
+        found = hashlib.sha256(os.fsencode(payloads.storage.location))
         found.update(json.dumps([source_states, dict(self.sizes)], sort_keys=True).encode())
         for worker in self.work:
             found.update(b"worker")

@@ -32,6 +32,7 @@ from mcore_ckpt import (
     SaveError,
     SaveOptions,
 )
+from mcore_ckpt.commands.cli import main
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.gloo_ranks import run_ranks
@@ -406,6 +407,46 @@ def test_a_relative_path_does_not_follow_a_change_of_directory(tmp_path: Path, m
     dcp.load(loaded, checkpoint_id=tmp_path / "here" / "checkpoint")
     assert_same(a_state(), loaded)
     assert not list((tmp_path / "there" / "checkpoint").iterdir())
+
+
+def test_dots_behind_a_link_lead_where_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "elsewhere" / "inner").mkdir(parents=True)
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "elsewhere" / "inner")
+    monkeypatch.chdir(tmp_path / "here")
+    for path in (tmp_path / "here" / "link" / ".." / "run" / "a", Path("link", "..", "run", "b")):
+        dcp.save(a_state(), storage_writer=FileSystemWriterAsync(path))
+        loaded = blank(a_state())
+        dcp.load(loaded, storage_reader=FileSystemReader(path))
+        assert_same(a_state(), loaded)
+    assert sorted(os.listdir(tmp_path / "elsewhere" / "run")) == ["a", "b"]
+    assert os.listdir(tmp_path / "here") == ["link"]
+
+
+@pytest.mark.parametrize(("key", "folder"), [("w\ud800", b"run"), ("w", b"r\xff"), ("w\udcff", b"r\xff")])
+def test_keys_and_paths_that_are_no_utf8_go_through_saves_loads_and_commands(
+    key: str, folder: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), folder)))
+    source, made = str(run / "iter_0000001"), str(run / "resharded" / "iter_0000001")
+    for _ in range(2):
+        dcp.save({key: torch.ones(4, 4)}, storage_writer=FileSystemWriterAsync(source))
+    assert main(["reshard", source, made, "--tp", "1", "--pp", "1"]) == 0
+    for path in (source, made):
+        loaded = {key: torch.zeros(4, 4)}
+        dcp.load(loaded, storage_reader=FileSystemReader(path))
+        assert torch.equal(loaded[key], torch.ones(4, 4))
+        assert main(["verify", "--state", path]) == 0
+    assert main(["list", str(run)]) == 0
+    assert main(["diff", source, made]) == 0
+    capsys.readouterr()
+    exported = main(["export", source, str(run / "exported")])
+    if key == "w":
+        assert exported == 0
+    else:
+        assert exported == 2
+        assert "w\\ud" in (said := capsys.readouterr().err)
+        assert "safetensors cannot store" in said
 
 
 def test_async_save_writes_the_state_at_the_call(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import LoadError, LoadOptions, SaveOptions, TorchDistLoadStrategy, TorchDistSaveStrategy
 from mcore_ckpt import checkpoint_fingerprint as stored_fingerprint
@@ -193,6 +194,32 @@ def test_a_state_of_which_nothing_can_be_compared_is_not_called_proven(
     some = {**converted(), "rows 0": state(1, empty=True)["rows 0"]}
     prove_load(TorchDistLoadStrategy(options=OPTIONS).load, OPTIONS, None, some, saved)
     assert "on 1 rank; not compared: 2 tensors converted" in caplog.text
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("surrogate", [0xD800, 0xDCFF])
+def test_a_sample_takes_keys_and_directories_of_any_name(
+    surrogate: int, sharded: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stock keeps no id of its save: the name of the directory stands for it."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    caplog.set_level(logging.INFO, "mcore_ckpt")
+    name = f"w{chr(surrogate)}"
+
+    def tensors(value: float) -> dict[str, Any]:
+        keys = [f"{name} {number}" for number in range(64)]
+        return {key: ShardedTensor.from_rank_offsets(key, torch.full((2,), value)) for key in keys}
+
+    path = tmp_path / (name if surrogate == 0xDCFF else "checkpoint")
+    path.mkdir()
+    if sharded:
+        TorchDistSaveStrategy(options=SaveOptions(progress=False)).save(tensors(1.0), path)
+    else:
+        dcp.save({key: each.data for key, each in tensors(1.0).items()}, checkpoint_id=path, no_dist=True)
+    sample = LoadOptions(prove="sample")
+    prove_load(TorchDistLoadStrategy(options=sample).load, sample, None, tensors(0.0), path)
+    assert "state proven" in caplog.text
 
 
 @pytest.mark.parametrize("rows", [8, 4096])
