@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from mcore_ckpt.megatron.optimizer_state import load_sharded_optimizer_state
     from mcore_ckpt.megatron.registry import get_strategy, register_strategy
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
-    from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, reshard_checkpoint
+    from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
     from mcore_ckpt.reshard.conversion import ConversionReport
+    from mcore_ckpt.reshard.reshard import reshard_checkpoint
     from mcore_ckpt.save.async_queue import AsyncCallsQueue
     from mcore_ckpt.tools.checkpoint import Checkpoint, LazyTensor, open_checkpoint
     from mcore_ckpt.tools.copy import CopyReport, copy_checkpoint
@@ -70,7 +71,7 @@ _HOME = {
     "prune_run": "directory.retention",
     "register_strategy": "megatron.registry",
     "repair_checkpoint": "tools.repair",
-    "reshard_checkpoint": "models.conversions",
+    "reshard_checkpoint": "reshard.reshard",
     "summarize_checkpoint": "tools.inspection",
     "uninstall": "megatron.install",
     "verify_checkpoint": "tools.verify",

@@ -22,8 +22,8 @@ KNOWS_MEGATRON = {
     "megatron._versions",
     "megatron._errors",
     "megatron.strategy",
-    "models._gpt_model",
-    "models._flat_buckets",
+    "reshard.gpt_model",
+    "reshard.parameter_orders",
     "models.logits",
 }
 # What lies beside the layers and starts things: it may import every layer, and no layer imports it.
@@ -236,6 +236,25 @@ print(*sorted({name.split(".")[1] for name in sys.modules if name.startswith("mc
     loaded = set(run(code).split("\n")[-2].split())
     assert {"megatron", "dcp", "load", "save"} <= loaded
     assert not loaded & {"view", "target", "reshard", "models", "commands"}
+
+
+def test_a_reshard_never_imports_models() -> None:
+    """Neither the function nor the command, measured; torch and Megatron are not imported either."""
+    golden = ROOT / "tests" / "format" / "golden" / "ours-0.1.0"
+    code = f"""
+import sys, tempfile
+import mcore_ckpt
+from mcore_ckpt.commands.cli import main
+with tempfile.TemporaryDirectory() as path:
+    mcore_ckpt.reshard_checkpoint({str(golden)!r}, path + "/made", tp=1, pp=1, drop_optimizer=True)
+    main(["reshard", path + "/made", path + "/again", "--tp", "1", "--pp", "1", "--quiet"])
+print(*sorted({{name.split(".")[1] for name in sys.modules if name.startswith("mcore_ckpt.")}}))
+print(*sorted({{"torch", "megatron"}} & set(sys.modules)))
+"""
+    loaded, heavy = run(code).split("\n")[-3:-1]
+    assert "reshard" in loaded.split()
+    assert "models" not in loaded.split()
+    assert not heavy
 
 
 def run(code: str) -> str:

@@ -6,13 +6,16 @@ import inspect
 import shutil
 import subprocess
 import sys
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mcore_ckpt
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.models.options import ExportOptions, ImportOptions
+from mcore_ckpt.reshard.options import ReshardOptions
 
 PUBLIC = [
     "AsyncCallsQueue",
@@ -199,14 +202,66 @@ def test_a_checkpoint_goes_through_all_of_them(tmp_path: Path) -> None:
     assert mcore_ckpt.repair_checkpoint(damaged, PathLike(tmp_path / "copy")).whole
 
 
-def test_the_directory_of_a_run_stands_for_its_last_iteration(tmp_path: Path) -> None:
-    shutil.copytree(GOLDEN, tmp_path / "iter_0000007")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    assert mcore_ckpt.verify_checkpoint(tmp_path).whole
-    assert mcore_ckpt.summarize_checkpoint(tmp_path).tensors
-    assert mcore_ckpt.diff_checkpoints(tmp_path, GOLDEN).identical
-    assert mcore_ckpt.reshard_checkpoint(tmp_path, tmp_path / "r", tp=1, pp=1, drop_optimizer=True).tensors
-    assert mcore_ckpt.export_checkpoint(tmp_path, tmp_path / "e").tensors
+@pytest.fixture
+def run_of_seven(tmp_path: Path) -> Path:
+    shutil.copytree(GOLDEN, tmp_path / "run" / "iter_0000007")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("7")
+    return tmp_path / "run"
+
+
+def test_the_directory_of_a_run_stands_for_its_last_iteration(run_of_seven: Path, tmp_path: Path) -> None:
+    assert mcore_ckpt.verify_checkpoint(run_of_seven).whole
+    assert mcore_ckpt.summarize_checkpoint(run_of_seven).tensors
+    assert mcore_ckpt.diff_checkpoints(run_of_seven, GOLDEN).identical
+    assert mcore_ckpt.export_checkpoint(run_of_seven, tmp_path / "e").tensors
+    assert not (tmp_path / "e" / "iter_0000007").exists()
+
+
+_RESHARD = {"tp": 1, "pp": 1, "drop_optimizer": True}
+
+
+@pytest.mark.parametrize(("command", "keywords"), [("copy", {}), ("reshard", _RESHARD)])
+def test_function_and_command_make_the_same_of_a_run_and_a_job_loads_it(
+    run_of_seven: Path, tmp_path: Path, command: str, keywords: dict[str, Any]
+) -> None:
+    function = getattr(mcore_ckpt, f"{command}_checkpoint")
+    report = function(run_of_seven, tmp_path / "python", **keywords)
+    words = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in keywords.items()]
+    assert main([command, str(run_of_seven), str(tmp_path / "shell"), *words]) == 0
+    assert report.target == str(tmp_path / "python" / "iter_0000007")
+    for made in (tmp_path / "python", tmp_path / "shell"):
+        # `--load` takes a directory with a tracker file, and the iteration that it names.
+        assert (made / "latest_checkpointed_iteration.txt").read_text() == "7"
+        assert sorted(path.name for path in made.iterdir()) == ["iter_0000007", "latest_checkpointed_iteration.txt"]
+        assert mcore_ckpt.verify_checkpoint(made / "iter_0000007").whole
+    # A checkpoint by itself becomes one by itself, with a tracker file where a job looks for one.
+    function(run_of_seven / "iter_0000007", tmp_path / "plain", **keywords)
+    assert (tmp_path / "plain" / ".metadata").exists()
+    function(run_of_seven / "iter_0000007", tmp_path / "python" / "iter_0000009", **keywords)
+    assert (tmp_path / "python" / "latest_checkpointed_iteration.txt").read_text() == "9"
+    function(run_of_seven / "iter_0000007", tmp_path / "python" / "iter_0000008", **keywords)
+    assert (tmp_path / "python" / "latest_checkpointed_iteration.txt").read_text() == "9"
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "more"),
+    [
+        (mcore_ckpt.reshard_checkpoint, ReshardOptions, set()),
+        (mcore_ckpt.export_checkpoint, ExportOptions, {"to"}),
+        (mcore_ckpt.import_checkpoint, ImportOptions, {"kind"}),
+    ],
+)
+def test_the_conversions_say_in_their_signatures_what_they_take(function: Any, options: Any, more: set[str]) -> None:
+    """As an editor shows them, with the command's options and their defaults."""
+    named = {
+        name: parameter
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    assert named.keys() - more - {"dry_run", "progress"} == {field.name for field in fields(options)}
+    for field in fields(options):
+        assert named[field.name].default == field.default, field.name
+        assert f"{field.name}: " in function.__doc__ or f"{field.name}, " in function.__doc__, field.name
 
 
 @pytest.mark.parametrize(
@@ -216,6 +271,16 @@ def test_the_directory_of_a_run_stands_for_its_last_iteration(tmp_path: Path) ->
         ({}, "no target layout"),
         ({"like": GOLDEN, "ep": 2}, "need --tp and --pp"),
         ({"tp": 1, "pp": 1, "dtype": "int7"}, "dtype int7: expected one of"),
+        ({"tp": 1, "pp": "x"}, "--pp 'x': expected a whole number of at least 1"),
+        ({"tp": 1.0, "pp": 1}, "--tp 1.0: expected a whole number"),
+        ({"tp": 1, "pp": 1, "ep": True}, "--ep True: expected a whole number"),
+        ({"tp": 1, "pp": 1, "etp": 0}, "--etp 0: expected a whole number"),
+        ({"tp": 1, "pp": 1, "workers": None}, "--workers None: expected a whole number"),
+        ({"tp": 1, "pp": 1, "merge": "no"}, "--merge 'no': expected True or False"),
+        ({"tp": 1, "pp": 1, "memory_bytes": "much"}, "'much': expected a number such as"),
+        ({"tp": 1, "pp": 1, "dtype": 16}, "--dtype 16: expected text"),
+        ({"tp": 1, "pp": 1, "only": 3}, "--only 3: expected text"),
+        ({"optimizer_layout": "flat"}, "--optimizer-layout 'flat': expected one of fully_reshardable"),
     ],
 )
 def test_a_reshard_that_cannot_be_says_why(tmp_path: Path, keywords: dict[str, Any], message: str) -> None:

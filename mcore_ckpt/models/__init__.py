@@ -6,7 +6,7 @@ Must not know: how a running job saves or loads. A trainer never imports this pa
 
 Modules: conversions, families._computation, families._deepseek, families._dense, families._gemma, families._gpt2,
 families._gpt_oss, families._mixtures, families._registry, families._rotary, families._rows, families._settings,
-families._starcoder2, families._table, families._values, logits, options, _flat_buckets, _foreign, _gpt_model,
-_huggingface, _imports, _legacy_export, _legacy_files, _legacy_import, _legacy_optimizer, _megatron_fsdp,
-_megatron_named, _nemo, _own_process, _quantized, _safetensors_files, _sources, _torch_files.
+families._starcoder2, families._table, families._values, logits, options, _foreign, _huggingface, _imports,
+_legacy_export, _legacy_files, _legacy_import, _legacy_optimizer, _megatron_fsdp, _megatron_named, _nemo, _quantized,
+_safetensors_files, _sources, _torch_files.
 """

@@ -27,7 +27,7 @@ from typing import Any
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.models._flat_buckets import plain_values
+from mcore_ckpt.reshard.parameter_orders import plain_values
 from mcore_ckpt.tools.dtype_cast import as_numbers
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
 from mcore_ckpt.tools.plain_state import read_plain_object

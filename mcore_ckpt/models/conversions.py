@@ -1,4 +1,4 @@
-"""The front door: a checkpoint under another layout, checkpoints to the formats of others, and from them.
+"""The front door: checkpoints to the formats of others, and from them.
 
 Each kind of source or target is thought through to a `Conversion` by a module of its own: those that know models
 (`_huggingface`, `_megatron_named`, `_legacy_import`, `_legacy_export`), and here those that carry tensors under their
@@ -8,18 +8,16 @@ keys: safetensors, torch files, plain DCP checkpoints.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, parse_object_key
-from mcore_ckpt.format.metadata_read import TRACKER_FILE, read_index
+from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.items.item_checks import check_file
-from mcore_ckpt.models._flat_buckets import parameter_orders
 from mcore_ckpt.models._huggingface import export_model, import_model
 from mcore_ckpt.models._imports import import_conversion, layout_of
 from mcore_ckpt.models._legacy_export import legacy_export
@@ -29,64 +27,25 @@ from mcore_ckpt.models._megatron_named import import_named
 from mcore_ckpt.models._sources import open_model, open_source, universal_directory
 from mcore_ckpt.models.options import ExportOptions, ImportOptions
 from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, in_dtype, run_conversion, shadow_note
-from mcore_ckpt.reshard.options import ConversionOptions, ReshardOptions, made_options, option_table
+from mcore_ckpt.reshard.options import ConversionOptions
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, make_plan
-from mcore_ckpt.reshard.reshard import plan_reshard
-from mcore_ckpt.reshard.rules import rename_keys
+from mcore_ckpt.reshard.rules import PartitionRule, RenameRule, rename_keys
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.target.directory import refuse_target
 from mcore_ckpt.target.safetensors import Exported, plan_safetensors
 from mcore_ckpt.target.slots import TargetPlan
 from mcore_ckpt.target.state_pickle import encode_state
 from mcore_ckpt.target.torch_files import plan_torch_files
-from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
+from mcore_ckpt.tools.run_folders import places_of
 from mcore_ckpt.view.source_files import SourceFiles
 
 TargetKind = Literal["safetensors", "torch", "dcp", "hf", "fsdp_dtensor", "megatron-legacy"]
 SourceKind = Literal["files", "hf", "dcp", "ucp", "megatron-legacy"]
 
-_ITERATION = re.compile(r"iter_(\d{7,})")
-_Path = str | os.PathLike[str]
-
-
-def reshard_checkpoint(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    *,
-    dry_run: bool = False,
-    progress: bool | None = False,
-    **options: Any,
-) -> ConversionReport:
-    """Make `target`, the checkpoint in `source` under another parallel layout.
-
-    Args:
-        source: directory of the checkpoint, or one with a tracker file; never written to.
-        target: directory to make, a path or a URL; it must not exist, or be empty. It appears when it is complete.
-        dry_run: write nothing; the report has a row for each tensor.
-        progress: show bars; None: if standard error is a terminal.
-        options: by name:
-
-    {options}
-
-    Raises:
-        OptionError: it cannot be done as asked; nothing has been written.
-        CheckpointExistsError: there is something at `target`.
-        CheckpointNotFoundError, CorruptCheckpointError: `source` is no readable checkpoint.
-        ChecksumError: a damaged source, or a target that is not what was written; `target` does not appear.
-        SaveError: the target cannot be written; in a file system what is done is kept for the next run.
-        LoadError: a save has replaced the checkpoint in `source` meanwhile; `target` does not appear.
-    """
-    chosen = made_options(ReshardOptions, options)
-    directory, made = checkpoint_directory(source), checkpoint_path(target)
-    if not dry_run:
-        refuse_target(directory, made)
-    conversion, _ = plan_reshard(directory, made, chosen, parameter_orders)
-    return run_conversion(
-        conversion, str(directory), made, chosen, dry_run=dry_run, progress=progress, move_files=chosen.file_copy
-    )
+_LOADED_BY_JOBS: Final = (FSDP_DTENSOR, "megatron-legacy")
 
 
 def export_checkpoint(
@@ -94,52 +53,98 @@ def export_checkpoint(
     target: str | os.PathLike[str],
     *,
     to: TargetKind = "safetensors",
+    max_shard_bytes: int | str = 5 * 1000**3,
+    rename: str | os.PathLike[str] | Sequence[RenameRule] = (),
+    only: str | None = None,
+    arch: str = "auto",
+    hf_config: str | os.PathLike[str] | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    vpp: int = 1,
+    dtype: str | None = None,
+    drop_optimizer: bool = False,
+    workers: int = 2,
+    memory_bytes: int | str = 1024**3,
+    verify: bool = True,
+    restart: bool = False,
     dry_run: bool = False,
     progress: bool | None = False,
-    **options: Any,
 ) -> ConversionReport:
     """Write a checkpoint in the format of others.
 
     Args:
-        source: directory of the checkpoint, or one with a tracker file.
+        source: directory of a checkpoint, or of a run whose tracker file names one; never written to.
         target: directory to make, a path or a URL; it must not exist, or be empty. It appears when it is complete.
+            For kinds that a job of Megatron loads, a run becomes a run, as with `reshard_checkpoint`.
         to: `"safetensors"`, `"torch"` (files of `torch.save`) and `"dcp"` (one rank's plain DCP checkpoint): all
             tensors under their keys. `"hf"`: the model, as `AutoModelForCausalLM.from_pretrained` loads it.
-            `"fsdp_dtensor"`: model and optimizer, as a job with Megatron-FSDP and that `--ckpt-format` loads them; a
-            directory called `iter_0001000` gets a tracker file next to it, if there is none. `"megatron-legacy"`: the
-            model, as a job with `--ckpt-format torch` loads it.
+            `"fsdp_dtensor"`: model and optimizer, as a job with Megatron-FSDP and that `--ckpt-format` loads them.
+            `"megatron-legacy"`: the model, as a job with `--ckpt-format torch` loads it.
+        max_shard_bytes: no file holds more, unless one tensor is larger; also as text. `safetensors`, `torch`, `hf`.
+        rename: rules, or a file of lines: key pattern (regular expression), replacement or `-` to drop the key.
+            `safetensors`, `torch`, `dcp`.
+        only: keys to carry (shell pattern, or a part of the key). `safetensors`, `torch`, `dcp`.
+        arch: the model's family; `auto`: as arguments or `config.json` say. `hf`.
+        hf_config: directory to take `config.json` and tokenizer files from; checked against shapes. `hf`.
+        tp, pp, ep: tensor, pipeline and expert parallel size. `megatron-legacy`.
+        etp: tensor parallel size of experts, 1 or as `tp`; None: as `tp`. `megatron-legacy`.
+        vpp: chunks of the model that each pipeline stage has. `megatron-legacy`.
+        dtype: convert the model's floating-point tensors: `bf16`, `fp16`, `fp32`, or torch's names.
+        drop_optimizer: leave the optimizer's state out.
+        workers: threads, and tensors in progress at once.
+        memory_bytes: memory to stay within; also as text, such as `512MiB`.
+        verify: compare the target with the source by checksum before it appears, if it is a checkpoint.
+        restart: throw away what an interrupted run has left, instead of resuming it.
         dry_run: write nothing; the report has a row for each tensor.
         progress: show a bar; None: if standard error is a terminal.
-        options: by name:
-
-    {options}
 
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError, ChecksumError: the source cannot be read, or is damaged.
-        CheckpointExistsError: there is something at `target`.
+        CheckpointExistsError: there is something at the target.
         OptionError: the format, the family or the parallel sizes have no place for what is stored.
         SaveError: it cannot be written; what is done is kept for the next run.
     """
-    chosen = _checked(ExportOptions, options, to, TargetKind, "--to")
-    stored, made = read_index(checkpoint_directory(source)), checkpoint_path(target)
+    given: dict[str, Any] = {
+        "max_shard_bytes": max_shard_bytes,
+        "rename": rename,
+        "only": only,
+        "arch": arch,
+        "hf_config": hf_config,
+        "tp": tp,
+        "pp": pp,
+        "ep": ep,
+        "etp": etp,
+        "vpp": vpp,
+        "dtype": dtype,
+        "drop_optimizer": drop_optimizer,
+        "workers": workers,
+        "memory_bytes": memory_bytes,
+        "verify": verify,
+        "restart": restart,
+    }
+    options = ExportOptions(**given)
+    _refuse_others(options, to, TargetKind, "--to")
+    places = places_of(source, target, same_format=False)
+    if to not in _LOADED_BY_JOBS:
+        places = replace(places, target=checkpoint_path(target))
+    stored = read_index(places.source)
     index = stored.without_shadow_copies()
     if not dry_run:
-        refuse_target(checkpoint_path(index.path), made)
+        refuse_target(places.source, places.target)
     if to == "hf":
-        conversion = export_model(index, chosen)
+        conversion = export_model(index, options)
     elif to == "megatron-legacy":
-        conversion = legacy_export(index, chosen)
+        conversion = legacy_export(index, options)
     elif to == FSDP_DTENSOR:
-        conversion = fsdp_export(index, chosen)
+        conversion = fsdp_export(index, options)
     else:
-        conversion = _export_tensors(to, index, chosen)
+        conversion = _export_tensors(to, index, options)
     if notes := shadow_note(stored):
         report = conversion.report
         conversion = replace(conversion, report=replace(report, notes=(*report.notes, *notes)))
-    report = run_conversion(conversion, index.path, made, chosen, dry_run=dry_run, progress=progress)
-    if to == FSDP_DTENSOR and not dry_run:
-        _write_tracker(made)
-    return report
+    return run_conversion(conversion, places, options, dry_run=dry_run, progress=progress)
 
 
 def import_checkpoint(
@@ -147,26 +152,61 @@ def import_checkpoint(
     target: str | os.PathLike[str],
     *,
     kind: SourceKind = "files",
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
+    rename: str | os.PathLike[str] | Sequence[RenameRule] = (),
+    rules: str | os.PathLike[str] | Sequence[PartitionRule] = (),
+    common: str | os.PathLike[str] | None = None,
+    hf_config: str | os.PathLike[str] | None = None,
+    arch: str = "auto",
+    transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine",
+    numbered_layers: bool = False,
+    vocabulary_multiple: int = 128,
+    global_batch_size: int | None = None,
+    dtype: str | None = None,
+    drop_optimizer: bool = False,
+    workers: int = 2,
+    memory_bytes: int | str = 1024**3,
+    verify: bool = True,
+    restart: bool = False,
     dry_run: bool = False,
     progress: bool | None = False,
-    **options: Any,
 ) -> ConversionReport:
     """Make a `torch_dist` checkpoint of what others have written.
 
     Args:
-        source: directory of a model or of a checkpoint, one file, or a directory with a tracker file.
-        target: directory to make, a path or a URL; it must not exist, or be empty. It appears when it is complete. For
-            kinds that know the model, one called `release` or `iter_0001000` gets a tracker file next to it, if there
-            is none.
+        source: directory of a model or of a checkpoint, one file, or a run whose tracker file names a checkpoint.
+        target: directory to make, a path or a URL; it must not exist, or be empty. It appears when it is complete. A
+            run becomes a run, as with `reshard_checkpoint`. One called `release` or `iter_0001000` gets a tracker file
+            next to it, unless one there names a later iteration.
         kind: `"files"`: tensors of safetensors, torch files or a DCP checkpoint under their own keys. `"hf"`: a Hugging
             Face model. `"dcp"`, `"ucp"`: a checkpoint of FSDP2, Megatron-FSDP, DeepSpeed or Megatron-DeepSpeed, with
             Hugging Face's names where `hf_config` is given, otherwise with Megatron's. `"megatron-legacy"`: what a
             job has saved with `--ckpt-format torch`.
+        tp, pp, ep: tensor, pipeline and expert parallel size of the target's files; a job loads them under others.
+            None: 1, of `megatron-legacy` those of the source.
+        etp: tensor parallel size of experts; None: as `tp`. Not with `files`.
+        rename: rules, or a file of lines: key pattern (regular expression), replacement or `-` to drop the key.
+            `files`, `dcp`, `ucp`.
+        rules: partition rules, as for `reshard_checkpoint`; they see the new keys. `files`.
+        common: a `common.pt` to take along; None: an empty one. `files`.
+        hf_config: directory with the model's `config.json`; None: `source`. `hf`, `dcp`, `ucp`, as all that follow:
+        arch: the model's family; `auto`: as `config.json` says.
+        transformer_impl: as of the job, whose layers call some parameters differently.
+        numbered_layers: a tensor for each layer, where Megatron stacks layers.
+        vocabulary_multiple: the job's `--make-vocab-size-divisible-by`.
+        global_batch_size: of the job that resumes with the optimizer's state, where no samples are stored: it resumes
+            at the optimizer's step, behind as many samples.
+        dtype: convert the model's floating-point tensors: `bf16`, `fp16`, `fp32`, or torch's names. All kinds.
+        drop_optimizer: leave the optimizer's state out.
+        workers: threads, and tensors in progress at once.
+        memory_bytes: memory to stay within; also as text, such as `512MiB`.
+        verify: compare the target with the source by checksum before it appears.
+        restart: throw away what an interrupted run has left, instead of resuming it.
         dry_run: write nothing; the report has a row for each tensor.
         progress: show bars; None: if standard error is a terminal.
-        options: by name:
-
-    {options}
 
     Raises:
         CheckpointNotFoundError: there is nothing to import.
@@ -175,36 +215,43 @@ def import_checkpoint(
         OptionError: it is of no family known here, or has settings, keys or shapes that Megatron-Core has not.
         CheckpointExistsError, SaveError: as for `reshard_checkpoint`.
     """
-    chosen = _checked(ImportOptions, options, kind, SourceKind, "--from")
-    directory, made = checkpoint_directory(source), checkpoint_path(target)
+    given: dict[str, Any] = {
+        "tp": tp,
+        "pp": pp,
+        "ep": ep,
+        "etp": etp,
+        "rename": rename,
+        "rules": rules,
+        "common": common,
+        "hf_config": hf_config,
+        "arch": arch,
+        "transformer_impl": transformer_impl,
+        "numbered_layers": numbered_layers,
+        "vocabulary_multiple": vocabulary_multiple,
+        "global_batch_size": global_batch_size,
+        "dtype": dtype,
+        "drop_optimizer": drop_optimizer,
+        "workers": workers,
+        "memory_bytes": memory_bytes,
+        "verify": verify,
+        "restart": restart,
+    }
+    options = ImportOptions(**given)
+    _refuse_others(options, kind, SourceKind, "--from")
+    places = places_of(source, target, same_format=False)
     if kind in ("hf", "dcp", "ucp"):
-        directory = universal_directory(directory)
+        places = replace(places, source=universal_directory(places.source))
     if not dry_run:
-        refuse_target(_folder_of(directory, kind), made)
-    conversion = _import(kind, directory, chosen)
-    report = run_conversion(conversion, str(directory), made, chosen, dry_run=dry_run, progress=progress)
-    if kind != "files" and not dry_run:
-        _write_tracker(made)
-    return report
+        refuse_target(_folder_of(places.source, kind), places.target)
+    conversion = _import(kind, places.source, options)
+    return run_conversion(conversion, places, options, dry_run=dry_run, progress=progress)
 
 
-for _function, _options in (
-    (reshard_checkpoint, ReshardOptions),
-    (export_checkpoint, ExportOptions),
-    (import_checkpoint, ImportOptions),
-):
-    _function.__doc__ = (_function.__doc__ or "").replace(
-        "    {options}", option_table(_options).replace("\n", "\n        ").replace("    ", "            ", 1)
-    )
-
-
-def _checked(cls: Any, given: Mapping[str, Any], kind: str, kinds: Any, direction: str) -> Any:
-    """Options of one kind of conversion; raises `OptionError`."""
+def _refuse_others(options: ConversionOptions, kind: str, kinds: Any, direction: str) -> None:
+    """Raise `OptionError` for a kind of conversion that there is not, or an option that it does not take."""
     if kind not in get_args(kinds):
         raise OptionError(f"{direction} {kind}: expected one of {', '.join(get_args(kinds))}")
-    chosen: ConversionOptions = made_options(cls, given)
-    chosen.refuse_others(kind, direction)
-    return chosen
+    options.refuse_others(kind, direction)
 
 
 def _folder_of(source: Path, kind: SourceKind) -> Path:
@@ -235,15 +282,6 @@ def _import(kind: SourceKind, directory: Path, options: ImportOptions) -> Conver
     except BaseException:
         opened.payloads.close()
         raise
-
-
-def _write_tracker(target: Path) -> None:
-    """The tracker file next to a checkpoint that is named as a job names them, if there is none."""
-    found = _ITERATION.fullmatch(target.name)
-    text = "release" if target.name == "release" else str(int(found.group(1))) if found else None
-    storage = storage_at(target.parent)
-    if text is not None and not storage.exists(TRACKER_FILE):
-        storage.publish(TRACKER_FILE, text.encode())
 
 
 # --- tensors under their keys

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.sizes import parse_size
 from mcore_ckpt.reshard.options import ConversionOptions, option, partition_rules, rename_rules
 from mcore_ckpt.reshard.rules import PartitionRule, RenameRule
@@ -61,8 +60,6 @@ class ImportOptions(ConversionOptions):
     )
 
     def normal(self) -> dict[str, Any]:
-        if self.vocabulary_multiple < 1:
-            raise OptionError(f"vocabulary multiple {self.vocabulary_multiple}: expected at least 1")
         rules = {"rename": rename_rules(self.rename), "rules": partition_rules(self.rules)}
         return {**ConversionOptions.normal(self), **rules}
 

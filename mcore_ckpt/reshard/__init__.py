@@ -2,7 +2,8 @@
 
 In: a checkpoint, parallel sizes, rules; or what an optimizer's state is to look like.
 Out: which slice of which tensor each rank of the target has, and the target itself.
-Must not know: models and formats of others; the caller passes the order of parameters that a model gives.
+Must not know: families of models, formats of others. Megatron's model is built for the order of its parameters alone.
 
-Modules: buckets, conversion, names, options, partition, plan, reshard, rules, sidecars, _optimizer_layout.
+Modules: conversion, gpt_model, names, options, own_process, parameter_orders, partition, plan, reshard, rules,
+_buckets, _optimizer_layout.
 """

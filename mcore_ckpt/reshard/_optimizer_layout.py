@@ -5,8 +5,8 @@
     -> fully_reshardable (from 0.15 on)        a tensor of the parameter's own shape for each state
 
 As with models, the target is a view: its tensors are slices of what is stored, and no element is computed. Which slice
-of a bucket is which parameter, the caller tells (`models._flat_buckets`). The checkpoint's own elements confirm it: the
-optimizer's copy of a parameter, rounded to the model's dtype, is the model's parameter.
+of a bucket is which parameter, `parameter_orders` tells. The checkpoint's own elements confirm it: the optimizer's
+copy of a parameter, rounded to the model's dtype, is the model's parameter.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, TensorEntry
-from mcore_ckpt.reshard.buckets import FlatParameter, ParameterBox, ParameterOrders, places_in_buckets
+from mcore_ckpt.reshard._buckets import FlatParameter, ParameterBox, places_in_buckets
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE
+from mcore_ckpt.reshard.parameter_orders import parameter_orders
 from mcore_ckpt.target.state_pickle import decode_state, encode_state
 from mcore_ckpt.tools.dtype_cast import cast_floats
 from mcore_ckpt.tools.keys import is_optimizer_key
@@ -60,9 +61,7 @@ class ConvertedOptimizer:
     notes: tuple[str, ...] = ()
 
 
-def convert_optimizer(
-    payloads: StoredPayloads, common: Mapping[str, Any], orders_of: ParameterOrders
-) -> ConvertedOptimizer | None:
+def convert_optimizer(payloads: StoredPayloads, common: Mapping[str, Any]) -> ConvertedOptimizer | None:
     """Plan the conversion to `fully_reshardable`; None if that is the layout already. Raises `OptionError` if there is
     no such state or its layout is not known, `CorruptCheckpointError` if what is stored contradicts itself.
     """
@@ -74,7 +73,7 @@ def convert_optimizer(
     if kind == FULLY_RESHARDABLE and not flattened:
         return None
     if kind == "dp_reshardable":
-        return _from_buckets(payloads, common, orders_of)
+        return _from_buckets(payloads, common)
     if kind in ("fully_sharded_model_space", FULLY_RESHARDABLE):
         return _from_stretches(index, common)
     raise OptionError(
@@ -136,14 +135,12 @@ class _Buffer(NamedTuple):
     number: int
 
 
-def _from_buckets(
-    payloads: StoredPayloads, common: Mapping[str, Any], orders_of: ParameterOrders
-) -> ConvertedOptimizer:
+def _from_buckets(payloads: StoredPayloads, common: Mapping[str, Any]) -> ConvertedOptimizer:
     index = payloads.index
     content = common.get("content_metadata")
     content = content if isinstance(content, dict) else {}
     arguments = common.get("args")
-    orders = orders_of(arguments if isinstance(arguments, dict) else {}, content)
+    orders = parameter_orders(arguments if isinstance(arguments, dict) else {}, content)
     buffers = _buffers(index)
     views = {key: as_stored(entry) for key, entry in index.tensors.items() if not _BUCKET.fullmatch(key)}
     _compare_model(index, itertools.chain.from_iterable(orders.values()))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
@@ -17,6 +16,7 @@ from mcore_ckpt.target.build import build_target
 from mcore_ckpt.target.slots import TargetPlan
 from mcore_ckpt.target.target_files import TargetFiles
 from mcore_ckpt.tools.payloads import StoredPayloads
+from mcore_ckpt.tools.run_folders import Places
 from mcore_ckpt.view.derived import cast_payloads
 from mcore_ckpt.view.source_files import SourceFiles
 
@@ -104,7 +104,6 @@ class Conversion:
     report: ConversionReport  # what is known before anything is written
     carry: Callable[[TargetFiles], None] = lambda _: None  # adds what is no tensor
     carried: Sequence[str] = ()  # names of the files that `carry` may add
-    after: Callable[[], None] = lambda: None  # called when the target has its name
 
 
 def shadow_note(index: CheckpointIndex) -> tuple[str, ...]:
@@ -115,8 +114,7 @@ def shadow_note(index: CheckpointIndex) -> tuple[str, ...]:
 
 def run_conversion(
     conversion: Conversion,
-    source: str,
-    target: Path,
+    places: Places,
     options: ConversionOptions,
     *,
     dry_run: bool,
@@ -133,7 +131,7 @@ def run_conversion(
             built = build_target(
                 payloads,
                 plan,
-                target,
+                places.target,
                 source=conversion.source,
                 workers=options.workers,
                 verify=options.verify,
@@ -145,12 +143,12 @@ def run_conversion(
                 progress=progress,
             )
             written = asdict(built)
-            conversion.after()
+            places.finish()
     moves = list(plan.moves)
     return replace(
         conversion.report,
-        source=source,
-        target=str(target),
+        source=str(places.source),
+        target=str(places.target),
         tensors=len(moves),
         payload_bytes=plan.payload_bytes,
         chunks=sum(len(move.slots) for move in moves),

@@ -7,11 +7,11 @@ are made, for the functions as for the commands.
 
 from __future__ import annotations
 
-import difflib
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.sizes import parse_size, shown_size
@@ -75,25 +75,19 @@ class ConversionOptions:
     restart: bool = option(False, "throw away what an interrupted run has left, instead of resuming it")
 
     def __post_init__(self) -> None:
+        for described in fields(self):
+            object.__setattr__(self, described.name, _checked(described, getattr(self, described.name)))
         for name, value in self.normal().items():
             object.__setattr__(self, name, value)
-        if self.workers < 1:
-            raise OptionError(f"--workers {self.workers}: expected at least 1")
 
     def normal(self) -> dict[str, Any]:
         """Values as the rest of the package has them; raises `OptionError`."""
         from mcore_ckpt.tools.dtype_cast import floating_dtype  # imports numpy, which no help text needs
 
-        found: dict[str, Any] = {
+        return {
             "dtype": floating_dtype(self.dtype, "dtype"),
-            "drop_optimizer": bool(self.drop_optimizer),
             "memory_bytes": parse_size(self.memory_bytes, at_least=_MIN_MEMORY_BYTES),
         }
-        for described in fields(self):
-            value = getattr(self, described.name)
-            if described.name in ("hf_config", "like", "common") and value is not None:
-                found[described.name] = os.fspath(value)
-        return found
 
     def refuse_others(self, kind: str, direction: str) -> None:
         """Raise `OptionError` for an option that a kind of conversion does not take."""
@@ -133,32 +127,31 @@ class ReshardOptions(ConversionOptions):
         return {**ConversionOptions.normal(self), "rules": partition_rules(self.rules)}
 
 
-_Options = TypeVar("_Options", bound=ConversionOptions)
-
-
-def made_options(cls: type[_Options], given: Mapping[str, Any]) -> _Options:
-    """Options by name; raises `OptionError` for names that there are not."""
-    known = [described.name for described in fields(cls)]
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            raise OptionError(f"{name}: no such option" + (f"; did you mean {close[0]}?" if close else ""))
-    return cls(**given)
+def _checked(described: Field[Any], value: Any) -> Any:
+    """A value of the type that the field says, if it is not converted by `normal`; raises `OptionError`."""
+    kind = str(described.type)
+    choices = described.metadata["choices"]
+    if value is None and kind.endswith("| None"):
+        return None
+    if choices and value not in choices:
+        raise OptionError(f"{flag_of(described)} {value!r}: expected one of {', '.join(choices)}")
+    if kind.startswith("int") and not described.name.endswith("_bytes"):
+        if not hasattr(value, "__index__") or isinstance(value, bool) or operator.index(value) < 1:
+            raise OptionError(f"{flag_of(described)} {value!r}: expected a whole number of at least 1")
+        return operator.index(value)
+    if kind == "bool" and not isinstance(value, bool):
+        raise OptionError(f"{flag_of(described)} {value!r}: expected True or False")
+    if kind.startswith("str"):
+        if not isinstance(value, str | os.PathLike):
+            raise OptionError(f"{flag_of(described)} {value!r}: expected text")
+        return os.fspath(value)
+    return value
 
 
 def kinds_of(cls: type[ConversionOptions], name: str) -> tuple[str, ...]:
     """The kinds of conversion that take an option; empty: all."""
     kinds = tuple(kind for kind, names in cls.TAKES.items() if name in names.split())
     return () if len(kinds) == len(cls.TAKES) else kinds
-
-
-def option_table(cls: type[ConversionOptions]) -> str:
-    """All options, one a line, for docstrings."""
-    rows = [(described, kinds_of(cls, described.name)) for described in fields(cls)]
-    return "\n".join(
-        f"    {described.name}: {help_of(described)}" + (f"; with {', '.join(kinds)}" if kinds else "")
-        for described, kinds in rows
-    )
 
 
 def partition_rules(given: Any) -> tuple[PartitionRule, ...]:

@@ -7,28 +7,44 @@ The source is only read. An interrupted run is resumed by the same call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mcore_ckpt.core.errors import LoadError, OptionError
+from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.directory.common_file import read_common_file
+from mcore_ckpt.directory.folders import files_below
+from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
+from mcore_ckpt.directory.lock import is_lock_file
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
-    MAX_TRACKER_BYTES,
-    TRACKER_FILE,
+    INTEGRITY_FILE,
+    MAX_CONFIG_BYTES,
+    METADATA_FILE,
     read_index,
     read_small_file,
 )
+from mcore_ckpt.items.item_checks import check_file
 from mcore_ckpt.reshard._optimizer_layout import convert_optimizer
-from mcore_ckpt.reshard.buckets import ParameterOrders
-from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, arguments_of, in_dtype, shadow_note
+from mcore_ckpt.reshard.conversion import (
+    Conversion,
+    ConversionReport,
+    KeyPlan,
+    arguments_of,
+    in_dtype,
+    run_conversion,
+    shadow_note,
+)
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, ReshardOptions
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import Decision, ReshardPlan, TargetLayout, make_plan
-from mcore_ckpt.reshard.sidecars import carry_sidecars, sidecar_files
+from mcore_ckpt.reshard.rules import PartitionRule
 from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.target.directory import refuse_target
 from mcore_ckpt.target.target_files import TargetFiles
 from mcore_ckpt.tools.inspection import checkpoint_directory, index_version
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
@@ -41,35 +57,120 @@ from mcore_ckpt.tools.parallel_layout import (
 )
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 from mcore_ckpt.tools.plain_state import read_plain_state
+from mcore_ckpt.tools.run_folders import copy_stream, places_of
 from mcore_ckpt.view.payloads import ViewPayloads
 from mcore_ckpt.view.source_files import SourceFiles, replaced_error
 
 _FIXED_LAYOUTS = ("dp_reshardable", "dp_zero_gather_scatter")
 
 
-def plan_reshard(
-    directory: Path, target: Path, options: ReshardOptions, orders: ParameterOrders
-) -> tuple[Conversion, ReshardPlan]:
+def reshard_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int = 1,
+    etp: int | None = None,
+    dp: int | None = None,
+    like: str | os.PathLike[str] | None = None,
+    rules: str | os.PathLike[str] | Sequence[PartitionRule] = (),
+    merge: bool = False,
+    only: str | None = None,
+    optimizer_layout: Literal["fully_reshardable"] | None = None,
+    dtype: str | None = None,
+    drop_optimizer: bool = False,
+    file_copy: bool = True,
+    workers: int = 2,
+    memory_bytes: int | str = 1024**3,
+    verify: bool = True,
+    restart: bool = False,
+    dry_run: bool = False,
+    progress: bool | None = False,
+) -> ConversionReport:
+    """Make `target`, the checkpoint in `source` under another parallel layout.
+
+    Without `tp` and `pp` the layout of `like`, or the one that the checkpoint has, is taken over.
+
+    Args:
+        source: directory of a checkpoint, or of a run whose tracker file names one; never written to.
+        target: directory to make, a path or a URL; it must not exist, or be empty. It appears when it is complete.
+            If `source` is a run, `target` becomes one: the checkpoint is `target/iter_0001000`. A checkpoint called
+            `iter_0001000` gets a tracker file next to it, unless one there names a later iteration.
+        tp: tensor parallel size.
+        pp: pipeline parallel size.
+        ep: expert parallel size.
+        etp: tensor parallel size of experts; None: as `tp`.
+        dp: spread chunks over so many data parallel ranks.
+        like: take axes (without `tp` and `pp`: chunks and files) from this checkpoint.
+        rules: partition rules, or a file of lines: key pattern (regular expression), axis or `whole`, `x2` for halves.
+        merge: one file for each rank, instead of one for each rank and worker.
+        only: keys to carry (shell pattern, or a part of the key).
+        optimizer_layout: give the optimizer's state this layout, which loads under any division of the model.
+        dtype: convert the model's floating-point tensors: `bf16`, `fp16`, `fp32`, or torch's names.
+        drop_optimizer: leave the optimizer's state out.
+        file_copy: let the kernel copy payloads that stay as they are.
+        workers: threads, and tensors in progress at once.
+        memory_bytes: memory to stay within; also as text, such as `512MiB`.
+        verify: compare the target with the source by checksum before it appears.
+        restart: throw away what an interrupted run has left, instead of resuming it.
+        dry_run: write nothing; the report has a row for each tensor.
+        progress: show bars; None: if standard error is a terminal.
+
+    Raises:
+        OptionError: it cannot be done as asked; nothing has been written.
+        CheckpointExistsError: there is something at the target.
+        CheckpointNotFoundError, CorruptCheckpointError: `source` is no readable checkpoint.
+        ChecksumError: a damaged source, or a target that is not what was written; the target does not appear.
+        SaveError: the target cannot be written; in a file system what is done is kept for the next run.
+        LoadError: a save has replaced the checkpoint in `source` meanwhile; the target does not appear.
+    """
+    given: dict[str, Any] = {
+        "tp": tp,
+        "pp": pp,
+        "ep": ep,
+        "etp": etp,
+        "dp": dp,
+        "like": like,
+        "rules": rules,
+        "merge": merge,
+        "only": only,
+        "optimizer_layout": optimizer_layout,
+        "dtype": dtype,
+        "drop_optimizer": drop_optimizer,
+        "file_copy": file_copy,
+        "workers": workers,
+        "memory_bytes": memory_bytes,
+        "verify": verify,
+        "restart": restart,
+    }
+    options = ReshardOptions(**given)
+    places = places_of(source, target, same_format=True)
+    if not dry_run:
+        refuse_target(places.source, places.target)
+    conversion, _ = plan_reshard(places.source, options)
+    return run_conversion(conversion, places, options, dry_run=dry_run, progress=progress, move_files=file_copy)
+
+
+def plan_reshard(directory: Path, options: ReshardOptions) -> tuple[Conversion, ReshardPlan]:
     """Decide everything; reads indexes and the common state, and a few elements if the optimizer's layout is changed.
 
-    `orders` gives the order of parameters in flat buckets, which only a model tells. Raises as `reshard_checkpoint`.
+    Raises as `reshard_checkpoint`.
     """
     version = index_version(directory)
     stored = read_index(directory)
     source = stored.without_shadow_copies()
     files = SourceFiles(source)
     layout, common = _target_layout(options), read_plain_state(source)
-    sidecars = sidecar_files(stored)
+    sidecars = _sidecar_files(stored)
     payloads: StoredPayloads = StoredPayloads(source)
     try:
         converted = None
         if options.optimizer_layout is not None:
-            if options.optimizer_layout != FULLY_RESHARDABLE:
-                raise OptionError(f"optimizer {options.optimizer_layout}: expected {FULLY_RESHARDABLE}")
             if options.drop_optimizer:
                 raise OptionError("the optimizer's state can be left out or change its layout, not both")
             check_tiled(source, source.tensors)
-            converted = convert_optimizer(payloads, common, orders)
+            converted = convert_optimizer(payloads, common)
         if converted is not None:
             payloads = ViewPayloads(payloads, converted.tensors, converted.objects, converted.kept_objects)
         payloads = in_dtype(payloads, options.dtype)
@@ -81,7 +182,7 @@ def plan_reshard(
     def carry(target: TargetFiles) -> None:
         # Files next to the data do not say of which save they are, except a common state that the manifest names.
         try:
-            carry_sidecars(source, sidecars, target, None if converted is None else converted.common)
+            _carry_sidecars(source, sidecars, target, None if converted is None else converted.common)
         except LoadError as error:
             if index_version(directory) != version:
                 raise replaced_error(source.path) from error
@@ -103,7 +204,6 @@ def plan_reshard(
         ),
         carry=carry,
         carried=(*sidecars, COMMON_FILE, CONFIG_FILE),
-        after=lambda: _carry_tracker(directory, target),
     ), plan
 
 
@@ -228,11 +328,40 @@ def _same_model_parallel(saved: ParallelLayout, layout: TargetLayout) -> bool:
     return saved.tp == layout.tp and saved.pp == layout.pp and same_experts
 
 
-def _carry_tracker(source: Path, target: Path) -> None:
-    """The tracker file next to an iteration, if the target is the iteration that it names and has none."""
-    given, taken = storage_at(source.parent, follow_links=True), storage_at(target.parent)
-    if given.exists(TRACKER_FILE) and not taken.exists(TRACKER_FILE):
-        content = read_small_file(source.parent, TRACKER_FILE, MAX_TRACKER_BYTES, follow_links=True)
-        text = content.decode(errors="replace").strip()
-        if text.isascii() and text.isdigit() and len(text) < 20 and target.name == f"iter_{int(text):07d}":
-            taken.publish(TRACKER_FILE, text.encode())
+# --- files next to the data files, which a reshard takes along where they stay valid
+
+
+def _sidecar_files(index: CheckpointIndex) -> list[str]:
+    """Files of others (ModelOpt) next to the data, also in directories, as names relative to the source. Raises
+    `CorruptCheckpointError` for symbolic links, pipes and the like, and for directories too deep.
+    """
+    source = checkpoint_path(index.path)
+    data_files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
+    data_files |= {entry.item.file for entry in index.objects.values()}
+    # integrity.json lists hashes of the source's files; the others are not parts of a finished checkpoint.
+    left_out = {METADATA_FILE, CONFIG_FILE, COMMON_FILE, INTEGRITY_FILE, *data_files}
+
+    def is_left_out(name: str) -> bool:
+        return name in left_out or is_lock_file(name) or name.endswith((".pending", ".tmp", ".distcp"))
+
+    return sorted(files_below(source, is_left_out))
+
+
+def _carry_sidecars(
+    index: CheckpointIndex, sidecars: Iterable[str], target: TargetFiles, common_content: bytes | None = None
+) -> None:
+    """Copy what lies next to the data and stays valid: common state, `metadata.json`, and `_sidecar_files`.
+    `common_content` replaces the content of `common.pt`.
+    """
+    path = checkpoint_path(index.path)
+    source = storage_at(path)
+    common = common_file_in_force(with_common_files(source, source.list(), index), index)
+    for name in sidecars:
+        with source.open_reader(name, direct="off") as given:
+            copy_stream(given, target.new_file(name, given.size_bytes))
+    if common is not None:
+        content = read_common_file(source, common, index.manifest)
+        check_file(source, common)
+        target.put(COMMON_FILE, content if common_content is None else common_content)
+    if source.exists(CONFIG_FILE):
+        target.put(CONFIG_FILE, read_small_file(path, CONFIG_FILE, MAX_CONFIG_BYTES))

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, OptionError
-from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.copying import CheckpointFiles, copy_file, files_of, refuse_others, refuse_replaced
 from mcore_ckpt.directory.folders import FOLDERS_OF_MEGATRON, folders_of, sync_folders
@@ -23,7 +22,7 @@ from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.items.item_checks import check_data_files
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.tools.inspection import checkpoint_directory
+from mcore_ckpt.tools.run_folders import places_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,9 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
 
     Args:
         source: directory of a checkpoint, or of a run whose tracker file names one; a path or a URL.
-        target: directory of the copy, a path or a URL. What an interrupted copy has left there is used.
+        target: directory of the copy, a path or a URL. What an interrupted copy has left there is used. If `source` is
+            a run, `target` becomes one: the copy is `target/iter_0001000`. A checkpoint called `iter_0001000` gets a
+            tracker file next to it, unless one there names a later iteration.
 
     Raises:
         CheckpointExistsError: there is another checkpoint, or what an interrupted copy of another one has left.
@@ -62,12 +63,15 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
         SaveError: the copy cannot be written, or does not hold what was written, or a save holds the directory.
     """
     started_s = time.monotonic()
-    given, taken = checkpoint_directory(source), checkpoint_path(target)
+    places = places_of(source, target, same_format=True)
+    given, taken = places.source, places.target
     reads, writes = storage_at(given), storage_at(taken)
     if reads.holds(writes):
         raise OptionError(f"{taken}: lies inside the checkpoint that is to be copied, {given}; copy it elsewhere")
     with reads.in_use(METADATA_FILE):
-        return _copy(given, reads, taken, writes, started_s)
+        report = _copy(given, reads, taken, writes, started_s)
+    places.finish()
+    return report
 
 
 def _copy(given: Path, reads: Storage, taken: Path, writes: Storage, started_s: float) -> CopyReport:

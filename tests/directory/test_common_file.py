@@ -20,7 +20,8 @@ from mcore_ckpt.directory.iterations import look_at
 from mcore_ckpt.directory.remove import remove_tensors
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config, read_index
 from mcore_ckpt.megatron.common_state import load_common, save_common
-from mcore_ckpt.models.conversions import import_checkpoint, reshard_checkpoint
+from mcore_ckpt.models.conversions import import_checkpoint
+from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.tools.plain_state import read_plain_state
 from mcore_ckpt.tools.repair import repair_checkpoint

@@ -27,7 +27,8 @@ pytest.importorskip("megatron.core.dist_checkpointing", reason="the saves are th
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
-from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, reshard_checkpoint
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
+from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support import seeded_state

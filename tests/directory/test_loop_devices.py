@@ -12,7 +12,8 @@ pytest.importorskip("megatron.core.dist_checkpointing", reason="the saves are th
 
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
-from mcore_ckpt.models.conversions import export_checkpoint, reshard_checkpoint
+from mcore_ckpt.models.conversions import export_checkpoint
+from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.checkpoint_reader import CheckpointReader, reader

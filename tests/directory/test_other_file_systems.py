@@ -28,7 +28,8 @@ from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE, en
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron import common_state
 from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
-from mcore_ckpt.models.conversions import import_checkpoint, reshard_checkpoint
+from mcore_ckpt.models.conversions import import_checkpoint
+from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint

@@ -30,7 +30,8 @@ from mcore_ckpt.core.errors import (
 from mcore_ckpt.format.index import StoredChunk, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.models import _sources
-from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, reshard_checkpoint
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
+from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.reshard.rules import parse_rename_rules, rename_keys
 from mcore_ckpt.target import _writer, build
 from mcore_ckpt.tools.payloads import StoredPayloads
@@ -224,8 +225,8 @@ class TestRefusals:
         assert "--max-shard-size: not with --to dcp" in capsys.readouterr().err
         for workers in ("0", "-3"):
             assert main(["import", source, target, "--workers", workers]) == 2
-            assert f"--workers {workers}: expected at least 1" in capsys.readouterr().err
-        with pytest.raises(OptionError, match="workers 0: expected at least 1"):
+            assert f"--workers {workers}: expected a whole number of at least 1" in capsys.readouterr().err
+        with pytest.raises(OptionError, match="workers 0: expected a whole number of at least 1"):
             import_checkpoint(source, target, workers=0)
 
     @pytest.mark.parametrize("dtype", [None, "float32", "float16"])

@@ -24,9 +24,10 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.models import _foreign, logits
-from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, reshard_checkpoint
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.models.families._registry import family_named
 from mcore_ckpt.models.families._table import Naming, relate
+from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.target import torch_dist
 from mcore_ckpt.target.safetensors import safetensors_header
 from mcore_ckpt.tools.checkpoint import open_checkpoint

@@ -353,7 +353,7 @@ def _load_into_megatron(rank: int, legacy: Path, checkpoint: Path, ep: int) -> l
     share_groups()
     from megatron.core import dist_checkpointing, parallel_state
 
-    from mcore_ckpt.models._gpt_model import build_gpt_model
+    from mcore_ckpt.reshard.gpt_model import build_gpt_model
 
     arguments = vars(load_object(checkpoint / "common.pt")["args"])
     state = []
@@ -422,6 +422,21 @@ def test_the_way_back_gives_the_model_that_was_there(
             assert chunk.pop("output_layer._extra_state", None) is None
         assert vars(before.pop("args")).items() <= vars(after.pop("args")).items()
         assert _same(before, after), file
+
+
+def test_a_run_becomes_a_run_on_both_ways(tmp_path: Path) -> None:
+    """Which a job takes by `--load`: there is a tracker file, and what it names."""
+    model = Model(1, 1, torch.bfloat16)
+    checkpoint = imported(model, tmp_path)
+    run = tmp_path / "run"
+    run.mkdir()
+    checkpoint.rename(run / "iter_0000007")
+    (run / "latest_checkpointed_iteration.txt").write_text("7")
+    export_checkpoint(run, tmp_path / "files", to="megatron-legacy")
+    import_checkpoint(tmp_path / "files", tmp_path / "again", kind="megatron-legacy")
+    for made, name in (("files", "mp_rank_00"), ("again", ".metadata")):
+        assert (tmp_path / made / "latest_checkpointed_iteration.txt").read_text() == "7"
+        assert (tmp_path / made / "iter_0000007" / name).exists()
 
 
 def test_back_at_another_layout_and_here_again(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from mcore_ckpt import copy_checkpoint, verify_checkpoint
 from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundError, SaveError
-from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, reshard_checkpoint
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
+from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from tests.models.test_foreign_checkpoints import write_universal
 from tests.models.test_huggingface import CONFIG, model_tensors, write_hf
 from tests.support.gcs_server import ObjectDirectory

@@ -18,9 +18,9 @@ from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, Option
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.models import _flat_buckets, conversions
-from mcore_ckpt.models.conversions import reshard_checkpoint
-from mcore_ckpt.reshard.buckets import FlatParameter, ParameterBox, places_in_buckets
+from mcore_ckpt.reshard import _optimizer_layout, parameter_orders
+from mcore_ckpt.reshard._buckets import FlatParameter, ParameterBox, places_in_buckets
+from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.model_like import read_all
@@ -123,7 +123,7 @@ def saved_with_buckets(path: Path, swap: bool = False) -> Saved:
 def known_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place of the model that megatron-core builds."""
     orders = {(False, rank): [[parameter for parameter, _ in ordered(rank)]] for rank in range(TENSOR_RANKS)}
-    monkeypatch.setattr(conversions, "parameter_orders", lambda *_: orders)
+    monkeypatch.setattr(_optimizer_layout, "parameter_orders", lambda *_: orders)
 
 
 def expected_of(saved: Saved) -> dict[str, torch.Tensor]:
@@ -214,7 +214,7 @@ def test_another_model_than_the_one_that_was_saved_is_refused(
     tmp_path: Path, change: Callable[[Any], None], message: str
 ) -> None:
     saved = saved_with_buckets(tmp_path / "saved")
-    change(conversions.parameter_orders({}))
+    change(_optimizer_layout.parameter_orders({}))
     with pytest.raises((OptionError, CorruptCheckpointError), match=message):
         reshard_checkpoint(saved.path, tmp_path / "made", optimizer_layout="fully_reshardable")
     assert list(tmp_path.iterdir()) == [saved.path]
@@ -264,7 +264,7 @@ def test_buckets_are_filled_as_megatron_fills_them() -> None:
 def test_layers_of_transformer_engine_have_norms_of_their_own_and_group_experts() -> None:
     def reordered(names: Sequence[tuple[str, str]], grouped: bool) -> list[tuple[str, str]]:
         rows = [([name, 1, False, False, [[key, [1], [0], [1], 0]]], False) for name, key in names]
-        return [(row[0], row[4][0][0]) for row, _ in _flat_buckets._as_transformer_engine(rows, grouped)]
+        return [(row[0], row[4][0][0]) for row, _ in parameter_orders._as_transformer_engine(rows, grouped)]
 
     layer, stacked = "decoder.layers.1.", "decoder.layers."
     dense = [

@@ -30,7 +30,8 @@ from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.read_requests import ReadRequest, stored_dtype
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.models.conversions import import_checkpoint, reshard_checkpoint
+from mcore_ckpt.models.conversions import import_checkpoint
+from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.reshard.rules import parse_partition_rules
 from mcore_ckpt.target import _writer, build
 from mcore_ckpt.tools.inspection import checkpoint_directory

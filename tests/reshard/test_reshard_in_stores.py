@@ -17,7 +17,8 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.directory.lock import DirectoryLock, Owner
 from mcore_ckpt.format.metadata_read import TRACKER_FILE
-from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint, reshard_checkpoint
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
+from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.storage import _object_client
 from mcore_ckpt.storage._object_client import Patience
 from mcore_ckpt.tools.repair import repair_checkpoint

@@ -16,8 +16,7 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import encode_config
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.models.conversions import reshard_checkpoint
-from mcore_ckpt.reshard.sidecars import carry_sidecars
+from mcore_ckpt.reshard.reshard import _carry_sidecars, reshard_checkpoint
 
 __all__ = ["LAYERS", "assert_same", "model_tensors", "read_all", "write_model"]
 
@@ -153,11 +152,11 @@ def reshard_killed(source: Path, target: Path | str) -> None:
     if pid == 0:
 
         def carry(*given: Any) -> None:
-            carry_sidecars(*given)
+            _carry_sidecars(*given)
             os.kill(os.getpid(), signal.SIGKILL)
 
         try:
-            with mock.patch("mcore_ckpt.reshard.reshard.carry_sidecars", carry):
+            with mock.patch("mcore_ckpt.reshard.reshard._carry_sidecars", carry):
                 reshard_checkpoint(source, target, tp=2, pp=1)
         finally:
             os._exit(1)

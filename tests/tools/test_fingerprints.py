@@ -14,7 +14,7 @@ from mcore_ckpt import ChecksumError, checkpoint_fingerprint, diff_checkpoints, 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.layout.shards import original_shape
-from mcore_ckpt.models.conversions import reshard_checkpoint
+from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from tests.support.model_like import model_tensors, write_model
 
 GOLDEN = Path(__file__).parents[1] / "format" / "golden"

@@ -20,7 +20,7 @@ from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.models.conversions import reshard_checkpoint
+from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools import verify
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.repair import repair_checkpoint

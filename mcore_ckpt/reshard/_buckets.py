@@ -3,13 +3,13 @@
 The optimizer keeps its state in buffers, one for each chunk of the model and kind of element, cut into buckets. A
 buffer holds the parameters of the chunk in the reverse order of `named_parameters()`, each from a multiple of 64
 elements on. Where buckets begin follows from their stored sizes, whatever made them end there. Which parameters there
-are, in which order, only the model tells (`models._flat_buckets`).
+are, in which order, only the model tells (`reshard.parameter_orders`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError
@@ -78,11 +78,3 @@ def places_in_buckets(parameters: Sequence[FlatParameter], sizes: Sequence[int],
 
 def _aligned(element: int) -> int:
     return -(-element // _ALIGNMENT) * _ALIGNMENT
-
-
-ParameterOrders = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[tuple[bool, int], list[list[FlatParameter]]]]
-"""Tells for Megatron's stored arguments and content metadata what each group of the model-parallel ranks holds.
-
-(of experts that are divided among ranks, number of the group) -> for each chunk of the model, its parameters in the
-order of the buffer.
-"""

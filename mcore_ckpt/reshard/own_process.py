@@ -12,7 +12,7 @@ from typing import Any
 
 from mcore_ckpt.core import errors
 
-_CODE = "import sys; sys.path[:] = {!r}; from mcore_ckpt.models._own_process import answer; answer({!r}, {!r})"
+_CODE = "import sys; sys.path[:] = {!r}; from mcore_ckpt.reshard.own_process import answer; answer({!r}, {!r})"
 
 
 class ChildError(Exception):

@@ -1,4 +1,4 @@
-"""Which parameters lie in the flat buckets of Megatron-Core's distributed optimizer (`reshard.buckets`), in order.
+"""Which parameters lie in the flat buckets of Megatron-Core's distributed optimizer (`reshard._buckets`), in order.
 
 Nothing that is stored tells. So megatron-core builds the model of each rank on the meta device, from the stored
 arguments: that gives the order, and which slice of which global tensor each parameter is. It happens in a process of
@@ -15,10 +15,10 @@ from typing import Any
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
-from mcore_ckpt.models._gpt_model import gpt_chunk
-from mcore_ckpt.models._own_process import ChildError, in_own_process
-from mcore_ckpt.reshard.buckets import FlatParameter, ParameterBox
+from mcore_ckpt.reshard._buckets import FlatParameter, ParameterBox
+from mcore_ckpt.reshard.gpt_model import gpt_chunk
 from mcore_ckpt.reshard.names import expert_of, layer_of
+from mcore_ckpt.reshard.own_process import ChildError, in_own_process
 
 _DEADLINE_S = 3600.0
 # What decides which of the parameters are a rank's.
