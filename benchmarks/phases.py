@@ -1,7 +1,7 @@
 """What an asynchronous save costs at least: its phases, each alone, next to this package's, in one run.
 
 A *lower bound* is what the same bytes, or the same number of collectives, take without any of a checkpoint's own work.
-Of the phases that `SaveOptions.on_timings` tells:
+Of the phases that a trace shows (`SaveOptions.trace_path`):
 
     walk        Megatron's own `dist_checkpointing.save` with a strategy that does nothing; it is part of the call only
     plan        one address and one shape of each tensor looked at, and two collectives
@@ -16,8 +16,10 @@ Of the phases that `SaveOptions.on_timings` tells:
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -72,19 +74,21 @@ class Phases:
 
 
 class _Timed(McoreCkpt):
-    """Keeps what each save tells of its phases."""
+    """Keeps the phases of each save, which are read from its trace."""
 
     def __init__(self) -> None:
+        self._traces = tempfile.TemporaryDirectory()
         super().__init__()
-        self._phases_s: dict[str, float] = {}
 
     def save_strategy(self) -> Any:
         from mcore_ckpt import SaveOptions, TorchDistSaveStrategy
 
-        return TorchDistSaveStrategy(options=SaveOptions(on_timings=self._note))
+        return TorchDistSaveStrategy(options=SaveOptions(trace_path=self._traces.name))
 
-    def _note(self, timings: dict[str, Any]) -> None:
-        self._phases_s = timings["phases_s"]
+    def _phases_s(self, path: Path) -> dict[str, float]:
+        trace = Path(self._traces.name) / f"{path.name}_rank{dist.get_rank()}.trace.json"
+        events = json.loads(trace.read_text())["traceEvents"]
+        return {event["name"]: event["dur"] / 1e6 for event in events if event["ph"] == "X"}
 
     def call(self, state: Any, path: Path, *, replan: bool = False) -> Cost:
         """An asynchronous save, waited for: seconds of its phases and of the call, on the slowest rank."""
@@ -96,8 +100,9 @@ class _Timed(McoreCkpt):
         call_s = time.perf_counter() - started
         while not finalize(True):
             time.sleep(0.01)
-        told = {name: self._phases_s[phase] for name, phase in _TOLD.items()}
-        told |= {"commit": self._phases_s["gather"] + self._phases_s["commit"], "call": call_s}
+        phases_s = self._phases_s(path)
+        told = {name: phases_s[phase] for name, phase in _TOLD.items()}
+        told |= {"commit": phases_s["gather"] + phases_s["commit"], "call": call_s}
         return {f"{name} s": slowest(s) for name, s in told.items()}
 
 

@@ -194,7 +194,7 @@ NOT_QUICK = {
     "save/test_owner.py::test_ranks_that_write_to_disks_of_their_own_are_told_so",
     "save/test_owner.py::test_saves_that_threads_begin_at_once_do_not_share_their_memory",
     "save/test_planning.py",
-    "save/test_report.py::test_every_rank_hears_and_leaves_a_trace",
+    "save/test_report.py::test_rank_0_logs_each_save_and_every_rank_leaves_a_trace",
     "save/test_drain.py",
     "save/test_upkeep.py",
     "site/test_strict.py",

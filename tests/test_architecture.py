@@ -270,6 +270,13 @@ def test_lists_of_names_stand_only_where_users_import_from() -> None:
     assert listing == {"__init__.py", "core/errors.py"}
 
 
+def test_what_is_logged_and_shown_goes_through_one_module() -> None:
+    """Elsewhere a handler or a stream could fail or block a save."""
+    direct = re.compile(r"= logging\.getLogger\(|warnings\.warn\(|\.isatty\(")
+    found = {name for name, path in TREE.modules.items() if direct.search(path.read_text())}
+    assert found == {"core.console", "megatron.install"}
+
+
 def test_no_module_is_named_after_nothing() -> None:
     vague = {"utils", "util", "helpers", "helper", "misc", "common", "manager", "engine"}
     named = [name for name in TREE.modules if name.split(".")[-1] in vague]

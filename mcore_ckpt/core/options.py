@@ -115,7 +115,6 @@ class SaveOptions:
             hold a replica save for each other, so that ranks and hosts save about as much. `"megatron"` leaves the
             wrapper to Megatron. The same on all ranks.
         trace_path: directory for Chrome trace files, one for each rank and save; None writes none.
-        on_timings: called on every rank with a `dict` of phase timings when a save has been finalized.
         progress: show a progress bar while a person waits for a save on a terminal.
         take_ahead: preallocate during training what the first async save needs, the writer and its staging buffer, once
             the queue is polled, if a load or a synchronous save of this process has shown how much that is.
@@ -143,7 +142,6 @@ class SaveOptions:
     validation: Validation = "mcore_ckpt"
     distribution: Distribution = "auto"
     trace_path: str | None = None
-    on_timings: Callable[[dict[str, Any]], None] | None = None
     progress: bool = True
     take_ahead: bool = True
 
@@ -328,8 +326,6 @@ def first_of_this_host(rank: int, environment: Mapping[str, str] | None = None) 
 def _parse(name: str, annotation: str, text: str) -> Any:
     """Turn an environment variable's text into the type that the field's annotation names."""
     variable = _variable(name)
-    if "Callable" in annotation:
-        raise OptionError(f"{variable}: {name} is a function and cannot be set from the environment")
     if "None" in annotation and text.lower() in ("", "none"):
         return None
     if annotation == "bool":

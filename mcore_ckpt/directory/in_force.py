@@ -7,12 +7,12 @@ collectives: no file that they may name is removed.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.threads import together
 from mcore_ckpt.format.file_names import data_file_of, id_in_names
@@ -25,7 +25,7 @@ from mcore_ckpt.format.metadata_read import (
 )
 from mcore_ckpt.storage.base import FileVersion, Storage, align_up
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _INDEX_OF_RANK = re.compile(r"__\d+" + re.escape(METADATA_FILE))
 _PENDING = re.compile(re.escape(COMMON_FILE) + r"\.(?P<id>[0-9a-f]{16})\.pending")

@@ -37,7 +37,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import platform
 import re
@@ -51,12 +50,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.core.threads import interpreter_ends, start_thread, together
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.storage.base import RangeWriter, Storage
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 T = TypeVar("T")
 BEAT_S: Final = 3.0

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import platform
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.core.threads import in_parallel, together
 from mcore_ckpt.directory._leftovers import sweep
@@ -21,7 +21,7 @@ from mcore_ckpt.directory.target import Target, refuse_lost, take_reserved
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, INTEGRITY_FILE, METADATA_FILE
 from mcore_ckpt.storage.base import FileVersion, Storage
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 # How long a file that another host has written may take to be seen on this one, and how often it is looked for.
 _FILES_APPEAR_WITHIN_S = 10.0

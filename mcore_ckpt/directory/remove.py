@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.index import CheckpointIndex
@@ -14,7 +14,7 @@ from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 def remove_tensors(path: Path, key_prefix: str) -> list[str]:

@@ -18,13 +18,13 @@ leaves either the old checkpoint whole or the new one whole:
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.options import SaveOptions
@@ -37,7 +37,7 @@ from mcore_ckpt.format.footer import SAVE_ID_BYTES
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.storage.base import FileVersion, Storage
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _LOCK_ID_BYTES = 8
 

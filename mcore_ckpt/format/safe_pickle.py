@@ -15,7 +15,6 @@ all of them.
 from __future__ import annotations
 
 import io
-import logging
 import operator
 import pickle
 import pickletools
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -50,7 +50,7 @@ from mcore_ckpt.format._pickle_machine import NotRebuiltError as NotRebuiltError
 from mcore_ckpt.format._plain_index import plainly_built
 from mcore_ckpt.format.zip_records import Archive, ItemBytes
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 # -------------------------------------------------------------------------------------------------------- stand-ins

@@ -22,7 +22,6 @@ that cannot be read are handed on as failed, and raise where they are used. A ra
 from __future__ import annotations
 
 import bisect
-import logging
 import os
 import pickle
 import struct
@@ -34,6 +33,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.core.failures import describe, same_class
@@ -47,7 +47,7 @@ from mcore_ckpt.load.shares import SHARE_BYTES, Member, Shares
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 # Words of a rank's memory: the number of the share from which on it may still take, the one from which on it has to
 # send, whether it has found the memory of all others of its host, how often it has got bytes, and whether it continues

@@ -5,7 +5,6 @@ DCP and Megatron-Core convert without a word. A load here warns once, with count
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +14,12 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import DtypeMismatchError
 
 OnDtypeMismatch = Literal["convert", "raise"]
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 def check_dtype(fqn: str, where: str, stored: torch.dtype, requested: torch.dtype, policy: OnDtypeMismatch) -> None:
@@ -75,7 +75,7 @@ class DtypeConversions:
         if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
             _logger.info("%s", text)  # rank 0 warns for all
         else:
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            _logger.warning("%s", text)
 
 
 @lru_cache(maxsize=256)

@@ -7,7 +7,6 @@ The whole item is read into memory, its stream transforms are undone, its checks
 from __future__ import annotations
 
 import io
-import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import IF_DAMAGED, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import LoadOptions
@@ -29,7 +29,7 @@ from mcore_ckpt.items.checksums import check_records, checksum_error
 from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
 from mcore_ckpt.items.ranges import Extent, Span, coalesce
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 
 class ItemDecoder:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import math
 import os
 import uuid
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from mcore_ckpt.core.boxes import Box, covers
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, OptionError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import checkpoint_path, is_supported
@@ -58,7 +58,7 @@ from mcore_ckpt.load.shares import Member, Offers, Shares, WantedRanges, shares_
 from mcore_ckpt.storage.base import FileVersion, RangeReader, Storage
 from mcore_ckpt.storage.resolve import storage_at
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 # A load of less is over before ranks have found each other's memory.
 _WORTH_BYTES = 16 * 1024 * 1024

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -48,7 +48,7 @@ from mcore_ckpt.megatron._versions import patches
 from mcore_ckpt.megatron.common_state import load_common
 from mcore_ckpt.storage.resolve import storage_at
 
-_logger = logging.getLogger("mcore_ckpt")
+_logger = logger_of("mcore_ckpt")
 
 _Version = tuple[int, ...]
 # A checkpoint that is replaced during the load is read again, so often at most.

@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-import logging
 import math
 import operator
 from collections import Counter
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 
 from mcore_ckpt.core.boxes import Box, covers, flat_boxes
-from mcore_ckpt.core.console import counted
+from mcore_ckpt.core.console import counted, logger_of
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.fingerprints import StateWords, state_words
@@ -44,7 +43,7 @@ from mcore_ckpt.load.arrivals import Arrivals, noting, save_id
 from mcore_ckpt.load.read_requests import ReadRequest, stored_dtype
 from mcore_ckpt.load.reader import FileSystemReader
 
-_logger = logging.getLogger("mcore_ckpt")
+_logger = logger_of("mcore_ckpt")
 
 _SAMPLE = 16  # one tensor in so many
 _SHOWN = 10

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointError, PlanError, SaveError
 from mcore_ckpt.core.failures import attempt
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
@@ -31,7 +31,7 @@ from mcore_ckpt.megatron._versions import CHECKPOINTING, megatron_module, patche
 from mcore_ckpt.save.transaction import Validation
 
 # Under this name Megatron warns of a common state that differs.
-_logger = logging.getLogger(f"{CHECKPOINTING}.validation")
+_logger = logger_of(f"{CHECKPOINTING}.validation")
 
 
 @dataclass(slots=True)

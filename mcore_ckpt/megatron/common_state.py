@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import checkpoint_path
@@ -36,7 +36,7 @@ from mcore_ckpt.megatron._one_save import SaveIdentity, metadata_version, note_c
 from mcore_ckpt.megatron._validation import come_to_exchange
 from mcore_ckpt.storage.resolve import storage_at
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _PENDING_SUFFIX = ".pending"
 # What cannot be read of a checkpoint that was replaced meanwhile is read of the new one, so often.

@@ -18,6 +18,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import UnsupportedMegatronError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, unknown_variables
 from mcore_ckpt.core.paths import checkpoint_path, is_supported
@@ -53,7 +54,7 @@ from mcore_ckpt.megatron.registry import get_strategy, registered_strategies
 from mcore_ckpt.save.transaction import saves_in_progress
 from mcore_ckpt.storage.resolve import storage_at
 
-logger = logging.getLogger("mcore_ckpt")
+logger = logger_of("mcore_ckpt")
 
 
 def install() -> dict[str, Any]:
@@ -291,17 +292,18 @@ def _announce() -> None:
     if int(os.environ.get("RANK", "0")) != 0:
         return
     # Only for this line: how much is logged later, and where, is for the program to say.
-    level = logger.level
+    named = logging.getLogger("mcore_ckpt")
+    level = named.level
     if level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
-    own = None if logger.hasHandlers() else logging.StreamHandler()
+        named.setLevel(logging.INFO)
+    own = None if named.hasHandlers() else logging.StreamHandler()
     if own is not None:
-        logger.addHandler(own)
+        named.addHandler(own)
     logger.info(
         "mcore_ckpt %s: TorchDistSaveStrategy and TorchDistLoadStrategy are in force for megatron-core %s",
         __version__,
         installed_version_text(),
     )
     if own is not None:
-        logger.removeHandler(own)
-    logger.setLevel(level)
+        named.removeHandler(own)
+    named.setLevel(level)

@@ -7,10 +7,8 @@ load:  sharded_state_dict -> read requests -> FileSystemReader -> the tensors, i
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import KindMismatchError, LoadError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, first_of_this_host
 from mcore_ckpt.core.paths import checkpoint_path
@@ -72,7 +71,7 @@ from mcore_ckpt.save.upkeep import run_loaded
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.staging_buffers import expect_save, warm_up_buffer
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 _Path = str | os.PathLike[str]
 
 
@@ -89,7 +88,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         separation_hint: tensors whose key starts with it go to files whose names start with it.
         cpu_shm_mode: accepted for Megatron's sake; device tensors are staged in shared host memory in any case.
         options: `SaveOptions`; None takes them from the environment.
-        unknown: arguments of a Megatron that is newer than this package; each is named in a `RuntimeWarning`.
+        unknown: arguments of a Megatron that is newer than this package; each is named in a logged warning.
 
     Attributes:
         use_cached_ckpt_structure: as `cached_metadata`; Megatron's training code sets it.
@@ -139,11 +138,10 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
     @ckpt_metadata_create_path.setter
     def ckpt_metadata_create_path(self, path: str | None) -> None:
         if path is not None:
-            warnings.warn(
-                f"--ckpt-metadata-create: mcore_ckpt makes no {path}: names of data files differ from save to save. It "
+            _logger.warning(
+                "--ckpt-metadata-create: mcore_ckpt makes no %s: names of data files differ from save to save. It "
                 "plans an unchanged structure once and exchanges a few bytes for it later; leave --ckpt-metadata out",
-                RuntimeWarning,
-                stacklevel=2,
+                path,
             )
 
     def async_save(
@@ -274,7 +272,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         replicate_local_replicas: accepted for Megatron's sake; tensors are read under their own keys, and not from
             shadow copies in a rank's own file.
         options: `LoadOptions`; None takes them from the environment.
-        unknown: arguments of a Megatron that is newer than this package; each is named in a `RuntimeWarning`.
+        unknown: arguments of a Megatron that is newer than this package; each is named in a logged warning.
 
     Attributes:
         stream_ckpt_dequant: as the argument. Megatron asks for it.
@@ -537,11 +535,13 @@ def _read(reader: FileSystemReader, shards: Sequence[Any]) -> None:
 def _name_unknown(where: str, arguments: Mapping[str, Any]) -> None:
     """Warn of arguments that only a newer Megatron knows: what it wants by them, it does not get."""
     for name in arguments:
-        warnings.warn(
-            f"{where}: mcore_ckpt does not know the argument {name!r} of megatron-core {installed_version_text()} "
-            f"(tested: {TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}), and ignores it",
-            RuntimeWarning,
-            stacklevel=3,
+        _logger.warning(
+            "%s: mcore_ckpt does not know the argument %r of megatron-core %s (tested: %s to %s), and ignores it",
+            where,
+            name,
+            installed_version_text(),
+            TESTED_VERSIONS[0],
+            TESTED_VERSIONS[-1],
         )
 
 

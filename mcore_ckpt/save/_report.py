@@ -1,4 +1,4 @@
-"""What a save took: phases, bytes, the slowest file. For a log line, a callback and a trace."""
+"""What a save took: phases, bytes, the slowest file. For a log line and a trace."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-_logger = logging.getLogger(__name__)
+from mcore_ckpt.core.console import logger_of, show_aside
+
+_logger = logger_of(__name__)
 _WORTH_A_LINE_BYTES: Final = 1_000_000
+# A trace may go to another file system than the checkpoint, which may hang; it is then written when that answers.
+_TRACE_PATIENCE_S: Final = 5.0
 
 _GB: Final = 1e9
 
@@ -40,16 +44,35 @@ class FileReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Took:
+    """What a save took on one rank, in seconds; or on the slowest, each figure by itself."""
+
+    waited_s: float  # what training waited for: the call, and what was waited for when it was finalized
+    durable_s: float  # from the beginning of the call until the last data file was durable
+    writing_s: float  # of that, from the first byte that was written
+
+    def slower(self, other: Took) -> Took:
+        """The larger of each."""
+        return Took(
+            max(self.waited_s, other.waited_s),
+            max(self.durable_s, other.durable_s),
+            max(self.writing_s, other.writing_s),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class SaveReport:
     """One save, as the coordinator saw it."""
 
     directory: str  # of the checkpoint
-    total_s: float  # from the plan's beginning to the commit's end
+    took: Took  # of the slowest ranks
+    published_s: float  # from the plan's beginning to the commit's end, which comes when training asks for it
     # Seconds of each phase: of the slowest rank for `plan`, `stage`, `dispatch` (to the writer process, or the fork)
     # and `write`; of the coordinator for `gather` (waiting for all ranks' results) and `commit`. `writer` is the work
     # of a writer process.
     phases_s: dict[str, float]
     files: tuple[FileReport, ...]  # every rank's files
+    is_synced: bool = True  # files were made durable, and not only written
 
     @property
     def size_bytes(self) -> int:
@@ -66,12 +89,6 @@ class SaveReport:
         """Level of the save's log line: small saves (side files, tests) are logged at DEBUG."""
         return logging.INFO if self.size_bytes >= _WORTH_A_LINE_BYTES else logging.DEBUG
 
-    def as_dict(self) -> dict[str, Any]:
-        """The report as plain values, for a callback or JSON."""
-        rate = self.size_bytes / _GB / self.total_s if self.total_s else 0.0
-        slowest = None if self.slowest is None else asdict(self.slowest)
-        return {**asdict(self), "size_bytes": self.size_bytes, "gb_per_s": rate, "slowest": slowest}
-
     def __str__(self) -> str:
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases_s.items())
         slowest = self.slowest
@@ -82,9 +99,13 @@ class SaveReport:
                 f"; slowest file {slowest.file_name} of rank {slowest.rank} "
                 f"({took_s:.3f} s: write {slowest.write_s:.3f} s, fsync {slowest.fsync_s:.3f} s)"
             )
-        rate = f", {self.size_bytes / _GB / self.total_s:.2f} GB/s" if self.total_s else ""
-        size = f"{self.size_bytes / _GB:.3f} GB in {len(self.files)} files"
-        return f"saved {size} to {self.directory} in {self.total_s:.3f} s{rate} ({phases}){straggler}"
+        took = self.took
+        rate = f" at {self.size_bytes / _GB / took.writing_s:.2f} GB/s" if took.writing_s else ""
+        return (
+            f"saved {self.size_bytes / _GB:.3f} GB in {len(self.files)} files to {self.directory}: "
+            f"training waited {took.waited_s:.3f} s, files {'durable' if self.is_synced else 'written'} after "
+            f"{took.durable_s:.3f} s{rate}, published after {self.published_s:.3f} s ({phases}){straggler}"
+        )
 
 
 def write_trace(path: Path, save: str, rank: int, spans: Sequence[Span], files: Sequence[FileReport]) -> None:
@@ -110,9 +131,13 @@ def write_trace(path: Path, save: str, rank: int, spans: Sequence[Span], files: 
                 "args": {"files": [asdict(file) for file in files]} if writes else {"checkpoint": save},
             }
         )
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        name = f"{Path(save).name or 'save'}_rank{rank}.trace.json"
-        (path / name).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    except OSError as error:
-        _logger.warning("%s: the trace of a save cannot be written: %s", path, error)
+    name = f"{Path(save).name or 'save'}_rank{rank}.trace.json"
+
+    def write() -> None:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / name).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        except Exception as error:  # noqa: BLE001  (the checkpoint is published: nothing here may fail its save)
+            _logger.warning("%s: the trace of a save cannot be written: %s", path, error)
+
+    show_aside(write, patience_s=_TRACE_PATIENCE_S)

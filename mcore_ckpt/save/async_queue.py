@@ -15,7 +15,6 @@ Ranks agree in small gloo collectives on the caller's thread; nothing is put on 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 from collections import deque
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from mcore_ckpt.core.console import WaitingBar
+from mcore_ckpt.core.console import WaitingBar, logger_of
 from mcore_ckpt.core.errors import CheckpointError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import SaveOptions
@@ -109,6 +108,7 @@ class SaveCall:
         interrupted: what has interrupted this rank (Ctrl-C, an exit) while the save began, if that waits to be raised
             until all ranks are notified of it.
         bar_bytes: what a progress bar takes for 100 % while a caller waits; 0 shows none.
+        waited_s: seconds that this rank's training has waited since the save began, for it and for other ranks' parts.
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class SaveCall:
         self.on_failure = on_failure
         self.interrupted: BaseException | None = None
         self.bar_bytes = 0
+        self.waited_s = 0.0
         self._pid = os.getpid()
 
     def abort(self) -> None:
@@ -133,7 +134,9 @@ class SaveCall:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the writing, in this process or in a fork of it."""
         if os.getpid() == self._pid:
+            asked = time.monotonic()
             self.job.wait()
+            self.waited_s += time.monotonic() - asked
         else:
             self.job.watch().wait()
 
@@ -146,7 +149,7 @@ def _unpickled(watch: JobWatch) -> JobWatch:
     return watch
 
 
-_logger = logging.getLogger("mcore_ckpt")
+_logger = logger_of("mcore_ckpt")
 
 # While a caller waits, the ranks compare notes this often: a failure anywhere ends the wait everywhere that soon, and
 # no collective waits so long for a slow writer that gloo gives up.
@@ -358,7 +361,10 @@ class AsyncCallsQueue:
                 self.async_calls.popleft().abort()
                 continue
             try:
+                asked = time.monotonic()
                 outcome = self._outcome(group, active, blocking)
+                for save in active.saves:
+                    save.waited_s += time.monotonic() - asked
                 if outcome == "running":
                     break
                 if outcome == "skipped":

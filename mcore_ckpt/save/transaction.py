@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import platform
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import LoadError, PlanError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import SaveOptions
@@ -47,7 +47,7 @@ from mcore_ckpt.save._planning import Planned, SavePlan, agree
 from mcore_ckpt.save._planning import Structure as Structure
 from mcore_ckpt.save._planning import Validation as Validation
 from mcore_ckpt.save._planning import expect_layout as expect_layout
-from mcore_ckpt.save._report import FileReport, SaveReport, Span, write_trace
+from mcore_ckpt.save._report import FileReport, SaveReport, Span, Took, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.rank_state import RankState, collect
 from mcore_ckpt.save.upkeep import check_second_tier, checkpoint_published, note_drain
@@ -59,7 +59,7 @@ from mcore_ckpt.writing.staging_buffers import expect_save, is_busy
 from mcore_ckpt.writing.supervised_child import Job
 from mcore_ckpt.writing.writer_job import JobResult, timed_result
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 _SHOWN = 10
 T = TypeVar("T")
 
@@ -329,13 +329,12 @@ class SaveDirectory:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What one rank tells the coordinator after its writing: index entries of its objects, its files, seconds of its
-    phases.
-    """
+    """What one rank tells the coordinator after its writing: index entries of its objects, its files, seconds."""
 
     objects: tuple[ObjectEntry, ...]
     files: tuple[WrittenFile, ...]
     phases_s: dict[str, float]
+    took: Took
     replicas: ReplicaDigest | None = None  # of those that it does not write, where they are to be compared
 
     def reports(self, rank: int) -> tuple[FileReport, ...]:
@@ -446,8 +445,11 @@ class SaveTransaction(SaveCall):
         if plan.planned is not None:
             plan.planned.encoder = plan.planned.encoder or result.encoder
         phases_s = {span.name: span.seconds for span in self._spans}
+        began = self._spans[0].start_s
+        call_s = sum(span.seconds for span in self._spans if span.name != "writer")
+        took = Took(call_s + self.waited_s, result.finished_s - began, result.finished_s - result.started_s)
         sums = value_of(self._replicas)
-        return Written(self._objects, result.files, phases_s, None if sums is None else sums.digest())
+        return Written(self._objects, result.files, phases_s, took, None if sums is None else sums.digest())
 
     def _publish(self, plan: SavePlan, gathered: list[Written] | None) -> bool | None:
         """Coordinator: True when it is done; None: not done, as `_ask` has it."""
@@ -597,25 +599,23 @@ class SaveTransaction(SaveCall):
     def _report(self, mine: Written, gathered: list[Written] | None) -> SaveReport:
         """On the coordinator of all ranks, the slowest rank's phases; elsewhere of this rank alone."""
         phases_s = {span.name: span.seconds for span in self._spans}
-        files = mine.reports(self._group.rank)
+        files, took = mine.reports(self._group.rank), mine.took
         if gathered is not None:
             for written in gathered:
+                took = took.slower(written.took)
                 for name, seconds in written.phases_s.items():
                     phases_s[name] = max(phases_s.get(name, 0.0), seconds)
             files = tuple(file for rank, written in enumerate(gathered) for file in written.reports(rank))
-        total_s = time.monotonic() - self._spans[0].start_s
-        return SaveReport(str(self._directory.path), total_s, phases_s, files)
+        took = replace(took, waited_s=took.waited_s + phases_s["gather"] + phases_s["commit"])
+        published_s = time.monotonic() - self._spans[0].start_s
+        path = str(self._directory.path)
+        return SaveReport(path, took, published_s, phases_s, files, self._options.fsync)
 
     def _tell(self, report: SaveReport, mine: Written) -> None:
-        """Write the trace, call the callback, log a line."""
+        """Write the trace, log a line."""
         path, rank = self._directory.path, self._group.rank
-        try:
-            if self._options.trace_path is not None:
-                write_trace(Path(self._options.trace_path), str(path), rank, self._spans, mine.reports(rank))
-            if self._options.on_timings is not None:
-                self._options.on_timings({**report.as_dict(), "rank": rank})
-        except Exception:  # the checkpoint is published: one rank alone must not call that a failure
-            _logger.exception("%s: the save was well done, but not all could be told of it", path)
+        if self._options.trace_path is not None:
+            write_trace(Path(self._options.trace_path), str(path), rank, self._spans, mine.reports(rank))
         if self._group.is_coordinator:
             _logger.log(report.log_level, "%s", report)
         if self._directory.target is not None:

@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import functools
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.paths import checkpoint_path, is_local
@@ -34,7 +34,7 @@ from mcore_ckpt.format.file_names import id_in_names
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.supervised_child import TRAINING_FIRST_NICE
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 # How often a trainer that ends says what it waits for.
 _SAY_EVERY_S: Final = 30.0

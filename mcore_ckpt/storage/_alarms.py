@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.threads import start_thread
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 # The thread ends when there has been nothing to do for so long.
 _IDLE_S: Final = 10.0

@@ -15,7 +15,6 @@ from __future__ import annotations
 import base64
 import errno
 import hashlib
-import logging
 import secrets
 import threading
 import time
@@ -27,12 +26,13 @@ from urllib.parse import quote, urlsplit
 
 import obstore
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.storage._http import Answer, Cut, HttpServer
 from mcore_ckpt.storage._late import Hedge
 from mcore_ckpt.storage._object_client import Pace, RequestError, Upload, retried, unexpected
 from mcore_ckpt.storage._obstore import ObstoreClient, plain_e_tag
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _VALID_S: Final = 3600.0
 # A request may take long, and its host's clock may differ.

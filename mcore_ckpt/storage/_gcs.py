@@ -18,7 +18,6 @@ import contextlib
 import copy
 import errno
 import json
-import logging
 import secrets
 import struct
 import threading
@@ -32,6 +31,7 @@ from urllib.parse import quote, urlencode
 
 from google_crc32c import extend
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.crc import CASTAGNOLI, crc32_combine
 from mcore_ckpt.core.threads import together
 from mcore_ckpt.storage._http import Answer, Body, Cut, HttpServer
@@ -51,7 +51,7 @@ from mcore_ckpt.storage._object_client import (
     within,
 )
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _FIELDS: Final = "name,generation,size,crc32c,timeCreated,metadata"
 _MAKER: Final = "mcore-ckpt-upload"  # key of an object's metadata

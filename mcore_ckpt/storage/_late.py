@@ -10,7 +10,6 @@ help, for each hundred requests.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -18,13 +17,14 @@ from contextvars import copy_context
 from functools import partial
 from typing import Final
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.options import rank_of_this_process
 from mcore_ckpt.core.threads import start_thread
 from mcore_ckpt.storage._alarms import call_off, set_alarm
 from mcore_ckpt.storage._http import Answer, Cut
 from mcore_ckpt.storage._object_client import RequestError, patience
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 # So many may be sent again in vain, at first and at most; each answer allows for a part of one more.
 _IN_VAIN: Final = 2.0

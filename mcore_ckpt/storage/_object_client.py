@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import random
 import threading
@@ -27,9 +26,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeVar
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.options import rank_of_this_process
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 T = TypeVar("T")
 # A store that was given up counts as that for so many times `given_up_s`.

@@ -8,7 +8,6 @@ that was not renewed for some time counts for nothing. Names of leases are in no
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import threading
@@ -16,11 +15,12 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.core.threads import call_at_the_end, start_thread
 from mcore_ckpt.storage._object_client import ObjectClient
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _PREFIX: Final = ".mcore_ckpt_reading."
 _RENEWED_EVERY_S: Final = 60.0

@@ -21,12 +21,12 @@ import contextlib
 import errno
 import hashlib
 import json
-import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.threads import together
 from mcore_ckpt.storage._durable import save_error
@@ -36,7 +36,7 @@ from mcore_ckpt.storage._object_writer import ObjectWriter
 from mcore_ckpt.storage._regular_files import open_error
 from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage, check_name
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 T = TypeVar("T")
 

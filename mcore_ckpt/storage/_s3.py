@@ -12,7 +12,6 @@ import builtins
 import contextlib
 import copy
 import errno
-import logging
 import struct
 import threading
 import xml.etree.ElementTree as ElementTree
@@ -22,6 +21,7 @@ from email.utils import parsedate_to_datetime
 from typing import Final
 from urllib.parse import unquote_plus
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.storage._http import Answer, Cut, HttpServer
 from mcore_ckpt.storage._late import Hedge
@@ -41,7 +41,7 @@ from mcore_ckpt.storage._object_client import (
 )
 from mcore_ckpt.storage._s3_signing import Credentials, signed
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _CRC_HEADER: Final = "x-amz-checksum-crc32"
 _SLOW_DOWN: Final = frozenset({"SlowDown", "TooManyRequests", "RequestLimitExceeded", "ThrottlingException"})

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import re
 import secrets
@@ -32,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -48,7 +48,7 @@ from mcore_ckpt.storage.resolve import path_in_file_system, storage_at
 from mcore_ckpt.target._journal import FileJournal, InUseError, Journal
 from mcore_ckpt.target.target_files import LocalFiles, StoreFiles, TargetFiles
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 _ENTRY = re.compile(r"(?P<id>[0-9a-f]{16})(?P<kind>\.journal|\.gone)?")
 # In the lease of a directory in a store: the holder makes a target there.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import multiprocessing
 import os
 import pickle
@@ -22,6 +21,7 @@ from multiprocessing import util as mp_util
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.failures import describe
 from mcore_ckpt.core.process import collector_paused, exit_text, exit_with_parent, kernel_can_watch, lower_priority
@@ -29,7 +29,7 @@ from mcore_ckpt.core.signals import leave_signals_to_parent, signals_held_back
 from mcore_ckpt.writing._status_page import StatusPage
 from mcore_ckpt.writing.supervised_child import TRAINING_FIRST_NICE, Job, SupervisedChild
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 # A child of a process with threads can hang before its first line: CPython 3.11 takes a lock there (that of the list of
 # threads) which another thread may have held at the moment of the fork, as gloo's do when they free a tensor. So it has

@@ -9,13 +9,13 @@ the part that does not fit, at the disk's speed (`writer="persistent"` only).
 
 from __future__ import annotations
 
-import logging
 import mmap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.layout.file_image import PlannedFile, Window, plan_windows
@@ -27,7 +27,7 @@ from mcore_ckpt.writing.staging_buffers import BufferLease, StagingBuffer, lease
 from mcore_ckpt.writing.supervised_child import Job
 from mcore_ckpt.writing.writer_job import JobResult, Ring, WriterJob, run_job
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 # A ring of fewer windows would make the trainer and the device wait for each other.
 _LEAST_SLOTS = 2
 _told: set[str] = set()

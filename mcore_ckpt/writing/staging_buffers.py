@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import mmap
 import os
 import threading
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.host_memory import free_host_bytes
 from mcore_ckpt.core.options import SaveOptions, ranks_of_this_host
@@ -30,7 +30,7 @@ from mcore_ckpt.storage import direct_io
 from mcore_ckpt.writing.persistent_writer import shared_writer
 from mcore_ckpt.writing.supervised_child import Job
 
-_logger = logging.getLogger(__name__)
+_logger = logger_of(__name__)
 
 # Short enough that neither a call of the trainer that maps memory nor the end of the process waits for it.
 _TOUCHED_AT_ONCE_BYTES = 2 * 1024 * 1024

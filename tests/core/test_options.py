@@ -57,13 +57,12 @@ LOAD_VARIABLES: dict[str, tuple[str, Any]] = {
     "page_cache": ("on", "on"),
     "run_code_from_checkpoint": ("1", True),
 }
-FUNCTIONS = {"on_timings"}
 # What cannot be without another field is tried in a test of its own.
 TOGETHER = {"keep_every"}
 
 
 def test_every_field_has_a_variable() -> None:
-    assert {f.name for f in fields(SaveOptions)} == {*SAVE_VARIABLES, *FUNCTIONS, *TOGETHER}
+    assert {f.name for f in fields(SaveOptions)} == {*SAVE_VARIABLES, *TOGETHER}
     assert {f.name for f in fields(LoadOptions)} == {*LOAD_VARIABLES}
 
 
@@ -117,7 +116,6 @@ def test_none_can_be_said(text: str) -> None:
         ("STAGING_BUDGET_BYTES", "-1G", "^MCORE_CKPT_STAGING_BUDGET_BYTES='-1G': expected a number such as 512M"),
         ("STAGING_BUDGET_BYTES", "1M", r"^MCORE_CKPT_STAGING_BUDGET_BYTES=1000000: .* at least 1048576 \(1MiB\)$"),
         ("WINDOW_BYTES", "8M", "^MCORE_CKPT_WINDOW_BYTES=8000000: expected a multiple of 4096, .* such as 8MiB"),
-        ("ON_TIMINGS", "print", "cannot be set from the environment"),
     ],
 )
 def test_a_bad_variable_is_named(variable: str, text: str, message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from mcore_ckpt.load.flattened import read_shards
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 from tests.support.gloo_ranks import run_ranks
+from tests.support.kept_log import kept_log
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:Casting complex values")
 
@@ -104,9 +104,9 @@ def test_what_arrives_is_what_copy_makes(
     saved = state(*PAIRS)
     wanted = {f"{stored}.{name}": dtype for stored, dtype in PAIRS.items() for name in SHAPES}
     into = {key: empty(tensor.shape, wanted.get(key, torch.int8), strided) for key, tensor in saved.items()}
-    with pytest.warns(RuntimeWarning, match="converted") as caught:
+    with kept_log() as said:
         way(FileSystemReader(tmp_path), into)
-    (text,) = [str(one.message) for one in caught if one.category is RuntimeWarning]
+    (text,) = said
     for part in (f"{3 * len(PAIRS)} tensors", "3 from bfloat16 to float32 (torch.bfloat16.", str(tmp_path)):
         assert part in text
     for key, tensor in saved.items():
@@ -149,12 +149,11 @@ def load_dtensors(rank: int, path: str) -> list[str]:
         "torch.bfloat16.large": distribute_tensor(torch.zeros(shape), mesh, [Shard(1)]),
         "torch.bfloat16.small": distribute_tensor(torch.zeros(SHAPES["small"]), mesh, [Replicate()]),
     }
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with kept_log() as said:
         dcp.load(into, storage_reader=FileSystemReader(path))
     for key, tensor in into.items():
         assert tensor.full_tensor().equal(state(torch.bfloat16)[key].float()), key
-    return [str(one.message) for one in caught if one.category is RuntimeWarning]
+    return said
 
 
 def save_dtensors(rank: int, path: str) -> None:

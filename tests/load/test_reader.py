@@ -241,7 +241,6 @@ def test_a_chunk_wanted_by_several_destinations_is_read_once(tmp_path: Path) -> 
     assert reader.stats.records_checked == 1
 
 
-@pytest.mark.filterwarnings("ignore:.* tensors are converted")
 def test_read_buffers_stay_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(4 * MIB)
     write_checkpoint(tmp_path, {"w": whole(tensor), "v": whole(tensor[: 2 * MIB].bfloat16())})

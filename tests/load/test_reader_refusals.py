@@ -83,7 +83,6 @@ def test_the_destination_has_to_have_the_shape_of_the_box(reader: FileSystemRead
         reader.read_items([ReadRequest("large", torch.zeros(5, 4), (0, 0), (4, 4))])
 
 
-@pytest.mark.filterwarnings("ignore:.* tensors are converted")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
 def test_a_partial_request_takes_the_overlap_and_leaves_the_rest(reader: FileSystemReader, dtype: torch.dtype) -> None:
     stored = load_box(reader, "decoder.layers.mlp.weight", torch.zeros(8, 4)).to(dtype)

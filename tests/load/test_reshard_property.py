@@ -131,7 +131,6 @@ def test_any_layout_loads_in_any_other(
     assert reader.stats.fallbacks == 0
 
 
-@pytest.mark.filterwarnings("ignore:.* tensors are converted")
 @given(
     data=st.data(),
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),

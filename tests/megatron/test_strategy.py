@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from mcore_ckpt import SaveOptions, verify_checkpoint
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.megatron._versions import differences
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
+from tests.support.kept_log import kept_log
 from tests.support.local_files import data_file
 
 Saving = dict[str, Any]
@@ -162,11 +162,10 @@ def prepared_metadata(rank: int) -> list[str]:
     from mcore_ckpt import TorchDistSaveStrategy
 
     strategy = TorchDistSaveStrategy()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with kept_log() as said:
         strategy.ckpt_metadata_create_path = None  # as Megatron's own strategy has it
         strategy.ckpt_metadata_create_path = "prepared/.metadata"
-    return [str(one.message) for one in caught]
+    return said
 
 
 def test_prepared_metadata_is_not_made_in_silence() -> None:

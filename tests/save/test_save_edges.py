@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -241,16 +240,6 @@ def test_a_changed_number_of_files_holds_from_the_next_save_on(tmp_path: Path) -
             torch.equal(value, torch.ones(1000)) for value in TorchDistLoadStrategy().load(wanted, directory).values()
         )
     assert counts == [2, 2, 3, 1]
-
-
-def test_a_save_is_not_failed_by_who_is_told_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(_: dict[str, Any]) -> None:
-        raise ValueError("the dashboard is down")
-
-    with caplog.at_level(logging.ERROR):
-        strategy(on_timings=broken).save(ones(), tmp_path)
-    assert "the dashboard is down" in caplog.text
-    assert torch.equal(loaded(tmp_path), torch.ones(1000))
 
 
 # --- directories ------------------------------------------------------------------------------------------------------

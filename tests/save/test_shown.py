@@ -1,0 +1,169 @@
+"""Nothing that is shown, logged or traced fails a save or a load, or blocks it: streams, handlers and warnings of all
+kinds that a job may have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import pty
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt import SaveOptions
+from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
+
+_ELEMENTS = 300_000  # more than a megabyte: a save of less is not logged at INFO
+
+
+class _WriteAndFlush:
+    def write(self, text: str) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+class _Raising(io.TextIOBase):
+    def write(self, text: str) -> int:
+        raise OSError("the log's disk is full")
+
+    def isatty(self) -> bool:
+        return True
+
+
+class _HandlerThat(logging.Handler):
+    def __init__(self, raises: BaseException) -> None:
+        super().__init__()
+        self._raises = raises
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise self._raises
+
+
+@contextmanager
+def _standard_error(stream: Any) -> Iterator[None]:
+    real, sys.stderr = sys.stderr, stream
+    try:
+        with _handled_by(logging.StreamHandler(stream)):
+            yield
+    finally:
+        sys.stderr = real
+
+
+@contextmanager
+def _handled_by(handler: logging.Handler) -> Iterator[None]:
+    logger = logging.getLogger("mcore_ckpt")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def _closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@contextmanager
+def _nobody_reads(reading: int, writing: int) -> Iterator[None]:
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"." * 64)
+    os.set_blocking(writing, True)
+    try:
+        with _standard_error(open(writing, "w", buffering=1, closefd=False)):
+            yield
+    finally:
+        os.close(reading)  # what waits there ends
+
+
+@contextmanager
+def _warnings_are_errors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", module=r"(torch|megatron)\..*")
+        yield
+
+
+KINDS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "write and flush only": lambda: _standard_error(_WriteAndFlush()),
+    "None": lambda: _standard_error(None),
+    "closed": lambda: _standard_error(_closed()),
+    "raises": lambda: _standard_error(_Raising()),
+    "a full pipe that nobody reads": lambda: _nobody_reads(*os.pipe()),
+    "a terminal that nobody reads": lambda: _nobody_reads(*pty.openpty()),
+    "a handler that raises": lambda: _handled_by(_HandlerThat(ValueError("no such dashboard"))),
+    "a handler that exits": lambda: _handled_by(_HandlerThat(SystemExit(3))),
+    "warnings are errors": _warnings_are_errors,
+}
+
+
+def _save_and_load(rank: int, kind: str, base: Path) -> list[bool]:
+    from megatron.core.dist_checkpointing import ShardedTensor, load, save
+
+    from mcore_ckpt import AsyncCallsQueue, TorchDistLoadStrategy, TorchDistSaveStrategy
+    from mcore_ckpt.core import console
+
+    vars(console)["_BAR_PERIOD_S"] = 0.0  # a bar comes at once, however short the save
+
+    def state(value: float, dtype: torch.dtype) -> dict[str, Any]:
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((_ELEMENTS,), value, dtype=dtype))}
+
+    queue = AsyncCallsQueue()
+    with KINDS[kind]():
+        for name in ("sync", "async"):
+            (base / name).mkdir()
+            is_async = name == "async"
+            request = save(
+                state(2.0, torch.float32), str(base / name), TorchDistSaveStrategy(), async_sharded_save=is_async
+            )
+            if is_async:
+                queue.schedule_async_request(request)
+                assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+        # Another dtype, which a load warns of.
+        loaded = [
+            load(state(0.0, torch.bfloat16), str(base / name), TorchDistLoadStrategy())["w"]
+            for name in ("sync", "async")
+        ]
+    queue.close()
+    return [bool((tensor == 2.0).all()) for tensor in loaded]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_shown_fails_and_blocks_nothing(kind: str, tmp_path: Path) -> None:
+    terminal = {"TERM": "xterm"}
+    assert run_ranks(_save_and_load, 1, kind, tmp_path, deadline_s=60, environment=terminal) == [[True, True]]
+
+
+def _save_with_traces(rank: int, traces: Path, path: Path) -> None:
+    from megatron.core.dist_checkpointing import ShardedTensor, save
+
+    from mcore_ckpt import TorchDistSaveStrategy
+    from mcore_ckpt.save import _report
+
+    vars(_report)["_TRACE_PATIENCE_S"] = 0.1
+    strategy = TorchDistSaveStrategy(options=SaveOptions(trace_path=str(traces)))
+    save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(8, 8))}, str(path), strategy)
+
+
+def test_a_trace_that_is_a_pipe_that_nobody_reads_blocks_nothing(tmp_path: Path) -> None:
+    traces, path = tmp_path / "traces", tmp_path / "checkpoint"
+    path.mkdir()
+    traces.mkdir()
+    os.mkfifo(traces / "checkpoint_rank0.trace.json")
+    run_ranks(_save_with_traces, 1, traces, path, deadline_s=60)
+    assert (path / ".metadata").exists()
