@@ -11,7 +11,7 @@ import time
 import torch
 
 from mcore_ckpt.format.footer import NO_SAVE_ID
-from mcore_ckpt.layout.buckets import TensorSpec, frame_file, lay_out_file
+from mcore_ckpt.layout.buckets import TensorSpec, fill_bucket, lay_out_file
 from mcore_ckpt.writing.staging import BucketSource
 from mcore_ckpt.writing.staging_buffers import StagingBuffer
 
@@ -34,7 +34,7 @@ def device_to_stage(size_bytes: int, rounds: int) -> dict[str, list[float]]:
     shape = (_ROWS, _COLUMNS)
     specs = [TensorSpec(str(n), "bfloat16", shape, (0, 0), shape, 2 * _ROWS * _COLUMNS) for n in range(count)]
     layout = lay_out_file("0", specs)
-    source = BucketSource(frame_file(layout, "0", [], NO_SAVE_ID), tensors)
+    source = BucketSource(fill_bucket(layout, "0", NO_SAVE_ID, [], tensors))
     image = layout.image
     buffer = StagingBuffer()
     view = buffer.reserve(image.size_bytes)

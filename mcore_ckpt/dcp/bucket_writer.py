@@ -1,4 +1,8 @@
-"""Write buckets as torch.distributed.checkpoint sees them: write items and their data, in; write results, out."""
+"""The door between torch.distributed.checkpoint and the one path of a save.
+
+DCP's write items and their data come in as `ItemBucket`s, become the columns and the `WriteBucket`s that the strategies
+make, and are written by the same `write_preloaded_data`; DCP's write results go out.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,12 @@ from mcore_ckpt.core.fingerprints import part_of_run
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.format.file_names import DATA_SUFFIX, with_id
 from mcore_ckpt.format.footer import NO_SAVE_ID, ManifestFile
-from mcore_ckpt.layout.buckets import TensorSpec, frame_file, lay_out_file, split_buckets
+from mcore_ckpt.layout.buckets import TensorSpec, WriteBucket, fill_bucket, lay_out_file, split_buckets
 from mcore_ckpt.layout.dense_tensors import check_memory
 from mcore_ckpt.layout.file_image import WrittenFile
 from mcore_ckpt.layout.torch_classes import dtype_name, storage_info
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.writing.staging import BucketSource, write_in_process
+from mcore_ckpt.writing.staging import write_in_process
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,7 @@ class _Bucket(NamedTuple):
     data: BucketData
 
 
-class WriteBucket(_Bucket):
+class ItemBucket(_Bucket):
     """What goes into one file: a tuple of three, as code for Megatron's writer takes it apart, and the save's id."""
 
     save_id: bytes = NO_SAVE_ID
@@ -110,7 +114,7 @@ class WriteBucket(_Bucket):
     @classmethod
     def of(
         cls, path: str, storage_key: str, bytes_data: Any, tensor_data: Any, save_id: bytes = NO_SAVE_ID
-    ) -> WriteBucket:
+    ) -> ItemBucket:
         """A bucket from its parts."""
         bucket = cls(path, storage_key, BucketData(list(bytes_data), list(tensor_data)))
         bucket.save_id = save_id
@@ -194,7 +198,7 @@ def prepare_buckets(
     thread_count: int,
     separation_hint: str | None,
     one_item_per_file: bool,
-) -> list[WriteBucket]:
+) -> list[ItemBucket]:
     """Sort a rank's write items into at most `thread_count` balanced buckets, or one for each item, and fetch their
     data by the planner's `resolve_data`.
     """
@@ -216,7 +220,7 @@ def prepare_buckets(
                 tensor = resolve_data(item).detach()
                 check_memory(tensor, partial(_where, item))
                 data.tensor_data.append((item, tensor))
-        buckets.append(WriteBucket.of(str(directory / name), name, *data, prefix.save_id))
+        buckets.append(ItemBucket.of(str(directory / name), name, *data, prefix.save_id))
     return buckets
 
 
@@ -230,7 +234,7 @@ def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_buckets(
-    buckets: Sequence[WriteBucket], options: SaveOptions, extensions: Sequence[Any] = ()
+    buckets: Sequence[ItemBucket], options: SaveOptions, extensions: Sequence[Any] = ()
 ) -> list[list[WriteResult]]:
     """Write buckets of one directory in this process, bytes_data first; for each the results of its items, objects
     first. With DCP's stream transforms, every item passes through them and through memory.
@@ -238,11 +242,11 @@ def write_buckets(
     if not buckets:
         return []
     storage = storage_at(Path(buckets[0].path).parent).within(options.write_deadline_s)
-    prepared = [_prepare(bucket, extensions, fingerprints=options.fingerprints) for bucket in buckets]
-    written = write_in_process(storage, [source for source, _, _ in prepared], options)
+    prepared = [_to_write(bucket, extensions, fingerprints=options.fingerprints) for bucket in buckets]
+    written = write_in_process(storage, [to_write for to_write, _ in prepared], options)
     return [
-        _with_sums(results, bucket.save_id, file, specs if options.fingerprints else None)
-        for bucket, (_, specs, results), file in zip(buckets, prepared, written, strict=True)
+        _with_sums(results, bucket.save_id, file, to_write.layout.specs if options.fingerprints else None)
+        for bucket, (to_write, results), file in zip(buckets, prepared, written, strict=True)
     ]
 
 
@@ -267,10 +271,10 @@ def _with_sums(
     ]
 
 
-def _prepare(
-    bucket: WriteBucket, extensions: Sequence[Any], *, fingerprints: bool = False
-) -> tuple[BucketSource, tuple[TensorSpec, ...], list[WriteResult]]:
-    """What is to be written, which tensors that holds, and the results of all its items when it is written."""
+def _to_write(
+    bucket: ItemBucket, extensions: Sequence[Any], *, fingerprints: bool = False
+) -> tuple[WriteBucket, list[WriteResult]]:
+    """The same bucket without DCP's items, and the results of all its items when it is written."""
     name = Path(bucket.path).name
     bytes_data, tensor_data = bucket.data
     # In the order in which readers undo them: the first is the one that writes to the file. (DCP's own writer names
@@ -287,16 +291,16 @@ def _prepare(
         blob_keys += [item.index.fqn for item, _ in bucket.data.tensor_data]
     specs = [_spec(item, tensor) for item, tensor in tensor_data]
     layout = lay_out_file(name, specs, blob_keys, sizes, fingerprints=fingerprints)
-    frame = frame_file(layout, name, [blob for _, blob in blobs], bucket.save_id)
+    tensors = [_plain(tensor) for _, tensor in tensor_data]
+    to_write = fill_bucket(layout, name, bucket.save_id, [blob for _, blob in blobs], tensors)
     results = [
         WriteResult(item.index, len(blob), storage_info(bucket.storage_key, offset, len(blob), descriptors))
-        for (item, blob), offset in zip(blobs, frame.offsets, strict=True)
+        for (item, blob), offset in zip(blobs, to_write.offsets, strict=True)
     ]
     for (item, _), template, offset in zip(tensor_data, layout.templates, layout.item_offsets, strict=True):
         info = storage_info(bucket.storage_key, offset, template.item_bytes)
         results.append(WriteResult(item.index, template.item_bytes, info))
-    tensors = [_plain(tensor) for _, tensor in tensor_data]
-    return BucketSource(frame, tensors), layout.specs, results
+    return to_write, results
 
 
 def _spec(item: WriteItem, tensor: torch.Tensor) -> TensorSpec:
@@ -346,7 +350,7 @@ def save_buckets(
     extensions: Sequence[Any],
     owner_pid: int,
     rank: int,
-    buckets: list[WriteBucket],
+    buckets: list[ItemBucket],
     results: ResultFile,
 ) -> None:
     """Body of an async save; runs in the trainer, a forked child or a worker, and reports through `results`."""
@@ -363,9 +367,9 @@ def save_buckets(
             torch.set_num_threads(threads)
 
 
-def describe_bucket(bucket: WriteBucket) -> list[dict[str, Any]]:
+def describe_bucket(bucket: ItemBucket) -> list[dict[str, Any]]:
     """One row for each item of a bucket: fqn, type, dtype, shape, offsets, file and byte range `[begin, end)`."""
-    _, _, results = _prepare(bucket, ())
+    _, results = _to_write(bucket, ())
     rows = []
     for (item, _), result in zip([*bucket.data.bytes_data, *bucket.data.tensor_data], results, strict=True):
         place = result.storage_data

@@ -1,14 +1,13 @@
 """`FileSystemWriterAsync`: a storage writer for torch.distributed.checkpoint that keeps objects apart from tensors.
 
-    plan -> prepare_write_data -> write buckets (bytes_data | tensor_data)
+    plan -> prepare_write_data -> buckets (bytes_data | tensor_data)
          -> write_preloaded_data, in this process or a forked one -> write results
          -> finish: compared with the plan, item by item, and published
 
 It serves `dcp.save(state_dict, storage_writer=...)` and `dcp.async_save`, and code written for Megatron's writer of the
-same name. For that code alone there are `prepare_write_data`, `get_save_function_and_args`, `preload_tensors`,
-`write_preloaded_data` and `retrieve_write_results`. The strategies of this package save by `save/transaction.py`, which
-shares everything below the plan; they call none of these, except a `write_preloaded_data` that has been replaced
-(`megatron/_replaced.py`).
+same name: for that code there are `get_save_function_and_args`, `preload_tensors`, `write_preloaded_data` and
+`retrieve_write_results`, whose buckets hold DCP's write items (`ItemBucket`). `bucket_writer.py` makes of them what the
+strategies write. These hand buckets to a `write_preloaded_data` that has been replaced (`megatron/_replaced.py`).
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from mcore_ckpt.core.paths import checkpoint_path, is_supported
 from mcore_ckpt.dcp.bucket_writer import (
     CopiedData,
     DataFilePrefix,
+    ItemBucket,
     ResultFile,
-    WriteBucket,
     describe_bucket,
     prepare_buckets,
     save_buckets,
@@ -146,7 +145,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         check_hint(separation_hint)
         self.separation_hint = separation_hint
         self.extensions = tuple(_extensions or ())
-        self.write_buckets: list[WriteBucket] | None = None
+        self.write_buckets: list[ItemBucket] | None = None
         self.results_queue: ResultFile | None = None
         self._is_coordinator = False
         self._staged: Any = None
@@ -306,7 +305,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
     def get_save_function_and_args(
         self,
-    ) -> tuple[Callable[..., None] | None, Callable[[], list[WriteBucket]] | None, list[Any]]:
+    ) -> tuple[Callable[..., None] | None, Callable[[], list[ItemBucket]] | None, list[Any]]:
         """What an async caller runs: `(save function, preload function, arguments)`.
 
         The arguments are `[rank, write buckets, results queue]`; the second is to be replaced by what the preload
@@ -319,7 +318,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         return save, partial(self.preload_tensors, self.write_buckets), [rank, self.write_buckets, self.results_queue]
 
     @staticmethod
-    def preload_tensors(write_buckets: list[WriteBucket], non_blocking: bool = True) -> list[WriteBucket]:
+    def preload_tensors(write_buckets: list[ItemBucket], non_blocking: bool = True) -> list[ItemBucket]:
         """Copy all tensors to host memory of their own: the snapshot, for a process that is forked then.
 
         A spawned process gets its copies by pickling, and copies nothing here but device tensors.
@@ -339,7 +338,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
                 else (item, tensor.to("cpu", non_blocking=non_blocking, copy=True))
                 for item, tensor in data.tensor_data
             ]
-            staged.append(WriteBucket.of(bucket.path, bucket.storage_key, data.bytes_data, copies, bucket.save_id))
+            staged.append(ItemBucket.of(bucket.path, bucket.storage_key, data.bytes_data, copies, bucket.save_id))
         if non_blocking:
             for device in devices:
                 torch.cuda.current_stream(device).synchronize()
@@ -349,7 +348,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     def write_preloaded_data(
         transform_list: Sequence[Any],
         local_proc_idx: int,
-        write_bucket: WriteBucket,
+        write_bucket: ItemBucket,
         results_queue: Any = None,
         count_queue: Any = None,
         use_fsync: bool = True,

@@ -8,7 +8,8 @@ not move when an object changes its size.
 `lay_out_rank` does so for all that one rank writes in one save. A `RankLayout` depends on the structure of the state
 only (keys, dtypes, shapes, offsets), so it is kept and used again as long as that stays: the second save's planning is
 free. `lay_out_file` lays out one file from the same parts, for a writer that is handed its buckets one by one. What a
-save adds to a layout is a `FileFrame`: the file's name, the objects, and the integrity footer.
+save adds to a layout is a `WriteBucket`, made by `prepare_write_data`: the file's name, its bytes_data, its tensor_data
+and the integrity footer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mcore_ckpt.core.boxes import Stretch
 from mcore_ckpt.core.crc import crc32
@@ -30,6 +31,9 @@ from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes, place, 
 from mcore_ckpt.format.metadata_read import file_name_problem
 from mcore_ckpt.layout.file_image import FileImage, PlannedFile
 from mcore_ckpt.layout.plans import LocalPlan, LocalPlanBuilder
+
+if TYPE_CHECKING:
+    import torch
 
 _PAGE_BYTES = 4096
 _OBJECT_ALIGNMENT_BYTES = 64
@@ -246,23 +250,32 @@ def _table_columns(
     )
 
 
-class FileFrame(NamedTuple):
-    """All of a file of one save but the bytes of its tensors."""
+class WriteBucket(NamedTuple):
+    """What one save writes into one file: serialized objects, and apart from them tensors."""
 
     layout: BucketLayout  # of the file
     file: PlannedFile  # the same for its writer
-    objects: tuple[memoryview, ...]  # the serialized objects
+    bytes_data: tuple[memoryview, ...]  # the serialized objects
     offsets: tuple[int, ...]  # where each of them lies in the file, in bytes
     footer: bytes  # the integrity footer
+    tensor_data: Sequence[torch.Tensor]  # detached, in the order of the file
+    pointers: Sequence[int] | None = None  # address of each tensor in host memory, 0 if unknown; None: not looked for
 
 
-def frame_file(layout: BucketLayout, name: str, objects: Sequence[memoryview], save_id: bytes) -> FileFrame:
-    """Put the serialized objects of one save into a file, and close it with its integrity footer."""
-    lengths = [len(data) for data in objects]
+def fill_bucket(
+    layout: BucketLayout,
+    name: str,
+    save_id: bytes,
+    bytes_data: Sequence[memoryview],
+    tensor_data: Sequence[torch.Tensor],
+    pointers: Sequence[int] | None = None,
+) -> WriteBucket:
+    """The bucket of one save in a file of this layout and name, closed with its integrity footer."""
+    lengths = [len(data) for data in bytes_data]
     offsets = place_objects(lengths)
     footer, table_crc32 = layout.footer.fill(save_id, layout.image.size_bytes, zip(offsets, lengths, strict=True))
-    file = PlannedFile(name, layout.image, table_crc32, array("I", map(crc32, objects)))
-    return FileFrame(layout, file, tuple(objects), tuple(offsets), footer)
+    file = PlannedFile(name, layout.image, table_crc32, array("I", map(crc32, bytes_data)))
+    return WriteBucket(layout, file, tuple(bytes_data), tuple(offsets), footer, tensor_data, pointers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,20 +302,36 @@ class RankLayout:
             for bucket, chosen in zip(self.buckets, self.objects, strict=True)
         )
 
-    def frames(self, objects: Sequence[memoryview], save_id: bytes) -> list[FileFrame]:
-        """The files of one save: a name is used once. Expects that the objects have room."""
-        return [
-            frame_file(bucket, with_id(bucket.file_name, save_id), [objects[index] for index in chosen], save_id)
-            for bucket, chosen in zip(self.buckets, self.objects, strict=True)
-        ]
-
-    def object_entries(self, frames: Sequence[FileFrame]) -> tuple[ObjectEntry, ...]:
+    def object_entries(self, buckets: Sequence[WriteBucket]) -> tuple[ObjectEntry, ...]:
         """Index entries of the objects of one save, file by file."""
         return tuple(
-            ObjectEntry(self.object_keys[index], StoredItem(frame.file.name, offset, len(data)))
-            for frame, chosen in zip(frames, self.objects, strict=True)
-            for index, offset, data in zip(chosen, frame.offsets, frame.objects, strict=True)
+            ObjectEntry(self.object_keys[index], StoredItem(bucket.file.name, offset, len(data)))
+            for bucket, chosen in zip(buckets, self.objects, strict=True)
+            for index, offset, data in zip(chosen, bucket.offsets, bucket.bytes_data, strict=True)
         )
+
+
+def prepare_write_data(
+    layout: RankLayout,
+    objects: Sequence[memoryview],
+    tensors: Sequence[torch.Tensor],
+    pointers: Sequence[int],
+    save_id: bytes,
+) -> list[WriteBucket]:
+    """Sort what a rank saves into its buckets, bytes_data apart from tensor_data. Expects that the objects have room.
+    The names of the files carry the id of the save, so no name is used twice.
+    """
+    return [
+        fill_bucket(
+            of_file,
+            with_id(of_file.file_name, save_id),
+            save_id,
+            [objects[index] for index in chosen],
+            [tensors[index] for index in members],
+            [pointers[index] for index in members],
+        )
+        for of_file, chosen, members in zip(layout.buckets, layout.objects, layout.members, strict=True)
+    ]
 
 
 def lay_out_rank(

@@ -23,15 +23,15 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.dcp.bucket_writer import WriteBucket, sums_of
+from mcore_ckpt.dcp.bucket_writer import ItemBucket, sums_of
 from mcore_ckpt.dcp.planners import object_write_item, tensor_write_item
 from mcore_ckpt.dcp.writer import replaced_write_function
+from mcore_ckpt.layout.buckets import WriteBucket
 from mcore_ckpt.layout.file_image import PlannedFile, WrittenFile
 from mcore_ckpt.layout.shards import box_sizes
 from mcore_ckpt.load.flattened import destination
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.save.transaction import BucketWriter
-from mcore_ckpt.writing.staging import BucketSource
 
 
 def replaced_bucket_writer() -> BucketWriter | None:
@@ -41,31 +41,31 @@ def replaced_bucket_writer() -> BucketWriter | None:
 
 
 def _write_through(
-    write: Callable[..., Any], directory: Path, sources: Sequence[BucketSource], options: SaveOptions, save_id: bytes
+    write: Callable[..., Any], directory: Path, buckets: Sequence[WriteBucket], options: SaveOptions, save_id: bytes
 ) -> list[WrittenFile]:
     """Hand each bucket to `write(transforms, number, bucket, results queue, count queue, use_fsync)`, as Megatron's
     writer does. It puts `(number, results or exception)` into the results queue.
     """
     results = []
-    for number, source in enumerate(sources):
-        layout, name = source.frame.layout, source.frame.file.name
+    for number, bucket in enumerate(buckets):
+        layout, name = bucket.layout, bucket.file.name
         tensor_data = [
             (
                 tensor_write_item(spec.key, getattr(torch, spec.dtype), spec.shape, spec.offsets, spec.sizes),
                 tensor.detach().cpu(),
             )
-            for spec, tensor in zip(layout.specs, source.tensors, strict=True)
+            for spec, tensor in zip(layout.specs, bucket.tensor_data, strict=True)
         ]
         bytes_data = [
             (object_write_item(key), io.BytesIO(content))
-            for key, content in zip(layout.object_keys, source.frame.objects, strict=True)
+            for key, content in zip(layout.object_keys, bucket.bytes_data, strict=True)
         ]
-        planned = [*source.frame.offsets, *layout.item_offsets]
+        planned = [*bucket.offsets, *layout.item_offsets]
         reports: queue.Queue[Any] = queue.Queue()
         pending: queue.Queue[Any] = queue.Queue()
         pending.put(number)
         path = str(directory / name)
-        to_write = WriteBucket.of(path, name, bytes_data, tensor_data, save_id)
+        to_write = ItemBucket.of(path, name, bytes_data, tensor_data, save_id)
         write([], number, to_write, reports, pending, options.fsync)
         _, outcome = reports.get_nowait()
         if isinstance(outcome, BaseException):
@@ -74,7 +74,7 @@ def _write_through(
             raise SaveError(
                 f"{path}: {len(planned)} items were planned, the writer reports {len(outcome)} or elsewhere"
             )
-        results.append(_written(source.frame.file, len(bytes_data), outcome, save_id))
+        results.append(_written(bucket.file, len(bytes_data), outcome, save_id))
     return results
 
 

@@ -40,6 +40,7 @@ from mcore_ckpt.directory.target import Target, abandon, discard, give_back, ope
 from mcore_ckpt.format.file_names import id_in_names, with_id
 from mcore_ckpt.format.footer import ManifestFile, shown_id
 from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry
+from mcore_ckpt.layout.buckets import WriteBucket, prepare_write_data
 from mcore_ckpt.layout.file_image import PlannedFile, WrittenFile, check_results
 from mcore_ckpt.layout.replicas import ReplicaDigest, ReplicaSums, held_slices, replica_sums
 from mcore_ckpt.layout.save_index import metadata_of_save
@@ -54,7 +55,7 @@ from mcore_ckpt.save.upkeep import check_second_tier, checkpoint_published, note
 from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.writing.snapshot import log_choice, start_writing
-from mcore_ckpt.writing.staging import BucketSource, write_in_process
+from mcore_ckpt.writing.staging import write_in_process
 from mcore_ckpt.writing.staging_buffers import expect_save, is_busy
 from mcore_ckpt.writing.supervised_child import Job
 from mcore_ckpt.writing.writer_job import JobResult, timed_result
@@ -65,7 +66,7 @@ T = TypeVar("T")
 
 
 # A third-party way of writing a rank's buckets into a directory, for the save of an id (`megatron/_replaced.py`).
-BucketWriter = Callable[[Path, Sequence[BucketSource], SaveOptions, bytes], list[WrittenFile]]
+BucketWriter = Callable[[Path, Sequence[WriteBucket], SaveOptions, bytes], list[WrittenFile]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +154,13 @@ def _begin_alike(
     try:
         structure.described = rank_state.described
         planned = time.monotonic()
-        frames = plan.layout.frames([data for _, data in rank_state.objects], plan.save_id)
-        tensors, pointers = rank_state.tensors, rank_state.described.pointers
-        sources = [
-            BucketSource(frame, [tensors[i] for i in members], [pointers[i] for i in members])
-            for frame, members in zip(frames, plan.layout.members, strict=True)
-        ]
+        objects = [data for _, data in rank_state.objects]
+        pointers = rank_state.described.pointers
+        buckets = prepare_write_data(plan.layout, objects, rank_state.tensors, pointers, plan.save_id)
         interrupted: BaseException | None = None
         try:
             with interruptible():
-                job = _write(sources, plan, request, group, directory, started.append)
+                job = _write(buckets, plan, request, group, directory, started.append)
         except BaseException as interrupt:
             if group.size == 1:
                 raise
@@ -179,7 +177,7 @@ def _begin_alike(
             spans += [Span("stage", planned, job.submitted_s), Span("dispatch", job.submitted_s, written)]
         else:
             spans.append(Span("write", planned, written))
-        files, entries = [frame.file for frame in frames], plan.layout.object_entries(frames)
+        files, entries = [bucket.file for bucket in buckets], plan.layout.object_entries(buckets)
         transaction = SaveTransaction(request, group, directory, plan, job, files, entries, spans, replicas)
         transaction.interrupted = interrupted
         return transaction
@@ -210,7 +208,7 @@ def _is_left_out(request: SaveRequest, state: RankState) -> bool:
 
 
 def _write(
-    sources: Sequence[BucketSource],
+    buckets: Sequence[WriteBucket],
     plan: SavePlan,
     request: SaveRequest,
     group: RankGroup,
@@ -220,16 +218,16 @@ def _write(
     """Write this rank's files now, or start to: `started` is called with a job in progress before all else."""
     what, options, storage = str(directory.path), request.options, directory.storage
     if request.bucket_writer is not None:
-        write = partial(request.bucket_writer, directory.path, sources, options, plan.save_id)
+        write = partial(request.bucket_writer, directory.path, buckets, options, plan.save_id)
         return Job.ended(what, attempt(partial(timed_result, write, plan.unencoded)))
     if not request.is_async:
-        expect_save(sum(align_up(source.frame.file.image.size_bytes) for source in sources))
-        write = partial(write_in_process, storage, sources, options)
+        expect_save(sum(align_up(bucket.file.image.size_bytes) for bucket in buckets))
+        write = partial(write_in_process, storage, buckets, options)
         return Job.ended(what, attempt(partial(timed_result, write, plan.unencoded)))
     if group.is_coordinator:
-        log_choice(sources, options)
+        log_choice(buckets, options)
     with collector_paused():
-        return start_writing(storage, sources, options, what, plan.unencoded, started)
+        return start_writing(storage, buckets, options, what, plan.unencoded, started)
 
 
 def _interrupted(interrupt: BaseException, directory: SaveDirectory) -> Job:

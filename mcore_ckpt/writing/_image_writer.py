@@ -446,9 +446,18 @@ def write_files(
         ) as images,
     ):
         for planned, content in files:
-            writer = storage.open_writer(planned.name, size_bytes=planned.image.size_bytes, direct=direct)
-            if isinstance(content, memoryview):
-                images.write_image(writer, planned, content)
-            else:
-                images.write_windows(writer, planned, content)
+            write_preloaded_data(images, storage, planned, content, direct)
     return images.results
+
+
+def write_preloaded_data(
+    images: ImageWriter, storage: Storage, planned: PlannedFile, content: Fill | memoryview, direct: DirectIo
+) -> None:
+    """Write the file of one bucket: its bytes_data, then its tensor_data, from the memory where they have been staged,
+    or window by window. It is durable when `images` is left.
+    """
+    writer = storage.open_writer(planned.name, size_bytes=planned.image.size_bytes, direct=direct)
+    if isinstance(content, memoryview):
+        images.write_image(writer, planned, content)
+    else:
+        images.write_windows(writer, planned, content)

@@ -18,6 +18,7 @@ from functools import partial
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.layout.buckets import WriteBucket
 from mcore_ckpt.layout.file_image import PlannedFile, Window, plan_windows
 from mcore_ckpt.layout.plans import GlobalPlan
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, Storage, align_up
@@ -33,9 +34,10 @@ _LEAST_SLOTS = 2
 _told: set[str] = set()
 
 
-def log_choice(sources: Sequence[BucketSource], options: SaveOptions) -> None:
+def log_choice(buckets: Sequence[WriteBucket], options: SaveOptions) -> None:
     """Say once where the tensors are and which process writes them."""
-    where = "on a device, copied through pinned memory" if any(s.on_device for s in sources) else "in host memory"
+    on_device = not all(tensor.is_cpu for bucket in buckets for tensor in bucket.tensor_data)
+    where = "on a device, copied through pinned memory" if on_device else "in host memory"
     writer = "one writer process for all saves" if options.writer == "persistent" else "one forked child for each save"
     choice = f"async saves: tensors are {where}; snapshot: a reused staging buffer in shared memory; {writer}"
     if choice not in _told:
@@ -45,7 +47,7 @@ def log_choice(sources: Sequence[BucketSource], options: SaveOptions) -> None:
 
 def start_writing(
     storage: Storage,
-    sources: Sequence[BucketSource],
+    buckets: Sequence[WriteBucket],
     options: SaveOptions,
     what: str,
     plan: GlobalPlan | None = None,
@@ -55,7 +57,7 @@ def start_writing(
     `Job.result`, where all ranks are notified of it. `started` gets the job as soon as there is one.
     """
     try:
-        return _copy_and_dispatch(storage, sources, options, what, plan, started)
+        return _copy_and_dispatch(storage, buckets, options, what, plan, started)
     except SaveError as error:  # the other ranks are on their way to the commit, where they are notified of it
         return Job.ended(what, error)
     except Exception as error:  # noqa: BLE001  (see above)
@@ -66,7 +68,7 @@ def start_writing(
 
 def _copy_and_dispatch(
     storage: Storage,
-    sources: Sequence[BucketSource],
+    buckets: Sequence[WriteBucket],
     options: SaveOptions,
     what: str,
     plan: GlobalPlan | None,
@@ -74,9 +76,9 @@ def _copy_and_dispatch(
 ) -> Job:
     files = []
     total_bytes = 0
-    for source in sources:
-        files.append(replace(source.frame.file, buffer_offset=total_bytes))
-        total_bytes += align_up(source.frame.file.image.size_bytes)
+    for bucket in buckets:
+        files.append(replace(bucket.file, buffer_offset=total_bytes))
+        total_bytes += align_up(bucket.file.image.size_bytes)
     writer_job = WriterJob(
         storage=storage,
         files=tuple(files),
@@ -90,8 +92,8 @@ def _copy_and_dispatch(
     lease = lease_buffer(total_bytes, options)
     try:
         if lease.budget_bytes < total_bytes:
-            return _stream(writer_job, sources, lease, total_bytes, options, what, started)
-        _copy(files, sources, lease.buffer, total_bytes)
+            return _stream(writer_job, buckets, lease, total_bytes, options, what, started)
+        preload_tensors(files, buckets, lease.buffer, total_bytes)
         job = _dispatch(writer_job, lease, options, what)
         started(job)
         lease.buffer.touch_meanwhile(lease.buffer.capacity_bytes)  # while the writer is busy with the device
@@ -101,15 +103,18 @@ def _copy_and_dispatch(
         raise
 
 
-def _copy(
-    files: Sequence[PlannedFile], sources: Sequence[BucketSource], buffer: StagingBuffer, total_bytes: int
+def preload_tensors(
+    files: Sequence[PlannedFile], buckets: Sequence[WriteBucket], buffer: StagingBuffer, total_bytes: int
 ) -> None:
-    """Put all files into a staging buffer; where the last ones there had the same layout, their payloads only."""
+    """Copy all buckets into a staging buffer, laid out as their files; where the last ones there had the same layout,
+    objects and tensors only.
+    """
+    sources = [BucketSource(bucket) for bucket in buckets]
     on_device = any(source.on_device for source in sources)
     view = buffer.reserve(max(total_bytes, 1), touch=on_device)
     if on_device:
         buffer.pin()
-    layouts = [source.frame.layout for source in sources]
+    layouts = [bucket.layout for bucket in buckets]
     laid_out = buffer.contents == layouts
     buffer.contents = None
     for source, file in zip(sources, files, strict=True):
@@ -137,7 +142,7 @@ def _run_in_child(job: WriterJob, fd: int, nbytes: int) -> JobResult:
 
 def _stream(
     writer_job: WriterJob,
-    sources: Sequence[BucketSource],
+    buckets: Sequence[WriteBucket],
     lease: BufferLease,
     total_bytes: int,
     options: SaveOptions,
@@ -151,6 +156,7 @@ def _stream(
             ' fed piece by piece; raise staging_budget_bytes, or use writer="persistent"'
         )
     began_s = time.perf_counter()
+    sources = [BucketSource(bucket) for bucket in buckets]
     slot_bytes = min(options.window_bytes, lease.budget_bytes // _LEAST_SLOTS // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
     ring = Ring(0, slot_bytes, lease.budget_bytes // slot_bytes)
     view = lease.buffer.reserve(ring.slots * slot_bytes)
@@ -162,7 +168,7 @@ def _stream(
     windows = (
         partial(_fill_slot, source, view, window)
         for source in sources
-        for window in plan_windows(source.frame.file.image.size_bytes, slot_bytes)
+        for window in plan_windows(source.bucket.file.image.size_bytes, slot_bytes)
     )
     try:
         fill_ring(job, ring, windows)

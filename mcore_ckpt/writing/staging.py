@@ -24,7 +24,7 @@ import torch
 from mcore_ckpt.core.boxes import flat_boxes
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.layout.buckets import FileFrame
+from mcore_ckpt.layout.buckets import WriteBucket
 from mcore_ckpt.layout.dense_tensors import pointer_of
 from mcore_ckpt.layout.file_image import Fill, PlannedFile, Window, WrittenFile, check_results
 from mcore_ckpt.storage.base import Storage
@@ -197,19 +197,15 @@ def _contiguous_slices(tensor: torch.Tensor, start: int, stop: int) -> Iterator[
 
 
 class BucketSource:
-    """The bytes of one bucket's file, from where the trainer keeps them: the frame, and detached tensors in the
-    layout's order, with the `pointer_of` each where that is known.
-    """
+    """The bytes of a bucket's file, from where the trainer keeps them."""
 
-    def __init__(
-        self, frame: FileFrame, tensors: Sequence[torch.Tensor], pointers: Sequence[int] | None = None
-    ) -> None:
-        self.frame = frame
-        self.tensors = tensors
-        self._size_bytes = frame.layout.image.size_bytes
-        self._footer_offset = frame.layout.footer_offset
+    def __init__(self, bucket: WriteBucket) -> None:
+        self.bucket = bucket
+        self._size_bytes = bucket.layout.image.size_bytes
+        self._footer_offset = bucket.layout.footer_offset
+        tensors = bucket.tensor_data
         _wait_for_copies_to_host(tensors)
-        self._payloads = _Payloads(tensors, pointers)
+        self._payloads = _Payloads(tensors, bucket.pointers)
         self.on_device = not all(self._payloads.pointers) and not all(tensor.is_cpu for tensor in tensors)
 
     def fill(self, start: int, stop: int, view: memoryview) -> None:
@@ -222,7 +218,7 @@ class BucketSource:
     def _fill(self, start: int, stop: int, view: memoryview) -> None:
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
         self._fill_region(start, stop, view)
-        layout = self.frame.layout
+        layout = self.bucket.layout
         payload_offsets = layout.image.payload_offsets
         payload_lengths = layout.image.payload_lengths
         # Items are in file order: from the one that holds `start` to the last that begins before `stop`.
@@ -252,14 +248,14 @@ class BucketSource:
                 _put(view, start, stop, tail, end_bytes)
             filled = min(end, stop)
         ctypes.memset(base + filled, 0, max(0, min(stop, self._footer_offset) - filled))
-        _put(view, start, stop, self._footer_offset, self.frame.footer)
+        _put(view, start, stop, self._footer_offset, self.bucket.footer)
 
     def _fill_region(self, start: int, stop: int, view: memoryview) -> None:
-        end = min(stop, self.frame.layout.region_bytes)
+        end = min(stop, self.bucket.layout.region_bytes)
         if start >= end:
             return
         filled = start
-        for offset, data in zip(self.frame.offsets, self.frame.objects, strict=True):
+        for offset, data in zip(self.bucket.offsets, self.bucket.bytes_data, strict=True):
             if offset + len(data) <= start or offset >= end:
                 continue
             if offset > filled:
@@ -291,9 +287,9 @@ class BucketSource:
     def _fill_payloads(self, view: memoryview) -> None:
         """Put objects and payloads into a piece that has everything else already."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        layout = self.frame.layout
+        layout = self.bucket.layout
         self._fill_region(0, self._size_bytes, view)
-        _put(view, 0, self._size_bytes, self._footer_offset, self.frame.footer)
+        _put(view, 0, self._size_bytes, self._footer_offset, self.bucket.footer)
         pointers = self._payloads.pointers
         lengths = layout.image.payload_lengths
         memmove = ctypes.memmove
@@ -305,12 +301,12 @@ class BucketSource:
                 self._payloads.copy(index, 0, lengths[index], address + offset)
 
 
-def write_in_process(storage: Storage, sources: Sequence[BucketSource], options: SaveOptions) -> list[WrittenFile]:
+def write_in_process(storage: Storage, buckets: Sequence[WriteBucket], options: SaveOptions) -> list[WrittenFile]:
     """Write the files of a rank in the process that calls, from the tensors where they lie. All of them are made
     durable, or none stays.
     """
     files: list[tuple[PlannedFile, Fill | memoryview]] = [
-        (source.frame.file, partial(_fill_window, source)) for source in sources
+        (bucket.file, partial(_fill_window, BucketSource(bucket))) for bucket in buckets
     ]
     results = write_files(
         storage,

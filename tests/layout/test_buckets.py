@@ -13,7 +13,7 @@ from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.layout.buckets import (
     TensorSpec,
     balance,
-    frame_file,
+    fill_bucket,
     lay_out_file,
     lay_out_rank,
     place_objects,
@@ -96,8 +96,8 @@ def source_of(tensors: list[torch.Tensor], objects: list[bytes]) -> tuple[Bucket
         expected[offset : offset + len(item)] = item
     places = zip(offsets, map(len, objects), strict=True)
     expected[layout.footer_offset :], _ = layout.footer.fill(SAVE_ID, len(expected), places)
-    frame = frame_file(layout, "f", [memoryview(data) for data in objects], SAVE_ID)
-    return BucketSource(frame, tensors), bytes(expected)
+    bucket = fill_bucket(layout, "f", SAVE_ID, [memoryview(data) for data in objects], tensors)
+    return BucketSource(bucket), bytes(expected)
 
 
 @given(bucket_tensors(), st.lists(st.binary(max_size=300), max_size=4), st.sampled_from([4096, 8192, 65536]))

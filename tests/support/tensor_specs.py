@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from mcore_ckpt.format.footer import NO_SAVE_ID
-from mcore_ckpt.layout.buckets import TensorSpec, frame_file, lay_out_file
+from mcore_ckpt.layout.buckets import TensorSpec, WriteBucket, fill_bucket, lay_out_file
 from mcore_ckpt.writing.staging import BucketSource
 
 
@@ -21,6 +21,11 @@ def specs_of(tensors: Iterable[torch.Tensor]) -> list[TensorSpec]:
     return specs
 
 
-def source_of(*tensors: torch.Tensor, name: str = "__0_0.distcp") -> BucketSource:
+def bucket_of(*tensors: torch.Tensor, name: str = "__0_0.distcp") -> WriteBucket:
+    """What is written into a file that holds these tensors."""
+    return fill_bucket(lay_out_file(name, specs_of(tensors)), name, NO_SAVE_ID, [], tensors)
+
+
+def source_of(*tensors: torch.Tensor) -> BucketSource:
     """The bytes of a file that holds these tensors."""
-    return BucketSource(frame_file(lay_out_file(name, specs_of(tensors)), name, [], NO_SAVE_ID), tensors)
+    return BucketSource(bucket_of(*tensors))

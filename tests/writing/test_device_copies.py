@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from mcore_ckpt import SaveOptions
+from mcore_ckpt.layout.buckets import WriteBucket
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.writing import staging
 from mcore_ckpt.writing.snapshot import start_writing
 from mcore_ckpt.writing.staging import BucketSource, DeviceCopies
 from mcore_ckpt.writing.staging_buffers import StagingBuffer
 from tests.support.simulated_device import OnDevice, SimulatedDevices, simulated_devices
-from tests.support.tensor_specs import source_of
+from tests.support.tensor_specs import bucket_of, source_of
 
 __all__ = ["simulated_devices"]
 
@@ -26,8 +27,8 @@ def values(number: float) -> torch.Tensor:
     return torch.arange(COUNT, dtype=torch.float32) + number * COUNT
 
 
-def payloads(source: BucketSource, content: bytes | memoryview) -> list[torch.Tensor]:
-    image = source.frame.file.image
+def payloads(bucket: WriteBucket, content: bytes | memoryview) -> list[torch.Tensor]:
+    image = bucket.file.image
     return [
         torch.frombuffer(bytearray(content[start : start + length]), dtype=torch.float32)
         for start, length in zip(image.payload_offsets, image.payload_lengths, strict=True)
@@ -36,9 +37,9 @@ def payloads(source: BucketSource, content: bytes | memoryview) -> list[torch.Te
 
 def staged(source: BucketSource, laid_out: bool = False) -> list[torch.Tensor]:
     buffer = StagingBuffer()
-    view = buffer.reserve(source.frame.file.image.size_bytes)
+    view = buffer.reserve(source.bucket.file.image.size_bytes)
     source.fill_buffer(view, laid_out=laid_out)
-    found = payloads(source, view)
+    found = payloads(source.bucket, view)
     del view
     buffer.close()
     return found
@@ -58,7 +59,7 @@ def test_what_the_trainer_queued_before_is_in_and_what_it_queues_later_is_not(
     tensor = OnDevice(values(0))
     for step in range(1, 4):
         tensor.fill_(float(step))
-        source = source_of(tensor)
+        source = bucket_of(tensor)
         (tmp_path / str(step)).mkdir()
         save = start_writing(LocalStorage(tmp_path / str(step)), [source], SaveOptions(), "test")
         tensor.fill_(-1.0)
@@ -87,12 +88,12 @@ def test_windows_hold_any_part_of_it(simulated_devices: SimulatedDevices, monkey
     turned = torch.randn(60, 70).t()
     for tensor in (turned, OnDevice(turned)):
         source = source_of(tensor)
-        size = source.frame.file.image.size_bytes
+        size = source.bucket.file.image.size_bytes
         content = bytearray(size)
         for start in range(0, size, 4096):
             stop = min(size, start + 4096)
             source.fill(start, stop, memoryview(content)[start:stop])
-        (found,) = payloads(source, content)
+        (found,) = payloads(source.bucket, content)
         assert torch.equal(found, turned.contiguous().view(-1))
 
 
@@ -111,7 +112,7 @@ def test_an_error_waits_for_what_is_under_way(simulated_devices: SimulatedDevice
     payloads_of = source._payloads
     payloads_of._device_copies = type("Failing", (), {"copy": staticmethod(failing), "wait": copies.wait})()  # type: ignore[assignment]
     buffer = StagingBuffer()
-    view = buffer.reserve(source.frame.file.image.size_bytes)
+    view = buffer.reserve(source.bucket.file.image.size_bytes)
     with pytest.raises(RuntimeError, match="as the test wants it"):
         source.fill_buffer(view, laid_out=False)
     assert torch.equal(done[0].view(torch.float32), values(1)), "it is there, and cannot land in what comes next"

@@ -29,7 +29,7 @@ from mcore_ckpt.writing.persistent_writer import shared_writer
 from mcore_ckpt.writing.snapshot import start_writing
 from mcore_ckpt.writing.staging import write_in_process
 from mcore_ckpt.writing.staging_buffers import is_busy, lease_buffer
-from tests.support.tensor_specs import source_of
+from tests.support.tensor_specs import bucket_of
 from tests.support.writer_jobs import MisbehavingStorage
 
 _MIB = 1024 * 1024
@@ -64,12 +64,12 @@ def _held_bytes() -> int:
 def test_a_save_of_any_size_stays_within_the_budget(budget_mib: int, tmp_path: Path) -> None:
     options = SaveOptions(staging_budget_bytes=budget_mib * _MIB, progress=False)
     tensor = torch.arange(5 * _MIB, dtype=torch.float32)  # 20 MiB, and windows of 8
-    save = start_writing(LocalStorage(tmp_path), [source_of(tensor)], options, "a save")
+    save = start_writing(LocalStorage(tmp_path), [bucket_of(tensor)], options, "a save")
     assert _held_bytes() <= budget_mib * _MIB
     expected = tensor.clone()
     tensor.zero_()
     save.result()
-    image = source_of(tensor).frame.file.image
+    image = bucket_of(tensor).file.image
     content = bytearray((tmp_path / "__0_0.distcp").read_bytes())
     written = torch.frombuffer(content, dtype=torch.float32, offset=image.payload_offsets[0], count=tensor.numel())
     assert torch.equal(written, expected)
@@ -167,7 +167,7 @@ def test_the_launcher_tells_how_many_ranks_share_a_host(environment: dict[str, s
 
 def test_the_choice_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "_told", set())
-    sources = [source_of(torch.ones(1))]
+    sources = [bucket_of(torch.ones(1))]
     with caplog.at_level("INFO"):
         for _ in range(3):
             snapshot.log_choice(sources, SaveOptions())
@@ -197,7 +197,7 @@ def test_a_buffer_is_not_used_again_while_a_killed_writer_is_still_there(
     monkeypatch.setattr(subprocess.Popen, "kill", lambda process: process.send_signal(signal.SIGSTOP))
     tensor = torch.ones(1000)
     save = start_writing(
-        MisbehavingStorage(str(tmp_path), "hang"), [source_of(tensor)], _options(write_deadline_s=0.3), "a save"
+        MisbehavingStorage(str(tmp_path), "hang"), [bucket_of(tensor)], _options(write_deadline_s=0.3), "a save"
     )
     (used,) = (lease.buffer for lease in staging_buffers._in_use)
     with pytest.raises(WriteTimeoutError):
@@ -216,7 +216,7 @@ def test_a_buffer_is_not_used_again_while_a_killed_writer_is_still_there(
 @pytest.mark.parametrize("way", [{}, {"writer": "fork"}], ids=str)
 def test_a_buffer_is_used_again_after_a_writer_that_died(way: dict[str, Any], tmp_path: Path) -> None:
     options = _options(**way)
-    save = start_writing(MisbehavingStorage(str(tmp_path), "SIGKILL"), [source_of(torch.ones(1000))], options, "a save")
+    save = start_writing(MisbehavingStorage(str(tmp_path), "SIGKILL"), [bucket_of(torch.ones(1000))], options, "a save")
     (used,) = (lease.buffer for lease in staging_buffers._in_use)
     with pytest.raises(WriterDiedError, match="SIGKILL"):
         save.result()
@@ -228,7 +228,7 @@ def test_a_buffer_is_used_again_after_a_writer_that_died(way: dict[str, Any], tm
 def test_a_forked_process_does_not_keep_a_buffer_that_the_trainer_gives_up(tmp_path: Path) -> None:
     tensor = torch.ones(8 * _MIB)
     for options in (_options(), _options(writer="fork")):
-        start_writing(LocalStorage(_made(tmp_path / options.writer)), [source_of(tensor)], options, "a save").result()
+        start_writing(LocalStorage(_made(tmp_path / options.writer)), [bucket_of(tensor)], options, "a save").result()
     assert _held_bytes() > 32 * _MIB
     child = fork_call(lambda: time.sleep(600), what="a function of others")
     try:
@@ -239,8 +239,8 @@ def test_a_forked_process_does_not_keep_a_buffer_that_the_trainer_gives_up(tmp_p
         child.abort()
     # The trainer's own is as it was.
     again = tmp_path / "again"
-    start_writing(LocalStorage(_made(again)), [source_of(tensor)], _options(), "a save").result()
-    offset = source_of(tensor).frame.file.image.payload_offsets[0]
+    start_writing(LocalStorage(_made(again)), [bucket_of(tensor)], _options(), "a save").result()
+    offset = bucket_of(tensor).file.image.payload_offsets[0]
     content = bytearray((again / "__0_0.distcp").read_bytes())
     assert torch.equal(torch.frombuffer(content, dtype=torch.float32, offset=offset, count=tensor.numel()), tensor)
 
@@ -264,10 +264,10 @@ def test_a_save_elsewhere_does_not_wait_for_windows_that_a_hung_write_holds(tmp_
     let_go = threading.Event()
     try:
         with pytest.raises(WriteTimeoutError):
-            write_in_process(_HangsAtFirst(_made(tmp_path / "hung"), let_go), [source_of(tensor)], options)
+            write_in_process(_HangsAtFirst(_made(tmp_path / "hung"), let_go), [bucket_of(tensor)], options)
         for number in range(2):
             (result,) = write_in_process(
-                LocalStorage(_made(tmp_path / f"healthy{number}")), [source_of(tensor)], options
+                LocalStorage(_made(tmp_path / f"healthy{number}")), [bucket_of(tensor)], options
             )
             assert result.size_bytes > tensor.nbytes
     finally:
@@ -282,9 +282,9 @@ def test_control_c_is_heard_though_a_write_hangs(tmp_path: Path) -> None:
     try:
         began_s = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            write_in_process(_HangsAtFirst(_made(tmp_path / "hung"), let_go), [source_of(torch.ones(_MIB))], options)
+            write_in_process(_HangsAtFirst(_made(tmp_path / "hung"), let_go), [bucket_of(torch.ones(_MIB))], options)
         assert time.monotonic() - began_s < 20, "it waits for the write in progress for a moment only"
-        write_in_process(LocalStorage(_made(tmp_path / "healthy")), [source_of(torch.ones(_MIB))], options)
+        write_in_process(LocalStorage(_made(tmp_path / "healthy")), [bucket_of(torch.ones(_MIB))], options)
     finally:
         let_go.set()
         timer.join()
@@ -325,10 +325,10 @@ def test_whenever_control_c_comes_no_buffer_is_lost_or_used_twice(way: dict[str,
     if options.writer == "persistent":
         shared_writer().warm_up()
     generator = random.Random(5)
-    start_writing(LocalStorage(_made(tmp_path / "first")), [source_of(tensor)], options, "a save").result()
+    start_writing(LocalStorage(_made(tmp_path / "first")), [bucket_of(tensor)], options, "a save").result()
     profile, seen = _interrupt_at(-1)
     sys.setprofile(profile)
-    save = start_writing(LocalStorage(_made(tmp_path / "counted")), [source_of(tensor)], options, "a save")
+    save = start_writing(LocalStorage(_made(tmp_path / "counted")), [bucket_of(tensor)], options, "a save")
     sys.setprofile(None)
     save.result()
     assert seen[0] > 50
@@ -338,7 +338,7 @@ def test_whenever_control_c_comes_no_buffer_is_lost_or_used_twice(way: dict[str,
         profile, _ = _interrupt_at(moment)
         sys.setprofile(profile)
         try:
-            start_writing(LocalStorage(_made(directory)), [source_of(tensor)], options, "a save").result()
+            start_writing(LocalStorage(_made(directory)), [bucket_of(tensor)], options, "a save").result()
         except KeyboardInterrupt:
             hit += 1
         finally:
@@ -349,11 +349,11 @@ def test_whenever_control_c_comes_no_buffer_is_lost_or_used_twice(way: dict[str,
         # The next save works, with whatever is there, and writes its own bytes.
         other = torch.full((_MIB // 2,), float(moment))
         after = tmp_path / f"after{moment}"
-        save = start_writing(LocalStorage(_made(after)), [source_of(other)], options, "a save")
+        save = start_writing(LocalStorage(_made(after)), [bucket_of(other)], options, "a save")
         other.zero_()
         save.result()
         content = bytearray((after / "__0_0.distcp").read_bytes())
-        offset = source_of(other).frame.file.image.payload_offsets[0]
+        offset = bucket_of(other).file.image.payload_offsets[0]
         written = torch.frombuffer(content, dtype=torch.float32, offset=offset, count=other.numel())
         assert torch.equal(written, torch.full_like(other, float(moment)))
         shutil.rmtree(after)

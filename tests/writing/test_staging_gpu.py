@@ -14,18 +14,18 @@ from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.writing.snapshot import start_writing
 from mcore_ckpt.writing.staging import BucketSource
 from mcore_ckpt.writing.staging_buffers import StagingBuffer
-from tests.support.tensor_specs import source_of
+from tests.support.tensor_specs import bucket_of, source_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
 def staged(source: BucketSource, pin: bool) -> list[bytes]:
     buffer = StagingBuffer()
-    view = buffer.reserve(source.frame.file.image.size_bytes)
+    view = buffer.reserve(source.bucket.file.image.size_bytes)
     if pin:
         buffer.pin()
     source.fill_buffer(view, laid_out=False)
-    image = source.frame.file.image
+    image = source.bucket.file.image
     payloads = [
         bytes(view[start : start + length])
         for start, length in zip(image.payload_offsets, image.payload_lengths, strict=True)
@@ -47,12 +47,12 @@ def test_what_is_queued_before_the_call_is_in_the_snapshot_and_what_comes_after_
     tensor = torch.zeros(64 * 1024 * 1024, device="cuda")
     for step in range(1, 6):
         tensor.fill_(step)  # queued, not waited for
-        save = start_writing(LocalStorage(tmp_path / str(step)), [source_of(tensor)], SaveOptions(), "test")
+        save = start_writing(LocalStorage(tmp_path / str(step)), [bucket_of(tensor)], SaveOptions(), "test")
         tensor.fill_(-1.0)
         save.result()
     for step in range(1, 6):
         content = (tmp_path / str(step) / "__0_0.distcp").read_bytes()
-        image = source_of(tensor).frame.file.image
+        image = bucket_of(tensor).file.image
         values = torch.frombuffer(
             bytearray(content), dtype=torch.float32, offset=image.payload_offsets[0], count=tensor.numel()
         )
