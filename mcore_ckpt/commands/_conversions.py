@@ -32,9 +32,6 @@ def add_options(parser: argparse.ArgumentParser, options: type[ConversionOptions
             if str(option.type).startswith("int") and not option.name.endswith("_bytes"):
                 how["type"] = int
         groups[kinds].add_argument(*flags_of(option), **how)
-    parser.add_argument(  # its name of old
-        "--drop", dest="drop_optimizer", choices=("optimizer",), help=argparse.SUPPRESS
-    )
 
 
 def given_options(arguments: argparse.Namespace, options: type[ConversionOptions]) -> dict[str, Any]:

@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="PATTERN", help="keys that match (shell pattern, or a part of the key)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--keys-only", action="store_true", help="compare keys, shapes and dtypes, not values")
-    what.add_argument("--keys", dest="keys_only", action="store_true", help=argparse.SUPPRESS)
     what.add_argument(
         "--state", action="store_true", help="compare fingerprints of tensors, which reads little or nothing of them"
     )

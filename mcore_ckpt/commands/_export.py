@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --to hf: then run both models on random tokens, and compare logits; needs transformers and "
         "megatron-core",
     )
-    parser.add_argument("--check", dest="check_logits", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> Outcome:

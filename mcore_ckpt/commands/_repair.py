@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="other",
         metavar="OTHER",
-        help="another copy (any sharding); only bytes whose checksums match are taken from it",
+        help="a copy of the same save; only bytes whose checksums match are taken from it",
     )
     parser.add_argument(
         "--accept-common-state",

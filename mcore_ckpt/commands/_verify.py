@@ -42,10 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare its fingerprint, or its model's or optimizer's, with this",
     )
     add_workers(parser, "threads that read and sum")
-    # Names of old; `repair` has the last two.
-    parser.add_argument("--optimizer", dest="check_optimizer", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--repair-from", help=argparse.SUPPRESS)
-    parser.add_argument("--accept-common-state", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> Outcome:
@@ -53,12 +49,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
     expected = arguments.expect_state
     if expected is not None and not re.fullmatch("[0-9a-fA-F]{32}", expected):
         raise OptionError(f"--expect-state {expected!r}: expected the 32 hexadecimal digits of a fingerprint")
-    verdict = verified(
-        arguments,
-        repair_from=arguments.repair_from,
-        accept=arguments.accept_common_state,
-        optimizer=arguments.check_optimizer,
-    )
+    verdict = verified(arguments, repair_from=None, accept=False, optimizer=arguments.check_optimizer)
     if not arguments.state and expected is None:
         return verdict
     return _with_state(verdict, arguments)
@@ -165,7 +156,7 @@ def verified(
         some = bool(report.repaired or report.would_repair)
         lines.append(
             f"{other} has nothing with the checksums of {'the other damage' if some else 'what is damaged'}; "
-            "is it a copy of this very save, or made of one?"
+            "is it a copy of this very save?"
         )
     if report.problems and not other and not any(problem.kind in ("index", "optimizer") for problem in report.problems):
         lines.append(f"with a copy of this save: mcore-ckpt repair {one_line(report.path)} --from COPY")

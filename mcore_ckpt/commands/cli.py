@@ -187,7 +187,7 @@ class _Parser(argparse.ArgumentParser):
             words = [word.partition("=")[0] for word in message.split()[2:] if word.startswith("--")]
             parsers = [self, *_subparsers(self)]
             actions = [action for each in parsers for action in each._actions]  # noqa: SLF001
-            known = [name for action in actions if action.help != argparse.SUPPRESS for name in action.option_strings]
+            known = [name for action in actions for name in action.option_strings]
         elif found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             words, known = [found[1]], re.findall(r"[\w-]+", found[2])
         alike = [like for word in words for like in difflib.get_close_matches(word, known, n=1)]

@@ -1,9 +1,9 @@
-"""Repair of a damaged checkpoint with the bytes of another copy: of the same save, or of one resharded from it.
+"""Repair of a damaged checkpoint with the bytes of a copy of the same save, such as that in the second tier.
 
-Nothing is believed for coming from the copy: bytes of another iteration would make a mix of two, and look whole. Whole
-items and files are put back only from a copy of the same save, and only if their own checksums hold there; from any
-other copy, whatever its sharding, bytes that have the checksums that the damaged item still carries. They are
-written in place, made durable, and the checkpoint is verified again.
+Nothing is believed for coming from the copy: bytes of another save would make a mix of two, and look whole. So the
+copy's ids, or where there are none its checksums, have to be those of the damaged checkpoint. Items and files are put
+back only if their own checksums hold in the copy. They are written in place, made durable, and the checkpoint is
+verified again.
 
 A repair that ends early has put nothing in force that was not judged before, and can be repeated.
 """
@@ -11,20 +11,18 @@ A repair that ends early has put nothing in force that was not judged before, an
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from mcore_ckpt.core.console import Progress
-from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.footer import FOOTER_BYTES
-from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.format.item_reading import locate_tensor, verify_records
+from mcore_ckpt.format.index import CheckpointIndex, StoredItem
+from mcore_ckpt.format.item_reading import verify_records
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     MAX_METADATA_BYTES,
@@ -37,10 +35,9 @@ from mcore_ckpt.format.metadata_read import (
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.items.file_footers import read_table
 from mcore_ckpt.items.item_checks import ItemCheck, Problem, check_item
-from mcore_ckpt.storage.base import RangeReader, Storage
+from mcore_ckpt.storage.base import RangeReader
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory
-from mcore_ckpt.tools.payloads import StoredPayloads, read_box
 from mcore_ckpt.tools.verify import VerifyReport, verify_checkpoint, verify_index
 
 _WINDOW_BYTES = 8 * 1024 * 1024
@@ -55,14 +52,14 @@ def repair_checkpoint(
 
     Args:
         report: what `verify_checkpoint` returned; the checkpoint that it names is repaired in place.
-        other: directory of a copy under the same sharding or any other, or one with a tracker file.
+        other: directory of a copy of the same save, or one with a tracker file that names it.
         dry_run: read and compare only. The report that comes back has the same problems, and `would_repair` names what
             this function would put back.
         progress: show bars; None: if standard error is a terminal.
 
     Returns:
         The new report; `repaired` names what was put back, and its problems are those that are left. `unmatched` are
-        problems for which the copy has nothing with the right checksums.
+        problems for which the copy has nothing that is sound, which of another save are all.
 
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError: `other` is no readable checkpoint, or its index does not
@@ -82,7 +79,6 @@ class _Untouched:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.storage = storage_at(path)
-        self._last: tuple[str, int, bytes] = ("", 0, b"")
 
     def check_held(self) -> None:
         """Nothing is held."""
@@ -99,34 +95,8 @@ class _Untouched:
         return True
 
     def write(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
-        """Remember the bytes for the next `open_reader`; False if there is no such file."""
-        self._last = (name, offset, content)
+        """Do nothing; False if there is no such file."""
         return self.storage.exists(name)
-
-    def open_reader(self, name: str) -> RangeReader:
-        """The file as it would be after the last `write`."""
-        written, offset, content = self._last
-        reader = self.storage.open_reader(name)
-        return _Overwritten(reader, offset, content) if name == written else reader
-
-
-class _Overwritten(RangeReader):
-    """A file with other bytes in one place, which are not in the file."""
-
-    def __init__(self, reader: RangeReader, offset: int, content: bytes) -> None:
-        self.name, self.size_bytes = reader.name, reader.size_bytes
-        self._reader, self._offset, self._content = reader, offset, content
-
-    def read_into(self, offset: int, view: memoryview, arrived: Callable[[memoryview], None] | None = None) -> None:
-        self._reader.read_into(offset, view)
-        start, end = max(offset, self._offset), min(offset + len(view), self._offset + len(self._content))
-        if start < end:
-            view[start - offset : end - offset] = self._content[start - self._offset : end - self._offset]
-        if arrived is not None:
-            arrived(view)
-
-    def close(self) -> None:
-        self._reader.close()
 
 
 class _Damaged(_Untouched):
@@ -190,6 +160,8 @@ class _Damaged(_Untouched):
 
 # What was put back, and of which problem.
 _Repaired = list[tuple[Problem, str]]
+# By key, file and offset.
+_Checks = dict[tuple[str, str, int], ItemCheck]
 
 
 def _repair(report: VerifyReport, damaged: _Untouched, copy: Path, progress: bool | None) -> VerifyReport:
@@ -208,24 +180,14 @@ def _repair(report: VerifyReport, damaged: _Untouched, copy: Path, progress: boo
             index_is_ours = False
     else:
         index = read_index(directory, strict=False)
-    with StoredPayloads(good_index) as payloads, Progress("repair", _damaged_bytes(report), shown=progress) as bar:
-        same_save = _is_same_save(index if index_is_ours else None, _checks(index), directory, payloads)
-        if same_save:
-            repaired += _replace_files(report.problems, damaged, copy, index)
-        checks = _checks(index)
-        for problem in report.problems:
-            if problem.fqn is None or problem.file is None or problem.offset is None:
-                continue
-            if problem.kind not in ("checksum", "item"):
-                continue
-            check = checks.get((problem.fqn, problem.file, problem.offset))
-            if check is None:
-                if same_save and _restore_file(problem, damaged, copy):
-                    repaired.append((problem, problem.file))
-            elif _restore(check, damaged, payloads, same_save):
-                repaired.append((problem, check.where))
-            bar.advance(problem.length or 0)
-    repaired += _restore_footers(report.problems, damaged, copy, index)
+    checks = _checks(index)
+    if _is_same_save(index if index_is_ours else None, checks, directory, good_index):
+        repaired += _replace_files(report.problems, damaged, copy, index)
+        with Progress("repair", _damaged_bytes(report), shown=progress) as bar:
+            for problem in report.problems:
+                repaired += _restore(problem, checks, damaged, good_index)
+                bar.advance(problem.length or 0)
+        repaired += _restore_footers(report.problems, damaged, copy, index)
     names = tuple(dict.fromkeys(name for _, name in repaired))
     if not isinstance(damaged, _Damaged):
         covered = {problem for problem, _ in repaired}
@@ -267,8 +229,8 @@ def _damaged_bytes(report: VerifyReport) -> int:
     return sum(problem.length or 0 for problem in report.problems)
 
 
-def _checks(index: CheckpointIndex) -> dict[tuple[str, str, int], ItemCheck]:
-    found = {}
+def _checks(index: CheckpointIndex) -> _Checks:
+    found: _Checks = {}
     for fqn, entry in index.tensors.items():
         for chunk in entry.chunks:
             found[fqn, chunk.item.file, chunk.item.offset] = ItemCheck(fqn, chunk.item, entry, chunk)
@@ -307,9 +269,7 @@ def _restore_footers(
 
 
 def _replace_files(problems: tuple[Problem, ...], damaged: _Untouched, copy: Path, index: CheckpointIndex) -> _Repaired:
-    """Restore missing files, and a common state of another save. A file that the manifest does not name so stays: the
-    copy has another layout.
-    """
+    """Restore missing files, and a common state of another save."""
     repaired: _Repaired = []
     for problem in problems:
         if problem.kind != "file" or problem.fqn is not None or problem.file is None:
@@ -337,32 +297,30 @@ def _replace_files(problems: tuple[Problem, ...], damaged: _Untouched, copy: Pat
 
 def _is_same_save(
     index: CheckpointIndex | None,
-    checks: dict[tuple[str, str, int], ItemCheck],
+    checks: _Checks,
     directory: Path,
-    payloads: StoredPayloads,
+    other: CheckpointIndex,
 ) -> bool:
     """Whether the copy is of the same save, by the ids of both, else by checksums. `index` is None if it came from the
     copy. DCP's id may have come from this copy, too, by a repair that ended early; that of a manifest is in the files.
     """
-    if index is not None and index.manifest is not None and payloads.index.manifest is not None:
-        return index.manifest.save_id == payloads.index.manifest.save_id
+    if index is not None and index.manifest is not None and other.manifest is not None:
+        return index.manifest.save_id == other.manifest.save_id
     own = ((index.storage_meta if index else None) or {}).get("save_id")
-    copy_id = (payloads.index.storage_meta or {}).get("save_id")
+    copy_id = (other.storage_meta or {}).get("save_id")
     same_id = bool(own and own == copy_id)
     if own and copy_id and (not same_id or (index is not None and index.manifest is not None)):
         return same_id
     # Large tensors are weights and moments: those of two iterations differ, and so do their checksums.
     equal = different = 0
     for check in sorted(checks.values(), key=lambda check: check.item.length, reverse=True):
-        item = _item_in_copy(check, payloads.index)
+        item = _item_in_copy(check, other)
         if check.chunk is None or item is None:
             continue
-        mine, other = (
-            _sums(directory, check.item, check.where),
-            _sums(checkpoint_path(payloads.index.path), item, check.where),
-        )
-        if mine and other:
-            equal, different = equal + (mine == other), different + (mine != other)
+        here = _sums(directory, check.item, check.where)
+        there = _sums(checkpoint_path(other.path), item, check.where)
+        if here and there:
+            equal, different = equal + (here == there), different + (here != there)
         if equal + different == _COMPARED_ITEMS:
             break
     return equal > different or (same_id and not different)
@@ -392,51 +350,28 @@ def _restore_file(problem: Problem, damaged: _Untouched, copy: Path) -> bool:
     return bool(sound) and damaged.publish_common(problem.file, content)
 
 
-def _restore(check: ItemCheck, damaged: _Untouched, payloads: StoredPayloads, same_save: bool) -> bool:
-    """Put one item back; False if the copy does not have it, or its checksums do not show that it is the same."""
-    content = _same_item(check, payloads)
-    if content is not None and same_save:
-        return damaged.write(check.item.file, check.item.offset, content)
-    # The elements alone first: what the item states of them stays, by which a repair that is killed can be repeated.
-    if check.entry is not None and check.chunk is not None:
-        found = _same_elements(check, check.entry, check.chunk, damaged.storage, payloads)
-        if found is not None and damaged.write(check.item.file, *found) and _is_sound(check, damaged):
-            return True
-    if content is not None and _carries_sums_of(check, damaged.path, payloads):
-        return damaged.write(check.item.file, check.item.offset, content)
-    return False
-
-
-def _is_sound(check: ItemCheck, damaged: _Untouched) -> bool:
-    try:
-        with damaged.open_reader(check.item.file) as reader:
-            check_item(check, reader)
-    except LoadError:
-        return False
-    return True
-
-
-def _carries_sums_of(check: ItemCheck, directory: Path, payloads: StoredPayloads) -> bool:
-    """Whether the damaged item still states the checksums of the copy's."""
-    item = _item_in_copy(check, payloads.index)
-    if item is None:
-        return False
-    mine = _sums(directory, check.item, check.where)
-    return bool(mine) and mine == _sums(checkpoint_path(payloads.index.path), item, check.where)
-
-
-def _same_item(check: ItemCheck, payloads: StoredPayloads) -> bytes | None:
-    """The item of that key and box in the copy, if it is as long and sound; resharded copies rarely have it."""
-    item = _item_in_copy(check, payloads.index)
+def _restore(problem: Problem, checks: _Checks, damaged: _Untouched, other: CheckpointIndex) -> _Repaired:
+    """Put one item back, if the copy's is as long and sound; a file that is one item is put back as a whole."""
+    if problem.fqn is None or problem.file is None or problem.offset is None:
+        return []
+    if problem.kind not in ("checksum", "item"):
+        return []
+    copy = checkpoint_path(other.path)
+    check = checks.get((problem.fqn, problem.file, problem.offset))
+    if check is None:
+        return [(problem, problem.file)] if _restore_file(problem, damaged, copy) else []
+    item = _item_in_copy(check, other)
     if item is None or item.length != check.item.length or item.transforms != check.item.transforms:
-        return None
+        return []
     try:
-        with payloads.files.reader(item.file) as reader:
+        with storage_at(copy).open_reader(item.file) as reader:
             content = reader.read(item.offset, item.length)
-            sound = check_item(check._replace(item=item), reader, memoryview(content))
+            is_sound = check_item(check._replace(item=item), reader, memoryview(content))
     except LoadError:
-        return None
-    return content if sound else None
+        return []
+    if not is_sound or not damaged.write(check.item.file, check.item.offset, content):
+        return []
+    return [(problem, check.where)]
 
 
 def _item_in_copy(check: ItemCheck, index: CheckpointIndex) -> StoredItem | None:
@@ -448,24 +383,3 @@ def _item_in_copy(check: ItemCheck, index: CheckpointIndex) -> StoredItem | None
         if chunk.offsets == check.chunk.offsets and chunk.sizes == check.chunk.sizes:
             return chunk.item
     return None
-
-
-def _same_elements(
-    check: ItemCheck, entry: TensorEntry, chunk: StoredChunk, storage: Storage, payloads: StoredPayloads
-) -> tuple[int, bytes] | None:
-    """The chunk's elements, put together from the copy, if they have the CRC-32 that the damaged item still carries."""
-    other = payloads.index.tensors.get(check.fqn)
-    if other is None or other.shape != entry.shape or other.dtype != entry.dtype:
-        return None
-    item = check.item
-    try:
-        with storage.open_reader(item.file) as reader:
-            located = locate_tensor(lambda at, length: reader.read(item.offset + at, length), item.length, check.where)
-        if located.crc32 is None or located.shape != tuple(chunk.sizes):
-            return None
-        elements = read_box(payloads, other, chunk.offsets, chunk.sizes)
-    except (LoadError, NotRangeable):
-        return None
-    if crc32(elements) != located.crc32:
-        return None
-    return item.offset + located.payload_offset, bytes(elements)

@@ -84,30 +84,14 @@ def test_every_command_is_listed_and_explains_itself(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("long", "short"),
     [
-        ("verify c --optimizer", "verify c --check-optimizer"),
-        ("diff a b --keys", "diff a b --keys-only"),
-        ("reshard a b --optimizer fully_reshardable", "reshard a b --optimizer-layout fully_reshardable"),
-        ("export a b --to hf --check", "export a b --to hf --check-logits"),
-        ("import a b --from hf --check", "import a b --from hf --check-logits"),
         ("prune r --keep-last 1 --yes", "prune r --keep-last 1 -y"),
         ("reshard a b --tp 2 --pp 3 --ep 4 --etp 2 --workers 5 --dry-run", f"reshard a b {LONG} -j 5 -n"),
     ],
 )
-def test_a_short_a_long_and_a_former_name_are_one_option(old: str, new: str) -> None:
-    assert parsed(*old.split()) == parsed(*new.split())
-
-
-def test_former_names_work_and_are_not_shown(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
-    assert parsed("reshard", "a", "b", "--drop", "optimizer").drop_optimizer
-    assert main(["verify", str(checkpoint), "--repair-from", str(checkpoint)]) == 0
-    capsys.readouterr()
-    hidden = {"verify": "--repair-from", "reshard": "--drop ", "diff": "--keys ", "export": "--check "}
-    for command, former in hidden.items():
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        assert former not in capsys.readouterr().out
+def test_a_short_and_a_long_name_are_one_option(long: str, short: str) -> None:
+    assert parsed(*long.split()) == parsed(*short.split())
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_every_entrance_refuses_an_unknown_store_and_writes_nothing(
     [
         "inspect STORE",
         "verify STORE",
-        "verify here --repair-from STORE",
+        "repair here --from STORE",
         "reshard STORE there --tp 1 --pp 1",
         "reshard here STORE --tp 1 --pp 1",
         "diff STORE here",
