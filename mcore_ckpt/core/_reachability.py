@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from mcore_ckpt.core.shared_memory import host_identity
+from mcore_ckpt.core.process import host_identity
 
 # Longer than the three attempts of the kernel to find a host of the own network.
 _ANSWERS_S: Final = 4.0

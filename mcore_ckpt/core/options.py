@@ -201,14 +201,6 @@ class LoadOptions:
         on_damaged: what a load by Megatron-Core does, after `install()`, if the checkpoint that is named is damaged:
             `"raise"`, or `"go_back"` to the newest older one of the run that is complete, with a warning on rank 0. All
             ranks must load together then.
-        cooperative: `"on"`: what several ranks request is read from the storage by one of them, and handed on: through
-            shared memory to the others of its host, through the process group to other hosts. All ranks must load
-            together then. `"auto"` does so within each host, where ranks load together (DCP; Megatron-Core to 0.17,
-            and later where it checks the access integrity), with what four of them or more request, if the page cache
-            does not have it already.
-            `"off"`: each rank reads all for itself.
-        hand_on_deadline_s: seconds that a rank waits while no rank of its host gets any bytes, before it reads the rest
-            by itself.
         prove: after a load by Megatron-Core, after `install()`, compare the fingerprint of what is in memory with the
             checkpoint's: `"always"`, of all tensors; `"sample"`, of one in 16, which depend on the save; `"off"`. All
             ranks must load together then. Tensors that differ are named in a `LoadError` on all ranks.
@@ -232,8 +224,6 @@ class LoadOptions:
     on_dtype_mismatch: Literal["convert", "raise"] = "convert"
     allowed_classes: tuple[str, ...] = field(default=())
     on_damaged: Literal["raise", "go_back"] = "raise"
-    cooperative: Literal["auto", "on", "off"] = "auto"
-    hand_on_deadline_s: float = 300.0
     prove: Literal["always", "sample", "off"] = "off"
     validation: Validation = "mcore_ckpt"
     distribution: Distribution = "auto"
@@ -241,7 +231,6 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        _at_least("hand_on_deadline_s", self.hand_on_deadline_s, 0.001)
         _at_least("io_threads", self.io_threads, 1)
         _at_least("max_gap_bytes", self.max_gap_bytes, 0)
         _check_directory("drain_to", self.drain_to)

@@ -192,16 +192,6 @@ class RankGroup:
             self._down(None, what, wrap, None, error, failed)
         raise error
 
-    # --- from rank to rank, outside of exchanges; from any thread, in one order for each tag of a pair of ranks -------
-
-    def send_to(self, rank: int, view: memoryview, tag: int) -> None:
-        """Send memory to another rank, which has to receive as many bytes. Raises `RuntimeError` if it is gone."""
-        dist.send(torch.frombuffer(view, dtype=torch.uint8), dst=self._global_rank(rank), group=self._group, tag=tag)
-
-    def receive_from(self, rank: int, view: memoryview, tag: int) -> None:
-        """Fill memory with what another rank sends. Raises `RuntimeError` if it is gone, or the group's time is up."""
-        dist.recv(torch.frombuffer(view, dtype=torch.uint8), src=self._global_rank(rank), group=self._group, tag=tag)
-
     # --- one exchange -------------------------------------------------------------------------------------------------
 
     def _up(

@@ -247,31 +247,6 @@ def together(threads: int, /, *calls: Callable[[], Any]) -> tuple[Any, ...]:
     return tuple(value_of(outcomes[number]) for number in range(len(calls)))
 
 
-class Split(Generic[T]):
-    """Items of two kinds, each in its order, for threads that take one kind only.
-
-    What a thread comes across of the other kind waits here.
-    """
-
-    def __init__(self, items: Iterable[T], is_first: Callable[[T], bool]) -> None:
-        self._items = iter(items)
-        self._is_first = is_first
-        self._lock = threading.Lock()
-        self._waiting: tuple[deque[T], deque[T]] = deque(), deque()
-
-    def next(self, *, first: bool) -> T | None:
-        """The next item of the first kind, or of the other; None if there is none any more."""
-        wanted = self._waiting[0 if first else 1]
-        with self._lock:
-            while not wanted:
-                try:
-                    item = next(self._items)
-                except StopIteration:
-                    return None
-                self._waiting[0 if self._is_first(item) else 1].append(item)
-            return wanted.popleft()
-
-
 def interpreter_ends() -> bool:
     """Whether the main thread has come to its end, so that only what was registered for that (`atexit`) still runs, or
     threads that it waits for.

@@ -119,9 +119,6 @@ class PackedTensors(Mapping[str, TensorEntry]):
                     places.crcs.append(crc)
         return cls(list(tensors), own, places._replace(files=list(files)))
 
-    def __reduce__(self) -> tuple[type[PackedTensors], tuple[Any, ...]]:
-        return PackedTensors, (self.names, self.forms, self.places)  # not the entries that were made of them
-
     def __getitem__(self, key: str) -> TensorEntry:
         if self._entries is not None:
             return self._entries[key]

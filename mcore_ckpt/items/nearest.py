@@ -36,7 +36,6 @@ class NearestFiles:
         self.request_bytes = max(near.request_bytes, far.request_bytes)
         self.reads_at_once = max(near.reads_at_once, far.reads_at_once)
         self.open_ahead = max(near.open_ahead, far.open_ahead)
-        self.keeps_pages = near.keeps_pages and far.keeps_pages
 
     def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
         """As `Storage.open_reader`."""

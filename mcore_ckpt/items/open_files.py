@@ -34,16 +34,9 @@ class ReadStats:
     reads: int = 0  # read calls
     bytes_read: int = 0  # bytes that they brought, headers, padding and gaps included
     bytes_needed: int = 0  # bytes of the elements and objects that were asked for
-    bytes_shared: int = 0  # of `bytes_read`, what was copied out of blocks that one rank reads for all (`cooperative`)
-    bytes_provided: int = 0  # what this rank has read of such blocks
     records_checked: int = 0  # records whose CRC-32 was compared
     fallbacks: int = 0  # items that had to be decoded completely (`item_decoding`)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
-
-    @property
-    def bytes_from_storage(self) -> int:
-        """Bytes that this rank has asked the storage for."""
-        return self.bytes_read - self.bytes_shared + self.bytes_provided
 
     def add(
         self,
@@ -51,8 +44,6 @@ class ReadStats:
         reads: int = 0,
         bytes_read: int = 0,
         bytes_needed: int = 0,
-        bytes_shared: int = 0,
-        bytes_provided: int = 0,
         records_checked: int = 0,
         fallbacks: int = 0,
     ) -> None:
@@ -61,8 +52,6 @@ class ReadStats:
             self.reads += reads
             self.bytes_read += bytes_read
             self.bytes_needed += bytes_needed
-            self.bytes_shared += bytes_shared
-            self.bytes_provided += bytes_provided
             self.records_checked += records_checked
             self.fallbacks += fallbacks
 
@@ -79,9 +68,10 @@ class OpenFiles:
         self._direct = _DIRECT[page_cache]
         self._lock = threading.Lock()
         self._closed = False
-        self._opening: dict[str, threading.Lock] = {}  # each file is opened by one thread; others by others meanwhile
-        self._in_use: dict[str, tuple[RangeReader, int]] = {}
-        self._idle: OrderedDict[str, RangeReader] = OrderedDict()
+        # By name and how it is read. Each file is opened by one thread; others by others meanwhile.
+        self._opening: dict[tuple[str, DirectIo], threading.Lock] = {}
+        self._in_use: dict[tuple[str, DirectIo], tuple[RangeReader, int]] = {}
+        self._idle: OrderedDict[tuple[str, DirectIo], RangeReader] = OrderedDict()
 
     @property
     def open_ahead(self) -> int:
@@ -104,28 +94,35 @@ class OpenFiles:
         }
 
     @contextmanager
-    def reader(self, name: str) -> Iterator[RangeReader]:
-        """The reader of a file; several threads get the same one. Raises as `Storage.open_reader`."""
+    def reader(self, name: str, *, keeps: bool = False) -> Iterator[RangeReader]:
+        """The reader of a file; several threads get the same one. Raises as `Storage.open_reader`.
+
+        Args:
+            name: of the file.
+            keeps: what is read stays in the page cache, for the other ranks of this host, if the options leave that
+                open (`LoadOptions.page_cache`).
+        """
+        key: tuple[str, DirectIo] = (name, "keep" if keeps and self._direct == "auto" else self._direct)
         with self._lock:
-            opening = self._opening.setdefault(name, threading.Lock())
+            opening = self._opening.setdefault(key, threading.Lock())
         with opening:
             with self._lock:
-                reader, users = self._in_use.get(name, (None, 0))
+                reader, users = self._in_use.get(key, (None, 0))
                 if reader is None:
-                    reader = self._idle.pop(name, None)
+                    reader = self._idle.pop(key, None)
                 if reader is not None:
-                    self._in_use[name] = (reader, users + 1)
+                    self._in_use[key] = (reader, users + 1)
             if reader is None:
-                reader = self._opened(name)
+                reader = self._opened(*key)
                 with self._lock:
-                    self._in_use[name] = (reader, 1)
+                    self._in_use[key] = (reader, 1)
         try:
             yield reader
         finally:
-            self._release(name)
+            self._release(key)
 
-    def _opened(self, name: str) -> RangeReader:
-        reader = self._storage.open_reader(name, direct=self._direct)
+    def _opened(self, name: str, direct: DirectIo) -> RangeReader:
+        reader = self._storage.open_reader(name, direct=direct)
         try:
             if self._footers is not None:
                 self._footers.check(name, reader)
@@ -134,16 +131,16 @@ class OpenFiles:
             raise
         return reader
 
-    def _release(self, name: str) -> None:
+    def _release(self, key: tuple[str, DirectIo]) -> None:
         surplus = None
         with self._lock:
-            reader, users = self._in_use.pop(name)
+            reader, users = self._in_use.pop(key)
             if users > 1:
-                self._in_use[name] = (reader, users - 1)
+                self._in_use[key] = (reader, users - 1)
             elif self._closed:
                 surplus = reader
             else:
-                self._idle[name] = reader
+                self._idle[key] = reader
                 if len(self._idle) > _MAX_IDLE_FILES:
                     _, surplus = self._idle.popitem(last=False)
         if surplus is not None:

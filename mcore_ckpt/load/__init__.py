@@ -4,8 +4,8 @@ In: an index, and what the caller wants where: keys, boxes, tensors to fill.
 Out: filled tensors and objects, every record that was read completely checked.
 Must not know: how checkpoints are written, Megatron's classes.
 
-Modules: arrivals, dtype_conversions, flattened, item_decoding, read_requests, reader, shares, _columns, _extents,
-_handing_on, _host_index, _item_locations, _placement, _tensor_reads, _wanted_items.
+Modules: arrivals, dtype_conversions, flattened, item_decoding, read_requests, reader, _columns, _extents,
+_item_locations, _placement, _tensor_reads, _wanted_items.
 With torch: arrivals, dtype_conversions, flattened, item_decoding, read_requests, reader, _columns, _extents,
-_handing_on, _item_locations, _placement, _tensor_reads, _wanted_items.
+_item_locations, _placement, _tensor_reads, _wanted_items.
 """

@@ -13,7 +13,9 @@ copied out of it (`place`).
 from __future__ import annotations
 
 import ctypes
+import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
@@ -183,6 +185,16 @@ class Columns:
             chunks = self._chunks[id(form)] = dict(zip(boxes, range(len(boxes)), strict=True)) if apart else {}
         return chunks.get((offsets, sizes))
 
+    def wanted_by_several(self, ranks: int) -> bool:
+        """As `LoadPlan.wanted_by_several`, of all of them together."""
+        if self._packed is None or not self.numbers:
+            return False
+        rows = np.searchsorted(self._packed.firsts, self.numbers, "right") - 1
+        tensors = Counter(map(self._packed.forms.__getitem__, set(rows.tolist())))
+        wanted = sum(self.kinds[number].payload_bytes * count for number, count in Counter(self.kind_numbers).items())
+        there = sum(_tensor_bytes(form) * count for form, count in tensors.items())
+        return ranks * wanted >= 2 * there
+
     def wanted(self, at: int) -> WantedItem:
         """One of them, as any other item that is requested."""
         assert self._packed is not None
@@ -220,6 +232,11 @@ class Columns:
                 FileColumns.of(self, own, starts[own], addresses[own], crcs[own], kinds[own], looks),
             )
             first = end
+
+
+def _tensor_bytes(form: TensorForm) -> int:
+    dtype = torch_dtype(form.dtype)
+    return 0 if dtype is None else math.prod(form.shape) * dtype.itemsize
 
 
 def _kind(dtype: str, sizes: tuple[int, ...], own: torch.dtype) -> _Kind | None:

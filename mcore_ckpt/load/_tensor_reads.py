@@ -25,7 +25,7 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.fingerprints import may_begin_at, rows_to_sum
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.core.threads import Crew, Split, in_parallel
+from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor_in
 from mcore_ckpt.format.zip_records import NotRangeable
@@ -33,7 +33,6 @@ from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming, padded_ran
 from mcore_ckpt.items.ranges import Extent, Span, coalesce
 from mcore_ckpt.load._columns import ColumnSpan, cut, place, scatter, spans_of
 from mcore_ckpt.load._extents import Ends, Extents, PartRead, PayloadPlace, damaged, own_place
-from mcore_ckpt.load._handing_on import HandingOn
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._placement import HostBytes, ReadBuffer, memory_at, narrow, place_box
 from mcore_ckpt.load._wanted_items import WantedItem
@@ -58,13 +57,11 @@ _MAX_FORMS = 2048
 # Copies out of the page cache to a place a few bytes ahead, modulo the page, take four times as long on some CPUs (seen
 # on AMD EPYC: 3 GB/s for a shift of 1 to 16 bytes, 12 GB/s for none or for one of half a page).
 _FAR_SKEW = 2048
-# Threads of a rank that take what is handed on.
-_TAKING_THREADS = 2
 
 
 class TensorReads:
-    """Carries out one plan. `shared`: what one rank reads for several; `arrivals`: where it is noted what has been
-    summed where it belongs.
+    """Carries out one plan. `arrivals`: where it is noted what has been summed where it belongs; `ranks`: of this host,
+    as `LoadPlan.wanted_by_several` takes them.
     """
 
     def __init__(
@@ -74,13 +71,14 @@ class TensorReads:
         located: ItemLocations,
         stats: ReadStats,
         decoder: ItemDecoder,
-        shared: HandingOn | None,
         index: CheckpointIndex,
         arrivals: Arrivals | None,
+        ranks: int,
     ) -> None:
         self._files = files
-        self._shared = shared
-        self._sources = files if shared is None else shared
+        self._ranks = ranks
+        self._shared: frozenset[str] = frozenset()  # keys of items that other ranks of this host read, too
+        self._columns_are_shared = False
         self._options = options
         self._located = located
         self._stats = stats
@@ -103,6 +101,9 @@ class TensorReads:
         items = [plan.items[key] for key in sorted(plan.items)]
         self._pinned = any(want.tensor.is_cuda for wanted in items[:64] for want in wanted.wants)
         sizes = self._sizes
+        if self._ranks > 1:
+            self._shared = plan.wanted_by_several(self._ranks)
+            self._columns_are_shared = plan.columns is not None and plan.columns.wanted_by_several(self._ranks)
         columns = [] if plan.columns is None else spans_of(plan.columns, **sizes)
         if self._arrivals is not None:
             self._arrivals.expect(self._index, (want.tensor for wanted in items for want in wanted.wants))
@@ -129,15 +130,10 @@ class TensorReads:
             extents = self._extents(ranged, packed, located)
             spans: Iterator[Span | ColumnSpan] = coalesce(extents, **sizes)
             try:
-                in_order: Iterator[Span | ColumnSpan] = heapq.merge(spans, columns, key=_position)
-                if self._shared is not None:
-                    in_order = self._shared.in_order(in_order)
+                in_order = heapq.merge(spans, columns, key=_position)
                 names = {wanted.item.file for wanted, _ in ranged} | {span.file for span in columns}
                 reads = _opening_ahead(in_order, sorted(names), self._files.open_ahead)
-                if self._shared is None:
-                    in_parallel(reads, self._read, self._threads)
-                else:
-                    self._read_in_turn(reads, self._shared)
+                in_parallel(reads, self._read, self._threads)
             finally:
                 self._per_thread = threading.local()  # frees the buffers
         for key in sorted(self._unranged):
@@ -163,27 +159,6 @@ class TensorReads:
 
     # ---------------------------------------------------------------------------------------------------- reading
 
-    def _read_in_turn(self, reads: Iterator[_Read], shared: HandingOn) -> None:
-        """Read what is handed on by few threads, since more of them would come too late for it, and read it themselves;
-        what lies between by others, which do not wait for it.
-        """
-        split = Split(reads, lambda read: not isinstance(read, _Opening) and shared.takes_some_of(read))
-
-        def take() -> None:
-            while not crew.failed and (span := split.next(first=True)) is not None:
-                with shared.in_work(span):
-                    self._read(span)
-
-        def read_own() -> None:
-            while not crew.failed and (read := split.next(first=False)) is not None:
-                self._read(read)
-
-        own_threads = max(1, self._threads - _TAKING_THREADS)
-        with Crew(own_threads + _TAKING_THREADS, "mcore_ckpt-read") as crew:
-            for work, threads in ((take, _TAKING_THREADS), (read_own, own_threads)):
-                for _ in range(threads):
-                    crew.submit(work)
-
     def _read(self, read: _Read) -> None:
         if not isinstance(read, _Opening):
             self._read_span(read)
@@ -198,7 +173,7 @@ class TensorReads:
         first = span.extents[0]
         owner = first.owner
         try:
-            with self._sources.reader(span.file) as reader:
+            with self._files.reader(span.file, keeps=self._is_shared(span)) as reader:
                 reader.check_range(span.start, span.stop - span.start)
                 if first.alone and owner.address and self._read_straight(reader, span, owner):
                     return
@@ -226,16 +201,23 @@ class TensorReads:
                     self._place_part(buffer, extent.start + shift, owner)
         self._stats.add(records_checked=checked)
 
+    def _is_shared(self, span: Span | ColumnSpan) -> bool:
+        """Whether other ranks of this host are about to read the same, as far as the first tensor of a span tells."""
+        if isinstance(span, ColumnSpan):
+            return self._columns_are_shared
+        owner = span.extents[0].owner
+        return (owner if isinstance(owner, WantedItem) else owner.wanted).fqn in self._shared
+
     def _read_columns(self, span: ColumnSpan) -> None:
-        start, nbytes = span.start, span.stop - span.start
+        start, nbytes, keeps = span.start, span.stop - span.start, self._is_shared(span)
         try:
-            with self._sources.reader(span.file) as reader:
+            with self._files.reader(span.file, keeps=keeps) as reader:
                 reader.check_range(start, nbytes)
                 # What comes out of the page cache is summed while it is in the CPU's.
                 parts = cut(span, _CACHED_BYTES) if reader.is_cached(start, nbytes) else []
         except LoadError as error:
             raise _naming(error, span.items.first()) from error
-        with self._sources.reader(span.file) as reader:
+        with self._files.reader(span.file, keeps=keeps) as reader:
             if not parts:
                 self._read_and_place(reader, span)
                 return
@@ -280,7 +262,6 @@ class TensorReads:
         self._compare_ends(read.wanted, read.place.start, reader.read(span.start, len(read.head)), read.head)
         reader.read_into(start, memory_at(read.address, length), sums.feed)
         sums.finish()
-        # In the order of the file: ranks that read for each other do not wait for what comes later.
         self._compare_ends(read.wanted, read.place.start, reader.read(start + length, len(read.tail)), read.tail)
         self._stats.add(reads=1, bytes_read=span.stop - span.start)
         self._compare(read, length, sums.crc)

@@ -17,6 +17,7 @@ import torch
 
 from mcore_ckpt.core.boxes import Box, flat_boxes, intersect, relative, strides_of
 from mcore_ckpt.core.errors import CorruptCheckpointError, ShapeMismatchError
+from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.layout.shards import StoredForm, local_box, original_shape, stored_form
 from mcore_ckpt.load._placement import narrow
@@ -49,11 +50,18 @@ def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
     CPU. Raises as `FileSystemReader.read_items`.
     """
     with reader.conversions.of_one_load():
-        plan_shards(reader, shards).read()
+        plan, spread = _plan(reader, shards)
+        noted = noted_now()
+        if noted is not None:
+            noted.expect(reader.index, (one.tensor for one in spread))
+        reader.read(plan)
+        with noting_nothing():
+            _read_spread(reader, spread)
 
 
-def plan_shards(reader: FileSystemReader, shards: Iterable[Any]) -> ShardsPlan:
-    """As `read_shards`, in two steps: what can be wrong with the requests is raised here, and nothing is read yet."""
+@collector_paused()
+def _plan(reader: FileSystemReader, shards: Iterable[Any]) -> tuple[LoadPlan, list[_Wanted]]:
+    """What is read of some shards as they are, and what is stored flattened and spread over several of them."""
     direct: list[ReadRequest] = []
     spread: list[_Wanted] = []
     usual, others = _usual(shards, reader.index.mcore_data)
@@ -77,7 +85,7 @@ def plan_shards(reader: FileSystemReader, shards: Iterable[Any]) -> ShardsPlan:
     plan = reader.plan()
     plan.add_usual(map(_REQUEST, usual))
     plan.add(direct)
-    return ShardsPlan(reader, plan, spread)
+    return plan, spread
 
 
 def _usual(shards: Iterable[Any], flat_keys: Container[str]) -> tuple[list[Any], list[Any]]:
@@ -94,24 +102,6 @@ def _usual(shards: Iterable[Any], flat_keys: Container[str]) -> tuple[list[Any],
         )
         (usual if as_it_is else others).append(shard)
     return usual, others
-
-
-@dataclass(frozen=True, slots=True)
-class ShardsPlan:
-    """What is read of some shards: by a plan, and what is stored flattened and spread over several of them."""
-
-    reader: FileSystemReader
-    plan: LoadPlan
-    spread: list[_Wanted]
-
-    def read(self) -> None:
-        """Fill the data."""
-        noted = noted_now()
-        if noted is not None:
-            noted.expect(self.reader.index, (one.tensor for one in self.spread))
-        self.reader.read(self.plan)
-        with noting_nothing():
-            _read_spread(self.reader, self.spread)
 
 
 # The first five fields of a `ReadRequest`.

@@ -10,17 +10,16 @@ import bisect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
-from mcore_ckpt.core.boxes import Box, covers, intersect, relative, runs
+from mcore_ckpt.core.boxes import Box, covers, intersect, relative
 from mcore_ckpt.core.errors import (
     CorruptCheckpointError,
     KindMismatchError,
@@ -30,10 +29,8 @@ from mcore_ckpt.core.errors import (
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.items.checks import missing_key
-from mcore_ckpt.items.checksums import whole_blocks
-from mcore_ckpt.items.ranges import CHEAP_GAP_BYTES
 from mcore_ckpt.layout.torch_classes import torch_dtype
-from mcore_ckpt.load._columns import MAX_COLUMN_BYTES, Columns, UsualRequest
+from mcore_ckpt.load._columns import Columns, UsualRequest
 from mcore_ckpt.load._placement import Want, address_of, narrow
 from mcore_ckpt.load._wanted_items import FEW_CHUNKS, WantedItem, only_box
 from mcore_ckpt.load.dtype_conversions import DtypeConversions
@@ -98,6 +95,7 @@ class LoadPlan:
         self._conversions = conversions
         self._window_bytes = window_bytes
         self._lookups: dict[str, _ChunkLookup] = {}
+        self._elems: dict[str, tuple[int, int]] = {}  # of each tensor: those that are requested, and all
 
     def add_usual(self, requests: Iterable[UsualRequest]) -> None:
         """Add requests of a load under the layout of the save: most are of complete chunks. Raises as `add`."""
@@ -135,15 +133,14 @@ class LoadPlan:
             raise _wrong_destination(entry.fqn, box.sizes, tensor)
         self._add_part(entry, dtype, chunk, box, tensor)
 
-    def ranges(self) -> Iterator[tuple[str, int, int, int]]:
-        """Which ranges of which files it reads, about: file, start, stop, and how many of these bytes are requested."""
-        for file, columns in () if self.columns is None else self.columns.by_file():
-            ends = np.append(np.flatnonzero(columns.starts[1:] - columns.stops[:-1] > CHEAP_GAP_BYTES), -1)
-            begins = np.append(0, ends[:-1] + 1)
-            starts, stops = columns.starts[begins].tolist(), columns.stops[ends].tolist()
-            yield from ((file, start, stop, stop - start) for start, stop in zip(starts, stops, strict=True))
-        for wanted in self.items.values():
-            yield from ranges_of(wanted.chunk, wanted.dtype.itemsize, [want.box for want in wanted.wants])
+    def wanted_by_several(self, ranks: int) -> frozenset[str]:
+        """Tensors among `items` of which most likely several ranks of this host request each byte: so many ranks, if
+        each requests as much of it as this one, request twice what there is of it.
+
+        No rank tells another what it requests. Where others request none of a tensor, as those of other pipeline stages
+        do, it may be named here all the same.
+        """
+        return frozenset(fqn for fqn, (wanted, there) in self._elems.items() if ranks * wanted >= 2 * there)
 
     def _dtype_of(self, entry: TensorEntry, tensor: torch.Tensor) -> torch.dtype:
         dtype = torch_dtype(entry.dtype) or stored_dtype(entry)
@@ -186,26 +183,9 @@ class LoadPlan:
         item = self.items.get(key)
         if item is None:
             item = self.items[key] = WantedItem(entry.fqn, dtype, chunk, math.prod(chunk.sizes) * dtype.itemsize)
+        wanted, there = self._elems.get(entry.fqn) or (0, math.prod(entry.shape))
+        self._elems[entry.fqn] = wanted + math.prod(box.sizes), there
         item.wants.append(Want(box, box.sizes == chunk.sizes, tensor, address_of(tensor, dtype)))
-
-
-def ranges_of(chunk: StoredChunk, elem_bytes: int, boxes: Sequence[Box]) -> Iterator[tuple[str, int, int, int]]:
-    """Which ranges are read of a stored chunk for slices of it; as `LoadPlan.ranges`."""
-    item, sizes = chunk.item, chunk.sizes
-    file, start, length = item.file, item.offset, item.length
-    if item.transforms:
-        return  # read by itself, behind all others
-    if length <= MAX_COLUMN_BYTES or any(box.sizes == sizes for box in boxes):
-        yield file, start, start + length, length
-        return
-    payload_bytes = math.prod(sizes) * elem_bytes
-    payload = start + max(length - payload_bytes, 0) // 2  # what stands around a payload is short
-    for box in boxes:
-        found = runs(sizes, box, elem_bytes)
-        last = found.first_byte + found.run_bytes
-        last += sum((count - 1) * stride for count, stride in zip(found.counts, found.strides, strict=True))
-        first, last = whole_blocks(found.first_byte, last, payload_bytes)
-        yield file, payload + first, payload + last, found.payload_bytes
 
 
 def _wrong_destination(fqn: str, sizes: Sequence[int], tensor: torch.Tensor) -> ShapeMismatchError:

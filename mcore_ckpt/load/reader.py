@@ -13,10 +13,9 @@ import io
 import math
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -31,10 +30,9 @@ from torch.futures import Future
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, OptionError
-from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.core.options import LoadOptions, ranks_of_this_host
 from mcore_ckpt.core.paths import checkpoint_path, is_supported
 from mcore_ckpt.core.process import collector_paused
-from mcore_ckpt.core.ranks import RankGroup, coordination_group
 from mcore_ckpt.core.threads import together
 from mcore_ckpt.format.footer import shown_id
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
@@ -44,27 +42,18 @@ from mcore_ckpt.items.checks import check_apart, missing_key, of_one_save, repla
 from mcore_ckpt.items.file_footers import FileFooters
 from mcore_ckpt.items.nearest import NearestFiles
 from mcore_ckpt.items.open_files import BUFFER_BYTES, OpenFiles, ReadStats, naming
-from mcore_ckpt.items.ranges import CHEAP_GAP_BYTES, batches
+from mcore_ckpt.items.ranges import batches
 from mcore_ckpt.load._columns import UsualRequest, are_apart
-from mcore_ckpt.load._handing_on import HandingOn, Ring
-from mcore_ckpt.load._host_index import index_of_host
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._tensor_reads import TensorReads
 from mcore_ckpt.load.arrivals import noted_now
 from mcore_ckpt.load.dtype_conversions import DtypeConversions
 from mcore_ckpt.load.item_decoding import ItemDecoder
-from mcore_ckpt.load.read_requests import LoadPlan, ReadRequest, check_planned, ranges_of, stored_dtype, tensor_entry
-from mcore_ckpt.load.shares import Member, Offers, Shares, WantedRanges, shares_of
-from mcore_ckpt.storage.base import FileVersion, RangeReader, Storage
+from mcore_ckpt.load.read_requests import LoadPlan, ReadRequest, check_planned, stored_dtype, tensor_entry
+from mcore_ckpt.storage.base import FileVersion, Storage
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of(__name__)
-
-# A load of less is over before ranks have found each other's memory.
-_WORTH_BYTES = 16 * 1024 * 1024
-# So many places of what is requested are looked for in the page cache.
-_LOOKS = 8
-_LOOK_BYTES = 4 * 1024 * 1024
 
 
 class FileSystemReader(StorageReader):
@@ -84,6 +73,8 @@ class FileSystemReader(StorageReader):
         options: the options in force.
         conversions: what loads convert to other dtypes.
         index_version: of the file that `index` was read from, or that was there when the index was handed over.
+        ranks: of this host that load as this one does, as far as the launcher tells; what several of them request is
+            read through the page cache (`LoadOptions.page_cache`). 1: no other requests the same.
     """
 
     def __init__(
@@ -103,6 +94,7 @@ class FileSystemReader(StorageReader):
         self._extension_registry = _extension_registry
         self.options = LoadOptions.from_environment() if options is None else options
         self.stats = ReadStats()
+        self.ranks = _ranks_of_this_host()
         self.reset(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -122,8 +114,6 @@ class FileSystemReader(StorageReader):
         self._index: CheckpointIndex | None = None
         self.index_version: FileVersion | None = None
         self._metadata: Metadata | None = None
-        self._ring: Ring | None = None
-        self._shared: HandingOn | None = None
         self.conversions = DtypeConversions(self.options.on_dtype_mismatch, str(self.path))
         self._located = ItemLocations()
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
@@ -184,18 +174,12 @@ class FileSystemReader(StorageReader):
             CorruptCheckpointError, UnsafePickleError: `.metadata` cannot be right.
         """
         if self._index is None:
-            several = self._rank is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
             with open_index(self.path, self._rank) as opened:
-                decode = partial(self._decoded, opened)
-                self._index = index_of_host(self.path, opened.version, decode) if several else decode()
-                self.index_version = opened.version
+                index = read_index(self.path, rank=self._rank, opened=opened)
+                if not are_apart(index):
+                    check_apart(index)
+                self._index, self.index_version = index, opened.version
         return self._index
-
-    def _decoded(self, opened: RangeReader | None = None) -> CheckpointIndex:
-        index = read_index(self.path, rank=self._rank, opened=opened)
-        if not are_apart(index):
-            check_apart(index)
-        return index
 
     # ----------------------------------------------------------------------------------------------- boxes and objects
 
@@ -242,9 +226,9 @@ class FileSystemReader(StorageReader):
                 self._located,
                 self.stats,
                 self._decoder,
-                self._shared,
                 self.index,
                 noted_now(),
+                self.ranks,
             )
             reads.run(plan)
 
@@ -254,11 +238,9 @@ class FileSystemReader(StorageReader):
         return naming(error, str(where or self.path))
 
     def _reads_far_after(self, error: LoadError, named: LoadError) -> bool:
-        """Whether what has failed is to be read again, in the second tier: a file that lies nearer is damaged. Not
-        where ranks read for each other, since others wait for what this one hands on.
-        """
+        """Whether what has failed is to be read again, in the second tier: a file that lies nearer is damaged."""
         files = self._files
-        if not isinstance(files, NearestFiles) or self._shared is not None:
+        if not isinstance(files, NearestFiles):
             return False
         far = files.leave_near(error)
         if far is None:
@@ -272,64 +254,6 @@ class FileSystemReader(StorageReader):
         if self._open is not None:
             self._open.forget()
         return True
-
-    def offer(self, plan: LoadPlan) -> tuple[WantedRanges, Member] | None:
-        """What a plan reads, and where other ranks of this host find what this one reads for them. None: it reads all
-        by itself (`LoadOptions.cooperative`).
-        """
-        if self.options.cooperative == "off":
-            return None
-        return self._offer(list(plan.ranges()))
-
-    def _offer(self, ranges: Sequence[tuple[str, int, int, int]]) -> tuple[WantedRanges, Member] | None:
-        if self.options.cooperative == "auto" and (
-            sum(stop - start for _, start, stop, _ in ranges) < _WORTH_BYTES
-            or self._is_cached(ranges[:: len(ranges) // _LOOKS + 1])
-        ):
-            return None
-        try:
-            self._ring = Ring(self.options)
-        except OSError as error:  # a sandbox without such memory
-            if self.options.cooperative == "auto":
-                return None
-            raise LoadError(f"no memory to share with other ranks: {error}; set cooperative='off'") from error
-        gap_bytes = max(CHEAP_GAP_BYTES, self._files.request_bytes)
-        return WantedRanges.of(ranges, gap_bytes, self._source()), self._ring.member()
-
-    def _source(self) -> str:
-        """Where the files lie, and of which save they are: only ranks of which both are equal read for each other."""
-        manifest = self.index.manifest
-        save = self._storage.version(METADATA_FILE) if manifest is None else manifest.save_id.hex()
-        return f"{self._storage.location} {save}"
-
-    def _is_cached(self, ranges: Iterable[tuple[str, int, int, int]]) -> bool:
-        """Whether the page cache of this host has most of these ranges, as far as their beginnings tell."""
-        if self.options.page_cache == "off" or not self._files.keeps_pages:
-            return False
-        looks = []
-        for file, start, stop, _ in ranges:
-            with contextlib.suppress(LoadError), self._files.open_reader(file) as reader:  # raised when it is read
-                looks.append(reader.is_cached(start, min(stop - start, _LOOK_BYTES, reader.size_bytes - start)))
-        return 2 * sum(looks) > len(looks)
-
-    @contextmanager
-    def handing_on(self, shares: Shares | None, rank: int, group: RankGroup | None) -> Iterator[None]:
-        """Within the block, `read` takes what several ranks want from the one that reads it, and this rank reads for
-        others. `shares` are those of its host, made of all offers; None: there are none. (`LoadOptions.cooperative`)
-        """
-        ring, self._ring = self._ring, None
-        if shares is None or ring is None or rank not in shares.taking_part:
-            yield
-            return
-        files = OpenFiles(self._files, self.options.page_cache, self._footers)
-        try:
-            with HandingOn(shares, rank, ring, files, self.options, self.stats, group) as self._shared:
-                yield
-        except LoadError as error:
-            raise self._naming(error) from error
-        finally:
-            self._shared = None
-            files.close()
 
     def object_bytes(self, fqn: str) -> bytes:
         """A stored object as `torch.save` made it, transforms undone, checksums compared, not unpickled.
@@ -450,8 +374,8 @@ class FileSystemReader(StorageReader):
         self._index, self.index_version = index, version
 
     def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
-        """The plan, with the save that it is of, and which bytes it reads (`LoadOptions.cooperative`)."""
-        return replace(plan, storage_data=(self._save(), self._offered(plan)))
+        """The plan, with the save that it is of."""
+        return replace(plan, storage_data=self._save())
 
     def _save(self) -> str:
         """The id of the save that the index in force is of; empty if it has none."""
@@ -459,51 +383,18 @@ class FileSystemReader(StorageReader):
             return shown_id(self.index.manifest.save_id)
         return str((self.index.storage_meta or {}).get("save_id") or "")
 
-    def _offered(self, plan: dcp.LoadPlan) -> tuple[WantedRanges, Member] | None:
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        if alone or self.options.cooperative == "off" or self._rank is not None:
-            return None
-        if self.options.cooperative == "auto":  # most loads are of what has just been written: that is seen at once
-            few = plan.items[:: len(plan.items) // _LOOKS + 1]
-            if self._is_cached(self._ranges(few)):
-                return None
-        return self._offer(list(self._ranges(plan.items)))
-
-    @collector_paused()
-    def _ranges(self, items: Iterable[ReadItem]) -> Iterator[tuple[str, int, int, int]]:
-        for item in items:
-            if item.type != LoadItemType.BYTE_IO:
-                entry, sizes = tensor_entry(item.storage_index.fqn, self.index), tuple(item.lengths)
-                only = len(entry.chunks) == 1 and sizes == entry.shape
-                chunk = entry.chunks[0] if only else self._chunk_of(item)
-                box = Box(tuple(item.storage_offsets), sizes)
-                yield from ranges_of(chunk, stored_dtype(entry).itemsize, [box])
-
     def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
-        """The plans, and with them who reads what for whom.
+        """The plans.
 
         Raises:
             LoadError: ranks go by the indexes of two saves.
         """
-        told = [plan.storage_data if isinstance(plan.storage_data, tuple) else ("", None) for plan in plans]
-        saves = {save: rank for rank, (save, _) in enumerate(told) if save}
+        saves = {plan.storage_data: rank for rank, plan in enumerate(plans) if plan.storage_data}
         if len(saves) > 1:
             (first, rank), (second, other) = list(saves.items())[:2]
             what = f"rank {rank} has read the index of save {first}, rank {other} that of {second}"
             raise replaced_error(self.path, what)
-        offers = {rank: offer for rank, (_, offer) in enumerate(told) if offer is not None}
-        wanted: Offers = {}
-        for rank, (ranges, member) in offers.items():
-            wanted.setdefault(ranges, {})[rank] = member
-        # Ranks of a part of the world have a group that is not known here.
-        one_group = dist.is_initialized() and len(plans) == dist.get_world_size()
-        shares = shares_of(wanted, one_group=one_group) if len(offers) > 1 else {}
-        return [
-            replace(plan, storage_data=(shares.get((offers[rank][0].source, offers[rank][1].host)), rank))
-            if shares and rank in offers
-            else replace(plan, storage_data=None)
-            for rank, plan in enumerate(plans)
-        ]
+        return [replace(plan, storage_data=None) for plan in plans]
 
     def read_data(self, plan: dcp.LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan into what its planner gives as destinations.
@@ -514,14 +405,8 @@ class FileSystemReader(StorageReader):
             CorruptCheckpointError, ChecksumError, UnsafePickleError: stored bytes cannot be right, or not be trusted.
         """
         self._begin_load()
-        shares, rank = plan.storage_data if _is_share(plan.storage_data) else (None, 0)
-        group = coordination_group() if shares is not None and shares.is_between_hosts else None
         try:
-            with (
-                of_one_save(self.index, self.index_version, self._rank),
-                self.handing_on(shares, rank, group),
-                self.files_stay_open(),
-            ):
+            with of_one_save(self.index, self.index_version, self._rank), self.files_stay_open():
                 self._read_data(plan, planner)
         finally:
             self._load.close()
@@ -635,8 +520,10 @@ class FileSystemReader(StorageReader):
         return chunk
 
 
-def _is_share(data: Any) -> TypeGuard[tuple[Shares, int]]:
-    return isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], Shares)
+def _ranks_of_this_host() -> int:
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    return min(ranks_of_this_host(), dist.get_world_size())
 
 
 def _has_keys_of(metadata: Metadata, index: CheckpointIndex) -> bool:

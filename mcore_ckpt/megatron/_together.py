@@ -86,7 +86,7 @@ def meet_for(
     strict = validation.parse_strict_flag(arguments.get("strict", validation.StrictHandling.ASSUME_OK_UNEXPECTED))
     validates = bool(arguments.get("validate_access_integrity", True))
     wrapped = hasattr(arguments.get("sharded_strategy"), "base_strategy")
-    needs_all = goes_back or wrapped or options.prove != "off" or options.cooperative == "on"
+    needs_all = goes_back or wrapped or options.prove != "off"
     gathers = validation.StrictHandling.requires_global_app_metadata(strict)
     if not (differences().all_ranks_load or validates or gathers or needs_all):
         return None
@@ -100,14 +100,13 @@ def meet_for(
 
 
 def _check_all_agree(goes_back: bool, options: LoadOptions, group: RankGroup) -> None:
-    """Raise `OptionError` on all ranks unless all go back, prove, validate, cooperate and distribute alike: those that
+    """Raise `OptionError` on all ranks unless all go back, prove, validate and distribute alike: those that
     do otherwise exchange other things, and one alone would wait for ever.
     """
     values = [
         int(goes_back),
         ("off", "sample", "always").index(options.prove),
         int(options.validation == "megatron"),
-        int(options.cooperative == "on"),
         int(options.distribution == "megatron"),
     ]
     maxima = group.maximum(values + [-value for value in values], wrap=LoadError)
@@ -115,7 +114,6 @@ def _check_all_agree(goes_back: bool, options: LoadOptions, group: RankGroup) ->
         "on_damaged": "go_back" if goes_back else "raise",
         "prove": options.prove,
         "validation": options.validation,
-        "cooperative": options.cooperative,
         "distribution": options.distribution,
     }
     for (name, value), highest, negated_lowest in zip(

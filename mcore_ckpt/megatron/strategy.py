@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import KindMismatchError, LoadError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, first_of_this_host
 from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, interrupts_wait_for_others
 from mcore_ckpt.core.threads import together
 from mcore_ckpt.directory.in_force import data_bytes_of_rank
@@ -39,9 +38,8 @@ from mcore_ckpt.layout.shards import (
     replace_leaves,
 )
 from mcore_ckpt.layout.torch_classes import plans_of_index
-from mcore_ckpt.load.flattened import plan_shards, read_shards
+from mcore_ckpt.load.flattened import read_shards
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.load.shares import Offers, Shares, merged, shares_of
 from mcore_ckpt.megatron._errors import MegatronErrors
 from mcore_ckpt.megatron._one_save import SaveIdentity, check_common, check_ranks, metadata_version
 from mcore_ckpt.megatron._quantized import read_quantized, split_quantized
@@ -297,10 +295,9 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         self._reader: FileSystemReader | None = None
         self._loaded_metadata: _LoadedMetadata | None = None
         self._read_version: tuple[Path, tuple[int, ...]] | None = None
-        # To go back, all ranks have to be told of the damage that one has found; to read for each other, of much more.
-        options = self.options
-        together = options.on_damaged == "go_back" or options.prove != "off" or options.cooperative == "on"
-        self._collective = differences().all_ranks_load or together
+        # To go back, all ranks have to be told of the damage that one has found.
+        needs_all = self.options.on_damaged == "go_back" or self.options.prove != "off"
+        self._collective = differences().all_ranks_load or needs_all
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -336,96 +333,53 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             LoadError (as a `CheckpointingException`, too): see `FileSystemReader.read_items`.
         """
         _name_unknown(f"{type(self).__name__}.load", unknown)
-        loaded: list[dict[str, Any]] = []
-        with MegatronErrors(), contextlib.ExitStack() as ends:
+        with MegatronErrors():
             together = load_of_all()
             if together is not None:
                 group = together.group
-            elif self._collective:
-                group = coordination_group()
             else:
-                group = RankGroup(None)
-            steps = ends.enter_context(
-                contextlib.closing(self._load_of_one_save(sharded_state_dict, checkpoint_dir, group))
-            )
+                group = coordination_group() if self._collective else RankGroup(None)
+            loaded: list[dict[str, Any]] = []
 
-            def agree(told: _Told) -> dict[tuple[str, str], Shares]:
-                check_ranks(checkpoint_path(checkpoint_dir), told[1])
-                return shares_of(told[0])
+            def load() -> dict[bytes, int]:
+                source, filled = self._load_of_one_save(sharded_state_dict, self._to_read(checkpoint_dir))
+                loaded.append(filled)
+                return {source.save_id: group.rank}
 
-            def finish() -> None:
-                try:
-                    steps.send(shares)
-                except StopIteration as ended:
-                    loaded.append(ended.value)
-
-            shares = group.run_merged("plan the load", lambda: next(steps), _both_told, agree, wrap=LoadError)
-            group.run_merged("load", finish, lambda first, second: None, lambda _: None, wrap=LoadError)
+            check = partial(check_ranks, checkpoint_path(checkpoint_dir))
+            group.run_merged("load", load, _first_ranks, check, wrap=LoadError)
             if together is not None:
                 together.reads_in = False
         return loaded[0]
 
-    def _load_of_one_save(
-        self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, group: RankGroup
-    ) -> Generator[_Told, dict[tuple[str, str], Shares], dict[str, Any]]:
-        """What is loaded of one save, which is that of the common state. Raises if the checkpoint was replaced
-        meanwhile, and that shows in what was read. Yields what this rank is going to read, and of which save, to be
-        told which ranks read what for each other.
+    def _load_of_one_save(self, sharded_state_dict: dict[str, Any], path: Path) -> tuple[SaveIdentity, dict[str, Any]]:
+        """What is loaded of one save, which is that of the common state, and which one that is. Raises if the
+        checkpoint was replaced meanwhile, and that shows in what was read.
         """
-        path = self._to_read(checkpoint_dir)
         storage = storage_at(path)
         with contextlib.ExitStack() as load:
             begin = partial(load.enter_context, storage.in_use(METADATA_FILE))
             _, reader = together(storage.asks_at_once, begin, partial(self._opened, path))
             load.enter_context(reader.other_tier_in_use())
-            filled = yield from self._load_by(reader, sharded_state_dict, group)
-        return filled
-
-    def _load_by(
-        self, reader: FileSystemReader, sharded_state_dict: dict[str, Any], group: RankGroup
-    ) -> Generator[_Told, dict[tuple[str, str], Shares], dict[str, Any]]:
-        _, version = self._read_version or (reader.path, ())
-        source = SaveIdentity.of(reader.index.manifest, version)
-        read_before = reader.stats.bytes_read
-        try:
-            with reader.conversions.of_one_load():
-                filled = yield from self._load(reader, sharded_state_dict, group, source)
-        except LoadError as error:
-            if metadata_version(reader.path) != version:
-                raise replaced_error(reader.path, str(error)) from error
-            raise
-        if not source.save_id and metadata_version(reader.path) != version:
-            # Nothing but the file itself tells the saves apart: it may have been another one already when it was read.
-            raise replaced_error(reader.path, ".metadata, which has no manifest, is another file than before")
-        check_common(reader.path, source, reader.index)
-        if first_of_this_host(dist.get_rank() if dist.is_initialized() else 0):
-            run_loaded(reader.path, SaveOptions.from_environment(), self.options.local_tier)
-        _expect_save(reader, reader.stats.bytes_read - read_before)
-        expect_layout(reader.path.name, reader.index)
-        return filled
-
-    def _load(
-        self, reader: FileSystemReader, sharded_state_dict: dict[str, Any], group: RankGroup, source: SaveIdentity
-    ) -> Generator[_Told, dict[tuple[str, str], Shares], dict[str, Any]]:
-        with collector_paused():
-            wanted = list(leaves(sharded_state_dict))
-            plain, quantized = split_quantized([leaf for leaf in wanted if is_sharded_tensor(leaf)])
-            planned = plan_shards(reader, plain) if _reads_itself(plain) else None
-            offer = None if planned is None or group.size == 1 else reader.offer(planned.plan)
-        shares = yield {} if offer is None else {offer[0]: {group.rank: offer[1]}}, {source.save_id: group.rank}
-        with reader.files_stay_open():
-            with reader.handing_on(shares.get((offer[0].source, offer[1].host)) if offer else None, group.rank, group):
-                if planned is None:
-                    _read(reader, plain)
-                else:
-                    planned.read()
-            read_quantized(partial(_read, reader), quantized)
-            keys = [leaf.unique_key for leaf in wanted if is_sharded_object(leaf)]
-            objects = _ObjectsInTurn(reader.read_objects(keys))
-        filled: dict[str, Any] = replace_leaves(
-            sharded_state_dict, lambda leaf: objects.of(leaf) if is_sharded_object(leaf) else leaf.data
-        )
-        return filled
+            _, version = self._read_version or (reader.path, ())
+            source = SaveIdentity.of(reader.index.manifest, version)
+            read_before = reader.stats.bytes_read
+            try:
+                filled = _load(reader, sharded_state_dict)
+            except LoadError as error:
+                if metadata_version(path) != version:
+                    raise replaced_error(path, str(error)) from error
+                raise
+            if not source.save_id and metadata_version(path) != version:
+                # Nothing but the file itself tells the saves apart: it may have been another one already when it was
+                # read.
+                raise replaced_error(path, ".metadata, which has no manifest, is another file than before")
+            check_common(path, source, reader.index)
+            if first_of_this_host(dist.get_rank() if dist.is_initialized() else 0):
+                run_loaded(path, SaveOptions.from_environment(), self.options.local_tier)
+            _expect_save(reader, reader.stats.bytes_read - read_before)
+            expect_layout(path.name, reader.index)
+        return source, filled
 
     def _to_read(self, checkpoint_dir: _Path) -> Path:
         path = checkpoint_path(checkpoint_dir)
@@ -545,12 +499,23 @@ def _name_unknown(where: str, arguments: Mapping[str, Any]) -> None:
         )
 
 
-_Told = tuple[Offers, dict[bytes, int]]
-"""What ranks are going to read; and of which saves, each with the first rank that has opened it."""
+def _load(reader: FileSystemReader, sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Fill a state dict's tensors, and return it with tensors and objects in place of their descriptions."""
+    wanted = list(leaves(sharded_state_dict))
+    plain, quantized = split_quantized([leaf for leaf in wanted if is_sharded_tensor(leaf)])
+    with reader.conversions.of_one_load(), reader.files_stay_open():
+        _read(reader, plain)
+        read_quantized(partial(_read, reader), quantized)
+        objects = _ObjectsInTurn(reader.read_objects(leaf.unique_key for leaf in wanted if is_sharded_object(leaf)))
+    filled: dict[str, Any] = replace_leaves(
+        sharded_state_dict, lambda leaf: objects.of(leaf) if is_sharded_object(leaf) else leaf.data
+    )
+    return filled
 
 
-def _both_told(first: _Told, second: _Told) -> _Told:
-    return merged(first[0], second[0]), {**second[1], **first[1]}  # merged up the tree: the first has the lower ranks
+def _first_ranks(first: dict[bytes, int], second: dict[bytes, int]) -> dict[bytes, int]:
+    """Of each save the first rank that has opened it: merged up the tree, the first has the lower ranks."""
+    return {**second, **first}
 
 
 class _ObjectsInTurn:

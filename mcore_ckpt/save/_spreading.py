@@ -13,8 +13,8 @@ from typing import Any
 
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.failures import attempt
+from mcore_ckpt.core.process import host_identity
 from mcore_ckpt.core.ranks import RankGroup
-from mcore_ckpt.core.shared_memory import host_identity
 from mcore_ckpt.layout.distribution import (
     Columns,
     columns_of,

@@ -117,7 +117,7 @@ class LocalReader(RangeReader):
             status = os.fstat(self._fd)
             self.size_bytes = status.st_size
             self.version = FileVersion(status.st_ino, status.st_size, status.st_mtime_ns)
-            if direct != "off":
+            if direct in ("auto", "on"):
                 try:
                     self._direct_fd = open_regular(root, name, os.O_DIRECT, follow_links=follow_links)
                 except OSError as error:
@@ -126,7 +126,7 @@ class LocalReader(RangeReader):
                 else:
                     if not os.path.samestat(status, os.fstat(self._direct_fd)):
                         raise OSError(errno.ESTALE, "another file took its name while it was opened")
-            if direct == "auto":
+            if direct in ("auto", "keep"):
                 self._residency = direct_io.Residency(self._fd, self.size_bytes)
         except BaseException:
             self.close()

@@ -70,7 +70,6 @@ class ObjectStorage(Storage):
     writes_at_once = 8
     reads_at_once = 8
     open_ahead = 4
-    keeps_pages = False
     asks_at_once = 16
 
     def __init__(

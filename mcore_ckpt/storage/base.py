@@ -28,7 +28,7 @@ from typing import Final, Literal, NamedTuple, TypeVar
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 
 T = TypeVar("T")
-DirectIo = Literal["auto", "on", "off"]
+DirectIo = Literal["auto", "on", "off", "keep"]
 
 # Logical blocks are 512 or 4096 bytes on every disk in use, and pages are 4096 on x86-64: 4096 suits O_DIRECT on all.
 ALIGNMENT_BYTES: Final = 4096
@@ -206,7 +206,6 @@ class Storage(ABC):
         writes_at_once: how many keep it busy, of one process; where the user does not say.
         reads_at_once: the same.
         open_ahead: files that are opened ahead of the one that is read; 0 where opening one takes no request.
-        keeps_pages: the host's memory may hold what was read or written lately (`RangeReader.is_cached`).
         asks_at_once: requests for a name or a small file that are sent before the first is answered, where none depends
             on another; 1 where an answer comes sooner than a thread starts.
     """
@@ -216,7 +215,6 @@ class Storage(ABC):
     writes_at_once: int = 2
     reads_at_once: int = 4
     open_ahead: int = 0
-    keeps_pages: bool = True
     asks_at_once: int = 1
 
     def within(self, deadline_s: float | None) -> Storage:
@@ -304,7 +302,8 @@ class Storage(ABC):
         Args:
             name: of the file.
             direct: O_DIRECT for what is not in the page cache (`"auto"`), for everything (`"on"`), or for nothing
-                (`"off"`), as far as the file system has it.
+                (`"off"`), as far as the file system has it. `"keep"` is as `"auto"`, but what is not in the page cache
+                is read through it, and stays there.
 
         Raises:
             CheckpointNotFoundError: if there is no such file.

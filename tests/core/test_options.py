@@ -50,8 +50,6 @@ LOAD_VARIABLES: dict[str, tuple[str, Any]] = {
     "allowed_classes": ("numpy.dtype, collections.deque", ("numpy.dtype", "collections.deque")),
     "on_damaged": ("go_back", "go_back"),
     "prove": ("sample", "sample"),
-    "cooperative": ("on", "on"),
-    "hand_on_deadline_s": ("9.5", 9.5),
     "validation": ("megatron", "megatron"),
     "distribution": ("megatron", "megatron"),
     "page_cache": ("on", "on"),

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tests.support.cpu_megatron import pretend_cuda
 
 # How long an exchange waits for a rank. A save that takes a directory over waits for the lease of the one that is lost.
-TIMEOUT_S = {"saves": 60.0, "drains": 60.0, "reads": 60.0, "loses": 15.0, "fails": 15.0, "resumes": 180.0}
+TIMEOUT_S = {"saves": 60.0, "drains": 60.0, "loses": 15.0, "fails": 15.0, "resumes": 180.0}
 
 
 def main(folder: Path, story: str) -> None:
@@ -37,7 +37,6 @@ def main(folder: Path, story: str) -> None:
     stories = {
         "saves": _saves,
         "drains": _drains,
-        "reads": _reads,
         "loses": _loses,
         "fails": _fails,
         "resumes": _resumes,
@@ -121,71 +120,35 @@ def _drains(folder: Path) -> None:
     _tell(folder, clock=time.time())
 
 
-def _reads(folder: Path) -> None:
-    """Tensors that all ranks want, loaded by Megatron and by DCP: which bytes each rank has read."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from megatron.core import dist_checkpointing
-
-    import mcore_ckpt
-
-    rank, options = dist.get_rank(), mcore_ckpt.LoadOptions(cooperative="on", hand_on_deadline_s=30.0)
-    expected = {f"large{i}": torch.arange(4_000_000.0) + i for i in range(4)}
-
-    def sharded(values: dict[str, Any]) -> dict[str, Any]:
-        make = dist_checkpointing.ShardedTensor.from_rank_offsets
-        return {key: make(key, value, replica_id=rank) for key, value in values.items()}
-
-    directory = folder / "read"
-    if rank == 0:
-        directory.mkdir()
-    dist.barrier()
-    dist_checkpointing.save(sharded(expected), directory)
-    for way in ("megatron", "dcp"):
-        values = {key: torch.zeros_like(value) for key, value in expected.items()}
-        began = time.monotonic()
-        if way == "megatron":
-            strategy = mcore_ckpt.TorchDistLoadStrategy(options=options)
-            dist_checkpointing.load(sharded(values), directory, strategy)
-            stats = strategy.stats
-        else:
-            reader = mcore_ckpt.FileSystemReader(directory, options=options)
-            dcp.load(values, storage_reader=reader)
-            stats = reader.stats
-        same = all(torch.equal(value, expected[key]) for key, value in values.items())
-        seconds = time.monotonic() - began
-        _tell(folder, **{way: [same, stats.bytes_from_storage, stats.bytes_needed, seconds]})
-
-
 def _stays_s() -> float:
     """How long the ranks of the host that `STAYS` stay where they are."""
     return float(os.environ.get("STAYS_S", "600"))
 
 
 def _loses(folder: Path) -> None:
-    """As `_reads`; the ranks of one host stay where they read for others."""
+    """A load of all ranks; those of one host stay where they read."""
     import torch
     from megatron.core import dist_checkpointing
 
     import mcore_ckpt
-    from mcore_ckpt.load._handing_on import HandingOn
+    from mcore_ckpt.load.reader import FileSystemReader
 
-    read = HandingOn._read
+    read = FileSystemReader.read
 
-    def stays(self: Any, share: int, view: memoryview) -> None:
+    def stays(self: FileSystemReader, plan: Any) -> None:
         _tell(folder, reads=True)
         time.sleep(_stays_s())
-        read(self, share, view)
+        read(self, plan)
 
     if platform.node() == os.environ["STAYS"]:
-        HandingOn._read = stays  # type: ignore[method-assign]
+        FileSystemReader.read = stays  # type: ignore[method-assign]
     make = dist_checkpointing.ShardedTensor.from_rank_offsets
     directory = folder / "lost"
     if dist.get_rank() == 0:
         directory.mkdir()
     dist.barrier()
     dist_checkpointing.save({"large": make("large", torch.ones(20_000_000), replica_id=dist.get_rank())}, directory)
-    strategy = mcore_ckpt.TorchDistLoadStrategy(options=mcore_ckpt.LoadOptions(cooperative="on"))
+    strategy = mcore_ckpt.TorchDistLoadStrategy()
     began = time.monotonic()
     try:
         wanted = {"large": make("large", torch.zeros(20_000_000), replica_id=dist.get_rank())}

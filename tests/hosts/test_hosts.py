@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -111,26 +110,6 @@ def test_hosts_whose_clocks_are_an_hour_apart(ahead_s: int, files: Any, tmp_path
         assert verify_checkpoint(directory).whole
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mbit", [None, 200], ids=["fast network", "slow network"])
-def test_bytes_that_ranks_of_four_hosts_want_are_read_once(mbit: int | None, tmp_path: Path) -> None:
-    if mbit is not None and shutil.which("tc") is None:
-        pytest.skip("a network is made slow by `tc`, which is not installed")
-    shared = tmp_path / "shared"
-    with running_hosts(4, shared) as hosts:
-        for host in hosts if mbit is not None else ():
-            host.limit(mbit or 0)
-        _end(_start(hosts, 2, shared, "reads"), shared / "reads")
-    for way in ("megatron", "dcp"):
-        same, asked, needed, took_s = zip(*_told(shared, way).values(), strict=True)
-        assert len(same) == 8
-        assert all(same)
-        assert sum(asked) < 1.02 * needed[0]
-        assert max(asked) < 2 * needed[0] / 8  # each host, and each rank, reads its part
-        if mbit is not None:
-            assert max(took_s) > 0.7 * needed[0] / (mbit * 1e6 / 8)  # the rest comes by the cable
-
-
 @pytest.mark.parametrize(
     ("lost", "way"),
     [
@@ -176,7 +155,7 @@ def test_a_host_lost_in_mid_save_is_named_and_the_job_resumes_on_the_other(lost:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["killed", "cut off"])
 def test_a_host_lost_in_mid_load_is_named(way: str, tmp_path: Path) -> None:
-    """Where ranks read for those of other hosts: nobody waits longer than the process group does."""
+    """Nobody waits longer than the process group does."""
     shared = tmp_path / "shared"
     with running_hosts(2, shared) as hosts:
         gone = hosts[1]
@@ -188,10 +167,7 @@ def test_a_host_lost_in_mid_load_is_named(way: str, tmp_path: Path) -> None:
             gone.kill()
         _wait_for(lambda: {0, 1} <= set(_told(shared, "error")), shared / "loses")
         for rank in (0, 1):
-            assert re.search(
-                r"ranks? (2|3|2, 3) \(process(es)? \d+(, \d+)? on host host-1\) (ended|cannot)",
-                _told(shared, "error")[rank],
-            )
+            assert re.search(r"rank [0-3] of 4 has lost contact", _told(shared, "error")[rank])
             assert _told(shared, "seconds")[rank] < 60.0
 
 

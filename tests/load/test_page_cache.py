@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
+from tests.support.gloo_ranks import run_ranks
 from tests.support.local_files import cached_pages, device_bytes, drop_cached, has_direct_io
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -66,3 +68,31 @@ def test_a_load_reads_from_and_leaves_in_the_page_cache_what_the_option_says(
     load(saved, options)
     read = device_bytes() - before
     assert read > 0.7 * pages * 4096 if page_cache == "off" else read < 0.05 * pages * 4096, (read, pages)
+
+
+def load_half(directory: Path, options: LoadOptions) -> None:
+    part = torch.zeros(750, 1000)
+    FileSystemReader(directory, options=options).read_items([ReadRequest("large", part, (750, 0), (750, 1000))])
+    assert part.equal(state()["large"][750:])
+
+
+def load_as_one_of(rank: int, ranks_here: str, load: Callable[[Path, LoadOptions], None], directory: Path) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LOCAL_WORLD_SIZE", ranks_here)
+        load(directory, LoadOptions())
+
+
+@pytest.mark.parametrize(
+    ("load", "ranks_here", "is_shared"),
+    [(load_all, "2", True), (load_all, "1", False), (load_half, "2", False), (load_half, "4", True)],
+)
+def test_what_ranks_of_a_host_request_alike_stays_in_the_page_cache_for_the_others(
+    load: Callable[[Path, LoadOptions], None], ranks_here: str, is_shared: bool, saved: Path
+) -> None:
+    """Of four ranks that load half of a tensor each, two load the same half."""
+    files = list(saved.glob("*.distcp"))
+    for file in files:
+        drop_cached(file)
+    run_ranks(load_as_one_of, 4, ranks_here, load, saved)
+    cached, pages = sum(map(cached_pages, files)), state()["large"].nbytes // 4096
+    assert cached > 0.4 * pages if is_shared else cached < 0.05 * pages, (cached, pages)
