@@ -201,10 +201,10 @@ NOT_QUICK = {
     "storage/test_object_stores.py",
     "test_architecture.py::test_a_trainer_never_imports_models",
     "test_public_names.py::test_without_megatron_all_can_be_imported_but_what_needs_it_and_that_says_so",
-    "writing/test_jobs.py",
-    "writing/test_memory_paths.py",
-    "writing/test_staging_buffers.py::test_control_c_is_heard_though_a_write_hangs",
-    "writing/test_staging_buffers.py::test_whenever_control_c_comes_no_buffer_is_lost_or_used_twice",
+    "save/test_jobs.py",
+    "save/test_memory_paths.py",
+    "save/test_staging_buffers.py::test_control_c_is_heard_though_a_write_hangs",
+    "save/test_staging_buffers.py::test_whenever_control_c_comes_no_buffer_is_lost_or_used_twice",
 }
 
 

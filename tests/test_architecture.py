@@ -61,20 +61,17 @@ def circles(package: Package) -> list[str]:
     return found
 
 
-def wrong_underscores(package: Package, public: set[str], started: set[str]) -> list[str]:
-    """Modules `_name` that another layer uses, and modules without the underscore that none does."""
+def wrong_underscores(package: Package) -> list[str]:
+    """Modules `_name` that another layer uses."""
     users: dict[str, set[str]] = {name: set() for name in package.modules}
     for name in package.modules:
         for target in package.own_imports(name):
             users[target].add(layer_of(name))
     found = []
-    for name in set(package.modules) - started:
+    for name in package.modules:
         elsewhere = sorted(users[name] - {layer_of(name)})
-        own = name.rpartition(".")[2].startswith("_")
-        if own and elsewhere:
+        if elsewhere and name.rpartition(".")[2].startswith("_"):
             found.append(f"{name} is its layer's own, and {elsewhere} import it")
-        if not own and not elsewhere and name not in public:
-            found.append(f"only its own layer uses {name}: begin its name with an underscore")
     return sorted(found)
 
 
@@ -93,8 +90,8 @@ def test_no_module_imports_itself_in_a_circle() -> None:
     assert not circles(TREE)
 
 
-def test_what_only_its_own_layer_uses_begins_with_an_underscore() -> None:
-    assert not wrong_underscores(TREE, set(mcore_ckpt.homes().values()), ENTRANCES | {"commands.cli"})
+def test_what_begins_with_an_underscore_only_its_own_layer_uses() -> None:
+    assert not wrong_underscores(TREE)
 
 
 def test_the_picture_and_the_lists_are_what_the_imports_give() -> None:
@@ -164,9 +161,8 @@ def test_a_wrong_underscore_is_found(tmp_path: Path) -> None:
         "high.b": "from mcore_ckpt.low import _taken, used\nimport mcore_ckpt.low.used",
         "high._own": "",
     }
-    assert wrong_underscores(package_of(tmp_path, modules, "low high"), {"high.b"}, set()) == [
+    assert wrong_underscores(package_of(tmp_path, modules, "low high")) == [
         "low._taken is its layer's own, and ['high'] import it",
-        "only its own layer uses low.alone: begin its name with an underscore",
     ]
 
 

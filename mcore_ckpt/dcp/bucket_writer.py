@@ -31,8 +31,8 @@ from mcore_ckpt.layout.buckets import TensorSpec, WriteBucket, fill_bucket, lay_
 from mcore_ckpt.layout.dense_tensors import check_memory
 from mcore_ckpt.layout.file_image import WrittenFile
 from mcore_ckpt.layout.torch_classes import dtype_name, storage_info
+from mcore_ckpt.save.staging import write_in_process
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.writing.staging import write_in_process
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 Unpickling one object for each write item is most of a coordinator's time on a large cluster; columns cost a fixed
 number of buffers for each rank. The coordinator checks them (`plan_check.py`). To make `.metadata` from them takes half
 a second for 20,000 tensors of two ranks, grows with the number of ranks, and needs nothing but the plans: so the
-coordinator's writer process does that on a second thread (`writing/writer_job.py`), and no training waits for it.
+coordinator's writer process does that on a second thread (`save/writer.py`), and no training waits for it.
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ from mcore_ckpt.megatron._versions import (
     save_strategy_base,
     sharded_tensor_of,
 )
+from mcore_ckpt.save.staging_buffers import expect_save, warm_up_buffer
 from mcore_ckpt.save.transaction import (
     BucketWriter,
     SaveRequest,
@@ -67,7 +68,6 @@ from mcore_ckpt.save.transaction import (
 )
 from mcore_ckpt.save.upkeep import run_loaded
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.writing.staging_buffers import expect_save, warm_up_buffer
 
 _logger = logger_of(__name__)
 _Path = str | os.PathLike[str]

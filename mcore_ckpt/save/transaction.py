@@ -3,7 +3,7 @@
     state      each rank's main replicas, as specifications (`rank_state.py`)
     directory  locked and opened by the coordinator
     plan       layout of every file, checked by the coordinator; or that of the save before (`_planning.py`)
-    writing    by this process, or from a snapshot by another one (`writing/snapshot.py`)
+    writing    by this process, or from a snapshot by another one (`save/staging.py`)
     commit     every rank's results are compared with its plan; the coordinator publishes `.metadata`; or all raise
 
 `begin_save` goes as far as the writing; `SaveTransaction.commit` does the rest, later if the writing is asynchronous.
@@ -51,14 +51,13 @@ from mcore_ckpt.save._planning import expect_layout as expect_layout
 from mcore_ckpt.save._report import FileReport, SaveReport, Span, Took, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.rank_state import RankState, collect
+from mcore_ckpt.save.staging import log_choice, start_writing, write_in_process
+from mcore_ckpt.save.staging_buffers import expect_save, is_busy
+from mcore_ckpt.save.supervised_child import Job
 from mcore_ckpt.save.upkeep import check_second_tier, checkpoint_published, note_drain
+from mcore_ckpt.save.writer import JobResult, timed_result
 from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.writing.snapshot import log_choice, start_writing
-from mcore_ckpt.writing.staging import write_in_process
-from mcore_ckpt.writing.staging_buffers import expect_save, is_busy
-from mcore_ckpt.writing.supervised_child import Job
-from mcore_ckpt.writing.writer_job import JobResult, timed_result
 
 _logger = logger_of(__name__)
 _SHOWN = 10

@@ -31,8 +31,8 @@ from mcore_ckpt.core.threads import in_parallel, start_thread
 from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.directory.iterations import iteration_directories, iteration_of
 from mcore_ckpt.format.file_names import id_in_names
+from mcore_ckpt.save.supervised_child import TRAINING_FIRST_NICE
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.writing.supervised_child import TRAINING_FIRST_NICE
 
 _logger = logger_of(__name__)
 

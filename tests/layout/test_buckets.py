@@ -22,8 +22,8 @@ from mcore_ckpt.layout.buckets import (
 )
 from mcore_ckpt.layout.plan_check import check_plans
 from mcore_ckpt.layout.plans import LocalPlan, LocalPlanBuilder, index_tensors
-from mcore_ckpt.writing.staging import BucketSource
-from mcore_ckpt.writing.staging_buffers import StagingBuffer
+from mcore_ckpt.save.staging import BucketSource
+from mcore_ckpt.save.staging_buffers import StagingBuffer
 from tests.support.encoded_items import encode_tensor
 from tests.support.tensor_specs import specs_of
 

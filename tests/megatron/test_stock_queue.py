@@ -41,7 +41,7 @@ def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list
 
     from mcore_ckpt import TorchDistSaveStrategy
     from mcore_ckpt.save.async_queue import SaveCall
-    from mcore_ckpt.writing.persistent_writer import shared_writer
+    from mcore_ckpt.save.writer_process import shared_writer
 
     queue = async_utils.AsyncCallsQueue(persistent)
     assert "mcore_ckpt" not in type(queue).schedule_async_request.__module__, "it is not Megatron's own"

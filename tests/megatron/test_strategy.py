@@ -290,7 +290,7 @@ def skipped(rank: int, base: Path) -> None:
     """A save that comes while the one before is still written is skipped on all ranks, without a trace."""
     dist_checkpointing = megatron()
     from mcore_ckpt import AsyncCallsQueue, TorchDistSaveStrategy
-    from mcore_ckpt.writing import staging_buffers
+    from mcore_ckpt.save import staging_buffers
 
     strategy = TorchDistSaveStrategy(options=SaveOptions(when_busy="skip"))
     sharded = dist_checkpointing.ShardedTensor.from_rank_offsets
@@ -325,8 +325,8 @@ def resumed(rank: int, path: Path) -> None:
     """A launch that has loaded takes what its first async save needs while it trains, and no more than that."""
     dist_checkpointing = megatron()
     from mcore_ckpt import AsyncCallsQueue, TorchDistLoadStrategy, TorchDistSaveStrategy
-    from mcore_ckpt.writing import staging_buffers
-    from mcore_ckpt.writing.persistent_writer import shared_writer
+    from mcore_ckpt.save import staging_buffers
+    from mcore_ckpt.save.writer_process import shared_writer
 
     def sharded(value: float, count: int = 500_000) -> dict[str, Any]:
         part = torch.full((count * (1 + rank),), value)

@@ -24,12 +24,11 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
-from mcore_ckpt.save import transaction
+from mcore_ckpt.save import forked_call, transaction
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
+from mcore_ckpt.save.supervised_child import Job
 from mcore_ckpt.save.transaction import SaveTransaction
-from mcore_ckpt.writing import forked_call
-from mcore_ckpt.writing.persistent_writer import shared_writer
-from mcore_ckpt.writing.supervised_child import Job
+from mcore_ckpt.save.writer_process import shared_writer
 from tests.support.gloo_ranks import MEGATRON, rank_outcomes
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.processes import children, is_running
@@ -467,7 +466,7 @@ def test_state_that_one_rank_cannot_save_is_heard_of_on_all(tmp_path: Path) -> N
 
 
 def _interrupted_while_staging(rank: int, directory: str) -> None:
-    from mcore_ckpt.writing.staging import BucketSource
+    from mcore_ckpt.save.staging import BucketSource
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -67,7 +67,7 @@ def _megatron_saves(rank: int, base: Path, saves: int, options: SaveOptions) -> 
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
     from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
-    from mcore_ckpt.writing.persistent_writer import shared_writer
+    from mcore_ckpt.save.writer_process import shared_writer
 
     def sharded(tensors: dict[str, torch.Tensor], value: Any) -> dict[str, Any]:
         shards = {key: ShardedTensor.from_rank_offsets(key, tensor, (0, rank, 2)) for key, tensor in tensors.items()}

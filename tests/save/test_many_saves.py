@@ -15,7 +15,7 @@ import torch
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
-from mcore_ckpt.writing.persistent_writer import shared_writer
+from mcore_ckpt.save.writer_process import shared_writer
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.processes import children
 

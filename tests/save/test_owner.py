@@ -34,10 +34,9 @@ from mcore_ckpt.format.metadata_read import CONFIG_FILE, INCOMPLETE_MARKER, META
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron import common_state
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
-from mcore_ckpt.save import transaction
+from mcore_ckpt.save import staging, transaction, writer_process
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 from mcore_ckpt.storage._local import LocalStorage
-from mcore_ckpt.writing import persistent_writer, snapshot
 from tests.support.forked import exit_code, fork
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.local_files import names
@@ -139,7 +138,7 @@ class Interruption:
         lines: how many lines have gone by.
     """
 
-    _FILES = ("/save/transaction.py", "/writing/snapshot.py", "/megatron/strategy.py")
+    _FILES = ("/save/transaction.py", "/save/staging.py", "/megatron/strategy.py")
 
     def __init__(self, at_line: int) -> None:
         self._at_line = at_line
@@ -183,9 +182,9 @@ def test_an_async_save_that_is_interrupted_while_it_begins_writes_no_more(
             time.sleep(0.01)
         return run_job(*args)
 
-    run_job = snapshot.run_job
-    monkeypatch.setattr(snapshot, "run_job", write_late)  # in a forked child
-    monkeypatch.setattr(persistent_writer, "_CANCEL_DEADLINE_S", 0.05)  # one that is stopped does not hear of it
+    run_job = staging.run_job
+    monkeypatch.setattr(staging, "run_job", write_late)  # in a forked child
+    monkeypatch.setattr(writer_process, "_CANCEL_DEADLINE_S", 0.05)  # one that is stopped does not hear of it
     interrupted: BaseException | None = KeyboardInterrupt()
     at_line = 0
     while interrupted is not None:
@@ -193,8 +192,8 @@ def test_an_async_save_that_is_interrupted_while_it_begins_writes_no_more(
         directory = tmp_path / str(at_line)
         directory.mkdir()
         before = children()
-        persistent_writer.shared_writer().warm_up()
-        stopped = persistent_writer.shared_writer().pid if writer == "persistent" else None
+        writer_process.shared_writer().warm_up()
+        stopped = writer_process.shared_writer().pid if writer == "persistent" else None
         if stopped is not None:
             os.kill(stopped, signal.SIGSTOP)
         beginning = partial(strategy(writer=writer).async_save, state(1), directory)
@@ -207,7 +206,7 @@ def test_an_async_save_that_is_interrupted_while_it_begins_writes_no_more(
             # Jobs are done in turn: after this one, there is none before it.
             strategy().async_save(state(3), tmp_path).async_fn()
         until_s = time.monotonic() + 20
-        while children() - before - {persistent_writer.shared_writer().pid} and time.monotonic() < until_s:
+        while children() - before - {writer_process.shared_writer().pid} and time.monotonic() < until_s:
             time.sleep(0.01)
             gc.collect()
         gate.unlink()

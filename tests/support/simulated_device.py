@@ -167,7 +167,7 @@ class OnDevice(torch.Tensor):
 def simulated_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevices]:
     """Let `torch.get_device_module` find the simulated devices under the name cuda."""
     global _here
-    from mcore_ckpt.writing import staging, staging_buffers
+    from mcore_ckpt.save import staging, staging_buffers
 
     _here = SimulatedDevices()
     module_of = torch.get_device_module

@@ -8,7 +8,7 @@ import torch
 
 from mcore_ckpt.format.footer import NO_SAVE_ID
 from mcore_ckpt.layout.buckets import TensorSpec, WriteBucket, fill_bucket, lay_out_file
-from mcore_ckpt.writing.staging import BucketSource
+from mcore_ckpt.save.staging import BucketSource
 
 
 def specs_of(tensors: Iterable[torch.Tensor]) -> list[TensorSpec]:

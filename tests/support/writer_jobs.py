@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.layout.file_image import FileImage, PlannedFile
+from mcore_ckpt.save.writer import WriterJob
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import RangeWriter, align_up
-from mcore_ckpt.writing.writer_job import WriterJob
 
 __all__ = ["MisbehavingStorage", "SmallBuffer", "check_file", "image", "job", "misbehave"]
 

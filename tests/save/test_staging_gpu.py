@@ -10,10 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, SaveOptions
+from mcore_ckpt.save.staging import BucketSource, start_writing
+from mcore_ckpt.save.staging_buffers import StagingBuffer
 from mcore_ckpt.storage._local import LocalStorage
-from mcore_ckpt.writing.snapshot import start_writing
-from mcore_ckpt.writing.staging import BucketSource
-from mcore_ckpt.writing.staging_buffers import StagingBuffer
 from tests.support.tensor_specs import bucket_of, source_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]

@@ -21,14 +21,13 @@ from mcore_ckpt import SaveOptions
 from mcore_ckpt.core import host_memory
 from mcore_ckpt.core.errors import WriterDiedError, WriteTimeoutError
 from mcore_ckpt.core.options import ranks_of_this_host
+from mcore_ckpt.save import forked_call, staging, staging_buffers, supervised_child, writer_process
+from mcore_ckpt.save.forked_call import fork_call
+from mcore_ckpt.save.staging import start_writing, write_in_process
+from mcore_ckpt.save.staging_buffers import is_busy, lease_buffer
+from mcore_ckpt.save.writer_process import shared_writer
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import RangeWriter
-from mcore_ckpt.writing import forked_call, persistent_writer, snapshot, staging, staging_buffers, supervised_child
-from mcore_ckpt.writing.forked_call import fork_call
-from mcore_ckpt.writing.persistent_writer import shared_writer
-from mcore_ckpt.writing.snapshot import start_writing
-from mcore_ckpt.writing.staging import write_in_process
-from mcore_ckpt.writing.staging_buffers import is_busy, lease_buffer
 from tests.support.tensor_specs import bucket_of
 from tests.support.writer_jobs import MisbehavingStorage
 
@@ -166,12 +165,12 @@ def test_the_launcher_tells_how_many_ranks_share_a_host(environment: dict[str, s
 
 
 def test_the_choice_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_told", set())
+    monkeypatch.setattr(staging, "_told", set())
     sources = [bucket_of(torch.ones(1))]
     with caplog.at_level("INFO"):
         for _ in range(3):
-            snapshot.log_choice(sources, SaveOptions())
-        snapshot.log_choice(sources, SaveOptions(writer="fork"))
+            staging.log_choice(sources, SaveOptions())
+        staging.log_choice(sources, SaveOptions(writer="fork"))
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
     assert "a reused staging buffer in shared memory; one writer process" in messages[0]
@@ -290,7 +289,7 @@ def test_control_c_is_heard_though_a_write_hangs(tmp_path: Path) -> None:
         timer.join()
 
 
-_INTERRUPTED = [staging_buffers, snapshot, staging, persistent_writer, forked_call, supervised_child]
+_INTERRUPTED = [staging_buffers, staging, writer_process, forked_call, supervised_child]
 
 
 def _interrupt_at(moment: int) -> tuple[Any, list[int]]:

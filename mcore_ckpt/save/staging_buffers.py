@@ -26,9 +26,9 @@ from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.host_memory import free_host_bytes
 from mcore_ckpt.core.options import SaveOptions, ranks_of_this_host
+from mcore_ckpt.save.supervised_child import Job
+from mcore_ckpt.save.writer_process import shared_writer
 from mcore_ckpt.storage import direct_io
-from mcore_ckpt.writing.persistent_writer import shared_writer
-from mcore_ckpt.writing.supervised_child import Job
 
 _logger = logger_of(__name__)
 

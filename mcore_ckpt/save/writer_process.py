@@ -26,10 +26,9 @@ from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.core.process import exit_text, kernel_can_watch
 from mcore_ckpt.core.signals import signals_held_back
 from mcore_ckpt.layout.file_image import FileImage
-from mcore_ckpt.writing._status_page import StatusPage
-from mcore_ckpt.writing._writer_messages import Inbox, Kind, pack
-from mcore_ckpt.writing.supervised_child import TRAINING_FIRST_NICE, Job, JobWatch, SupervisedChild
-from mcore_ckpt.writing.writer_job import Ring, WriterJob, without_images
+from mcore_ckpt.save._writer_messages import Inbox, Kind, StatusPage, pack
+from mcore_ckpt.save.supervised_child import TRAINING_FIRST_NICE, Job, JobWatch, SupervisedChild
+from mcore_ckpt.save.writer import Ring, WriterJob, without_images
 
 _START_DEADLINE_S: Final = 60.0
 _START_PERIOD_S: Final = 0.002
@@ -46,7 +45,7 @@ _PROGRAM: Final = """\
 import os, sys
 os.setpgid(0, 0)
 sys.path += [path for path in {path!r} if path not in sys.path]
-from mcore_ckpt.writing._writer_process import main
+from mcore_ckpt.save._writer_main import main
 main({control_fd}, {status_fd}, {parent_pid}, {kernel_watches}, {cpu_priority}, {io_priority})
 """
 

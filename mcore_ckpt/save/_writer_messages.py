@@ -1,22 +1,27 @@
-"""What a trainer and its persistent writer process say to each other.
+"""What a trainer and its writer process say to each other: messages, and signs of life.
 
-Over one stream socket, both ways: an 8-byte header (kind, flags, length), then a pickle. A long payload travels in a
-memfd whose descriptor goes with the header, so that sending never waits for the other side to read: a job of 20,000
-tensors is half a megabyte of offsets, and a writer that is still starting reads nothing.
+Messages go over one stream socket, both ways: an 8-byte header (kind, flags, length), then a pickle. A long payload
+travels in a memfd whose descriptor goes with the header, so that sending never waits for the other side to read: a job
+of 20,000 tensors is half a megabyte of offsets, and a writer that is still starting reads nothing. Pickles are safe
+here: both ends of the socket belong to this package, and no other process can reach them.
 
-Pickles are safe here: both ends of the socket belong to this package, and no other process can reach them.
+Signs of life stand in a page of shared memory, written by a process that works, read by any other. So a trainer tells
+slow from stuck without a message, and a process that must not touch the trainer's socket sees that a job has ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import io
+import mmap
 import os
 import pickle
 import socket
 import struct
+import time
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 
 class Kind(enum.IntEnum):
@@ -104,3 +109,66 @@ class Inbox:
         """Close descriptors that came with messages that were not read."""
         while self._fds:
             os.close(self._fds.pop())
+
+
+State = Literal["idle", "writing", "waiting"]
+_STATES: Final[tuple[State, ...]] = ("idle", "writing", "waiting")
+
+
+class StatusPage:
+    """One page of numbers, stored whole: aligned 64-bit stores are not torn. `fd`: its descriptor, the page's own;
+    forked children share the page without it.
+    """
+
+    _STAMP, _STATE, _BYTES, _FINISHED = range(4)
+
+    def __init__(self, fd: int | None = None) -> None:
+        """A new page, all zero, or the one that is behind a descriptor."""
+        if fd is None:
+            fd = os.memfd_create("mcore_ckpt_status", os.MFD_CLOEXEC)
+            os.ftruncate(fd, mmap.PAGESIZE)
+        self.fd = fd
+        self._memory = mmap.mmap(fd, mmap.PAGESIZE)
+        self._numbers = memoryview(self._memory).cast("q")
+
+    def progress(self, state: State, nbytes: int = 0) -> None:
+        """Leave a sign of life: what the process is doing, and how many more bytes it has written."""
+        self._numbers[self._STATE] = _STATES.index(state)
+        self._numbers[self._BYTES] += nbytes
+        self._numbers[self._STAMP] = time.monotonic_ns()
+
+    def finished(self, job: int) -> None:
+        """Say that the job of this number has ended, well or not. Jobs are numbered from 1 and end in order."""
+        self._numbers[self._FINISHED] = job
+
+    @property
+    def last_finished(self) -> int:
+        """Number of the last job that has ended."""
+        return self._numbers[self._FINISHED]
+
+    @property
+    def state(self) -> State:
+        """What the process was doing at its last sign of life."""
+        return _STATES[self._numbers[self._STATE]]
+
+    @property
+    def stamp_s(self) -> float:
+        """When the last sign of life was left, on the clock of `time.monotonic()`; 0 before the first."""
+        return self._numbers[self._STAMP] / 1e9
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes written by the process so far, all jobs together."""
+        return self._numbers[self._BYTES]
+
+    def close(self) -> None:
+        """Unmap the page and close the descriptor. Twice is harmless."""
+        self._numbers.release()
+        self._memory.close()
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()

@@ -26,8 +26,8 @@ from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.failures import describe
 from mcore_ckpt.core.process import collector_paused, exit_text, exit_with_parent, kernel_can_watch, lower_priority
 from mcore_ckpt.core.signals import leave_signals_to_parent, signals_held_back
-from mcore_ckpt.writing._status_page import StatusPage
-from mcore_ckpt.writing.supervised_child import TRAINING_FIRST_NICE, Job, SupervisedChild
+from mcore_ckpt.save._writer_messages import StatusPage
+from mcore_ckpt.save.supervised_child import TRAINING_FIRST_NICE, Job, SupervisedChild
 
 _logger = logger_of(__name__)
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 from mcore_ckpt.core.failures import describe
 from mcore_ckpt.core.process import exit_text, exit_with_parent, kernel_can_watch, lower_priority
 from mcore_ckpt.core.signals import leave_signals_to_parent
-from mcore_ckpt.writing.supervised_child import Job, SupervisedChild
+from mcore_ckpt.save.supervised_child import Job, SupervisedChild
 
 _REAP_DEADLINE_S: Final = 1.0
 _PRELOAD_PERIOD_S: Final = 0.05

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.core.errors import SaveError, WriteTimeoutError
 from mcore_ckpt.layout.file_image import FileImage, PlannedFile, Window, WrittenFile, plan_windows
+from mcore_ckpt.save.writer import ImageWriter, WindowPool
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import RangeWriter
-from mcore_ckpt.writing._image_writer import ImageWriter, WindowPool
 from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.local_files import aligned, names, open_fds, random_bytes
 

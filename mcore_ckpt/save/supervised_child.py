@@ -27,7 +27,7 @@ from typing import Any, Final
 from mcore_ckpt.core.errors import CheckpointError, SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.core.failures import FailureReport, remote_cause, same_class
 from mcore_ckpt.core.process import Sentinel, exit_text, is_running, wait_readable
-from mcore_ckpt.writing._status_page import StatusPage
+from mcore_ckpt.save._writer_messages import StatusPage
 
 # As Megatron's own persistent worker: where cores are scarce, training's next step goes first.
 TRAINING_FIRST_NICE: Final = 10
