@@ -1,4 +1,4 @@
-"""Make what the guides work on, in this folder. Needs torch; run it out of a clone.
+"""Make what the guides work on: python CLONE/examples/small_run.py DIRECTORY. Needs torch; run it out of a clone.
 
 run             two checkpoints of a small model
 copy            the newer one of them
@@ -6,6 +6,7 @@ Llama-small     a model as `transformers` saves it
 two_tiers.py    the job of the guide to two tiers
 """
 
+import argparse
 import json
 import shutil
 import struct
@@ -72,9 +73,12 @@ def write_llama(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def main() -> None:
-    """Write all of it; nothing may be there."""
-    here = Path.cwd()
+def main(words: list[str] | None = None) -> None:
+    """Write all of it into the directory that is named; nothing of it may be there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="where to; `.` is the current one")
+    here = parser.parse_args(words).directory
+    here.mkdir(parents=True, exist_ok=True)
     for name in ("run", "copy", "Llama-small"):
         if (here / name).exists():
             sys.exit(f"{here / name}: is there already; choose an empty folder")

@@ -107,7 +107,7 @@ WITH_SESSIONS = [
 def example_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The run that pages show: two checkpoints of a small model at TP 2, and a copy of the newer one."""
     monkeypatch.chdir(tmp_path)
-    small_run.main()
+    small_run.main(["."])
     (tmp_path / "bin").mkdir()
     for name, start in (("python", ""), ("mcore-ckpt", "-m mcore_ckpt ")):
         command = tmp_path / "bin" / name

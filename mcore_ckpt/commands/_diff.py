@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import TYPE_CHECKING
 
 from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, add_workers, document_of, one_line, table
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.reshard.options import FULLY_RESHARDABLE
+from mcore_ckpt.tools.keys import is_flat_bucket, is_optimizer_key
 
 if TYPE_CHECKING:
     from mcore_ckpt.tools.diff import DiffReport, TensorDiff
@@ -48,7 +51,6 @@ def run(arguments: argparse.Namespace) -> Outcome:
     """Compare."""
     from mcore_ckpt.tools.diff import diff_checkpoints
     from mcore_ckpt.tools.inspection import checkpoint_directory
-    from mcore_ckpt.tools.keys import is_flat_bucket
 
     if not 1 <= arguments.workers <= _MOST_WORKERS:
         raise OptionError(
@@ -67,8 +69,9 @@ def run(arguments: argparse.Namespace) -> Outcome:
         progress=False if arguments.quiet else None,
     )
     shown = [tensor for tensor in report.tensors if arguments.all or not tensor.same]
-    lines = [one_line(f"only in A: {key}") for key in report.only_in_a]
-    lines += [one_line(f"only in B: {key}") for key in report.only_in_b]
+    left_out = is_optimizer_key if report.optimizer_differs and not arguments.all else lambda _: False
+    lines = [one_line(f"only in A: {key}") for key in report.only_in_a if not left_out(key)]
+    lines += [one_line(f"only in B: {key}") for key in report.only_in_b if not left_out(key)]
     lines += [one_line(f"object differs: {key}") for key in report.objects_differ]
     lines += [
         one_line(f"common state differs: {key}{_values_of(report, key, everything=arguments.all)}")
@@ -92,10 +95,27 @@ def run(arguments: argparse.Namespace) -> Outcome:
     lines += ["", f"{verdict}: {same} of {len(report.tensors)} common tensors are the same"]
     lines[-1] += f", {report.objects_same} of {total_objects} common objects; {len(report.only_in_a)} keys only in A"
     lines[-1] += f", {len(report.only_in_b)} only in B{compared}"
+    if report.optimizer_differs:
+        lines += _other_layouts(report)
     if report.shadow_copies:
         lines.append(f"{report.shadow_copies} shadow copies are left out; `mcore-ckpt verify` compares them")
     document = document_of(report, identical=report.identical, tensors=[_document(tensor) for tensor in report.tensors])
     return Outcome(document, "\n".join(lines).strip("\n"), DONE if report.identical else DIFFERS)
+
+
+def _other_layouts(report: DiffReport) -> list[str]:
+    """What was compared of two checkpoints whose optimizers have other layouts, what was not, and how it can be."""
+    of_a, of_b = report.optimizer_layouts
+    only_a, only_b = (sum(map(is_optimizer_key, keys)) for keys in (report.only_in_a, report.only_in_b))
+    said = (
+        f"compared: the model and the common state. Not compared: the optimizer's state, which A holds as {of_a} "
+        f"({only_a} keys) and B as {of_b} ({only_b} keys)"
+    )
+    convertible = [path for path, layout in ((report.a, of_a), (report.b, of_b)) if layout != FULLY_RESHARDABLE]
+    if FULLY_RESHARDABLE not in (of_a, of_b):
+        return [said]
+    convert = f"mcore-ckpt reshard {shlex.quote(convertible[0])} NEW --optimizer-layout {FULLY_RESHARDABLE}"
+    return [said, f"To compare it, too: {convert}; then compare NEW"]
 
 
 def _values_of(report: DiffReport, entry: str, *, everything: bool) -> str:

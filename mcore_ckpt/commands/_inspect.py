@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from mcore_ckpt.commands._shell import DONE, Outcome, numbers, one_line, table
+from mcore_ckpt.commands._shell import DONE, Outcome, fact, numbers, one_line, table
 from mcore_ckpt.core.console import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _summary(index: CheckpointIndex, *, arguments_only: bool) -> Outcome:
         layout += f"; saved at {summary.trained_layout} (args)"
     facts = [
         ("checkpoint", summary.path),
-        ("written by", "Megatron-Core" if summary.written_by == "megatron" else "torch.distributed.checkpoint"),
+        ("written by", summary.origin),
         ("iteration", "-" if summary.iteration is None else summary.iteration),
         ("save", "no manifest" if summary.save_id is None else summary.save_id),
         (
@@ -193,7 +193,7 @@ def _summary(index: CheckpointIndex, *, arguments_only: bool) -> Outcome:
         ),
         ("layout", layout),
     ]
-    lines = [one_line(f"{name:<12}{value}") for name, value in facts]
+    lines = [fact(name, value) for name, value in facts]
     lines += ["", _group_table(summary.groups)]
     if summary.arguments:
         lines += ["", f"{len(summary.arguments)} Megatron arguments are stored; --args shows them"]

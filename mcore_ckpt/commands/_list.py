@@ -47,6 +47,10 @@ def run(arguments: argparse.Namespace) -> Outcome:
         documents.append(document_of(found, name=found.name, whole=found.whole, layout=listed.layout))
     whole = sum(listed.checkpoint.whole for listed in report.checkpoints)
     total_bytes = sum(listed.checkpoint.size_bytes for listed in report.checkpoints)
+    notes += [
+        f"{name}: not complete: a conversion makes it, or has been interrupted; the command that made it resumes it"
+        for name in report.unfinished
+    ]
     lines = [table(("checkpoint", "state", "size", "age", "layout", ""), rows, right=(2, 3)), *notes]
     if report.tracker_problem:
         lines.append(f"tracker: {report.tracker_problem}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from mcore_ckpt.core.console import human_bytes
+from mcore_ckpt.core.console import human_bytes, is_terminal
 
 Container = argparse._ActionsContainer  # noqa: SLF001  (a parser, or a group of its arguments)
 
@@ -25,6 +28,11 @@ INTERNAL: Final = 70
 
 INTERRUPTED: Final = 130
 """Ctrl-C."""
+
+
+_NAME_COLUMNS: Final = 12
+# A narrower terminal is taken for one of that many, where a line still holds a few words.
+_LEAST_COLUMNS: Final = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +88,46 @@ def numbers(values: Iterable[int]) -> str:
     return "[" + ", ".join(map(str, values)) + "]"
 
 
+def terminal_columns() -> int | None:
+    """How many characters a line of the terminal has; None where output goes elsewhere, and lines may be long."""
+    return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None
+
+
+def fact(name: str, value: object) -> str:
+    """A name and what there is under it; on a terminal wrapped behind the name."""
+    text, columns = one_line(f"{name:<{_NAME_COLUMNS}}{value}"), terminal_columns()
+    return text if columns is None else _wrapped(text, columns, below=" " * _NAME_COLUMNS)
+
+
+def _wrapped(text: str, columns: int, *, below: str) -> str:
+    return textwrap.fill(
+        text,
+        max(_LEAST_COLUMNS, columns),
+        subsequent_indent=below,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+        drop_whitespace=True,
+    )
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> str:
-    """Columns as wide as their widest cell; `right` names the columns that are aligned to the right."""
+    """Columns as wide as their widest cell; `right` names the columns that are aligned to the right. On a terminal that
+    is too narrow for them, the cells of each row stand below its first.
+    """
     cells = [[one_line(str(cell)) for cell in row] for row in rows]
     widths = [
         max(len(header[n]), *(len(row[n]) for row in cells)) if cells else len(header[n]) for n in range(len(header))
     ]
+    columns = terminal_columns()
+    if columns is not None and sum(widths) + 2 * (len(widths) - 1) > columns:
+        lines = []
+        for first, *others in cells:
+            named = [f"{name} {cell}".strip() for name, cell in zip(header[1:], others, strict=True) if cell]
+            # A number stays in the line of its name and unit.
+            kept = [text.replace(" ", "\xa0") if len(text) < _LEAST_COLUMNS else text for text in named]
+            lines += [first, _wrapped("    " + ", ".join(kept), columns, below="    ").replace("\xa0", " ")]
+        return "\n".join(lines)
     to_the_right = set(right)
 
     def line(row: Sequence[str]) -> str:

@@ -40,7 +40,7 @@ _LOOK, _CHANGE, _CONVERT, _RUN = "look", "change", "convert", "run"
 _COMMANDS: Final = {
     "list": _Command(
         _LOOK,
-        "the checkpoints of a run: which are complete, how large, how old, in which layout",
+        "a run's checkpoints: completeness, size, age, parallel layout",
         ("run", "run --json"),
         (
             "all are complete, but for what a save is writing or a killed one has left",
@@ -49,7 +49,7 @@ _COMMANDS: Final = {
     ),
     "inspect": _Command(
         _LOOK,
-        "what a checkpoint holds: summary, tensors, files, items, objects, HTML report",
+        "what a checkpoint holds: tensors, files, objects; an HTML report",
         ("run/iter_0001000", "run/iter_0001000 --tensors layernorm", "run/iter_0001000 --html report.html"),
     ),
     "verify": _Command(
@@ -99,13 +99,13 @@ _COMMANDS: Final = {
     ),
     "export": _Command(
         _CONVERT,
-        "write a Hugging Face model, safetensors, a torch file or a plain DCP checkpoint",
+        "write a Hugging Face model, safetensors, a torch file or DCP",
         ("run/iter_0001000 model --to hf", "run/iter_0001000 tensors --dtype bf16 --max-shard-size 2GB"),
         ("done", "with --check-logits: the models compute different logits"),
     ),
     "import": _Command(
         _CONVERT,
-        "make a torch_dist checkpoint of a Hugging Face model, safetensors, torch files or DCP",
+        "make a checkpoint of a Hugging Face model, safetensors, torch or DCP",
         ("Llama-3.1-8B start/release --from hf --tp 4", "tensors imported/iter_0000001 --tp 2"),
         ("done", "with --check-logits: the models compute different logits"),
     ),
@@ -126,8 +126,8 @@ def _module(command: str) -> Any:
 
 def _overview() -> str:
     lines = [
-        "Work with torch_dist checkpoints of Megatron-Core and torch.distributed.checkpoint:",
-        "no model, no GPU, no process group.",
+        "Work with torch_dist checkpoints of Megatron-Core and of",
+        "torch.distributed.checkpoint: no model, no GPU, no process group.",
     ]
     for group in (_LOOK, _CHANGE, _CONVERT, _RUN):
         lines += ["", f"{group}:"]
@@ -238,7 +238,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     all_of_them = any(word.startswith("--print-completion") for word in words)
-    arguments = make_parser(list(_COMMANDS) if all_of_them else words[:1]).parse_args(words)
+    parser = make_parser(list(_COMMANDS) if all_of_them else words[:1])
+    if not words:
+        parser.print_help(sys.stderr)
+        return FAILED
+    arguments = parser.parse_args(words)
     try:
         outcome: Outcome = _module(arguments.command).run(arguments)
         try:
@@ -247,8 +251,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             # The reader of our output has enough (`| head`); Python would complain again while it shuts down.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return outcome.code
-    except KeyboardInterrupt:
-        print("mcore-ckpt: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        more = f": {_one_line(interrupt)}" if interrupt.args else ""
+        print(f"mcore-ckpt: interrupted{_printable(more, sys.stderr)}", file=sys.stderr)
         return INTERRUPTED
     except (CheckpointError, OSError, MemoryError) as error:
         if arguments.debug:

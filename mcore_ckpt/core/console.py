@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 P = TypeVar("P", bound="Progress")
 
@@ -92,10 +92,10 @@ def logger_of(name: str) -> logging.Logger:
     return _Logger(name)
 
 
-def is_terminal() -> bool:
-    """Whether standard error is a terminal. It may be None, closed, or an object with `write` and `flush` only."""
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream is a terminal. It may be None, closed, or an object with `write` and `flush` only."""
     try:
-        return bool(sys.stderr.isatty())
+        return bool(stream.isatty())
     except Exception:  # noqa: BLE001  (a stream of the program's own may raise anything)
         return False
 
@@ -113,7 +113,7 @@ class Progress:
         self._thread: threading.Thread | None = None
         self._what = what
         self._total_bytes = total_bytes
-        self._shown = is_terminal() if shown is None else shown
+        self._shown = is_terminal(sys.stderr) if shown is None else shown
 
     def advance(self, nbytes: int) -> None:
         """`nbytes` more are done."""
@@ -165,7 +165,7 @@ class WaitingBar(Progress):
     """A bar for work of another process, shown while this one waits for it; a context manager. 0 bytes show no bar."""
 
     def __init__(self, what: str, total_bytes: int) -> None:
-        super().__init__(what, total_bytes, shown=total_bytes > 0 and is_terminal())
+        super().__init__(what, total_bytes, shown=total_bytes > 0 and is_terminal(sys.stderr))
 
     def show(self, done_bytes: int) -> None:
         """So much is done by now."""

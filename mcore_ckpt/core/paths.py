@@ -16,6 +16,9 @@ from mcore_ckpt.core.errors import OptionError
 STORE_SCHEMES: Final = ("s3", "gs", "az", "msc", "memory")
 """Of object stores that can be read and written."""
 
+PARTIAL: Final = ".partial"
+"""Behind the name of a directory that a conversion is making, or was making when it was interrupted."""
+
 # Two letters at least; of what has been a `Path`, one of the two slashes is left, and none where nothing comes after.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?:/(/?)|\Z)")
 

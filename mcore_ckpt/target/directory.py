@@ -40,6 +40,7 @@ from mcore_ckpt.core.errors import (
     OptionError,
     SaveError,
 )
+from mcore_ckpt.core.paths import PARTIAL
 from mcore_ckpt.directory.folders import NO_NAMES
 from mcore_ckpt.directory.lock import DirectoryLock, Owner, holders, is_lock_file
 from mcore_ckpt.format.metadata_read import METADATA_FILE
@@ -75,7 +76,7 @@ class _Way(NamedTuple):
 
 def partial_directory(target: Path) -> Path:
     """Where a target is written until it is complete."""
-    return target.with_name(target.name + ".partial")
+    return target.with_name(target.name + PARTIAL)
 
 
 def refuse_target(source: Path, target: Path) -> None:
@@ -175,8 +176,10 @@ def _renamed(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
         except CheckpointError as error:
             kept = bool(journal.done) and isinstance(error, SaveError) and not isinstance(error, CheckpointExistsError)
             raise
-        except BaseException:
+        except BaseException as error:
             kept = bool(journal.done)
+            if kept and isinstance(error, KeyboardInterrupt):
+                raise KeyboardInterrupt(f"{folder.parent} keeps what is done; the same command resumes it") from error
             raise
         finally:
             if not kept:

@@ -34,6 +34,7 @@ from mcore_ckpt.tools.dtype_cast import as_numbers
 from mcore_ckpt.tools.fingerprints import payloads_fingerprint
 from mcore_ckpt.tools.inspection import checkpoint_directory, index_version
 from mcore_ckpt.tools.keys import key_filter
+from mcore_ckpt.tools.parallel_layout import optimizer_layout
 from mcore_ckpt.tools.payloads import StoredPayloads, check_elements, check_tiled
 from mcore_ckpt.tools.plain_state import StoredState, plain, read_object, stored_common_state, unwrapped
 from mcore_ckpt.tools.tensor_stats import SLAB_BYTES, SlabReader, batches
@@ -120,6 +121,7 @@ class DiffReport:
     common_values: what differs in these, where their values are plain or have named parts, as arguments do.
     not_compared: those of which it cannot be told whether they do.
     shadow_copies: keys of both that are left out, since `verify` compares such copies with their tensors.
+    optimizer_layouts: Megatron's names of the layouts of the optimizer's state; None without one.
     """
 
     a: str
@@ -134,6 +136,13 @@ class DiffReport:
     common_values: tuple[CommonDiff, ...] = ()
     not_compared: tuple[str, ...] = ()
     shadow_copies: int = 0
+    optimizer_layouts: tuple[str | None, str | None] = (None, None)
+
+    @property
+    def optimizer_differs(self) -> bool:
+        """Both hold an optimizer's state, each in another layout, so that its keys are not the same."""
+        a, b = self.optimizer_layouts
+        return a is not None and b is not None and a != b
 
     @property
     def identical(self) -> bool:
@@ -266,6 +275,7 @@ def _diff(
         common_values=tuple(common_values),
         not_compared=not_compared,
         shadow_copies=sum(len(index.shadow_copies()) for index in stored),
+        optimizer_layouts=(optimizer_layout(left, {}), optimizer_layout(right, {})),
     )
 
 

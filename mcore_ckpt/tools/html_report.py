@@ -94,7 +94,7 @@ def _tensor(entry: TensorEntry, numbers: dict[str, int]) -> dict[str, Any]:
 
 
 def _facts(summary: CheckpointSummary) -> Iterator[tuple[str, str]]:
-    yield "written by", "Megatron-Core" if summary.written_by == "megatron" else "torch.distributed.checkpoint"
+    yield "written by", summary.origin
     if summary.iteration is not None:
         yield "iteration", str(summary.iteration)
     yield (

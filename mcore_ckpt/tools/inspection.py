@@ -83,7 +83,8 @@ class FileRow:
     Attributes:
         size_bytes: as found on the disk; None if the file is missing.
         tensor_data, bytes_data: `[start, stop)` of the region from the first to the last item of that half.
-        unused_bytes: bytes of the file that belong to no item (padding, slack); None if the file is missing.
+        unused_bytes: bytes of the file in no item (padding, footer), where several may share bytes; None if the file is
+            missing.
     """
 
     file: str
@@ -127,7 +128,7 @@ class CheckpointSummary:
     """A checkpoint at a glance.
 
     Attributes:
-        written_by: `"megatron"` if there is a `metadata.json`, else `"dcp"`.
+        written_by: `"mcore_ckpt"` if there is a manifest, `"megatron"` if only `metadata.json` is there, else `"dcp"`.
         save_id: which save it is, as its manifest says, in hexadecimal digits; None if it has none.
         metadata_bytes: size of `.metadata`.
         file_bytes: size of all data files.
@@ -165,6 +166,12 @@ class CheckpointSummary:
     problems: tuple[str, ...]
     shadow_copies: int = 0
     shadow_bytes: int = 0
+
+    @property
+    def origin(self) -> str:
+        """Which package has written it, and whose format it has, in words."""
+        format_of = "torch.distributed.checkpoint" if self.backend is None else "Megatron-Core"
+        return f"mcore_ckpt, in the format of {format_of}" if self.written_by == "mcore_ckpt" else format_of
 
 
 def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
@@ -257,16 +264,27 @@ class _FileTally:
         self.nbytes = 0
         self.start: int | None = None
         self.stop = 0
+        self.spans: set[tuple[int, int]] = set()
 
     def add(self, item: StoredItem) -> None:
         self.count += 1
         self.nbytes += item.length
         self.start = item.offset if self.start is None else min(self.start, item.offset)
         self.stop = max(self.stop, item.offset + item.length)
+        self.spans.add((item.offset, item.offset + item.length))
 
     @property
     def region(self) -> tuple[int, int] | None:
         return None if self.start is None else (self.start, self.stop)
+
+
+def _covered_bytes(spans: Iterable[tuple[int, int]]) -> int:
+    """Bytes that lie in at least one span."""
+    covered = end = 0
+    for start, stop in sorted(spans):
+        covered += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return covered
 
 
 def file_rows(index: CheckpointIndex) -> list[FileRow]:
@@ -283,7 +301,7 @@ def file_rows(index: CheckpointIndex) -> list[FileRow]:
     for file in sorted({*tensors, *objects}, key=_file_order):
         tensor_data, bytes_data = tensors.get(file, _FileTally()), objects.get(file, _FileTally())
         size_bytes = sizes.get(file)
-        unused = None if size_bytes is None else size_bytes - tensor_data.nbytes - bytes_data.nbytes
+        unused = None if size_bytes is None else size_bytes - _covered_bytes(tensor_data.spans | bytes_data.spans)
         rows.append(
             FileRow(
                 file,
@@ -388,7 +406,7 @@ def summarize(index: CheckpointIndex) -> CheckpointSummary:
     missing = [f"{row.file}: the index names this file, but it is not there" for row in files if row.size_bytes is None]
     return CheckpointSummary(
         path=str(directory),
-        written_by="dcp" if config is None else "megatron",
+        written_by="mcore_ckpt" if index.manifest is not None else "dcp" if config is None else "megatron",
         backend=None if config is None else f"{config.backend} {config.version}",
         iteration=iteration if isinstance(iteration, int) else None,
         save_id=None if index.manifest is None else shown_id(index.manifest.save_id),

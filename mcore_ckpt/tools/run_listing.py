@@ -6,7 +6,16 @@ import os
 from dataclasses import dataclass
 
 from mcore_ckpt.core.errors import LoadError
-from mcore_ckpt.directory.iterations import RunCheckpoint, directories_of_run, look_at, tracked_name
+from mcore_ckpt.core.paths import PARTIAL
+from mcore_ckpt.directory.iterations import (
+    RunCheckpoint,
+    directories_of_run,
+    is_checkpoint_name,
+    iteration_directories,
+    look_at,
+    tracked_name,
+)
+from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.parallel_layout import ParallelLayout, layout_of_chunks
 
 
@@ -27,12 +36,15 @@ class RunReport:
         tracked: name of the checkpoint that the tracker file names; None without one.
         tracker_problem: why the tracker file names nothing, or nothing that can be loaded.
         checkpoints: `release` first, then by iteration.
+        unfinished: directories that `reshard` or another conversion is making, or has left when it was interrupted; the
+            same command resumes them.
     """
 
     path: str
     tracked: str | None
     tracker_problem: str | None
     checkpoints: tuple[ListedCheckpoint, ...]
+    unfinished: tuple[str, ...] = ()
 
 
 def list_run(run: str | os.PathLike[str]) -> RunReport:
@@ -45,6 +57,11 @@ def list_run(run: str | os.PathLike[str]) -> RunReport:
         CheckpointNotFoundError: there is no such directory, or no checkpoint of any kind in it.
         LoadError: it cannot be listed.
     """
+    unfinished = tuple(
+        name
+        for name in sorted(storage_at(run).folders())
+        if name.endswith(PARTIAL) and is_checkpoint_name(name.removesuffix(PARTIAL))
+    )
     tracked: str | None = None
     problem: str | None = None
     try:
@@ -52,7 +69,7 @@ def list_run(run: str | os.PathLike[str]) -> RunReport:
     except LoadError as error:
         problem = str(error)
     found = []
-    for directory in directories_of_run(run):
+    for directory in iteration_directories(run) if unfinished else directories_of_run(run):
         checkpoint, index = look_at(directory, tracked=tracked)
         found.append(ListedCheckpoint(checkpoint, None if index is None else layout_of_chunks(index)))
     named = next((listed.checkpoint for listed in found if listed.checkpoint.tracked), None)
@@ -62,4 +79,4 @@ def list_run(run: str | os.PathLike[str]) -> RunReport:
         problem = f"it names {tracked}, which this version cannot read: {named.newer}"
     elif named is not None and not named.whole:
         problem = f"it names {tracked}, which is incomplete: {named.problems[0]}"
-    return RunReport(str(run), tracked, problem, tuple(found))
+    return RunReport(str(run), tracked, problem, tuple(found), unfinished)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
+import os
+import pty
 import shlex
+import shutil
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -15,7 +22,7 @@ import mcore_ckpt
 from mcore_ckpt.commands.cli import main, make_parser
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.sizes import parse_size, shown_size
-from tests.support.model_like import write_model
+from tests.support.model_like import reshard_killed, write_model
 
 COMMANDS = ["list", "inspect", "verify", "cat", "diff", "copy", "repair", "prune", "reshard", "export", "import"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,13 +217,73 @@ def test_a_shell_completes_commands_and_options(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["nonsense"], ["inspect"], ["reshard", "a"], ["inspect", "x", "--files", "--args"]], ids=" ".join
+    "arguments", [["nonsense"], ["inspect"], ["reshard", "a"], ["inspect", "x", "--files", "--args"]], ids=" ".join
 )
 def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
     assert "usage: mcore-ckpt" in capsys.readouterr().err
+
+
+def test_the_command_alone_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    assert all(f"\n  {command} " in shown for command in COMMANDS)
+
+
+def on_terminal(columns: int, *words: str) -> list[str]:
+    """The lines that a command shows on a terminal of that width."""
+    reading, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = subprocess.Popen(
+        [sys.executable, "-m", "mcore_ckpt", *words], stdin=terminal, stdout=terminal, cwd=ROOT, env=environment
+    )
+    os.close(terminal)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal is gone when the command is
+        while content := os.read(reading, 65536):
+            shown += content
+    os.close(reading)
+    assert command.wait(60) == 0
+    return shown.decode().replace("\r\n", "\n").splitlines()
+
+
+@pytest.mark.parametrize("columns", [50, 80])
+@pytest.mark.parametrize("view", [[], ["--tensors"], ["--files"], ["--items"]], ids=str)
+def test_what_is_shown_fits_the_terminal(checkpoint: Path, view: list[str], columns: int) -> None:
+    lines = on_terminal(columns, "inspect", str(checkpoint), *view)
+    assert len(lines) > 5
+    # What cannot be divided, as a key, is longer than a narrow terminal.
+    assert [line for line in lines if len(line) > columns and len(line.split()) > 2] == []
+
+
+def test_the_overview_fits_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    assert max(map(len, capsys.readouterr().err.splitlines())) <= 80
+
+
+def test_list_names_what_an_interrupted_conversion_has_left(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reshard_killed(checkpoint, tmp_path / "iter_0000007")
+    assert main(["list", str(tmp_path)]) == 0
+    said = "iter_0000007.partial: not complete: a conversion makes it, or has been interrupted"
+    assert said in capsys.readouterr().out
+    shutil.copytree(checkpoint, tmp_path / "iter_0000001")
+    assert main(["list", str(tmp_path), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert listed["unfinished"] == ["iter_0000007.partial"]
+    assert [found["name"] for found in listed["checkpoints"]] == ["iter_0000001"]
+
+
+def test_help_of_the_small_run_writes_nothing(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "small_run.py"
+    for words, code in ((["--help"], 0), ([], 2)):
+        ended = subprocess.run([sys.executable, script, *words], cwd=tmp_path, capture_output=True, timeout=120)
+        assert ended.returncode == code
+        assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -489,6 +489,9 @@ class TestInterruption:
         running.send_signal(stop)
         _, errors = running.communicate(timeout=60)
         assert running.returncode == (130 if stop == signal.SIGINT else -signal.SIGKILL), errors
+        if stop == signal.SIGINT:
+            kept = tmp_path / "t.partial"
+            assert f"interrupted: {kept} keeps what is done; the same command resumes it" in errors
         assert not (tmp_path / "t").exists()
         assert main([*arguments, "--json"]) == 0
         assert_same(read_all(tmp_path / "t"), big)

@@ -219,6 +219,22 @@ def test_of_flat_buckets_it_is_said_that_their_padding_differs(
         assert ("--optimizer-layout fully_reshardable" in shown) == said
 
 
+def test_optimizers_of_two_layouts_are_not_compared_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.param"
+    for name, key in (("a", bucket), ("b", f"optimizer.state.param.{KEY}")):
+        write_model(tmp_path / name, tp=1, tensors={KEY: torch.zeros(4, 4), key: torch.zeros(4, 4)})
+    words = ["diff", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert main(words) == 1
+    shown = capsys.readouterr().out
+    assert "Not compared: the optimizer's state, which A holds as dp_reshardable (1 keys) and B as fully_" in shown
+    assert f"mcore-ckpt reshard {tmp_path / 'a'} NEW --optimizer-layout fully_reshardable; then compare NEW" in shown
+    assert "only in A: " not in shown
+    assert main([*words, "--all"]) == 1
+    assert f"only in A: {bucket}" in capsys.readouterr().out
+
+
 def deep(value: Any, levels: int) -> Any:
     for _ in range(levels):
         value = {"x": [value]}

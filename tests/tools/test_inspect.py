@@ -81,6 +81,23 @@ def test_files_and_their_halves(checkpoint: Path) -> None:
     assert rows[0].bytes_data == (0, rows[0].object_bytes)
 
 
+def test_bytes_that_several_keys_share_are_used_once(checkpoint: Path) -> None:
+    index = read_index(checkpoint)
+    alone = [row.unused_bytes for row in file_rows(index)]
+    index.tensors["tied"] = index.tensors["output_layer.weight"]
+    assert [row.unused_bytes for row in file_rows(index)] == alone
+
+
+def test_a_checkpoint_of_this_package_is_not_called_megatrons(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reshard", str(checkpoint), str(tmp_path / "c"), "--tp", "1", "--pp", "1"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "c")]) == 0
+    assert "written by  mcore_ckpt, in the format of Megatron-Core\n" in capsys.readouterr().out
+    assert summarize_checkpoint(tmp_path / "c").written_by == "mcore_ckpt"
+
+
 def test_patterns(checkpoint: Path) -> None:
     index = read_index(checkpoint)
     assert {row.fqn for row in tensor_rows(index, "layers.1.mlp")} == {
