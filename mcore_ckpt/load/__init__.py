@@ -5,7 +5,7 @@ Out: filled tensors and objects, every record that was read completely checked.
 Must not know: how checkpoints are written, Megatron's classes.
 
 Modules: arrivals, dtype_conversions, flattened, item_decoding, read_requests, reader, _columns, _extents,
-_item_locations, _placement, _tensor_reads, _wanted_items.
+_item_locations, _overlaps, _placement, _tensor_reads, _wanted_items.
 With torch: arrivals, dtype_conversions, flattened, item_decoding, read_requests, reader, _columns, _extents,
-_item_locations, _placement, _tensor_reads, _wanted_items.
+_item_locations, _overlaps, _placement, _tensor_reads, _wanted_items.
 """

@@ -160,6 +160,12 @@ class Columns:
             others.append(request)
         return others
 
+    def memory(self) -> tuple[_Ints, _Ints]:
+        """Where the destinations lie: first bytes and ends."""
+        starts = np.array(self.addresses, dtype=np.int64)
+        payloads = np.array([kind.payload_bytes for kind in self.kinds], dtype=np.int64)
+        return starts, starts + payloads[self.kind_numbers] if self.kind_numbers else starts
+
     def _find(
         self, form: TensorForm, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
     ) -> _ChunkOfForm | None:

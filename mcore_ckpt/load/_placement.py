@@ -48,6 +48,22 @@ def address_of(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
     return 0
 
 
+def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """First byte and end of a tensor's memory, gaps included; None if it has none of its own."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # a subclass that holds other tensors
+        return None
+    if not start:
+        return None
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """The view of `tensor` that `box` (in elements) names."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):

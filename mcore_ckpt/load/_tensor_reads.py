@@ -14,15 +14,17 @@ import ctypes
 import heapq
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
 
 import torch
 
 from mcore_ckpt.core.boxes import Box, Stretch
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.core.errors import ChecksumError, LoadError
 from mcore_ckpt.core.fingerprints import may_begin_at, rows_to_sum
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.threads import in_parallel
@@ -40,6 +42,8 @@ from mcore_ckpt.load.arrivals import Arrivals
 from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.read_requests import LoadPlan
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
+
+_logger = logger_of(__name__)
 
 # A span of more items than this is placed by one thread at a time, while others read.
 _MANY_ITEMS = 32
@@ -88,6 +92,7 @@ class TensorReads:
         self._arrivals = arrivals
         rows = None if arrivals is None else self._columns_of
         self._planner = Extents(options, self._sizes, index.blocks, rows)
+        self._unfit: dict[tuple[str, int, str], WantedItem] = {}
         self._unranged: dict[tuple[str, int, str], tuple[WantedItem, str]] = {}
         self._forms: dict[tuple[torch.dtype, tuple[int, ...], int], ItemForm] = {}
         self._pinned = False
@@ -138,6 +143,8 @@ class TensorReads:
                 self._per_thread = threading.local()  # frees the buffers
         for key in sorted(self._unranged):
             self._place_decoded(*self._unranged[key])
+        for key in sorted(self._unfit):
+            self._read_again(self._unfit[key])
 
     def _extents(
         self,
@@ -260,11 +267,11 @@ class TensorReads:
         length, sums = read.part.stop - read.part.start, self._sums_of(read)
         start = span.start + len(read.head)
         self._compare_ends(read.wanted, read.place.start, reader.read(span.start, len(read.head)), read.head)
-        reader.read_into(start, memory_at(read.address, length), sums.feed)
-        sums.finish()
+        with self._again_if_unfit(read):
+            reader.read_into(start, memory_at(read.address, length), sums.feed)
+            self._finish(read, length, sums)
         self._compare_ends(read.wanted, read.place.start, reader.read(start + length, len(read.tail)), read.tail)
         self._stats.add(reads=1, bytes_read=span.stop - span.start)
-        self._compare(read, length, sums.crc)
         return True
 
     def _copy_cached(self, reader: RangeReader, extent: Extent) -> bool:
@@ -346,18 +353,41 @@ class TensorReads:
             content = memory_at(memory.address + begin, len(expected))
             self._compare_ends(read.wanted, read.place.start, content, expected)
         sums = self._sums_of(read)
-        if sums.needed or read.address:
-            for done in range(0, length, _CACHED_BYTES):
-                nbytes, source = min(_CACHED_BYTES, length - done), memory.address + at + done
-                if read.address:
-                    ctypes.memmove(read.address + done, source, nbytes)
-                    source = read.address + done
-                sums.feed(memory_at(source, nbytes))
-        sums.finish()
+        with self._again_if_unfit(read):
+            if sums.needed or read.address:
+                for done in range(0, length, _CACHED_BYTES):
+                    nbytes, source = min(_CACHED_BYTES, length - done), memory.address + at + done
+                    if read.address:
+                        ctypes.memmove(read.address + done, source, nbytes)
+                        source = read.address + done
+                    sums.feed(memory_at(source, nbytes))
+            self._finish(read, length, sums)
         if not read.address:
             for want in read.wants:
                 place_box(memory, at, read.part.box, read.wanted.chunk.sizes, read.wanted.dtype, want)
-        self._compare(read, length, sums.crc)
+
+    @contextmanager
+    def _again_if_unfit(self, read: PartRead) -> Iterator[None]:
+        """Where bytes are summed in their destination and do not fit, they are read again before that says anything of
+        the file: something else may have written there, and that memory is not ours.
+        """
+        try:
+            yield
+        except ChecksumError:
+            if not read.address:
+                raise
+            self._unfit[read.wanted.key] = read.wanted
+
+    def _read_again(self, wanted: WantedItem) -> None:
+        """Read an item into memory of our own, where its sums are compared, and copy it from there."""
+        again = replace(wanted, wants=[want._replace(address=0) for want in wanted.wants])
+        for span in coalesce(self._extents([(again, own_place(wanted))], set(), self._located.of), **self._sizes):
+            self._read_span(span)
+        _logger.warning(
+            "%s: after it was read, its destination held other bytes than the file, which is sound; it was read again. "
+            "Does something else write to this tensor during the load? If not, check the memory of this host",
+            wanted.where,
+        )
 
     def _sums_of(self, read: PartRead) -> _PartSums:
         if self._arrivals is None or not read.address:
@@ -373,11 +403,12 @@ class TensorReads:
     def _columns_of(self, wanted: WantedItem) -> Stretch | None:
         return None if self._arrivals is None else self._arrivals.columns_of(self._index, wanted)
 
-    def _compare(self, read: PartRead, length: int, crc: int) -> None:
+    def _finish(self, read: PartRead, length: int, sums: _PartSums) -> None:
         """Note a part's CRC-32; with the last part of a payload, compare the sum with what was written."""
+        sums.finish()
         if read.record is None:
             return
-        total = read.record.add(read.part.start, length, crc)
+        total = read.record.add(read.part.start, length, sums.crc)
         if total is None or read.wanted.key in self._unranged:
             return
         if total != read.record.expected:

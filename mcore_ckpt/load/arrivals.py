@@ -24,6 +24,7 @@ from mcore_ckpt.core.crc import crc32_combine
 from mcore_ckpt.core.fingerprints import StridedSums, part_of_run, rows_to_sum
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.items.fingerprints import global_shape, stretch_of
+from mcore_ckpt.load._placement import memory_of
 from mcore_ckpt.load._wanted_items import WantedItem
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
@@ -58,7 +59,7 @@ class Arrivals:
     def expect(self, index: CheckpointIndex, tensors: Iterable[torch.Tensor]) -> None:
         """These are filled from that checkpoint from here on, in whatever way."""
         self.saves.add(save_id(index))
-        self._ranges += [extent for tensor in tensors if (extent := _extent(tensor)) is not None]
+        self._ranges += [found for tensor in tensors if tensor.is_cpu and (found := memory_of(tensor)) is not None]
         self._shared = None
 
     def columns_of(self, index: CheckpointIndex, wanted: WantedItem) -> Stretch | None:
@@ -129,20 +130,6 @@ class Arrivals:
 def save_id(index: CheckpointIndex) -> bytes:
     """By which the save that made a checkpoint is known; its directory's name where it has no manifest."""
     return os.fsencode(PurePath(index.path).name) if index.manifest is None else index.manifest.save_id
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """First byte and end of a tensor's memory on the host, gaps included; None if it has none there."""
-    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.numel():
-        return None
-    try:
-        start = tensor.data_ptr()
-    except RuntimeError:  # a subclass that holds other tensors
-        return None
-    if tensor.is_contiguous():
-        return start, start + tensor.nbytes
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
 
 
 def _overlaps(ranges: list[tuple[int, int]]) -> tuple[list[int], list[int]]:

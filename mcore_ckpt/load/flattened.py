@@ -64,6 +64,7 @@ def _plan(reader: FileSystemReader, shards: Iterable[Any]) -> tuple[LoadPlan, li
     """What is read of some shards as they are, and what is stored flattened and spread over several of them."""
     direct: list[ReadRequest] = []
     spread: list[_Wanted] = []
+    shards = list(shards)
     usual, others = _usual(shards, reader.index.mcore_data)
     for shard in others:
         destination(shard)
@@ -83,6 +84,7 @@ def _plan(reader: FileSystemReader, shards: Iterable[Any]) -> tuple[LoadPlan, li
             _check_shape(reader, shard, own_shape)
             spread += [_Wanted(shard.key, own_shape, box, tensor) for box, tensor in _boxes(shard)]
     plan = reader.plan()
+    plan.keys = [shard.key for shard in shards]
     plan.add_usual(map(_REQUEST, usual))
     plan.add(direct)
     return plan, spread

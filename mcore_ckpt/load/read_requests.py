@@ -9,11 +9,14 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.planner import ReadItem
@@ -31,7 +34,8 @@ from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.items.checks import missing_key
 from mcore_ckpt.layout.torch_classes import torch_dtype
 from mcore_ckpt.load._columns import Columns, UsualRequest
-from mcore_ckpt.load._placement import Want, address_of, narrow
+from mcore_ckpt.load._overlaps import may_overlap, overlapping
+from mcore_ckpt.load._placement import Want, address_of, memory_of, narrow
 from mcore_ckpt.load._wanted_items import FEW_CHUNKS, WantedItem, only_box
 from mcore_ckpt.load.dtype_conversions import DtypeConversions
 
@@ -85,7 +89,7 @@ def stored_dtype(entry: TensorEntry) -> torch.dtype:
 
 class LoadPlan:
     """What one load reads, and where it goes: `columns` of small items that are copied as they are (None before
-    `add_usual`), and all other `items`, by file, offset and key.
+    `add_usual`), and all other `items`, by file, offset and key. `keys`: of all that is loaded, in the caller's order.
     """
 
     def __init__(self, index: CheckpointIndex, conversions: DtypeConversions, window_bytes: int) -> None:
@@ -94,23 +98,34 @@ class LoadPlan:
         self._index = index
         self._conversions = conversions
         self._window_bytes = window_bytes
+        self.keys: Sequence[str] = ()
         self._lookups: dict[str, _ChunkLookup] = {}
         self._elems: dict[str, tuple[int, int]] = {}  # of each tensor: those that are requested, and all
+        self._requests: list[UsualRequest | ReadRequest] = []
+        self._tensors: list[torch.Tensor] = []  # destinations of `items`
 
     def add_usual(self, requests: Iterable[UsualRequest]) -> None:
         """Add requests of a load under the layout of the save: most are of complete chunks. Raises as `add`."""
         if self.columns is None:
             self.columns = Columns(self._index, self._window_bytes)
-        self.add(itertools.starmap(ReadRequest, self.columns.take(requests)))
+        usual = list(requests)
+        self._requests += usual
+        self._add(itertools.starmap(ReadRequest, self.columns.take(usual)))
 
-    @collector_paused()
     def add(self, requests: Iterable[ReadRequest]) -> None:
         """Find the stored chunks that hold what is requested, and check it: raises as `FileSystemReader.read_items`."""
+        requests = list(requests)
+        self._requests += requests
+        self._add(requests)
+
+    @collector_paused()
+    def _add(self, requests: Iterable[ReadRequest]) -> None:
         index = self._index
         for request in requests:
             fqn, tensor, offsets, sizes = request[:4]
             entry = index.tensors.get(fqn) or tensor_entry(fqn, index)
             dtype = self._dtype_of(entry, tensor)
+            self._tensors.append(tensor)
             _check_shape(request, entry, index)
             chunks: Sequence[StoredChunk] = entry.chunks
             if len(chunks) <= FEW_CHUNKS:
@@ -119,18 +134,25 @@ class LoadPlan:
                     self._add_part(entry, dtype, chunks[only], _whole_box(sizes), tensor)
                     continue
             box = Box(tuple(offsets), tuple(sizes))
-            if len(chunks) > FEW_CHUNKS:
-                lookup = self._lookups.get(fqn)
-                if lookup is None:
-                    lookup = self._lookups[fqn] = _ChunkLookup(entry)
-                chunks = lookup.overlapping(box)
-            self._add_parts(request, box, entry, dtype, chunks)
+            self._add_parts(request, box, entry, dtype, self._chunks_at(box, entry))
+
+    def _chunks_at(self, box: Box, entry: TensorEntry) -> Sequence[StoredChunk]:
+        """Chunks that may overlap a slice."""
+        if len(entry.chunks) <= FEW_CHUNKS:
+            return entry.chunks
+        lookup = self._lookups.get(entry.fqn)
+        if lookup is None:
+            lookup = self._lookups[entry.fqn] = _ChunkLookup(entry)
+        return lookup.overlapping(box)
 
     def add_chunk(self, entry: TensorEntry, chunk: StoredChunk, box: Box, tensor: torch.Tensor) -> None:
         """Add a slice of a stored chunk, relative to it, as DCP plans it. Raises as `add`."""
         dtype = self._dtype_of(entry, tensor)
         if tuple(tensor.shape) != box.sizes:
             raise _wrong_destination(entry.fqn, box.sizes, tensor)
+        offsets = tuple(map(operator.add, chunk.offsets, box.offsets))
+        self._requests.append(ReadRequest(entry.fqn, tensor, offsets, box.sizes))
+        self._tensors.append(tensor)
         self._add_part(entry, dtype, chunk, box, tensor)
 
     def wanted_by_several(self, ranks: int) -> frozenset[str]:
@@ -141,6 +163,54 @@ class LoadPlan:
         do, it may be named here all the same.
         """
         return frozenset(fqn for fqn, (wanted, there) in self._elems.items() if ranks * wanted >= 2 * there)
+
+    @collector_paused()
+    def turns(self) -> list[LoadPlan]:
+        """This plan; or several to be carried out one after the other, if destinations share memory: what comes last
+        stays. As with DCP's reader, that goes by files as they are first needed, and in each by the order of the keys.
+        """
+        ranges = [found for tensor in self._tensors if (found := memory_of(tensor)) is not None]
+        starts, stops = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
+        if self.columns is not None:
+            of_columns = self.columns.memory()
+            starts, stops = np.append(starts, of_columns[0]), np.append(stops, of_columns[1])
+        if not may_overlap(starts, stops):
+            return [self]
+        shared = overlapping([request[:3] for request in self._requests])
+        if not shared:
+            return [self]
+        requests = [ReadRequest(*request) for request in self._requests]
+        others = LoadPlan(self._index, self._conversions, self._window_bytes)
+        apart = [request for number, request in enumerate(self._requests) if number not in shared]
+        others.add_usual(request for request in apart if not isinstance(request, ReadRequest))
+        others.add(request for request in apart if isinstance(request, ReadRequest))
+        files, places = self._in_order(requests)
+        turns: list[tuple[int, int, int, LoadPlan]] = []
+        for number in shared:
+            alone = LoadPlan(self._index, self._conversions, self._window_bytes)
+            alone.add([requests[number]])
+            for key, item in alone.items.items():
+                turn = LoadPlan(self._index, self._conversions, self._window_bytes)
+                turn.items[key] = item
+                turns.append((files[item.item.file], places.get(item.fqn, 0), number, turn))
+        return [others, *(turn for *_, turn in sorted(turns, key=itemgetter(0, 1, 2)))]
+
+    def _in_order(self, requests: Sequence[ReadRequest]) -> tuple[dict[str, int], dict[str, int]]:
+        """Places of the files as they are first needed, and of the keys in the caller's order."""
+        by_key: dict[str, list[ReadRequest]] = {}
+        for request in requests:
+            by_key.setdefault(request.fqn, []).append(request)
+        keys = list(dict.fromkeys([*self.keys, *by_key]))
+        files: dict[str, int] = {}
+        for key in keys:
+            if key in self._index.objects:
+                files.setdefault(self._index.objects[key].item.file, len(files))
+            for request in by_key.get(key, ()):
+                box = Box(tuple(request.offsets), tuple(request.sizes))
+                for chunk in self._chunks_at(box, self._index.tensors[key]):
+                    if intersect(box, Box(chunk.offsets, chunk.sizes)) is not None:
+                        files.setdefault(chunk.item.file, len(files))
+        return files, dict(zip(keys, range(len(keys)), strict=True))
 
     def _dtype_of(self, entry: TensorEntry, tensor: torch.Tensor) -> torch.dtype:
         dtype = torch_dtype(entry.dtype) or stored_dtype(entry)

@@ -207,6 +207,10 @@ class FileSystemReader(StorageReader):
 
     def read(self, plan: LoadPlan) -> None:
         """Carry out a plan. Raises as `read_items`."""
+        for turn in plan.turns():
+            self._read_turn(turn)
+
+    def _read_turn(self, plan: LoadPlan) -> None:
         try:
             self._run(plan)
         except LoadError as error:
@@ -378,7 +382,9 @@ class FileSystemReader(StorageReader):
         return replace(plan, storage_data=self._save())
 
     def _save(self) -> str:
-        """The id of the save that the index in force is of; empty if it has none."""
+        """The id of the save that the index in force is of; empty if it has none, or is of this rank alone."""
+        if self._rank is not None:
+            return ""
         if self.index.manifest is not None:
             return shown_id(self.index.manifest.save_id)
         return str((self.index.storage_meta or {}).get("save_id") or "")
@@ -418,6 +424,7 @@ class FileSystemReader(StorageReader):
         if _plans_as_dcp_does(planner):
             where = f"{self.path}" if self._rank is None else f"{self.path} of rank {self._rank}"
             check_planned(plan.items, planner.state_dict, self.index.tensors, where)
+        keys = [read_item.storage_index.fqn for read_item in plan.items]
         objects: dict[str, list[ReadItem]] = {}
         tensors: list[ReadItem] = []
         for read_item in plan.items:
@@ -433,7 +440,9 @@ class FileSystemReader(StorageReader):
             batch_bytes = None if in_place else 2 * (self.options.buffer_bytes or BUFFER_BYTES)
             for batch in self._batches(tensors, batch_bytes):
                 destinations: list[torch.Tensor] = []
-                self.read(self._planned(batch, planner, destinations, usual=in_place))
+                reads = self._planned(batch, planner, destinations, usual=in_place)
+                reads.keys = keys
+                self.read(reads)
                 for read_item, tensor in zip(batch, destinations, strict=True):
                     planner.commit_tensor(read_item, tensor)
 
