@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> Outcome:
         if found.locked:
             state += ", left by a save that is gone" if found.abandoned else ", being written"
         if found.drain is not None:
-            state += f", {_drained(found.drain, now_s)}"
+            state += f", {_drained(found.drain)}"
         rows.append(
             (
                 found.name,
@@ -63,14 +63,8 @@ def run(arguments: argparse.Namespace) -> Outcome:
     return Outcome(document, "\n".join(lines), FAILED if newer else DONE)
 
 
-def _drained(note: DrainNote, now_s: float) -> str:
+def _drained(note: DrainNote) -> str:
     """How far the copy to the second tier is, in a few words."""
-    if note.state == "copied":
-        return "copied" if note.commits else "this node's part copied"
-    if note.state == "superseded":
-        return "not copied: the second tier holds what was saved later"
-    if note.state == "failed":
-        return f"copy failed {human_age(max(0.0, now_s - note.updated_s))} ago, attempt {note.attempts}"
-    if note.state == "copying":
-        return f"being copied: {human_bytes(note.copied_bytes)} of {human_bytes(note.total_bytes)}"
-    return "waits for being copied"
+    if note.done:
+        return "not copied" if note.error else "copied" if note.commits else "this node's part copied"
+    return "copy failed, tried again" if note.error else "waits for being copied"

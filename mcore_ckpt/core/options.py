@@ -97,8 +97,6 @@ class SaveOptions:
         drain_to: directory or URL of the run in a second tier, such as `s3://bucket/run`: each checkpoint is copied
             there in the background when it has been published, and committed there. Ranks may then save to disks of
             their own nodes.
-        drain_tracker: the tracker file of the second tier, which names what was saved last of the checkpoints that are
-            there: written if the run has a tracker file (`"auto"`), always (`"on"`), or never (`"off"`).
         compare_replicas: compare the replicas of tensors that ranks hold (data-parallel ranks, tied weights) with those
             that are saved: `"always"` all, `"sample"` one in 16, which depend on the save, `"off"` none. Each rank
             sums its own before the call returns.
@@ -135,7 +133,6 @@ class SaveOptions:
     keep_last: int | None = None
     keep_every: int | None = None
     drain_to: str | None = None
-    drain_tracker: Literal["auto", "on", "off"] = "auto"
     compare_replicas: Literal["always", "sample", "off"] = "off"
     on_diverged: Literal["warn", "raise"] = "warn"
     fingerprints: bool = True

@@ -433,15 +433,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         if self._target is None:
             self._target = lock_late(self._storage, {result.storage_data.relative_path for result in written})
         try:
-            note_drain(
-                self.path,
-                self.options,
-                self._save_id,
-                None,
-                commits=True,
-                total_bytes=sum(ends.values()),
-                tells_loads=False,
-            )
+            note_drain(self.path, self.options, self._save_id, None, commits=True)
             publish(self._storage, self._target, content, has_common_state=False)
         except BaseException:
             self._give_up()

@@ -1,31 +1,47 @@
-"""What a checkpoint consists of that is to be copied, and one file of it after the other, compared by CRC-32.
+"""A checkpoint copied to another place, file by file, and committed there; `mcore-ckpt copy` and the second tier.
 
-A file that is there already is compared, not sent again: so a copy that was interrupted is resumed.
+Data files come first, under their names; each is read back, and its CRC-32 compared. A file that is there already is
+compared, not sent again: so a copy that was interrupted is resumed. `.metadata` comes last, by compare-and-swap: until
+then the place holds what it held. Files of other programs, whose names tell no save, are copied before it where there
+are none, and replaced after it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
+import re
 import secrets
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
+from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.threads import in_parallel
-from mcore_ckpt.directory.folders import files_below
-from mcore_ckpt.directory.in_force import common_file_in_force, index_files, is_pending, look, with_common_files
+from mcore_ckpt.directory.common_file import read_common_file
+from mcore_ckpt.directory.drain_note import is_drain_note
+from mcore_ckpt.directory.folders import files_below, sync_folders
+from mcore_ckpt.directory.in_force import (
+    common_file_in_force,
+    index_files,
+    is_pending,
+    pending_name,
+    saves_of,
+    with_common_files,
+)
 from mcore_ckpt.directory.iterations import is_checkpoint_name
 from mcore_ckpt.directory.lock import DirectoryLock, is_lock_file
 from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
-    DRAIN_FILE,
+    CONFIG_FILE,
+    INTEGRITY_FILE,
     MAX_METADATA_BYTES,
     METADATA_FILE,
     parse_index,
@@ -35,13 +51,9 @@ from mcore_ckpt.storage.base import FileVersion, RangeReader, RangeWriter, Stora
 from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.resolve import storage_at
 
-ARRIVED: Final = ".mcore_ckpt_arrived."
-"""With the id of a save behind it: what a node has copied of that, as it tells the node that commits."""
-
-COPYING: Final = ".mcore_ckpt_copying."
-"""With the id of a save behind it: a data file on its way to the second tier."""
-
 _OF_THIS_PACKAGE: Final = ".mcore_ckpt_"
+# A file on its way, under a name of its own, where it could be read before it is complete.
+_ON_ITS_WAY: Final = re.compile(r"\.(?P<of>.+)\.[0-9a-f]{16}\.tmp")
 _PIECE_BYTES: Final = 8 * 1024 * 1024
 _THREADS: Final = 4
 _MOST_SHOWN: Final = 5
@@ -68,6 +80,21 @@ class CheckpointFiles:
     common: str | None
 
 
+@dataclass(slots=True)
+class Sent:
+    """What a copy has done: names of files that were sent, or were there with the same content, and bytes sent."""
+
+    copied: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    nbytes: int = 0
+
+    def copy(self, reads: Storage, name: str, writes: Storage, own_name: str | None = None) -> None:
+        """Copy a file, and note what was done. Raises as `copy_file`."""
+        nbytes = copy_file(reads, name, writes, own_name or name)
+        (self.kept if nbytes is None else self.copied).append(own_name or name)
+        self.nbytes += nbytes or 0
+
+
 def files_of(directory: Path) -> CheckpointFiles:
     """What there is to copy. Raises `LoadError`."""
     storage = storage_at(directory)
@@ -75,16 +102,174 @@ def files_of(directory: Path) -> CheckpointFiles:
     metadata = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
     index = parse_index(metadata, str(directory))
     names = with_common_files(storage, storage.list(), index)
-    data = index_files(index)
-    others = files_below(directory, lambda name: name in data or _is_left_out(name))
-    return CheckpointFiles(
-        metadata,
-        version,
-        index,
-        tuple(sorted(data)),
-        tuple(sorted((name for name in others if not is_lock_file(Path(name).name)), key=_index_last)),
-        common_file_in_force(names, index),
-    )
+    data = tuple(sorted(index_files(index)))
+    common = common_file_in_force(names, index)
+    return CheckpointFiles(metadata, version, index, data, _others(directory, data), common)
+
+
+def _others(directory: Path, data: Collection[str]) -> tuple[str, ...]:
+    found = files_below(directory, lambda name: name in data or _is_left_out(name))
+    return tuple(sorted((name for name in found if not is_lock_file(Path(name).name)), key=_index_last))
+
+
+def metadata_of(storage: Storage) -> bytes | None:
+    """The `.metadata` in force; None if there is none. Raises `LoadError`."""
+    return storage.read(METADATA_FILE) if storage.exists(METADATA_FILE) else None
+
+
+def identity_of(metadata: bytes | None) -> str:
+    """What tells a checkpoint from others in its place; "" for none."""
+    return "" if metadata is None else hashlib.sha256(metadata).hexdigest()[:32]
+
+
+def copy_and_commit(
+    directory: Path,
+    target: Path,
+    *,
+    accepts: Callable[[CheckpointFiles, bytes | None], None],
+    check: Callable[[CheckpointFiles], None],
+    own: Collection[str] | None = None,
+    waits: bool = False,
+    go_on: Callable[[], None] = lambda: None,
+) -> Sent | None:
+    """Copy a checkpoint, and make it the one that the target holds.
+
+    Args:
+        directory: of the checkpoint.
+        target: of the copy.
+        accepts: called with the `.metadata` there, unless it is this one: raises if that must not be replaced.
+        check: called before anything is copied: raises if a file is damaged.
+        own: names of the data files that are copied from here; other nodes copy the others. None: all.
+        waits: return None, and publish nothing, if a data file of another node has not come yet; the same call resumes.
+            What is published already is not compared again.
+        go_on: called before each data file.
+
+    Returns:
+        What was done.
+
+    Raises:
+        LoadError: it cannot be read, is damaged, or was replaced meanwhile.
+        SaveError: the copy cannot be written, does not hold what was written, or a save holds the target.
+    """
+    reads, writes = storage_at(directory), storage_at(target)
+    found, held = files_of(directory), metadata_of(writes)
+    if held != found.metadata:
+        accepts(found, held)
+    if held != found.metadata or not waits:
+        check(found)
+    writes.ensure()
+    with DirectoryLock.take(writes) as lock:
+        names = writes.list()
+        lock.sweep(names, notes=False)
+        held = metadata_of(writes)
+        is_first, is_published = held is None, held == found.metadata
+        if not is_published:
+            accepts(found, held)
+        sent = Sent()
+        for name in () if is_published and waits else found.data if own is None else own:
+            go_on()
+            lock.check()
+            sent.copy(reads, name, writes)
+        found = replace(found, others=_others(directory, found.data))  # more may have come since
+        if waits and not is_published and not all(map(writes.exists, found.data)):
+            return None
+        for name in found.others:
+            if is_first or not writes.exists(name):
+                sent.copy(reads, name, writes)
+        replaced = _index_of(held, target) if not (is_first or is_published) else None
+        if not is_published:
+            if replaced is not None:
+                _settle_common(writes, replaced)
+            _copy_common(reads, writes, found, sent, is_first=is_first)
+            _check_lengths(writes, found)
+            sync_folders(target, found.others)
+            writes.sync(parents=True)
+            if reads.version(METADATA_FILE) != found.version or metadata_of(reads) != found.metadata:
+                raise LoadError(
+                    f"{directory}: the checkpoint was replaced while it was copied; the copy is not published. Copy "
+                    "again"
+                )
+            lock.publish(METADATA_FILE, found.metadata)
+        _settle_common(writes, found.index)
+        for name in found.others:
+            if name not in (*sent.copied, *sent.kept):
+                sent.copy(reads, name, writes)
+        for name in (COMMON_FILE, CONFIG_FILE, INTEGRITY_FILE):
+            if name not in found.others and not (name == COMMON_FILE and found.common is not None):
+                writes.delete(name)
+        is_left = _left_by_others(found, set() if replaced is None else index_files(replaced), is_alone=own is None)
+        for name in filter(is_left, names):
+            writes.delete(name)
+        for name in writes.unfinished():
+            if is_left(name) or name in found.data:
+                writes.discard_unfinished(name)
+        sync_folders(target, found.others)
+        writes.sync()
+    return sent
+
+
+def file_on_its_way(name: str) -> str | None:
+    """The file that an interrupted copy was writing under a name of its own; None if it is no such name."""
+    match = _ON_ITS_WAY.fullmatch(name)
+    return None if match is None else match["of"]
+
+
+def _index_of(metadata: bytes | None, target: Path) -> CheckpointIndex | None:
+    """The index of the checkpoint that is replaced; None if it cannot be read, and then nothing of it is removed."""
+    with contextlib.suppress(LoadError):
+        return parse_index(metadata or b"", str(target))
+    return None
+
+
+def _copy_common(reads: Storage, writes: Storage, found: CheckpointFiles, sent: Sent, *, is_first: bool) -> None:
+    """The common state waits under a name that tells its save, where another checkpoint is in force."""
+    if found.common is None:
+        return
+    read_common_file(reads, found.common, found.index.manifest)  # refuses a damaged one
+    saves = saves_of(found.index)
+    own_name = COMMON_FILE if is_first or not saves else pending_name(min(saves))
+    sent.copy(reads, found.common, writes, own_name)
+
+
+def _settle_common(writes: Storage, index: CheckpointIndex) -> None:
+    """Give the common state of the checkpoint in force its name, if that was not done."""
+    name = common_file_in_force(with_common_files(writes, (), index), index)
+    if name is not None and name != COMMON_FILE:
+        writes.move_over(name, COMMON_FILE, writes.version(COMMON_FILE))
+
+
+def _check_lengths(writes: Storage, found: CheckpointFiles) -> None:
+    """Ask for each data file again: other nodes have copied some, and others may have removed them since."""
+    for name in found.data:
+        version = writes.version(name)
+        listed = None if found.index.manifest is None else found.index.manifest.files.get(name)
+        if version is None or (listed is not None and listed.size_bytes != version.size_bytes):
+            raise SaveError(
+                f"{writes.path(name)}: "
+                + ("is not there any more" if version is None else f"has {version.size_bytes} bytes")
+                + (f", expected {listed.size_bytes}" if listed is not None else "")
+                + "; the checkpoint is not committed, and copied again"
+            )
+
+
+def _left_by_others(found: CheckpointFiles, replaced: set[str], *, is_alone: bool) -> Callable[[str], bool]:
+    """Whether a file of the target is of a save that was replaced, or never committed.
+
+    Where other nodes copy files (`is_alone=False`), those of a later save may have come already.
+    """
+
+    def is_left(name: str) -> bool:
+        of = file_on_its_way(name) or name
+        file = data_file_of(of)
+        if is_pending(name):
+            return True
+        if name in found.data:
+            return False
+        if is_alone:
+            return of != name or of in replaced or (file is not None and file.save is not None)
+        return of in replaced or of in found.data
+
+    return is_left
 
 
 def own_files(directory: Path) -> list[str]:
@@ -102,14 +287,14 @@ def own_files(directory: Path) -> list[str]:
 
 def _is_left_out(name: str) -> bool:
     """Whether an entry of the directory is copied otherwise, or not at all."""
-    if name in (METADATA_FILE, COMMON_FILE, DRAIN_FILE) or is_checkpoint_name(name):
+    if name in (METADATA_FILE, COMMON_FILE) or is_checkpoint_name(name) or is_drain_note(name):
         return True
     return _is_passing(name) or is_pending(name) or data_file_of(name) is not None
 
 
 def _is_passing(name: str) -> bool:
     """Whether a file is of a lock, or is just being published or copied, or was when its process ended."""
-    return is_lock_file(name) or name.startswith((ARRIVED, COPYING)) or (name.startswith(".") and name.endswith(".tmp"))
+    return is_lock_file(name) or (name.startswith(".") and name.endswith(".tmp"))
 
 
 def _index_last(name: str) -> tuple[bool, str]:
@@ -117,16 +302,7 @@ def _index_last(name: str) -> tuple[bool, str]:
     return Path(name).name == METADATA_FILE, name
 
 
-def refuse_replaced(storage: Storage, found: CheckpointFiles) -> None:
-    """Raise `LoadError` if files may have been read of another save than `.metadata`: that has been replaced since."""
-    if storage.version(METADATA_FILE) != found.version or storage.read(METADATA_FILE) != found.metadata:
-        raise LoadError(
-            f"{storage.location}: the checkpoint was replaced while it was copied; the copy is not published. "
-            "Copy again"
-        )
-
-
-def refuse_changed(storage: Storage, name: str, version: FileVersion | None) -> None:
+def _refuse_changed(storage: Storage, name: str, version: FileVersion | None) -> None:
     """Raise `LoadError` if a file has been written to since it had this version: what was read may be of both."""
     if storage.version(name) != version:
         raise LoadError(f"{storage.path(name)}: was replaced while it was copied; copy again")
@@ -149,90 +325,42 @@ def refuse_others(target: Path, names: Collection[str]) -> None:
 
 def _is_apart(name: str) -> bool:
     """Whether an entry of the directory is no part of the checkpoint in it; a note tells of which save it is."""
-    return _is_passing(name) or is_checkpoint_name(name) or name == DRAIN_FILE
+    return _is_passing(name) or is_checkpoint_name(name) or is_drain_note(name)
 
 
-def copy_file(
-    reads: Storage,
-    name: str,
-    writes: Storage,
-    own_name: str,
-    *,
-    lock: DirectoryLock,
-) -> int | None:
-    """Copy a file under the lock of the whole directory, and compare; returns its length, or None if it was there.
+def copy_file(reads: Storage, name: str, writes: Storage, own_name: str) -> int | None:
+    """Copy a file, and compare; returns its length, or None if it was there. It replaces another one of that name, in
+    a directory atomically.
 
-    No file is made or removed after another process has taken the directory over. Raises `LoadError` if it cannot be
-    read, `SaveError` if it cannot be written, or does not hold what was written.
+    Raises `LoadError` if it cannot be read, `SaveError` if it cannot be written, or does not hold what was written.
     """
     version = reads.version(name)
+    folder, _, last = own_name.rpartition("/")
+    private = writes.made_by(renamed=f".{last}.{secrets.token_hex(8)}.tmp", in_place=own_name)
     with reads.open_reader(name) as reader:
         is_same = _is_same(reader, writes, own_name)
         if is_same:
             return None
-        if is_same is not None:
-            lock.delete(own_name)
-        writer = lock.open_writer(own_name, size_bytes=reader.size_bytes)
-        expected = _written(reads, name, version, reader, writer)
-    got = _crc_of(writes, own_name)
-    if got != expected:
-        lock.delete(own_name)
-        raise _differs(reads, name, writes, own_name, got, expected)
-    return reader.size_bytes
-
-
-def copy_data_file(reads: Storage, name: str, writes: Storage, save: str, arrived: Callable[[int], None]) -> int | None:
-    """Copy a file whose name carries the id of a save, without a lock; otherwise as `copy_file`. `arrived` is called
-    with lengths written.
-
-    Other processes may be copying the same file. It has its name when it is complete and compared, where it could be
-    read before (an object is there when it is complete). A damaged one of that name goes under the lock only.
-    """
-    version = reads.version(name)
-    private = writes.made_by(renamed=f"{COPYING}{save}.{secrets.token_hex(8)}", in_place=name)
-    with reads.open_reader(name) as reader:
-        is_same = _is_same(reader, writes, name)
-        if is_same:
-            return None
-        if is_same is not None:
-            _remove_damaged(writes, name)
+        if is_same is not None and private == own_name:
+            writes.delete(own_name)
         writer = writes.open_writer(private, size_bytes=reader.size_bytes)
-        expected = _written(reads, name, version, reader, writer, arrived)
+        expected = _written(reads, name, version, reader, writer)
     try:
         got = _crc_of(writes, private)
         if got != expected:
-            if private == name:
-                _remove_damaged(writes, name)
-            raise _differs(reads, name, writes, name, got, expected)
-        if private != name and not _named(writes, private, name) and _crc_of(writes, name) != expected:
-            raise SaveError(f"{writes.path(name)}: another process has copied something else there; copy again")
-    finally:
-        if private != name:
-            with contextlib.suppress(SaveError):  # what is left is swept when the checkpoint is committed
-                writes.delete(private)
-    return reader.size_bytes
-
-
-def _named(writes: Storage, private: str, name: str) -> bool:
-    """Give a copy its name; False if another process was faster, which may have committed the checkpoint, and swept."""
-    try:
-        return writes.move_new(private, name)
-    except SaveError:
-        if not writes.exists(name):
-            raise
-        return False
-
-
-def _remove_damaged(writes: Storage, name: str) -> None:
-    """Remove a data file that is not what it should be, unless a checkpoint needs it that is in force by now."""
-    with DirectoryLock.take(writes) as lock:
-        needed = look(writes).needed
-        if needed is None or name in needed:
             raise SaveError(
-                f"{writes.path(name)}: is not what it is a copy of, and the checkpoint that is in force there needs "
-                "it. It stays. `mcore-ckpt verify` says whether it is damaged"
+                f"{writes.path(own_name)}: the copy has CRC-32 {got:#010x}, expected {expected:#010x}, as read from "
+                f"{reads.path(name)}. Check the device, and copy again"
             )
-        lock.delete(name)
+        if private != own_name:
+            storage_at(checkpoint_path(writes.location) / folder).ensure()
+            writes.move(private, own_name)
+    except BaseException:
+        if private != own_name:
+            with contextlib.suppress(SaveError):
+                writes.delete(private)
+        raise
+    return reader.size_bytes
 
 
 def _is_same(reader: RangeReader, writes: Storage, name: str) -> bool | None:
@@ -249,30 +377,16 @@ def _written(
     version: FileVersion | None,
     reader: RangeReader,
     writer: RangeWriter,
-    arrived: Callable[[int], None] = lambda nbytes: None,
 ) -> int:
     """Write what is read; returns the CRC-32 of it."""
     try:
-        expected = _crc(reader, writer, arrived)
-        refuse_changed(reads, name, version)
+        expected = _crc(reader, writer)
+        _refuse_changed(reads, name, version)
         writer.finish(reader.size_bytes)
     except BaseException:
         writer.abort()
         raise
     return expected
-
-
-def _differs(reads: Storage, name: str, writes: Storage, own_name: str, got: int, expected: int) -> SaveError:
-    return SaveError(
-        f"{writes.path(own_name)}: the copy has CRC-32 {got:#010x}, expected {expected:#010x}, as read from "
-        f"{reads.path(name)}; it was deleted. Check the device, and copy again"
-    )
-
-
-def is_copied(reads: Storage, name: str, writes: Storage) -> bool:
-    """Whether a file is in both, with the same content. Raises `LoadError` or `SaveError`."""
-    with reads.open_reader(name) as reader:
-        return bool(_is_same(reader, writes, name))
 
 
 def _crc_of(storage: Storage, name: str) -> int:
@@ -283,9 +397,7 @@ def _crc_of(storage: Storage, name: str) -> int:
         raise SaveError(f"{storage.path(name)}: what was written cannot be read back: {error}") from error
 
 
-def _crc(
-    reader: RangeReader, writer: RangeWriter | None = None, arrived: Callable[[int], None] = lambda nbytes: None
-) -> int:
+def _crc(reader: RangeReader, writer: RangeWriter | None = None) -> int:
     """The CRC-32 of a file that is read, in several pieces at once, and with a writer also written there."""
     size_bytes = reader.size_bytes
     sums = [0] * -(-size_bytes // _PIECE_BYTES)
@@ -307,7 +419,6 @@ def _crc(
         sums[number] = crc32(view)
         if writer is not None:
             writer.write(start, buffers.view[: align_up(len(view))])
-            arrived(len(view))
 
     try:
         in_parallel(range(len(sums)), piece, _THREADS, "mcore-ckpt-copy")

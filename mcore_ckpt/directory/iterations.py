@@ -11,6 +11,7 @@ written.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -25,7 +26,7 @@ from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, NewerFormatError
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.threads import in_parallel
-from mcore_ckpt.directory.drain_note import DrainNote
+from mcore_ckpt.directory.drain_note import DrainNote, noted_saves
 from mcore_ckpt.directory.in_force import common_file_in_force, saves_of, with_common_files
 from mcore_ckpt.directory.lock import contenders, holders, seems_gone
 from mcore_ckpt.format.index import (
@@ -77,7 +78,7 @@ class RunCheckpoint:
         saved_at_s: when `.metadata` was published, in seconds since 1970; None without one.
         tracked: the tracker file names it.
         locked: a save is at work in it, or has died there.
-        drain: how far it is on its way to a second tier; None if it is on none.
+        drain: what is noted of its copy to a second tier; None if there is none.
         abandoned: `locked`, and all saves that have locked it are gone, by what this host can see.
     """
 
@@ -161,7 +162,7 @@ def look_at(directory: Path, *, tracked: str | None = None) -> tuple[RunCheckpoi
         index = read_index(directory, strict=False)
         published = storage.version(METADATA_FILE)
         saved_at_s = None if published is None else published.modified_ns / 1e9
-        drain = _drain_of(directory, index)
+        drain = _drain_of(directory, index, sizes)
         found = list(itertools.islice(_problems(directory, index, sizes, drain), _MAX_PROBLEMS))
     except NewerFormatError as error:
         found, newer = [], " ".join(str(error).split())
@@ -192,15 +193,12 @@ def _lock_state(storage: Storage, names: Iterable[str]) -> tuple[bool, bool]:
         return True, False
 
 
-def _drain_of(directory: Path, index: CheckpointIndex) -> DrainNote | None:
-    """The note of this very save, not of one that it has replaced, or that has not been published. One that cannot be
-    read says nothing of the checkpoint.
-    """
-    try:
-        note = DrainNote.read(directory)
-    except LoadError:
-        return None
-    return None if note is None else note.among(saves_of(index))
+def _drain_of(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> DrainNote | None:
+    """The note of this very save. One that cannot be read says nothing of the checkpoint."""
+    for save in saves_of(index).intersection(noted_saves(names)):
+        with contextlib.suppress(LoadError):
+            return DrainNote.read(directory, save)
+    return None
 
 
 def _problems(
@@ -248,7 +246,7 @@ def flaw_of_files(directory: Path) -> str | None:
 
     try:
         index = read_index(directory)
-        in_parallel(_files_here(index, _drain_of(directory, index)), check, storage.asks_at_once)
+        in_parallel(_files_here(index, _drain_of(directory, index, storage.list())), check, storage.asks_at_once)
     except LoadError as error:
         return " ".join(str(error).split())
     return None

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError, SaveError
+from mcore_ckpt.directory.drain_note import is_drain_note
 from mcore_ckpt.directory.folders import FOLDERS_OF_MEGATRON, files_below, folders_of
 from mcore_ckpt.directory.in_force import index_files, is_pending
 from mcore_ckpt.directory.iterations import (
@@ -36,7 +37,6 @@ from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
-    DRAIN_FILE,
     INTEGRITY_FILE,
     MAX_METADATA_BYTES,
     METADATA_FILE,
@@ -55,7 +55,7 @@ _LEFT = "left by a save that is gone"
 # What the note of a lock says whose directory holds only that: ids of these saves, whose own locks go first.
 _TAKE_UP = "take_up"
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_SIDECARS = (CONFIG_FILE, COMMON_FILE, DRAIN_FILE, INTEGRITY_FILE)
+_SIDECARS = (CONFIG_FILE, COMMON_FILE, INTEGRITY_FILE)
 # Stock Megatron-Core and DCP mark no directory that they write to: files newer than the index tell, for so long.
 _RECENT_NS = 3600 * 10**9
 
@@ -118,8 +118,7 @@ def prune_run(
         keep_last: how many complete checkpoints stay, the newest; at least 1.
         keep_every: iterations that are multiples of it stay.
         remove: do it.
-        saved_last: name of the directory that was saved last; None: as the notes of a second tier say, or what was
-            published last, by the storage's clock.
+        saved_last: name of the directory that was saved last; None: what was published last, by the storage's clock.
 
     Raises:
         CheckpointNotFoundError: there is no such directory, or no checkpoint of any kind in it.
@@ -197,18 +196,12 @@ def _newest(whole: list[RunCheckpoint], keep_last: int, saved_last: int | None) 
     """`whole` is sorted by number. A number above the last save is of a branch that the run has left, or of a later
     save: neither counts.
     """
-    times = {each.iteration: _saved_s(each) for each in whole if each.iteration is not None}
+    times = {each.iteration: each.saved_at_s or 0.0 for each in whole if each.iteration is not None}
     by_time = sorted(times, key=lambda iteration: (times[iteration], iteration))
     head = saved_last if saved_last is not None else (by_time[-1] if by_time else 0)
     below = [iteration for iteration in times if iteration <= head]
     lowest = below[-keep_last] if len(below) >= keep_last else None
     return _Newest(head, lowest, frozenset(by_time[-keep_last:]))
-
-
-def _saved_s(checkpoint: RunCheckpoint) -> float:
-    """When it was saved: in a second tier its note tells, and `.metadata` has the time of the copy."""
-    noted_s = 0.0 if checkpoint.drain is None else checkpoint.drain.saved_s
-    return noted_s or checkpoint.saved_at_s or 0.0
 
 
 def _linked(checkpoint: RunCheckpoint, links: Mapping[str, str]) -> str | None:
@@ -313,8 +306,12 @@ def _holds_only(storage: Storage, names: list[str], gone: set[str]) -> bool:
     return all(found is not None and found.save in gone for found in files)
 
 
+def _is_sidecar(name: str) -> bool:
+    return name in _SIDECARS or is_pending(name) or is_drain_note(name)
+
+
 def _comes_with_data(name: str) -> bool:
-    return name in _SIDECARS or is_pending(name) or (name.startswith(".") and name.endswith(".tmp"))
+    return _is_sidecar(name) or (name.startswith(".") and name.endswith(".tmp"))
 
 
 def _is_quiet(storage: Storage, names: list[str], now_ns: int) -> bool:
@@ -459,7 +456,7 @@ def _being_removed(directory: Path, lock: DirectoryLock | None) -> Iterator[str]
         storage.sync()
     yield from _own_files(index)
     yield from below
-    yield from (name for name in storage.sizes() if name in _SIDECARS or is_pending(name))
+    yield from filter(_is_sidecar, storage.sizes())
     yield _REMOVED_INDEX
 
 

@@ -286,7 +286,6 @@ class SaveDirectory:
             save_id,
             [file.name for file in files] if self.is_divided else None,
             commits=rank == 0,
-            total_bytes=sum(file.size_bytes for file in files),
         )
 
     def open(self) -> bytes:

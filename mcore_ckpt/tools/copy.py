@@ -15,12 +15,10 @@ from pathlib import Path
 
 from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from mcore_ckpt.directory.common_file import read_common_file
-from mcore_ckpt.directory.copying import CheckpointFiles, copy_file, files_of, refuse_others, refuse_replaced
-from mcore_ckpt.directory.folders import FOLDERS_OF_MEGATRON, folders_of, sync_folders
-from mcore_ckpt.directory.lock import DirectoryLock
+from mcore_ckpt.directory.copying import CheckpointFiles, copy_and_commit, files_of, refuse_others
+from mcore_ckpt.directory.folders import FOLDERS_OF_MEGATRON
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.items.item_checks import check_data_files
-from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.run_folders import places_of
 
@@ -68,44 +66,31 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
     reads, writes = storage_at(given), storage_at(taken)
     if reads.holds(writes):
         raise OptionError(f"{taken}: lies inside the checkpoint that is to be copied, {given}; copy it elsewhere")
+
+    def accepts(found: CheckpointFiles, there: bytes | None) -> None:
+        if there is not None:
+            raise CheckpointExistsError(
+                f"{taken}: there is another checkpoint already; copy into another directory, or remove it first"
+            )
+        if writes.is_directory():
+            refuse_others(taken, {*found.data, *found.others, *({COMMON_FILE} if found.common else ())})
+
+    def check(found: CheckpointFiles) -> None:
+        for name in (*found.data, *found.others):
+            writes.path(name)  # refuses a name that there cannot be
+        _refuse_damaged(given, found)
+
     with reads.in_use(METADATA_FILE):
-        report = _copy(given, reads, taken, writes, started_s)
+        sent = copy_and_commit(given, taken, accepts=accepts, check=check)
+    assert sent is not None
     places.finish()
-    return report
-
-
-def _copy(given: Path, reads: Storage, taken: Path, writes: Storage, started_s: float) -> CopyReport:
-    found = files_of(given)
-    files = {name: name for name in (*found.data, *found.others)}
-    if found.common is not None:
-        files[found.common] = COMMON_FILE
-    for own_name in files.values():
-        writes.path(own_name)  # refuses a name that there cannot be
-    _refuse_another(writes, found.metadata)
-    _refuse_damaged(given, found)
-    writes.ensure()
-    with DirectoryLock.take(writes) as lock:
-        lock.sweep(writes.list(), notes=False)
-        _refuse_another(writes, found.metadata)
-        if not writes.exists(METADATA_FILE):
-            refuse_others(taken, set(files.values()))
-        for place in (writes, *(storage_at(taken / folder) for folder in folders_of(files))):
-            for name in place.unfinished():
-                place.discard_unfinished(name)
-        copied: list[str] = []
-        kept: list[str] = []
-        copied_bytes = 0
-        for name, own_name in files.items():
-            lock.check()
-            sent_bytes = copy_file(reads, name, writes, own_name, lock=lock)
-            (kept if sent_bytes is None else copied).append(own_name)
-            copied_bytes += sent_bytes or 0
-        sync_folders(taken, files.values())
-        writes.sync(parents=True)
-        refuse_replaced(reads, found)
-        lock.publish(METADATA_FILE, found.metadata)
     return CopyReport(
-        str(given), str(taken), (*copied, METADATA_FILE), tuple(kept), copied_bytes, time.monotonic() - started_s
+        str(given),
+        str(taken),
+        (*sent.copied, METADATA_FILE),
+        tuple(sent.kept),
+        sent.nbytes,
+        time.monotonic() - started_s,
     )
 
 
@@ -124,10 +109,3 @@ def _refuse_damaged(given: Path, found: CheckpointFiles) -> None:
     for folder in FOLDERS_OF_MEGATRON:
         if f"{folder}/{METADATA_FILE}" in found.others:
             _refuse_damaged(given / folder, files_of(given / folder))
-
-
-def _refuse_another(storage: Storage, metadata: bytes) -> None:
-    if storage.exists(METADATA_FILE) and storage.read(METADATA_FILE) != metadata:
-        raise CheckpointExistsError(
-            f"{storage.location}: there is another checkpoint already; copy into another directory, or remove it first"
-        )

@@ -27,7 +27,6 @@ SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
     "write_deadline_s": ("12.5", 12.5),
     "keep_last": ("4", 4),
     "drain_to": ("s3://bucket/run", "s3://bucket/run"),
-    "drain_tracker": ("off", "off"),
     "compare_replicas": ("sample", "sample"),
     "on_diverged": ("raise", "raise"),
     "fingerprints": ("0", False),

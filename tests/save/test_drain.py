@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import os
 import re
 import signal
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +24,11 @@ pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies a
 from mcore_ckpt import FileSystemWriterAsync, LoadOptions, OptionError, SaveOptions, verify_checkpoint
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import LoadError, SaveError
-from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.directory import drain as drain_module
-from mcore_ckpt.directory.drain import give_up
-from mcore_ckpt.directory.drain_note import DrainNote
-from mcore_ckpt.directory.in_force import saves_of
+from mcore_ckpt.dcp import writer as dcp_writer
+from mcore_ckpt.directory import copying
+from mcore_ckpt.directory.drain import give_up, there_now
+from mcore_ckpt.directory.drain_note import DrainNote, is_drain_note, noted_saves
+from mcore_ckpt.directory.in_force import common_file_in_force
 from mcore_ckpt.directory.iterations import tracked_name
 from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.metadata_read import (
@@ -38,6 +41,7 @@ from mcore_ckpt.format.metadata_read import (
     read_index,
 )
 from mcore_ckpt.save import _upkeep_process, upkeep
+from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.resolve import storage_at
 from tests.save.test_upkeep import Training, there, until
 from tests.support.gcs_server import ObjectDirectory
@@ -60,10 +64,6 @@ def _train(rank: int, run: str, saves: list[tuple[int, float]], save_options: Sa
     for iteration, value in saves:
         training.save(iteration, value=value)
         until(lambda name=f"iter_{iteration:07d}": tracked_name(save_options.drain_to) == name)  # type: ignore[misc]
-        if rank == 0:  # as Megatron-Core does after it has written the tracker file
-            late = Path(training.run) / f"iter_{iteration:07d}" / "tokenizer" / "tokenizer.json"
-            late.parent.mkdir(exist_ok=True)
-            late.write_text(f"of {iteration}")
     training.queue.close()
     upkeep._finish()  # as at the end of a trainer
 
@@ -82,32 +82,18 @@ def _contents(place: Path) -> dict[str, bytes]:
     return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
 
 
+def _without_note(place: Path) -> dict[str, bytes]:
+    return {name: content for name, content in _contents(place).items() if not is_drain_note(name)}
+
+
 def data_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.distcp"))
 
 
 def note_of(directory: Path) -> DrainNote:
-    note = DrainNote.read(directory)
+    note = DrainNote.in_force(directory)
     assert note is not None
     return note
-
-
-@pytest.mark.parametrize("field", ["copied_bytes", "total_bytes", "attempts", "updated_s", "saved_s", "begun_s"])
-@pytest.mark.parametrize("number", ["NaN", "-5", "1" + "0" * 400])
-def test_a_note_with_a_number_that_cannot_be_is_damaged(
-    field: str, number: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = tmp_path / NAME
-    dcp.save({"w": torch.ones(3)}, storage_writer=FileSystemWriterAsync(directory), no_dist=True)
-    save = next(iter(saves_of(read_index(directory))))
-    good = DrainNote(save, str(tmp_path / "far"), state="failed", copied_bytes=5).encode()
-    (directory / DRAIN_FILE).write_bytes(good)
-    assert note_of(directory).copied_bytes == 5
-    (directory / DRAIN_FILE).write_text(json.dumps({**json.loads(good), field: "@"}).replace('"@"', number))
-    with pytest.raises(LoadError, match="does not say how far"):
-        DrainNote.read(directory)
-    assert main(["list", str(tmp_path)]) == 0
-    assert "complete" in capsys.readouterr().out
 
 
 def test_checkpoints_are_committed_in_a_second_directory_as_they_are(
@@ -116,17 +102,14 @@ def test_checkpoints_are_committed_in_a_second_directory_as_they_are(
     near, far = tmp_path / "near", tmp_path / "far"
     run_megatron(_train, 2, str(near), [(1, 0.0), (2, 0.0)], options(str(far)))
     for name in there(str(near)):
-        contents = [_contents(run / name) for run in (near, far)]
-        assert contents[1]["tokenizer/tokenizer.json"] == f"of {int(name[5:])}".encode()
-        assert [json.loads(content.pop(DRAIN_FILE))["state"] for content in contents] == ["copied"] * 2
-        assert contents[0] == contents[1]
+        assert _contents(far / name) == _without_note(near / name)
         assert verify_checkpoint(far / name).whole
     assert (far / TRACKER_FILE).read_text() == "2"
     assert main(["list", str(near)]) == 0
     assert len(re.findall("complete, copied", capsys.readouterr().out)) == 2
     assert main(["list", str(near), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert [row["drain"]["state"] for row in listed] == ["copied"] * 2
+    assert [row["drain"]["done"] for row in listed] == [True] * 2
 
 
 def test_a_checkpoint_that_is_saved_again_replaces_the_one_in_the_store(
@@ -136,54 +119,21 @@ def test_a_checkpoint_that_is_saved_again_replaces_the_one_in_the_store(
     far = f"{object_directory.url}/run"
     run_megatron(_train, 2, str(tmp_path), [(1, 0.0), (2, 0.0)], options(far))
     assert tracked_name(far) == "iter_0000002"
-    run_megatron(_train_from, 2, str(tmp_path), NAME, [(1, 10.0)], options(far))
+    run_megatron(_train, 2, str(tmp_path), [(1, 10.0)], options(far))
     assert tracked_name(far) == NAME
     assert verify_checkpoint(f"{far}/{NAME}").whole
     own = f"run/{NAME}/"
-    expected = sorted(_contents(tmp_path / NAME))
+    expected = sorted(_without_note(tmp_path / NAME))
     assert sorted(name.removeprefix(own) for name in object_directory.names() if name.startswith(own)) == expected
     assert run_ranks(_load, 1, f"{far}/{NAME}", 1, LoadOptions()) == [[11.0]]
     assert object_directory.uploads() == []
-
-
-def _train_from(rank: int, run: str, name: str, saves: list[tuple[int, float]], save_options: SaveOptions) -> list[str]:
-    """A job that has loaded a checkpoint, where there is one; returns what it has said."""
-    with pytest.MonkeyPatch.context() as patched:
-        said: list[str] = []
-        patched.setattr(upkeep._logger, "warning", lambda text, *words: said.append(text % words))
-        patched.setattr(upkeep._logger, "log", lambda level, text, *words: said.append(text % words))
-        if name:
-            _load(rank, f"{run}/{name}", 2, LoadOptions())
-        training = Training(rank, run, save_options)
-        for iteration, value in saves:
-            training.save(iteration, value=value)
-        training.queue.close()
-        upkeep._finish()
-        return said
-
-
-def test_a_job_that_has_loaded_nothing_turns_no_tracker_file_back(tmp_path: Path) -> None:
-    """The local disk was lost: Megatron finds nothing there, and begins again without a word."""
-    near, far, new = (tmp_path / name for name in ("near", "far", "new"))
-    run_megatron(_train, 2, str(near), [(1, 0.0), (7, 0.0)], options(str(far)))
-    said, _ = run_megatron(_train_from, 2, str(new), "", [(3, 0.0), (2, 0.0)], options(str(far)))
-    warned = [text for text in said if "had loaded no checkpoint" in text]
-    assert len(warned) == 2
-    assert all("the second tier holds iter_0000007 of another" in text for text in warned)
-    assert all(f"load from {far}" in text for text in warned)
-    assert tracked_name(far) == "iter_0000007"
-    assert verify_checkpoint(far / "iter_0000003").whole
-    # One that has loaded an older checkpoint turns it back, as Megatron-Core's own tracker file.
-    said, _ = run_megatron(_train_from, 2, str(new), "iter_0000003", [(4, 0.0)], options(str(far)))
-    assert not [text for text in said if "had loaded" in text]
-    assert tracked_name(far) == "iter_0000004"
 
 
 def _train_without_second_tier(rank: int, run: str, drain_to: str) -> float:
     training = Training(rank, run, options(drain_to))
     training.save(1)
     if rank == 0:
-        until(lambda: note_of(Path(run) / NAME).state == "failed")
+        until(lambda: note_of(Path(run) / NAME).error != "")
     began_s = time.monotonic()
     training.save(2)
     training.queue.close()
@@ -226,7 +176,8 @@ def _train_and_die(rank: int, run: str, drain_to: str, started: str) -> None:
     training = Training(rank, run, options(drain_to))
     training.save(1)
     if rank == 0:
-        until(Path(started).exists)  # a part of a file is on its way
+        until(Path(started).exists)  # a part of a file is on its way, and stays there
+    training.save(2)
     training.queue.close()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -247,10 +198,12 @@ def test_a_copy_that_dies_with_the_trainer_is_resumed(
         outcomes = rank_outcomes(_train_and_die, 2, str(tmp_path / "run"), far, str(started))
     assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 2
     assert not [name for name in object_directory.names() if name.endswith(METADATA_FILE)]
-    assert note_of(tmp_path / "run" / NAME).state in ("waiting", "copying")
+    assert not note_of(tmp_path / "run" / NAME).done
     monkeypatch.setenv("MCORE_CKPT_DRAIN_TO", far)
     run_megatron(_resume, 2, str(tmp_path / "run"))
-    assert verify_checkpoint(f"{far}/{NAME}").whole
+    assert there(far) == [NAME, "iter_0000002"]
+    assert all(verify_checkpoint(f"{far}/{name}").whole for name in there(far))
+    assert tracked_name(far) == "iter_0000002"
 
 
 def test_a_load_takes_what_is_nearest(tmp_path: Path) -> None:
@@ -293,7 +246,6 @@ def test_each_node_saves_and_copies_its_own_part(tmp_path: Path) -> None:
     for name in there(str(far)):
         assert verify_checkpoint(far / name).whole
     assert (far / TRACKER_FILE).read_text() == "3"
-    assert not list(far.rglob(".mcore_ckpt_arrived*"))
     own = [{file.name for file in data_files(run / "iter_0000003")} for run in near]
     assert not own[0] & own[1]
     assert own[0] | own[1] == {file.name for file in data_files(far / "iter_0000003")}
@@ -322,7 +274,8 @@ def _copy_of(rank: int, run: str, drain_to: str, nodes: tuple[int, ...]) -> None
         return
     upkeep.run_loaded(directory, options(drain_to))
     if nodes == (0,):
-        until(lambda: note_of(directory).copied_bytes > 0 and note_of(directory).state == "waiting")
+        own = {file.name for file in data_files(directory)}
+        until(lambda: {file.name for file in data_files(Path(drain_to) / NAME)} == own)
         os.kill(upkeep._started[-1].pid, signal.SIGKILL)
     else:
         upkeep._finish()
@@ -335,7 +288,7 @@ def test_nothing_is_committed_before_the_parts_of_all_nodes_are_there(tmp_path: 
     for nodes in ((0,), (1,)):
         run_ranks(_copy_of, 2, run, str(far), nodes)
         assert not (far / NAME / METADATA_FILE).exists()
-    assert [note_of(tmp_path / f"node{rank}" / NAME).state for rank in range(2)] == ["waiting", "copied"]
+    assert [note_of(tmp_path / f"node{rank}" / NAME).done for rank in range(2)] == [False, True]
     run_ranks(_copy_of, 2, run, str(far), (0, 1))
     assert verify_checkpoint(far / NAME).whole
 
@@ -397,61 +350,46 @@ def test_ranks_with_other_second_tiers_are_told_so(tmp_path: Path) -> None:
     assert not list((tmp_path / "near" / NAME).glob("*.distcp"))
 
 
-def _save_alone(monkeypatch: pytest.MonkeyPatch, run: Path, far: Path, iteration: int, value: float) -> Path:
-    """A job of one process that is killed before anything is copied."""
-    with monkeypatch.context() as patched:
+def _save_alone(run: Path, far: str | Path, iteration: int, value: float, **others: bytes) -> Path:
+    """A job of one process that is killed before anything is copied; `others`: files of other programs."""
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(upkeep, "_ask", lambda task: None)
         directory = run / f"iter_{iteration:07d}"
         writer = FileSystemWriterAsync(directory, options=options(str(far)))
         dcp.save({"w": torch.full((1000,), value)}, storage_writer=writer, no_dist=True)
+    for name, content in others.items():
+        storage_at(directory).publish(name, content)
     (run / TRACKER_FILE).write_text(str(iteration))
     return directory
 
 
-def _resume_alone(run: Path, far: str | Path, tracker: str = "auto") -> list[str]:
+def _copy_has_begun(directory: Path) -> None:
+    note = note_of(directory)
+    replace(note, replaces=there_now(note)).write(directory)
+
+
+def _resume_alone(run: Path, far: str | Path) -> list[str]:
     """The next job copies what is left, and ends; returns what it has said."""
     said: list[str] = []
     ends = threading.Event()
-    drains = _upkeep_process._Drains(ends)
+    copies = _upkeep_process._Copies(ends)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_upkeep_process, "_say", lambda level, text: said.append(text))
-        drains.add(str(run), None, str(far), tracker)
+        copies.add(str(run), None, str(far))
         ends.set()
-        drains.close()
-        drains.work()
+        copies.close()
+        copies.work()
     return said
 
 
-@pytest.mark.parametrize("place", ["directory", "store"])
-def test_what_other_programs_keep_with_a_checkpoint_is_copied_with_it_and_when_it_comes_later(
-    place: str, tmp_path: Path, object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    near = tmp_path / "near"
-    far = str(tmp_path / "far") if place == "directory" else object_directory.url
-    directory = _save_alone(monkeypatch, near, Path(far) if place == "directory" else checkpoint_path(far), 1, 1.0)
-    for name, content in (("modelopt_state/.metadata", b"index"), ("tokenizer/vocab/merges.txt", b"a b")):
-        storage_at(directory).publish(name, content)
-    _resume_alone(near, far)
-    copied = storage_at(f"{far}/{NAME}")
-    assert copied.read("modelopt_state/.metadata") == b"index"
-    assert copied.read("tokenizer/vocab/merges.txt") == b"a b"
-    storage_at(directory).publish("tokenizer/vocab/merges.txt", b"a b c")
-    assert "files that came after the save" in " ".join(_resume_alone(near, far))
-    assert copied.read("tokenizer/vocab/merges.txt") == b"a b c"
-    assert _resume_alone(near, far) == []
-
-
-@pytest.mark.parametrize(("tracker", "written"), [("auto", False), ("on", True), ("off", False)])
-def test_the_tracker_file_of_the_second_tier_is_written_as_the_option_says(
-    tracker: str, written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    _save_alone(monkeypatch, near, far, 1, 1.0)
-    if tracker != "off":
-        (near / TRACKER_FILE).unlink()  # as plain DCP, which knows of none
-    _resume_alone(near, far, tracker)
-    assert verify_checkpoint(far / NAME).whole
-    assert (far / TRACKER_FILE).exists() == written
+def _save_and_end(run: Path, far: str | Path, iteration: int, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """A job that saves one checkpoint, and ends in order; returns what it has said of copies."""
+    caplog.clear()
+    caplog.set_level(logging.INFO, "mcore_ckpt")
+    writer = FileSystemWriterAsync(run / f"iter_{iteration:07d}", options=options(str(far)))
+    dcp.save({"w": torch.full((1000,), float(iteration))}, storage_writer=writer, no_dist=True)
+    upkeep._finish()
+    return [record.getMessage() for record in caplog.records if record.name == "mcore_ckpt.save.upkeep"]
 
 
 def _value(directory: Path) -> float:
@@ -461,65 +399,133 @@ def _value(directory: Path) -> float:
     return float(value)
 
 
-def test_leftovers_replace_nothing_that_was_saved_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job goes on with another node, and comes back to the first one, where its earlier saves still lie."""
-    far, first, second = (tmp_path / name for name in ("far", "first", "second"))
-    old = [_save_alone(monkeypatch, first, far, iteration, 0.0) for iteration in (1, 2)]
-    for iteration in (1, 5):
-        _save_alone(monkeypatch, second, far, iteration, 100.0)
-    _resume_alone(second, far)
-    said = _resume_alone(first, far)
-    assert "saved later" in " ".join(said)
-    assert (_value(far / NAME), (far / TRACKER_FILE).read_text()) == (100.0, "5")
-    assert len(data_files(far / NAME)) == 1, "nothing is left of what was not committed"
-    assert [note_of(directory).state for directory in old] == ["superseded", "copied"]
-    assert _value(far / "iter_0000002") == 0.0
-    assert _resume_alone(first, far) == []
-    # An older iteration that is saved later takes its place, whichever node saves it.
-    _save_alone(monkeypatch, first, far, 1, 200.0)
-    _resume_alone(first, far)
-    assert (_value(far / NAME), (far / TRACKER_FILE).read_text()) == (200.0, "1")
+def _fail(*_: object, **__: object) -> None:
+    raise SaveError("refused")
 
 
-def _job_on_a_host(monkeypatch: pytest.MonkeyPatch, ahead_s: float) -> None:
-    """From here on this process stands for a new job, on a host whose clock is that much ahead."""
-    real = time.time
-    monkeypatch.setattr(upkeep, "_latest_s", 0.0)
-    monkeypatch.setattr(upkeep, "_seen", set())
-    monkeypatch.setattr(upkeep, "time", SimpleNamespace(time=lambda: real() + ahead_s))
+class _Killed(BaseException):
+    pass
 
 
-@pytest.mark.parametrize("first_tier_is_lost", [False, True])
-def test_a_job_that_resumes_on_a_host_with_a_slower_clock_saves_later(
-    first_tier_is_lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def _kill(*_: object, **__: object) -> None:
+    raise _Killed
+
+
+def test_the_newest_is_copied_before_leftovers_of_an_earlier_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    near, far, other = (tmp_path / name for name in ("near", "far", "other"))
-    _job_on_a_host(monkeypatch, 3600.0)
-    for iteration in (1, 2):
-        _save_alone(monkeypatch, near, far, iteration, 0.0)
-    _resume_alone(near, far)
+    """A run that was taken back from 9: the tracker file will never name what is left of it."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    for iteration in (7, 8, 9):
+        _save_alone(near, far, iteration, 0.0)
+    said = [text for text in _save_and_end(near, far, 5, caplog) if "copied to" in text]
+    assert [text.split(":")[0] for text in said] == [str(near / f"iter_000000{n}") for n in (5, 9, 8, 7)]
+    assert (far / TRACKER_FILE).read_text() == "5"
+
+
+def test_a_tracker_file_that_is_being_rewritten_is_no_failed_copy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    _save_alone(near, far, 1, 1.0)
+    (near / TRACKER_FILE).write_text("")
+    said = _save_and_end(near, far, 2, caplog)
+    assert [text for text in said if "copied to" not in text or "could not" in text] == []
+    assert there(str(far)) == [NAME, "iter_0000002"]
     assert (far / TRACKER_FILE).read_text() == "2"
 
-    _job_on_a_host(monkeypatch, 0.0)
-    run = other if first_tier_is_lost else near
-    with monkeypatch.context() as patched:
-        patched.setattr(upkeep, "_ask", lambda task: None)
-        upkeep.run_loaded(far / "iter_0000002" if first_tier_is_lost else near / NAME, options(str(far)))
-    for iteration in (2, 3):
-        directory = _save_alone(monkeypatch, run, far, iteration, 100.0)
-        assert note_of(directory).saved_s > note_of(far / "iter_0000002").saved_s
-    _resume_alone(run, far)
-    assert (_value(far / "iter_0000002"), _value(far / "iter_0000003")) == (100.0, 100.0)
-    assert (far / TRACKER_FILE).read_text() == "3"
+
+def test_an_older_checkpoint_gives_way_to_one_that_is_saved_while_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    for iteration in (1, 2):
+        _save_alone(near, far, iteration, float(iteration))
+    said: list[str] = []
+    monkeypatch.setattr(_upkeep_process, "_say", lambda level, text: said.append(text))
+    ends = threading.Event()
+    copies = _upkeep_process._Copies(ends)
+
+    def saved_meanwhile(storage: Any, index: Any, names: Any) -> None:
+        monkeypatch.setattr(_upkeep_process, "check_data_files", lambda *_: None)
+        copies.add(str(near), "iter_0000001", str(far))
+
+    monkeypatch.setattr(_upkeep_process, "check_data_files", saved_meanwhile)
+    copies.add(str(near), None, str(far))
+    ends.set()
+    copies.close()
+    copies.work()
+    assert [text.split(":")[0] for text in said] == [str(near / name) for name in (NAME, "iter_0000002")]
 
 
-def test_leftovers_of_another_run_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["directory", "store"])
+def test_what_other_programs_keep_with_a_checkpoint_is_copied_with_it(
+    place: str, tmp_path: Path, object_directory: ObjectDirectory
+) -> None:
+    near, far = tmp_path / "near", str(tmp_path / "far") if place == "directory" else object_directory.url
+    names = ("modelopt_state/.metadata", "tokenizer/vocab/merges.txt", "loader.pt")
+    for value in (b"one", b"three"):
+        _copy_has_begun(_save_alone(near, far, 1, 1.0, **dict.fromkeys(names, value)))
+        _resume_alone(near, far)
+        assert [storage_at(f"{far}/{NAME}").read(name) for name in names] == [value] * 3
+
+
+@pytest.mark.parametrize("has_tracker", [True, False])
+def test_the_second_tier_has_a_tracker_file_where_the_run_has_one(has_tracker: bool, tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    _save_alone(near, far, 1, 1.0)
+    if not has_tracker:
+        (near / TRACKER_FILE).unlink()  # as plain DCP, which knows of none
+    _resume_alone(near, far)
+    assert verify_checkpoint(far / NAME).whole
+    assert (far / TRACKER_FILE).exists() == has_tracker
+
+
+def test_leftovers_replace_nothing_that_has_come_there_since(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job goes on with another node, and comes back to the first one, where its earlier saves still lie."""
+    far, first, second = (tmp_path / name for name in ("far", "first", "second"))
+    old = [_save_alone(first, far, iteration, 0.0) for iteration in (1, 2)]
+    with pytest.MonkeyPatch.context() as patched:  # one copy had begun
+        patched.setattr(copying, "_check_lengths", _fail)
+        _resume_alone(first, far)
+    for iteration in (1, 5):
+        _save_alone(second, far, iteration, 100.0)
+    _resume_alone(second, far)
+    (far / TRACKER_FILE).write_text("5")
+    said = _resume_alone(first, far)
+    assert "holds another checkpoint than when this one was saved" in " ".join(said)
+    assert _value(far / NAME) == 100.0
+    assert len(data_files(far / NAME)) == 1, "nothing is left of what was not committed"
+    assert [note_of(directory).done for directory in old] == [True, True]
+    assert main(["list", str(first)]) == 0
+    assert "complete, not copied" in capsys.readouterr().out
+    assert _value(far / "iter_0000002") == 0.0
+    assert _resume_alone(first, far) == []
+
+
+def test_a_checkpoint_that_is_saved_again_replaces_what_was_there_when_its_copy_began(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    for value in (3.0, 1.0):
+        directory = _save_alone(near, far, 1, value)
+        if value == 3.0:
+            _resume_alone(near, far)
+    upkeep.checkpoint_published(directory, options(str(far)))
+    upkeep._finish()
+    assert _value(far / NAME) == 1.0
+    assert len(data_files(far / NAME)) == 1
+
+
+def test_leftovers_of_another_run_stay_where_they_are(tmp_path: Path) -> None:
     near, far, other = (tmp_path / name for name in ("near", "far", "other"))
-    directory = _save_alone(monkeypatch, near, other, 1, 0.0)
+    directory = _save_alone(near, other, 1, 0.0)
     (said,) = _resume_alone(near, far)
     assert f"{other / NAME}, not to {far / NAME}" in said
     assert not far.exists()
-    assert note_of(directory).state == "waiting"
+    assert not note_of(directory).done
 
 
 def _save_with_sums(rank: int, near: str, far: str, copy: str) -> list[Any]:
@@ -569,46 +575,27 @@ def test_the_sums_of_megatron_hold_in_both_tiers_and_in_copies(tmp_path: Path) -
     assert (values, is_there) == ([[1.0]] * 3 + [2.0], False)
 
 
-def _damage(file: Path) -> None:
+def test_damaged_local_files_reach_no_second_tier(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    directory = _save_alone(near, far, 1, 1.0)
+    (file,) = data_files(directory)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
+    (said,) = _resume_alone(near, far)
+    assert "CRC-32" in said
+    assert not data_files(far / NAME)
+    assert note_of(directory).error != ""
 
 
-def test_damaged_local_files_reach_no_second_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_what_a_later_job_removes_are_removed(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
-    directory = _save_alone(monkeypatch, near, far, 1, 1.0)
-    with monkeypatch.context() as patched:  # committed, and killed before that is noted
-        patched.setattr(_upkeep_process._Progress, "end", _kill)
-        with pytest.raises(_Killed):
-            _resume_alone(near, far)
-    assert note_of(directory).state != "copied"
-    other = _save_alone(monkeypatch, near, far, 2, 2.0)
-    for damaged in (directory, other):
-        _damage(data_files(damaged)[0])
-    said = _resume_alone(near, far)
-    assert verify_checkpoint(far / NAME).whole
-    assert [note_of(each).state for each in (directory, other)] == ["copied", "failed"]
-    assert "CRC-32" in said[0]
-    assert not data_files(far / other.name)
-
-
-class _Killed(BaseException):
-    pass
-
-
-def _kill(*_: object) -> None:
-    raise _Killed
-
-
-def test_parts_of_what_a_later_job_removes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    _save_alone(monkeypatch, near, far, 1, 1.0)
-    with monkeypatch.context() as patched:
-        patched.setattr(drain_module, "_commit", _fail)
+    _save_alone(near, far, 1, 1.0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(copying, "_check_lengths", _fail)
         _resume_alone(near, far)
     assert len(data_files(far / NAME)) == 1
-    directory = _save_alone(monkeypatch, near, far, 2, 2.0)
+    directory = _save_alone(near, far, 2, 2.0)
     # Removed first: otherwise it may be copied before.
     upkeep.checkpoint_published(directory, SaveOptions(progress=False, keep_last=1))
     until(lambda: not (near / NAME).exists())
@@ -618,76 +605,80 @@ def test_parts_of_what_a_later_job_removes_are_removed(tmp_path: Path, monkeypat
     assert not (far / NAME).exists()
 
 
-def _publish_no_common(lock: DirectoryLock, name: str, content: bytes, *, common: bool = False) -> None:
-    if common:
-        raise SaveError("refused")
-    _publish(lock, name, content)
+_CHANGING = "create delete delete_through lock move move_over open_writer publish revoke".split()
+_OTHERS = ("tokenizer/vocab.json", "train_dataloader_dprank000.pt", COMMON_FILE, CONFIG_FILE)
 
 
-_publish = DirectoryLock.publish
+def _saved_with_others(run: Path, far: Path, value: float) -> Path:
+    """As Megatron-Core leaves a checkpoint."""
+    directory = _save_alone(run, far, 1, value, **dict.fromkeys(_OTHERS[:2], str(value).encode()))
+    torch.save({"value": value}, directory / COMMON_FILE)
+    (directory / CONFIG_FILE).write_bytes(encode_config())
+    return directory
 
 
-def _fail(*_: object) -> None:
-    raise SaveError("refused")
-
-
-def test_a_commit_that_was_cut_off_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between `.metadata` and the common state of a checkpoint that replaces another."""
-    near, far = tmp_path / "near", tmp_path / "far"
-    for value in (1.0, 2.0):
-        directory = _save_alone(monkeypatch, near, far, 1, value)
-        (directory / COMMON_FILE).write_bytes(str(value).encode())
-        (directory / CONFIG_FILE).write_bytes(encode_config())
-        with monkeypatch.context() as patched:
-            if value == 2.0:
-                patched.setattr(DirectoryLock, "publish", _publish_no_common)
+@pytest.mark.parametrize("replaces", [False, True])
+def test_killed_at_any_step_a_copy_is_no_mix_and_the_next_job_resumes_it(replaces: bool, tmp_path: Path) -> None:
+    for number in itertools.count(1):
+        near, far = tmp_path / f"near{number}", tmp_path / f"far{number}"
+        if replaces:
+            _saved_with_others(near, far, 0.0)
             _resume_alone(near, far)
-    assert (far / NAME / COMMON_FILE).read_bytes() == b"1.0"
-    assert len(data_files(far / NAME)) == 2
-    _resume_alone(near, far)
-    assert (far / NAME / COMMON_FILE).read_bytes() == b"2.0"
-    assert sorted(path.name for path in (far / NAME).iterdir()) == sorted(path.name for path in directory.iterdir())
+            _copy_has_begun(_saved_with_others(near, far, 1.0))
+        else:
+            _saved_with_others(near, far, 1.0)
+        steps: list[str] = []
 
+        def counted(real: Callable[..., Any], far: Path = far, steps: list[str] = steps, at: int = number) -> Any:
+            def step(storage: LocalStorage, *more: Any, **options: Any) -> Any:
+                if Path(storage.root).is_relative_to(far):
+                    steps.append(f"{real.__name__} {more[0]}")
+                    if len(steps) >= at:
+                        _kill()
+                return real(storage, *more, **options)
 
-def test_what_an_interrupted_copy_of_another_save_has_left_is_not_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    for value in (1.0, 2.0):
-        directory = _save_alone(monkeypatch, near, far, 1, value)
-        with monkeypatch.context() as patched:
-            if value == 1.0:
-                (directory / CONFIG_FILE).write_bytes(encode_config())
-                (directory / COMMON_FILE).write_bytes(b"1.0")
-                storage_at(directory).publish("tokenizer/old.txt", b"1.0")
-                patched.setattr(drain_module, "refuse_replaced", _fail)
-            else:
-                (directory / CONFIG_FILE).unlink(missing_ok=True)
-                (directory / COMMON_FILE).unlink(missing_ok=True)
-                (directory / "tokenizer" / "old.txt").unlink()
-            _resume_alone(near, far)
-    assert _value(far / NAME) == 2.0
-    assert sorted(path.name for path in (far / NAME).iterdir() if path.is_file()) == sorted(
-        path.name for path in directory.iterdir() if path.is_file()
-    )
-    assert not [*(far / NAME / "tokenizer").iterdir()]
+            return step
 
-
-def test_parts_of_what_is_saved_again_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    _save_alone(monkeypatch, near, far, 1, 1.0)
-    with monkeypatch.context() as patched:
-        patched.setattr(drain_module, "_commit", _fail)
+        with pytest.MonkeyPatch.context() as patched:
+            for method in _CHANGING:
+                patched.setattr(LocalStorage, method, counted(getattr(LocalStorage, method)))
+            try:
+                _resume_alone(near, far)
+                break
+            except _Killed:
+                pass
+        if (far / NAME / METADATA_FILE).exists():
+            value = _value(far / NAME)
+            assert value in ((0.0, 1.0) if replaces else (1.0,)), steps[-1]
+            index = read_index(far / NAME)
+            common = common_file_in_force(os.listdir(far / NAME), index)
+            assert common is not None, steps[-1]
+            assert torch.load(far / NAME / common) == {"value": value}, steps[-1]
+        else:
+            assert not replaces, steps[-1]
         _resume_alone(near, far)
-    _save_alone(monkeypatch, near, far, 1, 2.0)
+        assert _contents(far / NAME) == _without_note(near / NAME), steps[-1]
+        assert (far / TRACKER_FILE).read_text() == "1", steps[-1]
+    assert number > 10
+
+
+def test_parts_of_what_is_saved_again_are_removed(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    _save_alone(near, far, 1, 1.0, **{COMMON_FILE: b"1.0", CONFIG_FILE: encode_config()})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(copying, "_check_lengths", _fail)
+        _resume_alone(near, far)
+    directory = _save_alone(near, far, 1, 2.0)
+    for name in (COMMON_FILE, CONFIG_FILE):
+        (directory / name).unlink()
     _resume_alone(near, far)
     assert _value(far / NAME) == 2.0
-    assert len(data_files(far / NAME)) == 1
+    assert _contents(far / NAME) == _without_note(directory)
 
 
-def test_what_is_given_up_takes_nothing_from_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_given_up_takes_nothing_from_a_commit(tmp_path: Path) -> None:
     far = tmp_path / "far"
-    note = note_of(_save_alone(monkeypatch, tmp_path / "near", far, 1, 1.0))
+    note = note_of(_save_alone(tmp_path / "near", far, 1, 1.0))
     storage = storage_at(far / NAME)
     storage.ensure()
     with DirectoryLock.take(storage):
@@ -699,13 +690,91 @@ def test_what_is_given_up_takes_nothing_from_a_commit(tmp_path: Path, monkeypatc
     assert not (far / NAME).exists()
 
 
-def test_a_trainer_that_ends_tries_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on a host that was booted a moment ago."""
+def test_a_trainer_that_ends_tries_once_more(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
-    _save_alone(monkeypatch, near, far, 1, 1.0)
+    _save_alone(near, far, 1, 1.0)
     far.write_text("no directory")
-    booted_s = time.monotonic() - 1.0
-    clock = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: clock() - booted_s)
     (said,) = _resume_alone(near, far)
     assert "the next run resumes it" in said
+
+
+def test_a_file_on_its_way_has_no_name_that_others_would_take_for_it(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    directory, seen = _save_alone(near, far, 1, 1.0), list[str]()
+
+    def killed(*arguments: Any) -> None:
+        seen.extend(path.name for path in (far / NAME).iterdir() if ".distcp" in path.name)
+        _kill()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(copying, "_refuse_changed", killed)
+        patched.setattr("mcore_ckpt.storage._local_writer.LocalWriter.abort", lambda self: None)
+        with pytest.raises(_Killed):
+            _resume_alone(near, far)
+    assert seen[0] not in {file.name for file in data_files(directory)}
+    _resume_alone(near, far)
+    assert _contents(far / NAME) == _without_note(directory)
+
+
+@pytest.mark.parametrize("was_copied", [False, True])
+def test_a_save_that_was_cut_off_before_it_was_published_takes_no_note_away(was_copied: bool, tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    directory = _save_alone(near, far, 1, 1.0)
+    if was_copied:
+        _resume_alone(near, far)
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(dcp_writer, "publish", _kill)
+            with pytest.raises(BaseException, match="_Killed"):
+                _save_alone(near, far, 1, 2.0)
+    assert len(_resume_alone(near, far)) == (not was_copied)
+    assert (_value(directory), _value(far / NAME)) == (1.0, 1.0)
+    assert _resume_alone(near, far) == []
+    _save_alone(near, far, 1, 3.0)
+    assert len(noted_saves(os.listdir(directory))) == 2, "the one that was cut off has left none"
+
+
+@pytest.mark.parametrize("way", ["link", "profile"])
+def test_a_second_tier_that_is_the_first_one_by_another_path_harms_nothing(way: str, tmp_path: Path) -> None:
+    near = tmp_path / "disk" / "run"
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    far = str(tmp_path / "link" / "run")
+    if way == "profile":
+        pytest.importorskip("multistorageclient", reason="profiles are read by it")
+        far = f"msc://__filesystem__{near}"
+    directory = _save_alone(near, far, 1, 1.0)
+    (said,) = _resume_alone(near, far)
+    assert ": copied to " in said
+    assert _value(directory) == 1.0
+    with pytest.raises(OptionError, match="the checkpoint is saved there already"):
+        upkeep.check_second_tier(near / NAME, options(f"{near}/"))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"save": "x", "to": "/x", "files": null}'])
+def test_a_damaged_note_is_no_damage_and_holds_up_no_other_checkpoint(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    directory, *_ = (_save_alone(near, far, iteration, float(iteration)) for iteration in (1, 2, 3))
+    (noted,) = directory.glob(f"{DRAIN_FILE}.*")
+    noted.write_bytes(content)
+    said = _resume_alone(near, far)
+    assert there(str(far)) == ["iter_0000002", "iter_0000003"]
+    assert [text for text in said if f"{noted}: does not say" in text]
+    assert main(["list", str(near)]) == 0
+    assert "INCOMPLETE" not in capsys.readouterr().out
+    # A save of that iteration leaves a note that can be read.
+    _save_alone(near, far, 1, 4.0)
+    _resume_alone(near, far)
+    assert _value(far / NAME) == 4.0
+
+
+def test_a_local_checkpoint_that_was_lost_in_part_is_restored_by_a_copy(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    directory = _save_alone(near, far, 1, 1.0)
+    _resume_alone(near, far)
+    (directory / METADATA_FILE).unlink()
+    assert main(["copy", str(far / NAME), str(directory)]) == 0
+    assert _value(directory) == 1.0
+    assert _resume_alone(near, far) == []
