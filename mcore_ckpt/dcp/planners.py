@@ -33,6 +33,7 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.items.checks import missing_key
+from mcore_ckpt.layout.dcp_tensors import global_shape
 from mcore_ckpt.layout.shards import box_sizes, is_main_replica, is_sharded_object, leaves, without_leaves
 from mcore_ckpt.load.dtype_conversions import check_dtype
 from mcore_ckpt.load.flattened import destination
@@ -274,7 +275,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
             raise self._missing(key)
         if isinstance(value, torch.Tensor):
             stored = self._stored_tensor(key)
-            self._check_shape(stored, key, tuple(value.size()))
+            self._check_shape(stored, key, global_shape(value))
             self._check_dtype(stored, key, value.dtype)
         elif isinstance(stored, TensorStorageMetadata) and not (
             hasattr(value, "__create_chunk_list__") or hasattr(value, "local_shards")

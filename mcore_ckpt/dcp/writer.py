@@ -53,6 +53,7 @@ from mcore_ckpt.directory.target import Target, abandon, lock_late, open_target
 from mcore_ckpt.format.footer import SAVE_ID_BYTES, ManifestFile, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.layout.buckets import check_hint
+from mcore_ckpt.layout.dcp_tensors import carry_layout
 from mcore_ckpt.layout.dense_tensors import check_memory
 from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
 from mcore_ckpt.layout.torch_classes import WrittenSums, encoded_metadata, storage_meta
@@ -503,9 +504,9 @@ def _copy(value: Any, previous: Any, done: dict[int, Any], reused: set[int], pat
     copied: Any
     if isinstance(value, torch.Tensor):
         local = getattr(value, "_local_tensor", value)  # of a DTensor
-        if local.layout == torch.strided and not local.is_meta:
+        if local.layout == torch.strided and not hasattr(local, "__create_chunk_list__"):
             check_memory(local.detach(), lambda: ".".join(map(str, path)))
-        copied = _copy_tensor(value, previous, reused)
+        copied = carry_layout(value, _copy_tensor(value, previous, reused))
     elif isinstance(value, dict):
         before = previous if isinstance(previous, dict) else {}
         copied = {key: _copy(item, before.get(key), done, reused, (*path, key)) for key, item in value.items()}

@@ -5,7 +5,7 @@ Out: buckets with file, offset and length of each item; plans as columns of numb
 check of all plans.
 Must not know: how bytes get into files, processes, Megatron's classes.
 
-Modules: accesses, buckets, dense_tensors, distribution, file_image, fingerprint, plan_check, plans, replicas,
-save_index, saved_layout, shards, torch_classes, _dcp_tensors.
-With torch: accesses, dense_tensors, fingerprint, replicas, torch_classes, _dcp_tensors.
+Modules: accesses, buckets, dcp_tensors, dense_tensors, distribution, file_image, fingerprint, plan_check, plans,
+replicas, save_index, saved_layout, shards, torch_classes.
+With torch: accesses, dcp_tensors, dense_tensors, fingerprint, replicas, torch_classes.
 """

@@ -29,7 +29,7 @@ from mcore_ckpt.core.fingerprints import (
 )
 from mcore_ckpt.core.ranks import coordination_group
 from mcore_ckpt.format.index import parse_shadow_key
-from mcore_ckpt.layout._dcp_tensors import dcp_tensors
+from mcore_ckpt.layout.dcp_tensors import dcp_tensors
 from mcore_ckpt.layout.dense_tensors import check_memory, pointer_of
 from mcore_ckpt.layout.shards import is_main_replica, is_sharded_tensor, leaves, local_box
 from mcore_ckpt.layout.torch_classes import dtype_name

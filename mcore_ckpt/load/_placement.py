@@ -48,6 +48,11 @@ def address_of(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
     return 0
 
 
+def can_be_filled(tensor: torch.Tensor) -> bool:
+    """Whether what is written to a tensor stays anywhere: not in one that only describes a tensor, as fake ones do."""
+    return not tensor.is_meta and (type(tensor) in _PLAIN_TYPES or tensor.untyped_storage().device.type != "meta")
+
+
 def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:
     """First byte and end of a tensor's memory, gaps included; None if it has none of its own."""
     if tensor.layout is not torch.strided or not tensor.numel():

@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.tensor import DTensor
 
 from mcore_ckpt.core.boxes import Box, covers, intersect, relative
 from mcore_ckpt.core.errors import (
@@ -32,10 +30,11 @@ from mcore_ckpt.core.errors import (
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.items.checks import missing_key
+from mcore_ckpt.layout.dcp_tensors import local_chunks
 from mcore_ckpt.layout.torch_classes import torch_dtype
 from mcore_ckpt.load._columns import Columns, UsualRequest
 from mcore_ckpt.load._overlaps import may_overlap, overlapping
-from mcore_ckpt.load._placement import Want, address_of, memory_of, narrow
+from mcore_ckpt.load._placement import Want, address_of, can_be_filled, memory_of, narrow
 from mcore_ckpt.load._wanted_items import FEW_CHUNKS, WantedItem, only_box
 from mcore_ckpt.load.dtype_conversions import DtypeConversions
 
@@ -125,7 +124,7 @@ class LoadPlan:
             fqn, tensor, offsets, sizes = request[:4]
             entry = index.tensors.get(fqn) or tensor_entry(fqn, index)
             dtype = self._dtype_of(entry, tensor)
-            self._tensors.append(tensor)
+            self._note(fqn, tensor)
             _check_shape(request, entry, index)
             chunks: Sequence[StoredChunk] = entry.chunks
             if len(chunks) <= FEW_CHUNKS:
@@ -152,8 +151,16 @@ class LoadPlan:
             raise _wrong_destination(entry.fqn, box.sizes, tensor)
         offsets = tuple(map(operator.add, chunk.offsets, box.offsets))
         self._requests.append(ReadRequest(entry.fqn, tensor, offsets, box.sizes))
-        self._tensors.append(tensor)
+        self._note(entry.fqn, tensor)
         self._add_part(entry, dtype, chunk, box, tensor)
+
+    def _note(self, fqn: str, tensor: torch.Tensor) -> None:
+        if not can_be_filled(tensor):
+            raise LoadError(
+                f"{fqn}: the destination ({type(tensor).__name__}) is on the meta device, and what is loaded would be "
+                "lost; put it on a device first (`to_empty`), or leave it out of the load"
+            )
+        self._tensors.append(tensor)
 
     def wanted_by_several(self, ranks: int) -> frozenset[str]:
         """Tensors among `items` of which most likely several ranks of this host request each byte: so many ranks, if
@@ -303,15 +310,9 @@ def check_planned(
         planned[item.storage_index.fqn] += math.prod(item.lengths)
     for key, value in state_dict.items():
         if isinstance(value, torch.Tensor) and key in stored and key not in flexible:
-            elems = _local_elems(value)
+            elems = sum(math.prod(chunk.sizes) for chunk in local_chunks(value))
             if planned[key] != elems:
                 raise not_held(key, elems, planned[key], where)
-
-
-def _local_elems(value: torch.Tensor) -> int:
-    if isinstance(value, ShardedTensor):
-        return sum(shard.tensor.numel() for shard in value.local_shards())
-    return (value.to_local() if isinstance(value, DTensor) else value).numel()
 
 
 def not_held(key: str, wanted_elems: int, planned_elems: int, where: str) -> CorruptCheckpointError:

@@ -16,14 +16,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mcore_ckpt.core.boxes import flat_boxes
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, MissingKeyError, ShapeMismatchError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
+from mcore_ckpt.layout.dcp_tensors import carry_layout, local_slices, tells_its_slices
 from mcore_ckpt.layout.shards import leaves
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
@@ -122,8 +121,8 @@ def _wanted_part(
         whole = torch.empty(shape, dtype=dtype)
         requests.append(ReadRequest(entry.fqn, whole, (0,) * len(shape), shape, shape))
         return whole
-    if isinstance(parameter, DTensor):
-        return _wanted_dtensor(entry, parameter, dtype, requests)
+    if tells_its_slices(parameter):
+        return _wanted_slices(entry, parameter, dtype, requests)
     local_shape = tuple(parameter.shape)
     part = torch.empty(local_shape, dtype=dtype, device=parameter.device)
     if isinstance(offset, int) and len(shape) != 1:
@@ -157,25 +156,17 @@ def _want_flat_run(entry: TensorEntry, part: torch.Tensor, start: int, requests:
         filled += count
 
 
-def _wanted_dtensor(
-    entry: TensorEntry, parameter: DTensor, dtype: torch.dtype, requests: list[ReadRequest]
+def _wanted_slices(
+    entry: TensorEntry, parameter: torch.Tensor, dtype: torch.dtype, requests: list[ReadRequest]
 ) -> torch.Tensor:
-    if tuple(parameter.shape) != entry.shape:
-        raise ShapeMismatchError(
-            f"{entry.fqn}: the checkpoint holds global shape {entry.shape}, the parameter has {tuple(parameter.shape)}"
-        )
-    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    local = torch.empty(tuple(sizes), dtype=dtype, device=parameter.to_local().device)
-    if local.numel():
-        requests.append(ReadRequest(entry.fqn, local, tuple(offsets), tuple(sizes), entry.shape))
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    """As `_wanted_part`, for a DTensor and what else tells DCP which slices of a global tensor it holds."""
+    with torch.no_grad():  # a copy of the parameter: its class may know no `empty_like`
+        state = carry_layout(parameter, parameter.clone().to(dtype))
+    requests += [
+        ReadRequest(entry.fqn, one.data, one.box.offsets, one.box.sizes, one.shape)
+        for one in local_slices(entry.fqn, state)
+    ]
+    return state
 
 
 def _path(index: CheckpointIndex, key: str, optimizer_key: str, model: Mapping[str, Any]) -> tuple[Any, ...]:

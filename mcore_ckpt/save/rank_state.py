@@ -258,7 +258,7 @@ def _own_data(shard: Any, data: Any) -> torch.Tensor:
             f"{_where(shard)}: expected a dense tensor with data, got one of layout {tensor.layout} on {tensor.device};"
             " convert it before the save"
         )
-    if type(data) in _PLAIN:
+    if type(data) in _PLAIN or tensor.is_cpu:
         check_memory(tensor, partial(_where, shard))
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
