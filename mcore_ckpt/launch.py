@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Before install(): a checkout of Megatron-LM next to the script is the Megatron that the script will use.
         sys.path[0] = str(Path(target[0]).resolve().parent)
     try:
+        from mcore_ckpt.megatron.fixed_layouts import advise_on
         from mcore_ckpt.megatron.install import install
 
         install()
@@ -69,10 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"mcore_ckpt.launch: {error}", file=sys.stderr)  # noqa: T201
         return 2
     sys.argv = target
-    if as_module:
-        runpy.run_module(target[0], run_name="__main__", alter_sys=True)
-    else:
-        _run_script(target[0])
+    try:
+        if as_module:
+            runpy.run_module(target[0], run_name="__main__", alter_sys=True)
+        else:
+            _run_script(target[0])
+    except RuntimeError as error:
+        advise_on(error)
+        raise
     return 0
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, add_workers, document_of, one_line, table
 from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.format.index import is_flat_bucket
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE
-from mcore_ckpt.tools.keys import is_flat_bucket, is_optimizer_key
+from mcore_ckpt.tools.keys import is_optimizer_key
 
 if TYPE_CHECKING:
     from mcore_ckpt.tools.diff import DiffReport, TensorDiff

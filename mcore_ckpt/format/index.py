@@ -307,6 +307,11 @@ COMMON_STATE_KEY: Final = object_key("common_state", (0,), (1,))
 _MAX_AXES = 64
 
 
+def is_flat_bucket(fqn: str) -> bool:
+    """Whether a tensor is a flat bucket of the distributed optimizer (`dp_reshardable`): many parameters in a row."""
+    return ".gbuf_idx_" in fqn and ".bucket_idx_" in fqn
+
+
 def parse_object_key(fqn: str) -> ObjectShard | None:
     """What `object_key` was made of, or None for a key of another form (plain DCP stores objects under their fqn).
 

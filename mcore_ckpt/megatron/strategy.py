@@ -57,6 +57,7 @@ from mcore_ckpt.megatron._versions import (
     save_strategy_base,
     sharded_tensor_of,
 )
+from mcore_ckpt.megatron.fixed_layouts import advice_on
 from mcore_ckpt.save.staging_buffers import expect_save, warm_up_buffer
 from mcore_ckpt.save.transaction import (
     BucketWriter,
@@ -369,6 +370,9 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             except LoadError as error:
                 if metadata_version(path) != version:
                     raise replaced_error(path, str(error)) from error
+                shards = [leaf for leaf in leaves(sharded_state_dict) if is_sharded_tensor(leaf)]
+                if advice := advice_on(path, reader.index, shards):
+                    error.args = (f"{error}{advice}",)
                 raise
             if not source.save_id and metadata_version(path) != version:
                 # Nothing but the file itself tells the saves apart: it may have been another one already when it was

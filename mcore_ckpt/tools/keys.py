@@ -36,11 +36,6 @@ def model_key(fqn: str) -> str:
     return found.group("key") if found else fqn
 
 
-def is_flat_bucket(fqn: str) -> bool:
-    """Whether a tensor is a flat bucket of the distributed optimizer (`dp_reshardable`): many parameters in a row."""
-    return ".gbuf_idx_" in fqn and ".bucket_idx_" in fqn
-
-
 # What a key is about, most telling first.
 _GROUPS: tuple[tuple[str, Callable[[str], bool]], ...] = (
     ("embedding", lambda key: "embedding" in key),

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt.format.file_names import data_file_of
-from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
-from mcore_ckpt.tools.keys import is_flat_bucket, is_optimizer_key, layer_number, model_key, stacked_axes
+from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, is_flat_bucket
+from mcore_ckpt.tools.keys import is_optimizer_key, layer_number, model_key, stacked_axes
 
 _ARGUMENTS = {
     "tp": "tensor_model_parallel_size",

@@ -86,4 +86,5 @@ def test_optimizer_state_of_another_tensor_parallel_size_is_refused(launches: Pa
         arguments = [*command_line(side, DATA_PARALLEL), _TP, "2", "--load", str(checkpoints), "--ckpt-step", "3"]
         refused = launch(side, 2, arguments, launches / f"refused-{side}", expected_exit=None)
         assert "(TP, PP) mismatch after resume" in refused.log
+        assert (f"mcore-ckpt reshard {checkpoints}/iter_0000003 " in refused.log) == (side == "ours")
         assert not refused.named("loss")

@@ -1,0 +1,79 @@
+"""Flat buckets under another layout: the error names the command after which the checkpoint loads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+_BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.param"
+
+# What Megatron-LM's training code does before it loads the optimizer's state, in the words of 0.16 and 0.19.
+_JOB = """
+import sys, types
+arguments = types.SimpleNamespace(load={load!r}, ckpt_step={step})
+sys.modules["megatron.training.global_vars"] = types.SimpleNamespace(_GLOBAL_ARGS=arguments)
+raise RuntimeError(
+    "(TP, PP) mismatch after resume ((1, 1) vs (2, 1) from checkpoint): not supported for DistributedOptimizer with "
+    "sharding type dp_reshardable. Please use `--ckpt-fully-parallel-save` flag during checkpoint saving."
+)
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="an error has notes since Python 3.11")
+@pytest.mark.parametrize(
+    ("run", "step", "command", "then"),
+    [
+        ("/runs/a", None, "/runs/a /runs/a-fully_reshardable", "--load /runs/a-fully_reshardable"),
+        (
+            "/runs/a b",
+            30,
+            "'/runs/a b/iter_0000030' '/runs/a b-fully_reshardable/iter_0000030'",
+            "--load '/runs/a b-fully_reshardable' --ckpt-step 30",
+        ),
+    ],
+    ids=["tracked", "step"],
+)
+def test_the_line_below_megatrons_error_names_the_conversion(
+    run: str, step: int | None, command: str, then: str, tmp_path: Path
+) -> None:
+    (tmp_path / "job.py").write_text(_JOB.format(load=run, step=step))
+    words = [sys.executable, "-m", "mcore_ckpt.launch", "job.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
+    assert ended.returncode == 1
+    megatrons, ours = ended.stderr.splitlines()[-2:]
+    assert "Please use `--ckpt-fully-parallel-save`" in megatrons
+    assert f"mcore-ckpt reshard {command} --optimizer-layout fully_reshardable; then {then}" in ours
+
+
+def _load_larger(rank: int, run: Path) -> str:
+    from megatron.core.dist_checkpointing import ShardedTensor, load, save
+
+    from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
+    from mcore_ckpt.core.errors import LoadError
+
+    def state(elements: int) -> dict[str, ShardedTensor]:
+        return {"bucket": ShardedTensor.from_rank_offsets(_BUCKET, torch.ones(elements))}
+
+    path = run / "iter_0000030"
+    path.mkdir(parents=True)
+    (run / "latest_checkpointed_iteration.txt").write_text("30")
+    save(state(64), str(path), TorchDistSaveStrategy())
+    with pytest.raises(LoadError) as refused:
+        load(state(128), str(path), TorchDistLoadStrategy())
+    return str(refused.value)
+
+
+def test_a_load_of_buckets_of_another_size_names_the_conversion(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    [said] = run_ranks(_load_larger, 1, run)
+    command = f"mcore-ckpt reshard {run} {run}-fully_reshardable --optimizer-layout fully_reshardable"
+    assert said.endswith(f"Convert it, for any layout: {command}; then --load {run}-fully_reshardable")
