@@ -61,9 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path[0] = str(Path(target[0]).resolve().parent)
     try:
         from mcore_ckpt.megatron.fixed_layouts import advise_on
-        from mcore_ckpt.megatron.install import install
+        from mcore_ckpt.megatron.install import announce, install
 
         install()
+        if how := _how_it_saves(target):
+            announce("%s", how)
         if logging.getLogger("mcore_ckpt").level == logging.NOTSET:  # one line for each save, once Megatron logs at all
             logging.getLogger("mcore_ckpt").setLevel(logging.INFO)
     except (OptionError, UnsupportedMegatronError) as error:
@@ -79,6 +81,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         advise_on(error)
         raise
     return 0
+
+
+def _how_it_saves(words: Sequence[str]) -> str:
+    """What a job of Megatron-LM with these arguments gives away of mcore_ckpt's saves, and what to add; or nothing."""
+    given = {}
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        given[flag] = value if equals else after
+    if "--save" not in given:
+        return ""
+    form = given.get("--ckpt-format", given.get("--dist-ckpt-format", "torch_dist"))
+    if form != "torch_dist":
+        return f"--ckpt-format {form}: Megatron-LM saves by its own code; mcore_ckpt saves --ckpt-format torch_dist"
+    missing = [flag for flag in ("--async-save", "--use-persistent-ckpt-worker") if flag not in given]
+    if not missing:
+        return ""
+    return f"saves are synchronous, training waits until each is durable; for asynchronous ones add {' '.join(missing)}"
 
 
 def _run_script(script: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 P = TypeVar("P", bound="Progress")
 
 _PATIENCE_S: Final = 1.0
+_WORTH_A_LINE_BYTES: Final = 1_000_000
 # A bar comes when a person has waited so long, and moves that often.
 _BAR_PERIOD_S: Final = 0.1
 
@@ -90,6 +91,11 @@ class _Logger(logging.Logger):
 def logger_of(name: str) -> logging.Logger:
     """The program's logger `name`, by which the package says something: in place of `logging.getLogger`."""
     return _Logger(name)
+
+
+def line_level(nbytes: int) -> int:
+    """Level of the one line that a save or a load logs: that of a small one (side files, tests) is for debugging."""
+    return logging.INFO if nbytes >= _WORTH_A_LINE_BYTES else logging.DEBUG
 
 
 def is_terminal(stream: Any) -> bool:

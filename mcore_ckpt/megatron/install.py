@@ -94,7 +94,11 @@ def install() -> dict[str, Any]:
         except BaseException:
             patches.undo()
             raise
-        _announce()
+        announce(
+            "mcore_ckpt %s: TorchDistSaveStrategy and TorchDistLoadStrategy are in force for megatron-core %s",
+            __version__,
+            installed_version_text(),
+        )
     return patches.replaced()
 
 
@@ -287,7 +291,7 @@ def _remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:
     get_strategy("load_sharded", "torch_dist", 1).remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 
-def _announce() -> None:
+def announce(text: str, *values: object) -> None:
     """Say on rank 0 what is in force; also where no logging has been set up: the swap must not be silent."""
     if int(os.environ.get("RANK", "0")) != 0:
         return
@@ -299,11 +303,7 @@ def _announce() -> None:
     own = None if named.hasHandlers() else logging.StreamHandler()
     if own is not None:
         named.addHandler(own)
-    logger.info(
-        "mcore_ckpt %s: TorchDistSaveStrategy and TorchDistLoadStrategy are in force for megatron-core %s",
-        __version__,
-        installed_version_text(),
-    )
+    logger.info(text, *values)
     if own is not None:
         named.removeHandler(own)
     named.setLevel(level)

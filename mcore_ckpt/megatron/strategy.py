@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt.core.console import logger_of
+from mcore_ckpt.core.console import line_level, logger_of
 from mcore_ckpt.core.errors import KindMismatchError, LoadError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, first_of_this_host
 from mcore_ckpt.core.paths import checkpoint_path
@@ -40,7 +42,7 @@ from mcore_ckpt.layout.shards import (
 from mcore_ckpt.layout.torch_classes import plans_of_index
 from mcore_ckpt.load.flattened import read_shards
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.megatron._errors import MegatronErrors
+from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
 from mcore_ckpt.megatron._one_save import SaveIdentity, check_common, check_ranks, metadata_version
 from mcore_ckpt.megatron._quantized import read_quantized, split_quantized
 from mcore_ckpt.megatron._together import load_of_all
@@ -364,7 +366,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             load.enter_context(reader.other_tier_in_use())
             _, version = self._read_version or (reader.path, ())
             source = SaveIdentity.of(reader.index.manifest, version)
-            read_before = reader.stats.bytes_read
+            started_s, before = time.monotonic(), replace(reader.stats)
             try:
                 filled = _load(reader, sharded_state_dict)
             except LoadError as error:
@@ -381,8 +383,10 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             check_common(path, source, reader.index)
             if first_of_this_host(dist.get_rank() if dist.is_initialized() else 0):
                 run_loaded(path, SaveOptions.from_environment(), self.options.local_tier)
-            _expect_save(reader, reader.stats.bytes_read - read_before)
+            _expect_save(reader, reader.stats.bytes_read - before.bytes_read)
             expect_layout(path.name, reader.index)
+            if is_first_rank():
+                _log_load(reader, before, time.monotonic() - started_s)
         return source, filled
 
     def _to_read(self, checkpoint_dir: _Path) -> Path:
@@ -451,6 +455,23 @@ def load_state_dict(sharded_state_dict: dict[str, Any], checkpoint: str, options
             sharded_state_dict, checkpoint, TorchDistLoadStrategy(options=options), validate_access_integrity=False
         )
         return loaded
+
+
+def _log_load(reader: FileSystemReader, before: ReadStats, took_s: float) -> None:
+    """One line for each load of rank 0."""
+    stats = reader.stats
+    loaded_bytes, checked = stats.bytes_needed - before.bytes_needed, stats.records_checked - before.records_checked
+    checks = f"checksums of {checked} records compared" if reader.options.verify_crc else "no checksums (verify_crc)"
+    _logger.log(
+        line_level(loaded_bytes),
+        "rank 0 loaded %.3f GB from %s in %.3f s at %.2f GB/s, %.3f GB of it read from files; %s",
+        loaded_bytes / 1e9,
+        reader.path,
+        took_s,
+        loaded_bytes / 1e9 / max(took_s, 1e-9),
+        (stats.bytes_read - before.bytes_read) / 1e9,
+        checks,
+    )
 
 
 def _expect_save(loaded: FileSystemReader, read_bytes: int) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from mcore_ckpt.core.console import logger_of, show_aside
+from mcore_ckpt.core.console import line_level, logger_of, show_aside
 
 _logger = logger_of(__name__)
-_WORTH_A_LINE_BYTES: Final = 1_000_000
 # A trace may go to another file system than the checkpoint, which may hang; it is then written when that answers.
 _TRACE_PATIENCE_S: Final = 5.0
 
@@ -86,8 +84,8 @@ class SaveReport:
 
     @property
     def log_level(self) -> int:
-        """Level of the save's log line: small saves (side files, tests) are logged at DEBUG."""
-        return logging.INFO if self.size_bytes >= _WORTH_A_LINE_BYTES else logging.DEBUG
+        """Level of the save's log line."""
+        return line_level(self.size_bytes)
 
     def __str__(self) -> str:
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases_s.items())
@@ -100,10 +98,12 @@ class SaveReport:
                 f"({took_s:.3f} s: write {slowest.write_s:.3f} s, fsync {slowest.fsync_s:.3f} s)"
             )
         took = self.took
+        synchronous = " (a synchronous save)" if "write" in self.phases_s else ""
         rate = f" at {self.size_bytes / _GB / took.writing_s:.2f} GB/s" if took.writing_s else ""
+        durable = "durable" if self.is_synced else "written"
         return (
             f"saved {self.size_bytes / _GB:.3f} GB in {len(self.files)} files to {self.directory}: "
-            f"training waited {took.waited_s:.3f} s, files {'durable' if self.is_synced else 'written'} after "
+            f"training waited {took.waited_s:.3f} s{synchronous}, files {durable} after "
             f"{took.durable_s:.3f} s{rate}, published after {self.published_s:.3f} s ({phases}){straggler}"
         )
 

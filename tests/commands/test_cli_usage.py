@@ -200,6 +200,30 @@ def test_launch_explains_itself(command: list[str]) -> None:
     assert "usage: python -m mcore_ckpt.launch SCRIPT" in complaints
 
 
+_BOTH = ["--async-save", "--use-persistent-ckpt-worker"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--save", "run"], "add --async-save --use-persistent-ckpt-worker"),
+        (["--save=run", "--async-save"], "for asynchronous ones add --use-persistent-ckpt-worker"),
+        (["--save", "run", "--ckpt-format", "torch", *_BOTH], "--ckpt-format torch: Megatron-LM saves by its own code"),
+        (["--save", "run", "--ckpt-format=torch_dist", *_BOTH], ""),
+        (["--load", "run"], ""),
+    ],
+    ids=["both missing", "one missing", "another format", "nothing missing", "no saves"],
+)
+def test_a_launch_says_how_its_job_saves_and_what_to_add(words: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("")
+    line = [sys.executable, "-m", "mcore_ckpt.launch", "job.py", *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120, check=True)
+    lines = [line for line in ended.stderr.splitlines() if "synchronous" in line or "own code" in line]
+    assert len(lines) == bool(said)
+    assert said in "".join(lines)
+
+
 def test_a_shell_completes_commands_and_options(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mcore_ckpt", "--print-completion", "bash"]
     script = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=True).stdout

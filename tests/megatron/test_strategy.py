@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from functools import partial
@@ -155,6 +156,35 @@ def save_and_load_shadowed(rank: int, path: Path) -> None:
         assert torch.equal(loaded["norm"], whole(2))
     assert set(TorchDistLoadStrategy().load_tensors_metadata(path)) == {"rows", "norm"}
     assert dist_checkpointing
+
+
+def lines_of_a_load(rank: int, path: Path, verify_crc: bool) -> list[str]:
+    dist_checkpointing = megatron()
+    from mcore_ckpt import LoadOptions, TorchDistLoadStrategy, TorchDistSaveStrategy
+
+    def state(value: float) -> dict[str, Any]:
+        data = torch.full((300_000,), value)
+        return {"w": dist_checkpointing.ShardedTensor.from_rank_offsets("w", data, (0, rank, dist.get_world_size()))}
+
+    if rank == 0:
+        path.mkdir()
+    dist.barrier()
+    dist_checkpointing.save(state(1.0), str(path), TorchDistSaveStrategy())
+    with kept_log(logging.INFO) as said:
+        dist_checkpointing.load(
+            state(0.0), str(path), TorchDistLoadStrategy(options=LoadOptions(verify_crc=verify_crc))
+        )
+    return said
+
+
+@pytest.mark.parametrize("verify_crc", [True, False])
+def test_a_load_logs_one_line_on_rank_0(verify_crc: bool, tmp_path: Path) -> None:
+    said, others = run_ranks(lines_of_a_load, 2, tmp_path / "c", verify_crc)
+    assert others == []
+    (line,) = said
+    assert line.startswith(f"rank 0 loaded 0.001 GB from {tmp_path / 'c'} in ")
+    checks = "checksums of 1 records compared" if verify_crc else "no checksums (verify_crc)"
+    assert line.endswith(f", 0.001 GB of it read from files; {checks}")
 
 
 def prepared_metadata(rank: int) -> list[str]:

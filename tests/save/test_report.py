@@ -82,6 +82,8 @@ def test_the_log_line_names_phases_and_the_slowest_file() -> None:
     assert "plan 0.010 s" in text
     assert "__1_0.distcp of rank 1 (1.100 s: write 0.900 s, fsync 0.200 s)" in text
     assert "training waited 0.250 s, files durable after 2.500 s at 1.00 GB/s, published after 4.000 s" in text
+    written = SaveReport("/ckpt/iter_1", took, 4.0, {"write": 2.0}, files)
+    assert "training waited 0.250 s (a synchronous save), files" in str(written)
     assert "files written after" in str(SaveReport("/ckpt/iter_1", took, 4.0, {}, files, is_synced=False))
 
 
