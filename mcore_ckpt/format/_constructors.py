@@ -24,10 +24,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from mcore_ckpt.core.errors import OptionError, UnsafePickleError
-from mcore_ckpt.format._pickle_machine import (
-    Budget,
+from mcore_ckpt.format._unpickler import (
     Maker,
     WrongArgumentsError,
+    check_keys,
     checked_size,
     inert_maker,
     rebuilding,
@@ -177,7 +177,7 @@ def _wants(condition: bool, what: str) -> None:
 def _enum_maker(cls: Any) -> Maker:
     """Members by value: calling a flag's class would make new members."""
 
-    def member(_: Budget, *values: Any) -> Any:
+    def member(*values: Any) -> Any:
         _wants(len(values) == 1, f"one value of a member of {cls.__name__}")
         (value,) = values
         found = cls._value2member_map_.get(value) if type(value) in (int, str, bool, float) else None
@@ -209,12 +209,11 @@ def _attributes_of(state: Any) -> dict[str, Any]:
 def _attributes_maker(cls: Any) -> Maker:
     """An instance without arguments, and its attributes: namespaces and plain dataclasses."""
 
-    def build(budget: Budget, instance: Any, state: Any) -> Any:
-        budget.charge(len(state))
+    def build(instance: Any, state: Any) -> Any:
         instance.__dict__.update(_attributes_of(state))
         return instance
 
-    def make(_: Budget) -> Any:
+    def make() -> Any:
         return cls.__new__(cls)
 
     return Maker(make, build)
@@ -223,11 +222,11 @@ def _attributes_maker(cls: Any) -> Maker:
 def _vouched(value: Any) -> Maker:
     """What pickle would do with a class that the user allows."""
 
-    def make(_: Budget, *arguments: Any) -> Any:
+    def make(*arguments: Any) -> Any:
         with rebuilding(value):
             return value(*arguments)
 
-    def build(_: Budget, instance: Any, state: Any) -> Any:
+    def build(instance: Any, state: Any) -> Any:
         with rebuilding(type(instance)):
             if hasattr(instance, "__setstate__"):
                 instance.__setstate__(state)
@@ -239,7 +238,7 @@ def _vouched(value: Any) -> Maker:
                 setattr(instance, name, part)
             return instance
 
-    def new(_: Budget, *arguments: Any) -> Any:
+    def new(*arguments: Any) -> Any:
         with rebuilding(value):
             return value.__new__(value, *arguments)
 
@@ -247,55 +246,50 @@ def _vouched(value: Any) -> Maker:
     return Maker(make, build, takes_members=takes_members, new=new, is_vouched=True)
 
 
-def _members(budget: Budget, *arguments: Any) -> Any:
+def _members(*arguments: Any) -> Any:
     """The one argument of a collection's constructor, which is copied."""
     _wants(len(arguments) <= 1, "at most one argument")
     members = arguments[0] if arguments else ()
     _wants(type(members) in (list, tuple, set, frozenset), "a list, tuple or set")
-    budget.charge(len(members))
     return members
 
 
-def _hashable_members(budget: Budget, *arguments: Any) -> Any:
-    members = _members(budget, *arguments)
-    budget.check_keys(members)
+def _hashable_members(*arguments: Any) -> Any:
+    members = _members(*arguments)
+    check_keys(members)
     return members
 
 
-def _pairs(budget: Budget, *arguments: Any) -> Any:
-    pairs = _members(budget, *arguments)
+def _pairs(*arguments: Any) -> Any:
+    pairs = _members(*arguments)
     for pair in pairs:
         _wants(type(pair) in (list, tuple) and len(pair) == 2 and type(pair[0]) in (str, int, bytes), "pairs")
-    budget.check_keys(pair[0] for pair in pairs)
     return pairs
 
 
-def _counts(budget: Budget, counts: Any = None) -> Any:
+def _counts(counts: Any = None) -> Any:
     counts = {} if counts is None else counts
     _wants(type(counts) is dict, "counts by name")
-    budget.charge(len(counts))
     return Counter(counts)
 
 
-def _encoded(budget: Budget, text: Any, encoding: Any = "latin1") -> bytes:
+def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
     """Bytes, as protocol 2 writes them."""
     _wants(type(text) is str and encoding in ("latin1", "latin-1"), "bytes as text in latin1")
-    budget.charge(len(text))
     return bytes(text, "latin1")
 
 
-def _byte_array(budget: Budget, content: Any = b"", encoding: Any = None) -> bytearray:
+def _byte_array(content: Any = b"", encoding: Any = None) -> bytearray:
     if type(content) is str:
-        content = _encoded(budget, content, encoding)
+        content = _encoded(content, encoding)
     _wants(type(content) is bytes, "bytes")
-    budget.charge(len(content))
     return bytearray(content)
 
 
 def _of(function: Callable[..., Any], *kinds: type) -> Maker:
     """A constructor that checks its own arguments, of which there are as many as kinds at most, and of these types."""
 
-    def make(_: Budget, *arguments: Any) -> Any:
+    def make(*arguments: Any) -> Any:
         _wants(len(arguments) <= len(kinds), f"at most {len(kinds)} arguments")
         for argument, kind in zip(arguments, kinds, strict=False):
             _wants(
@@ -307,19 +301,17 @@ def _of(function: Callable[..., Any], *kinds: type) -> Maker:
 
 
 def _path(path: Any) -> Maker:
-    def make(budget: Budget, *parts: Any) -> Any:
+    def make(*parts: Any) -> Any:
         _wants(all(type(part) is str for part in parts), "parts of a path")
-        budget.charge(sum(map(len, parts)))
         return path(*parts)
 
     return Maker(make)
 
 
-def _stream_built(budget: Budget, stream: Any, state: Any) -> Any:
+def _stream_built(stream: Any, state: Any) -> Any:
     _wants(type(state) is tuple and len(state) == 3 and type(state[0]) is bytes, "content and position")
     # A write far behind the end would fill the gap.
     _wants(type(state[1]) is int and 0 <= state[1] <= len(state[0]), "a position inside the content")
-    budget.charge(len(state[0]))
     stream.write(state[0])
     stream.seek(state[1])
     if state[2] is not None:
@@ -327,14 +319,13 @@ def _stream_built(budget: Budget, stream: Any, state: Any) -> Any:
     return stream
 
 
-def _stream(budget: Budget, content: Any = b"") -> Any:
+def _stream(content: Any = b"") -> Any:
     _wants(type(content) is bytes, "bytes")
-    budget.charge(len(content))
     return io.BytesIO(content)
 
 
 def _date(kind: Any) -> Maker:
-    def make(_: Budget, packed: Any, zone: Any = None) -> Any:
+    def make(packed: Any, zone: Any = None) -> Any:
         _wants(
             type(packed) is bytes and len(packed) == {datetime.date: 4, datetime.datetime: 10}[kind], "a packed date"
         )
@@ -344,7 +335,7 @@ def _date(kind: Any) -> Maker:
     return Maker(make)
 
 
-def _with_module_versions(_: Budget, made: Any, state: Any) -> Any:
+def _with_module_versions(made: Any, state: Any) -> Any:
     """The one attribute that `torch.nn.Module.state_dict` sets."""
     _wants(type(state) is dict and set(state) == {"_metadata"}, "the attributes of an OrderedDict")
     made._metadata = state["_metadata"]  # noqa: SLF001 (of an object that this has made)
@@ -354,10 +345,10 @@ def _with_module_versions(_: Budget, made: Any, state: Any) -> Any:
 _BUILTIN_MAKERS: dict[str, tuple[Any, Maker | None]] = {
     "collections.OrderedDict": (
         OrderedDict,
-        Maker(lambda budget, *a: OrderedDict(_pairs(budget, *a)), _with_module_versions),
+        Maker(lambda *a: OrderedDict(_pairs(*a)), _with_module_versions),
     ),
     "collections.Counter": (Counter, Maker(_counts)),
-    "builtins.set": (set, Maker(lambda budget, *a: set(_hashable_members(budget, *a)))),
+    "builtins.set": (set, Maker(lambda *a: set(_hashable_members(*a)))),
     "builtins.bytes": (bytes, _of(bytes)),  # without arguments: as protocol 2 writes empty ones
     "builtins.bytearray": (bytearray, Maker(_byte_array)),
     "builtins.complex": (complex, _of(complex, float, float)),
@@ -383,13 +374,13 @@ _DTYPE_CODE = re.compile(r"[biufcSUmM][0-9]{0,9}|\?|[<>=|]?[biufc][0-9]{1,2}")
 _UNIT = re.compile(r"Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as|generic")
 
 
-def _dtype(_: Budget, code: Any, *flags: Any) -> Any:
+def _dtype(code: Any, *flags: Any) -> Any:
     _wants(type(code) is str and _DTYPE_CODE.fullmatch(code) is not None, "a dtype of numbers, text or times")
     _wants(len(flags) <= 2 and all(type(flag) in (bool, int) for flag in flags), "flags")
     return _DtypeDraft(code)
 
 
-def _dtype_built(_: Budget, draft: Any, state: Any) -> Any:
+def _dtype_built(draft: Any, state: Any) -> Any:
     import numpy
 
     _wants(type(state) is tuple and len(state) in (8, 9) and type(state[0]) is int, "the state of a dtype")
@@ -425,33 +416,31 @@ def _raw(content: Any) -> bytes:
     return bytes(content)
 
 
-def _array_draft(_: Budget, kind: Any, shape: Any, code: Any) -> Any:
+def _array_draft(kind: Any, shape: Any, code: Any) -> Any:
     import numpy
 
     _wants(kind is numpy.ndarray and shape == (0,) and code in (b"b", "b"), "an empty array")
     return _ArrayDraft()
 
 
-def _array_built(budget: Budget, _draft: Any, state: Any) -> Any:
+def _array_built(_draft: Any, state: Any) -> Any:
     import numpy
 
     _wants(type(state) is tuple and len(state) == 5 and type(state[3]) in (bool, int), "the state of an array")
     shape, dtype, content = checked_size(state[1]), _finished(state[2]), _raw(state[4])
     _wants(len(content) == math.prod(shape) * dtype.itemsize, f"{math.prod(shape) * dtype.itemsize} bytes")
-    budget.charge(len(content))
     if not content:
-        budget.charge(4 * math.prod(shape))  # numpy makes texts of no width one character wide
+        _wants(0 in shape, "texts of at least one character")
         return numpy.zeros(shape, dtype.newbyteorder("="), order="F" if state[3] else "C")
-    array = numpy.frombuffer(bytearray(content), dtype).reshape(shape, order="F" if state[3] else "C")
-    return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
+    array = numpy.frombuffer(content, dtype).reshape(shape, order="F" if state[3] else "C")
+    return array.astype(dtype.newbyteorder("="))
 
 
-def _scalar(budget: Budget, dtype: Any, content: Any) -> Any:
+def _scalar(dtype: Any, content: Any) -> Any:
     import numpy
 
     dtype, content = _finished(dtype), _raw(content)
     _wants(len(content) == dtype.itemsize, f"{dtype.itemsize} bytes")
-    budget.charge(len(content))
     return numpy.frombuffer(content, dtype)[0] if content else dtype.type()
 
 
@@ -483,11 +472,11 @@ def _make_torch_table() -> dict[str, tuple[Any, Maker | None]]:
     table |= STORAGE_KINDS
     layouts = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
-    def layout(_: Budget, name: Any) -> Any:
+    def layout(name: Any) -> Any:
         _wants(type(name) is str and name in layouts, "the name of a layout")
         return layouts[name]
 
-    def device(_: Budget, kind: Any, number: Any = None) -> Any:
+    def device(kind: Any, number: Any = None) -> Any:
         _wants(type(kind) is str and len(kind) < 40 and (number is None or type(number) is int), "a device")
         return torch.device(kind) if number is None else torch.device(kind, number)
 
@@ -504,11 +493,10 @@ def _make_torch_table() -> dict[str, tuple[Any, Maker | None]]:
     return table
 
 
-def _torch_size(budget: Budget, values: Any = ()) -> Any:
+def _torch_size(values: Any = ()) -> Any:
     import torch
 
     values = checked_size(values)
-    budget.charge(len(values))
     return torch.Size(values)
 
 
@@ -546,7 +534,7 @@ def _place_tensor(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any,
 
 
 def _rebuild_tensor_v2(
-    _: Budget, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None
 ) -> Any:
     _check_hooks(hooks, grad)
     _wants_storage(storage)
@@ -554,7 +542,6 @@ def _rebuild_tensor_v2(
 
 
 def _rebuild_tensor_v3(
-    _: Budget,
     storage: Any,
     offset: Any,
     size: Any,
@@ -571,7 +558,7 @@ def _rebuild_tensor_v3(
     return _place_tensor(storage, dtype, offset, size, stride, metadata).requires_grad_(grad)
 
 
-def _rebuild_parameter(_: Budget, data: Any, grad: Any, hooks: Any) -> Any:
+def _rebuild_parameter(data: Any, grad: Any, hooks: Any) -> Any:
     import torch
 
     _check_hooks(hooks, grad)
@@ -579,43 +566,37 @@ def _rebuild_parameter(_: Budget, data: Any, grad: Any, hooks: Any) -> Any:
     return torch.nn.Parameter(data, grad)
 
 
-def _rebuild_parameter_with_state(budget: Budget, data: Any, grad: Any, hooks: Any, state: Any) -> Any:
-    return _with_state(budget, _rebuild_parameter(budget, data, grad, hooks), state)
+def _rebuild_parameter_with_state(data: Any, grad: Any, hooks: Any, state: Any) -> Any:
+    return _with_state(_rebuild_parameter(data, grad, hooks), state)
 
 
-def _rebuild_from_type_v2(budget: Budget, function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+def _rebuild_from_type_v2(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
     import torch
 
     maker = next((maker for value, maker in _torch_names().values() if value is function and maker is not None), None)
     _wants(maker is not None and kind in (torch.Tensor, torch.nn.Parameter), "a tensor with attributes")
     _wants(type(arguments) is tuple, "arguments")
     assert maker is not None
-    tensor = maker.make(budget, *arguments)
+    tensor = maker.make(*arguments)
     _wants(isinstance(tensor, kind), kind.__name__)
-    return _with_state(budget, tensor, state)
+    return _with_state(tensor, state)
 
 
-def _with_state(budget: Budget, tensor: Any, state: Any) -> Any:
+def _with_state(tensor: Any, state: Any) -> Any:
     attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
     _wants(not slots, "attributes without slots")
-    budget.charge(len(attributes))
     tensor.__dict__.update(_attributes_of(attributes))
     return tensor
 
 
-# torch's Mersenne Twister: 5,056 bytes of state, and what holds them.
-_GENERATOR_BYTES = 6 * 1024
-
-
-def _generator(budget: Budget, device: Any = None) -> Any:
+def _generator(device: Any = None) -> Any:
     import torch
 
-    budget.charge(_GENERATOR_BYTES)
     _wants(device is None or type(device) is torch.device, "a device")
     return torch.Generator()
 
 
-def _generator_built(_: Budget, generator: Any, state: Any) -> Any:
+def _generator_built(generator: Any, state: Any) -> Any:
     import torch
 
     _wants(type(state) is tuple and len(state) == 3 and type(state[0]) is int, "the state of a generator")
@@ -650,7 +631,7 @@ _MAKERS: dict[str, Maker] = {
     "datetime.timezone": _of(datetime.timezone, datetime.timedelta, str),
     "builtins.slice": _of(slice, int, int, int),
     "builtins.range": _of(range, int, int, int),
-    "builtins.frozenset": Maker(lambda budget, *a: frozenset(_hashable_members(budget, *a))),
+    "builtins.frozenset": Maker(lambda *a: frozenset(_hashable_members(*a))),
     "numpy.ndarray": Maker(lambda *_: _wants(False, "an array from its state")),
     "numpy.dtype": Maker(_dtype, _dtype_built),
     "numpy.*core.multiarray._reconstruct": Maker(_array_draft, _array_built),

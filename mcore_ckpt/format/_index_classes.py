@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from mcore_ckpt.format._pickle_machine import MAX_AXES, NotUnderstoodError
+from mcore_ckpt.format._unpickler import MAX_AXES, NotUnderstoodError
 from mcore_ckpt.format.dtypes import DTYPE_NAMES
 
 

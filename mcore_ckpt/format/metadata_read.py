@@ -25,7 +25,6 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointErr
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format._index_classes import (
-    ALLOWED_GLOBALS,
     BytesEntryState,
     ChunkState,
     DtypeName,
@@ -39,7 +38,7 @@ from mcore_ckpt.format._index_classes import (
     TensorEntryState,
 )
 from mcore_ckpt.format._index_columns import IndexColumns, read_columns
-from mcore_ckpt.format._pickle_machine import MAX_AXES
+from mcore_ckpt.format._unpickler import MAX_AXES
 from mcore_ckpt.format.dtypes import DTYPE_NAMES
 from mcore_ckpt.format.footer import FOOTER_BYTES, FileFooter, check_footer, decode_footer
 from mcore_ckpt.format.index import (
@@ -50,8 +49,8 @@ from mcore_ckpt.format.index import (
     StoredItem,
     TensorEntry,
 )
+from mcore_ckpt.format.index_pickle import unpickle_index
 from mcore_ckpt.format.manifest import Manifest, split_metadata
-from mcore_ckpt.format.safe_pickle import loads
 from mcore_ckpt.storage.base import RangeReader
 from mcore_ckpt.storage.resolve import storage_at
 
@@ -272,14 +271,14 @@ def _unpickle(data: bytes, file: str) -> MetadataState:
         shortened = bytearray(data)
         shortened[cut : cut + 3] = b"ub."  # the rest stays, behind STOP, to fill the frame that was announced
         try:
-            state: Any = loads(bytes(shortened), ALLOWED_GLOBALS, file)
+            state: Any = unpickle_index(bytes(shortened), file)
         except CorruptCheckpointError:
             state = None
         # Megatron 0.12 to 0.15 also wrote `mcore_data`, before the plans; where it is only behind them, nothing is cut.
         whole = type(state) is MetadataState and type(state.storage_data) is dict
         if whole and (state.mcore_data is not None or data.find(b"mcore_data", cut) < 0):
             return cast("MetadataState", state)
-    state = loads(data, ALLOWED_GLOBALS, file)
+    state = unpickle_index(data, file)
     if type(state) is not MetadataState:
         raise CorruptCheckpointError(
             f"{file}: expected a pickled torch.distributed.checkpoint Metadata, got {type(state).__name__}. "

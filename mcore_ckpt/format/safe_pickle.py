@@ -1,30 +1,21 @@
-"""Unpickling that runs nothing: the doors for each kind of pickle in a checkpoint, on one machine with one set of
-limits.
+"""The door for what `torch.save` wrote: stored objects and `common.pt`, unpickled without running anything.
 
-    loads(data, allowed, where)    an index: every name is replaced by an inert stand-in
-    load_object(source, ...)       a stored object or `common.pt`: the classes that checkpoints hold, tensors on the CPU
-    read_plain(content, where)     the same to look at: every class is replaced by an inert `Opaque`; without torch
-    read_described(content, where) the same to compare: with the bytes of its tensors
+    load_object(source, ...)   for use: the classes that checkpoints hold, tensors on the CPU
+    read_plain(content, ...)   to look at: every class is replaced by an inert `Opaque`; without torch
 
-What the machine allows, and its limits, are in `_pickle_machine.py`; which classes a stored object may hold, and with
-which arguments, in `_constructors.py`. `pickle.Unpickler` in C reads an index many times as fast (`_plain_index.py` has
-the figures): it gets those that `plainly_built` has found to hold nothing for the machine to object to, which is nearly
-all of them.
+Which classes a stored object may hold, and with which arguments, is in `_constructors.py`. The other door is that of
+`index_pickle.py`; behind both is the unpickler of `_unpickler.py`.
 """
 
 from __future__ import annotations
 
 import io
-import operator
-import pickle
 import pickletools
-import re
 import signal
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import (
@@ -36,122 +27,21 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.format._constructors import ObjectRules
 from mcore_ckpt.format._constructors import Unavailable as Unavailable
-from mcore_ckpt.format._pickle_machine import (
-    Budget,
+from mcore_ckpt.format._unpickler import (
     Maker,
-    NotUnderstoodError,
     WrongArgumentsError,
-    checked_size,
+    check_keys,
     inert_maker,
     name_today,
     unpickle,
 )
-from mcore_ckpt.format._pickle_machine import NotRebuiltError as NotRebuiltError
-from mcore_ckpt.format._plain_index import plainly_built
+from mcore_ckpt.format._unpickler import NotRebuiltError as NotRebuiltError
 from mcore_ckpt.format.zip_records import Archive, ItemBytes
 
 _logger = logger_of(__name__)
 
 
 # -------------------------------------------------------------------------------------------------------- stand-ins
-
-
-class _Table:
-    """Rules by an exact table of names, for an index."""
-
-    def __init__(self, allowed: Mapping[tuple[str, str], Any], where: str) -> None:
-        self._allowed, self._where = allowed, where
-
-    def named(self, module: str, name: str) -> tuple[Any, Maker | None]:
-        value = self.value(module, name)
-        return value, (_TABLE_MAKERS.get(value) or inert_maker(value)) if isinstance(value, type) else None
-
-    def value(self, module: str, name: str) -> Any:
-        try:
-            return self._allowed[module, name]
-        except KeyError:
-            pass
-        if _is_newer(module, name, self._allowed):
-            known = sorted({name for home, name in self._allowed if home == module}) or ["another module"]
-            raise NotUnderstoodError(f"it names {module:.200}.{name:.200}; expected {', '.join(known)}")
-        raise UnsafePickleError(
-            f"{self._where}: the pickle asks for {module:.200}.{name:.200}, which is not among the classes that a "
-            "checkpoint index may hold. Nothing was imported or run. The file is damaged, was tampered with, or "
-            "was written by something other than Megatron-Core, torch.distributed.checkpoint or this package."
-        )
-
-    def referred(self, reference: Any) -> NoReturn:
-        shown = repr(reference)[:80] if type(reference) in (str, int) else type(reference).__name__
-        raise UnsafePickleError(
-            f"{self._where}: the pickle asks for an external object (persistent id {shown}); an index has none. "
-            "The file is damaged or is not a checkpoint index."
-        )
-
-
-# Where classes of an index come from, and how dtypes are called.
-_HOMES = re.compile(r"(torch\.distributed\.(checkpoint|tensor|_shard)|megatron\.core\.dist_checkpointing)\b[\w.]*")
-_CLASS = re.compile(r"_*[A-Z]\w*", re.ASCII)
-_DTYPE = re.compile(r"[a-z]*(complex|float|int|bits)\d\w*", re.ASCII)
-
-
-def _is_newer(module: str, name: str, known: Iterable[tuple[str, str]]) -> bool:
-    """Whether a later torch or Megatron-Core may write that name; one character off a known name is damage."""
-    if not (_DTYPE.fullmatch(name) if module == "torch" else _HOMES.fullmatch(module) and _CLASS.fullmatch(name)):
-        return False
-    return not any(_differ_in_one(f"{module}.{name}", ".".join(other)) for other in known)
-
-
-def _differ_in_one(text: str, other: str) -> bool:
-    return len(text) == len(other) and sum(map(operator.ne, text, other)) == 1
-
-
-def _table_size(budget: Budget, values: Any = ()) -> Any:
-    size = checked_size(values)
-    if type(values) is tuple:
-        return values
-    budget.charge(len(size))
-    return size
-
-
-def _ordered(_: Budget, *pairs: Any) -> Any:
-    if pairs and pairs != ([],):
-        raise WrongArgumentsError("expected an empty OrderedDict")
-    return OrderedDict()
-
-
-_TABLE_MAKERS: dict[Any, Maker] = {
-    tuple: Maker(_table_size),
-    OrderedDict: Maker(_ordered, lambda _b, made, _state: made),
-}
-
-
-# To look through one takes a pattern that is compiled in 11 ms, once in a process; so few bytes take 1 to 3 ms without.
-_SHORT_PICKLE_BYTES = 4096
-
-
-class _Restricted(pickle.Unpickler):
-    """The machine in C, for pickles that `plainly_built` has looked through."""
-
-    def __init__(self, data: bytes, table: _Table) -> None:
-        super().__init__(io.BytesIO(data))
-        self.find_class = table.value  # type: ignore[method-assign]
-        self.persistent_load = table.referred  # type: ignore[method-assign]
-
-
-def loads(data: bytes, allowed: Mapping[tuple[str, str], Any], where: str) -> Any:
-    """Unpickle an index. `allowed[module, name]` stands in for each global that the pickle names: inert when called,
-    and not mutable. Raises `UnsafePickleError`, `NewerFormatError` or `CorruptCheckpointError`.
-    """
-    table = _Table(allowed, where)
-    if len(data) < _SHORT_PICKLE_BYTES or not plainly_built(data):
-        return unpickle(data, table, where)
-    try:
-        return _Restricted(data, table).load()
-    except UnsafePickleError:
-        raise
-    # What passes `plainly_built` and is damaged still fails in any way that building objects can.
-    except Exception:  # noqa: BLE001  (the other machine says what it is)
-        return unpickle(data, table, where)
 
 
 class Opaque:
@@ -203,18 +93,15 @@ class _Opaques:
 
 
 def _plain_members(kind: Any) -> Maker:
-    def make(budget: Budget, *arguments: Any) -> Any:
+    def make(*arguments: Any) -> Any:
         members = arguments[0] if arguments else ()
         if type(members) not in (list, tuple, set, frozenset, dict):
             raise WrongArgumentsError(f"expected the members of a {kind.__name__}")
-        budget.charge(len(members))
-        if kind in (set, frozenset) and any(type(member) in (tuple, frozenset) for member in members):
-            return [*members]  # to be shown only; hashing it might not end
         if kind is not list and type(members) is not dict:
-            budget.check_keys(members if kind is not dict else (key for key, _ in members))
+            check_keys(members if kind is not dict else (key for key, _ in members))
         return kind(members)
 
-    return Maker(make, lambda _budget, made, _state: made)
+    return Maker(make, lambda made, _state: made)
 
 
 _PLAIN_CONTAINERS = {
@@ -253,20 +140,14 @@ class _Described(_Opaques):
         return StoredStorage(kind.name, self._contents[key])
 
 
-def read_plain(content: bytes, where: str) -> Any:
-    """What `torch.save` wrote, to look at: each class becomes an `Opaque`, tensors are not read. Raises `LoadError`."""
-    return _read_inert(content, where, lambda _: _Opaques())
-
-
-def read_described(content: bytes, where: str) -> Any:
-    """As `read_plain`, to compare: with the bytes of all tensors. Raises as that does."""
-    return _read_inert(content, where, _Described)
-
-
-def _read_inert(content: bytes, where: str, rules: Callable[[Archive], _Opaques]) -> Any:
+def read_plain(content: bytes, where: str, *, with_storages: bool = False) -> Any:
+    """What `torch.save` wrote, to look at: each class becomes an `Opaque`. Tensors are read to compare them only
+    (`with_storages`). Raises `LoadError`.
+    """
     try:
         archive = _archive_of(content, where)
-        return unpickle(_plain_content(archive, "data.pkl"), rules(archive), where)
+        rules = _Described(archive) if with_storages else _Opaques()
+        return unpickle(_plain_content(archive, "data.pkl"), rules, where)
     except LoadError:
         raise
     except Exception as error:  # a damaged archive can fail in any way

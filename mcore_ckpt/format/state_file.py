@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, UnsafePickleError
 from mcore_ckpt.format._constructors import ObjectRules
-from mcore_ckpt.format._pickle_machine import Budget, Maker, WrongArgumentsError, inert_maker, unpickle
+from mcore_ckpt.format._unpickler import Maker, WrongArgumentsError, check_keys, inert_maker, unpickle
 from mcore_ckpt.format.safe_pickle import Opaque
 from mcore_ckpt.format.tensor_pickle import TENSOR_NAMES, FileTensor, NotPlainTensorError, stored_storage
 from mcore_ckpt.format.zip_records import Archive, ItemBytes, ZipRecord
@@ -72,18 +72,17 @@ class _Rules(ObjectRules):
         return storage
 
 
-def _ordered(budget: Budget, *arguments: Any) -> Any:
+def _ordered(*arguments: Any) -> Any:
     if arguments and arguments != ([],):
         pairs = arguments[0]
         if len(arguments) != 1 or type(pairs) is not list or not all(type(pair) is list for pair in pairs):
             raise WrongArgumentsError("the pairs of an OrderedDict")
-        budget.charge(len(pairs))
-        budget.check_keys(pair[0] for pair in pairs)
+        check_keys(pair[0] for pair in pairs)
         return OrderedDict(pairs)
     return OrderedDict()
 
 
-def _ordered_built(_: Budget, made: Any, state: Any) -> Any:
+def _ordered_built(made: Any, state: Any) -> Any:
     if type(state) is not dict or set(state) != {"_metadata"}:
         raise WrongArgumentsError("the attributes of an OrderedDict")
     return made

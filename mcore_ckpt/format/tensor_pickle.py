@@ -15,10 +15,9 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
-from mcore_ckpt.format._pickle_machine import (
+from mcore_ckpt.format._unpickler import (
     MAX_AXES,
     MAX_SIZE,
-    Budget,
     Maker,
     WrongArgumentsError,
     checked_size,
@@ -332,28 +331,28 @@ def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.") if known else f"a {kind.__name__}"
 
 
-def _rebuild_v2(_: Budget, storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> FileTensor:
+def _rebuild_v2(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> FileTensor:
     dtype = storage.dtype if type(storage) is StorageReference else None
     return _described(storage, dtype or "no dtype", offset, size, stride, rest)
 
 
 def _rebuild_v3(
-    _: Budget, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *flags: Any
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *flags: Any
 ) -> FileTensor:
     return _described(storage, _dtype_name(dtype), offset, size, stride, (grad, hooks, *flags))
 
 
-def _parameter(_: Budget, data: Any, *_rest: Any) -> FileTensor:
+def _parameter(data: Any, *_rest: Any) -> FileTensor:
     if type(data) is not FileTensor:
         raise WrongArgumentsError("a parameter of a tensor")
     return data
 
 
-def _with_attributes(budget: Budget, function: Any, _kind: Any, arguments: Any, _state: Any) -> FileTensor:
+def _with_attributes(function: Any, _kind: Any, arguments: Any, _state: Any) -> FileTensor:
     """A tensor with attributes of Megatron's on it (`tensor_model_parallel`, ...), which are dropped."""
     if function not in (_rebuild_v2, _rebuild_v3, _parameter) or type(arguments) is not tuple:
         raise WrongArgumentsError("a tensor with attributes")
-    found: FileTensor = function(budget, *arguments)
+    found: FileTensor = function(*arguments)
     return found
 
 
@@ -372,7 +371,7 @@ TENSOR_NAMES: Final[Mapping[str, tuple[Any, Maker | None]]] = {
 """What makes a `FileTensor` of the pickle of a tensor, for `Rules.named`; `stored_storage` is for `Rules.referred`."""
 
 
-def _no_hooks(_: Budget) -> dict[str, Any]:
+def _no_hooks() -> dict[str, Any]:
     return {}
 
 

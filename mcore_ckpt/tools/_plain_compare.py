@@ -1,4 +1,4 @@
-"""Are two plain values the same? Values as `read_described` gives them: containers, numbers, stand-ins, storages.
+"""Are two plain values the same? Values as `read_plain` gives them: containers, numbers, stand-ins, storages.
 
 Nothing is left out: tensors are compared element by element, bit for bit, wherever their elements lie; arrays, dates
 and all other objects by what they are made from. Two objects that are made from the same are the same, whatever their

@@ -26,7 +26,7 @@ from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import verify_records
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.format.safe_pickle import Opaque, read_described
+from mcore_ckpt.format.safe_pickle import Opaque, read_plain
 from mcore_ckpt.items.checks import check_apart
 from mcore_ckpt.storage.base import FileVersion
 from mcore_ckpt.tools._plain_compare import SIMPLE_KEYS, Verdict, compare
@@ -333,7 +333,7 @@ def _entries(stored: StoredState) -> _Named:
     """What lies under each key of a common state, by type and name: 1 is another key than "1"."""
     if stored.transforms:
         return {("str", "common_state"): stored.content}
-    value = unwrapped(read_described(stored.content, stored.where))
+    value = unwrapped(read_plain(stored.content, stored.where, with_storages=True))
     if not isinstance(value, dict):
         raise CorruptCheckpointError(f"{stored.where}: expected a dict, got {type(value).__name__}")
     return _parts_of(value) if all(type(key) in SIMPLE_KEYS for key in value) else {("str", "common_state"): value}

@@ -21,9 +21,9 @@ import torch
 
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, UnsafePickleError
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.format._plain_index import plainly_built
+from mcore_ckpt.format.index_pickle import plainly_built
 from mcore_ckpt.format.metadata_read import parse_index
-from mcore_ckpt.format.safe_pickle import Opaque, load_object, loads, read_plain
+from mcore_ckpt.format.safe_pickle import Opaque, load_object, read_plain
 from mcore_ckpt.format.tensor_pickle import MalformedPickleError, NotPlainTensorError, read_tensor_pickle
 from mcore_ckpt.megatron.common_state import load_common
 from mcore_ckpt.tools.plain_state import plain
@@ -90,10 +90,6 @@ OBJECTS = {
     "size beyond 2**63": name("torch.Size") + b"\x8a\x09" + (2**64).to_bytes(9, "little") + b"\x85\x85R.",
     "negative size": name("torch.Size") + number(-1) + b"\x85\x85R.",
     "int of many digits": b"\x8b" + struct.pack("<i", 100_000) + b"\x7f" * 100_000 + b".",
-    "lists in lists": b"]" * 200_000 + b"a" * 199_999 + b".",
-    "namespaces in namespaces": (name("argparse.Namespace") + b")\x81}" + text("a")) * 5_000 + b"N" + b"sb" * 5_000 + b".",  # noqa: E501
-    "lists in lists by reference": b"]q\x000" + b"".join(
-        b"]h%bar%b0" % (bytes((0,)), b"\x00\x00\x00\x00") for _ in range(10_000)) + b"h\x00.",
     "number in the memo": b"Nr\xff\xff\xff\x7fh\x00.",
     "call of a method": name("builtins.getattr") + text("a") + text("upper") + b"\x86R.",
     "extension": b"\x82\x01.",
@@ -103,7 +99,25 @@ OBJECTS = {
 }  # fmt: skip
 
 
+DEEP = {
+    "lists": b"]" * 200_000 + b"a" * 199_999 + b".",
+    "tuples": b")" + b"\x85" * 300_000 + b".",
+    "namespaces": (name("argparse.Namespace") + b")\x81}" + text("a")) * 5_000 + b"N" + b"sb" * 5_000 + b".",
+    "lists by reference": b"]q\x000" + b"".join(
+        b"]h%bar%b0" % (bytes((0,)), b"\x00\x00\x00\x00") for _ in range(10_000)) + b"h\x00.",
+    "pairs of the same": b")" + b"2\x86" * 150_000 + b".",
+}  # fmt: skip
+
+
 class TestObjects:
+    @pytest.mark.parametrize("pickled", DEEP.values(), ids=DEEP)
+    def test_what_is_deep_is_built_shown_in_part_and_dropped(self, pickled: bytes) -> None:
+        def shown(content: bytes = container(b"\x80\x02" + pickled)) -> str:
+            load_object(content)
+            return repr(plain(read_plain(content, "object")))[-40:]
+
+        assert "..." in in_child(shown, deadline_s=60)
+
     @pytest.mark.parametrize("pickled", OBJECTS.values(), ids=OBJECTS)
     def test_refused(self, pickled: bytes) -> None:
         with pytest.raises(CorruptCheckpointError):
@@ -111,9 +125,9 @@ class TestObjects:
 
     @pytest.mark.parametrize("pickled", [DEEP_KEY, WIDE_KEY], ids=["deep", "wide"])
     def test_keys_that_take_long_to_hash(self, pickled: bytes) -> None:
-        with pytest.raises(UnsafePickleError, match="a key of a dict or set with more than 1000 values"):
+        with pytest.raises(UnsafePickleError, match="a key of a dict or set with tuples more than 2 deep"):
             load_object(container(pickled))
-        with pytest.raises(UnsafePickleError, match="a key of a dict or set with more than 1000 values"):
+        with pytest.raises(UnsafePickleError, match="a key of a dict or set with tuples more than 2 deep"):
             read_plain(container(pickled), "object")
 
     def test_enums_are_not_changed(self) -> None:
@@ -158,7 +172,6 @@ def position(value: int) -> bytes:
 
 
 FILLS_THE_MEMORY = {
-    "weights that double": b")" + b"\x8f0" + b"K\x01\x85" + b"2\x86" * 150_000 + b"0N.",
     "write far behind the end": name("_io.BytesIO") + b")R" + position(2**31) + position(0) + b".",
     "state of a generator": name("torch._C.Generator") + b")R"
     + tup(b"K\x01", b"N", expanded("ByteStorage", 2**31)) + b"b.",
@@ -166,7 +179,6 @@ FILLS_THE_MEMORY = {
     + b"C\x01b\x87R" + tup(b"K\x01", long_int(2**31) + b"\x85", name("numpy.dtype") + text("S0") + b"\x89\x88\x87R"
     + tup(b"K\x03", text("|"), b"NNNK\x00K\x01K\x00") + b"b", b"\x89", b"C\x00") + b"b.",
 }  # fmt: skip
-MULTIPLE = 2**61 - 1  # ints that differ by it have one hash
 
 
 class TestBounds:
@@ -191,14 +203,6 @@ class TestBounds:
 
         assert int(in_child(peak_mb_of_a_refusal, deadline_s=50)) < 700
 
-    @pytest.mark.parametrize("link", [b"a", b"\x85", b"s"], ids=["lists", "tuples", "dicts"])
-    def test_chains_that_share_their_ends(self, link: bytes) -> None:
-        """Each chain of 400 ends in the one before it, and all lie side by side, the innermost first."""
-        before, after = {b"a": (b"]", b"a"), b"\x85": (b"", b"\x85"), b"s": (b"}K\x01", b"s")}[link]
-        chains = (before * 400 + (b"h" + bytes((n - 1,)) if n else b"N") + after * 400 + b"q%c" % n for n in range(5))
-        with pytest.raises(UnsafePickleError, match="more than 500 deep"):
-            load_object(container(b"\x80\x02(" + b"".join(chains) + b"t."))
-
     def test_values_that_hold_themselves_are_loaded(self) -> None:
         circles: list[Any] = []
         for _ in range(600):
@@ -208,19 +212,6 @@ class TestBounds:
         again = load_object(container(pickle.dumps(circles, 2)))
         assert len(again) == 601
         assert again[-1]["again"][0] is again[-2]
-
-    @pytest.mark.parametrize("call", [False, True])
-    def test_keys_of_one_hash(self, call: bool) -> None:
-        for key in (long_int, lambda value: long_int(value) + b"\x85"):
-            members = [key(n * MULTIPLE) for n in range(1, 2000)]
-            if call:
-                pickled = name("builtins.set") + b"](" + b"".join(members) + b"e\x85R."
-            else:
-                pickled = b"}(" + b"N".join(members) + b"Nu."
-            with pytest.raises(UnsafePickleError, match=r"hash|64 bits"):
-                load_object(container(b"\x80\x02" + pickled))
-            with pytest.raises(UnsafePickleError, match=r"hash|64 bits"):
-                loads(b"\x80\x02}(" + b"N".join(members) + b"Nu.", {}, "index")
 
     def test_state_is_set_once(self) -> None:
         state = b"}" + text("a") + b"K\x01sb"
@@ -285,7 +276,7 @@ class TestIndex:
         with pytest.raises(CorruptCheckpointError):
             parse_index(index_of(planner_data), "/ckpt")
 
-    def test_the_machine_in_c_gets_none_of_these(self) -> None:
+    def test_the_unpickler_in_c_gets_none_of_these(self) -> None:
         for tuples in (b")" + b"\x85" * 100, b"K\x01\x85\x85", b")\x940)2\x86", b"h\x00h\x00\x81", b"h\x00h\x01b"):
             assert not plainly_built(index_of(b"}" + tuples + b"Ns"))
 

@@ -80,7 +80,7 @@ def columns_of(data: bytes) -> Manifest:
 def read(data: bytes, monkeypatch: pytest.MonkeyPatch) -> CheckpointIndex:
     """By the columns alone."""
     with monkeypatch.context() as patch:
-        patch.setattr(metadata_read, "loads", None)
+        patch.setattr(metadata_read, "unpickle_index", None)
         return parse_index(data, "a")
 
 

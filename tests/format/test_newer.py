@@ -30,7 +30,7 @@ from mcore_ckpt import FileSystemWriterAsync, NewerFormatError, list_run, prune_
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError, UnsafePickleError
-from mcore_ckpt.format._plain_index import plainly_built
+from mcore_ckpt.format.index_pickle import plainly_built
 from mcore_ckpt.format.manifest import Manifest, with_manifest
 from mcore_ckpt.format.metadata_read import parse_index, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
@@ -60,7 +60,7 @@ def pickled(tensors: int = 1, protocol: int = 4) -> bytes:
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-@pytest.mark.parametrize("tensors", [1, 300])  # by one pickle machine and by the other
+@pytest.mark.parametrize("tensors", [1, 300])  # by the unpickler in Python, and by the one in C
 def test_plain_values_behind_a_tensors_properties_are_read_over(
     protocol: int, tensors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +72,7 @@ def test_plain_values_behind_a_tensors_properties_are_read_over(
 
 
 def test_strides_cost_no_more_than_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fast machine takes an index of torch 2.15, whatever the number of its axes."""
+    """The unpickler in C takes an index of torch 2.15, whatever the number of its axes."""
     for strides in (None, (), (1,), (2, 1), (6, 2, 1), (120, 24, 6, 2, 1), tuple(range(64))):
         monkeypatch.setattr(TensorProperties, "__getstate__", appending(strides))
         assert plainly_built(pickled(300))

@@ -33,7 +33,8 @@ from mcore_ckpt.core.errors import (
     UnsafePickleError,
 )
 from mcore_ckpt.format._constructors import ALLOWED_OBJECT_CLASSES
-from mcore_ckpt.format.safe_pickle import Unavailable, load_object, loads, read_plain
+from mcore_ckpt.format.index_pickle import plainly_built, unpickle_index
+from mcore_ckpt.format.safe_pickle import Unavailable, load_object, read_plain
 from tests.support.stored_layouts import rewritten
 from tests.support.stored_layouts import stock_item as saved
 
@@ -388,11 +389,17 @@ def test_what_is_not_installed_is_named_too() -> None:
     assert "CudaGraphModule" in repr(value)
 
 
-def test_loads_replaces_every_global() -> None:
-    content = pickle.dumps([collections.OrderedDict, 1])
-    assert loads(content, {("collections", "OrderedDict"): dict}, "file") == [dict, 1]
-    with pytest.raises(UnsafePickleError, match=r"^file: the pickle asks for collections\.OrderedDict"):
-        loads(content, {}, "file")
+@pytest.mark.parametrize("padding", [0, 8192], ids=["by the unpickler in Python", "in C"])
+def test_an_index_names_stand_ins_only(padding: int) -> None:
+    def index(module: str) -> bytes:
+        size = b"\x8c%c%b" % (len(module), module.encode()) + b"\x8c\x04Size\x93"
+        content = b"\x80\x04](" + size + b"N" * padding + b"e."
+        assert plainly_built(content)
+        return content
+
+    assert unpickle_index(index("torch"), "file")[0] is tuple
+    with pytest.raises(UnsafePickleError, match=r"^file: the pickle asks for torsh\.Size"):
+        unpickle_index(index("torsh"), "file")
 
 
 def _global(name: str) -> bytes:
