@@ -67,9 +67,8 @@ class NearestFiles:
         return all(there.get(name) == file.size_bytes for name, file in files.items())
 
     def where(self, error: LoadError) -> Storage | None:
-        """The directory in which the file was read that an error names; None if it names none."""
-        said = str(error)
-        return next((storage for name, storage in list(self._opened.items()) if name in said), None)
+        """The directory in which the file of an error was read; None if the error is of none."""
+        return None if error.file is None else self._opened.get(error.file)
 
     def leave_near(self, error: LoadError) -> Storage | None:
         """Where all files of this save are read from now on, if the error is of one that was read near; else None."""

@@ -171,4 +171,16 @@ def padded_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:
 
 def naming(error: LoadError, where: str) -> LoadError:
     """The same error; it names `where` it happened, if it does not yet."""
-    return error if where in str(error) else type(error)(f"{where}: {error}")
+    named = error if where in str(error) else type(error)(f"{where}: {error}")
+    named.file = error.file
+    return named
+
+
+@contextmanager
+def using(file: str) -> Iterator[None]:
+    """Items of that file are read and checked within: a `LoadError` gets its name."""
+    try:
+        yield
+    except LoadError as error:
+        error.file = file
+        raise

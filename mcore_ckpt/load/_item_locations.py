@@ -16,7 +16,7 @@ from mcore_ckpt.core.threads import Crew, Task
 from mcore_ckpt.format.index import StoredItem
 from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
+from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming, using
 from mcore_ckpt.load._wanted_items import WantedItem
 from mcore_ckpt.storage.base import RangeReader
 
@@ -90,11 +90,11 @@ class ItemLocations:
         for wanted, following in zip(batch, [*batch[1:], None], strict=True):
             item = wanted.item
             try:
-                with files.reader(item.file) as reader:
+                with using(item.file), files.reader(item.file) as reader:
                     reader.check_range(item.offset, item.length)
                     read = headers.of(reader, item, following.item if following else None)
                     located = locate_tensor(read, item.length, wanted.where, wanted.expected)
-                wanted.check(located)
+                    wanted.check(located)
             except NotRangeable as reason:
                 unranged(wanted, str(reason).removeprefix(f"{wanted.where}: "))
             except LoadError as error:

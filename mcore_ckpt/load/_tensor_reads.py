@@ -31,7 +31,7 @@ from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor_in
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming, padded_range
+from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming, padded_range, using
 from mcore_ckpt.items.ranges import Extent, Span, coalesce
 from mcore_ckpt.load._columns import ColumnSpan, cut, place, scatter, spans_of
 from mcore_ckpt.load._extents import Ends, Extents, PartRead, PayloadPlace, damaged, own_place
@@ -141,10 +141,12 @@ class TensorReads:
                 in_parallel(reads, self._read, self._threads)
             finally:
                 self._per_thread = threading.local()  # frees the buffers
-        for key in sorted(self._unranged):
-            self._place_decoded(*self._unranged[key])
-        for key in sorted(self._unfit):
-            self._read_again(self._unfit[key])
+        for wanted, reason in map(self._unranged.__getitem__, sorted(self._unranged)):
+            with using(wanted.item.file):
+                self._place_decoded(wanted, reason)
+        for wanted in map(self._unfit.__getitem__, sorted(self._unfit)):
+            with using(wanted.item.file):
+                self._read_again(wanted)
 
     def _extents(
         self,
@@ -168,7 +170,8 @@ class TensorReads:
 
     def _read(self, read: _Read) -> None:
         if not isinstance(read, _Opening):
-            self._read_span(read)
+            with using(read.file):
+                self._read_span(read)
             return
         with suppress(LoadError), self._files.reader(read.file):
             pass  # (who reads it tells the error, and what of it was to be read)

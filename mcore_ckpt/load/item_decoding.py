@@ -26,7 +26,7 @@ from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.items.checks import check_proportion, chunk_name, item_name
 from mcore_ckpt.items.checksums import check_records, checksum_error
-from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
+from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming, using
 from mcore_ckpt.items.ranges import Extent, Span, coalesce
 
 _logger = logger_of(__name__)
@@ -65,7 +65,9 @@ class ItemDecoder:
                 for span, content in zip(few, contents, strict=True):
                     for extent in span.extents:
                         stored = content[extent.start - span.start : extent.stop - span.start]
-                        yield extent.owner, self._checked(extent.owner.fqn, extent.owner.item, stored, is_object=True)
+                        with using(span.file):
+                            checked = self._checked(extent.owner.fqn, extent.owner.item, stored, is_object=True)
+                        yield extent.owner, checked
                         self._stats.add(bytes_needed=len(stored))
 
     def _read_span(self, files: OpenFiles, span: Span) -> bytes:
@@ -114,7 +116,7 @@ class ItemDecoder:
 
     def _read(self, files: OpenFiles, fqn: str, item: StoredItem) -> bytes:
         try:
-            with files.reader(item.file) as reader:
+            with using(item.file), files.reader(item.file) as reader:
                 stored = reader.read(item.offset, item.length)
         except LoadError as error:
             raise naming(error, item_name(fqn, item)) from error
