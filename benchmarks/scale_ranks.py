@@ -69,11 +69,11 @@ def _cpu_s(function: Callable[[], object]) -> float:
 
 def _exchange(rank: int) -> float:
     group = coordination_group()
-    group.any(False, wrap=CheckpointError)
+    group.any("measure", False, wrap=CheckpointError)
 
     def exchange() -> None:
         for _ in range(_MESSAGES):
-            group.any(False, wrap=CheckpointError)
+            group.any("measure", False, wrap=CheckpointError)
 
     return _cpu_s(exchange)
 
@@ -85,9 +85,9 @@ def _plan(rank: int, items: int, ranks: int) -> tuple[float, float]:
     gc.collect()
     for _ in range(_REPEATS):
         structure = Structure()
-        group.any(False, wrap=CheckpointError)
+        group.any("measure", False, wrap=CheckpointError)
         firsts.append(_cpu_s(lambda structure=structure: _agree(structure, state, group)))  # type: ignore[misc]
-        group.any(False, wrap=CheckpointError)
+        group.any("measure", False, wrap=CheckpointError)
         laters.append(_cpu_s(lambda structure=structure: _agree(structure, state, group)))  # type: ignore[misc]
     return min(firsts), min(laters)
 

@@ -171,17 +171,17 @@ class RankGroup:
             self._down(_tag(what), what, wrap, None, error)
             return self._apart(list(values or ()))
 
-    def all_gather(self, value: T, *, wrap: type[CheckpointError]) -> list[T]:
-        """Give every rank the values of all, by rank."""
-        return self.run("exchange values", lambda: value, wrap=wrap)
+    def all_gather(self, what: str, value: T, *, wrap: type[CheckpointError]) -> list[T]:
+        """Give every rank the values of all, by rank; `what` as of `run`."""
+        return self.run(what, lambda: value, wrap=wrap)
 
-    def maximum(self, values: Sequence[int], *, wrap: type[CheckpointError]) -> list[int]:
-        """Element-wise maximum over the ranks; every rank passes as many values."""
-        return self.run_merged("compare notes", lambda: list(values), _maximum, lambda merged: merged, wrap=wrap)
+    def maximum(self, what: str, values: Sequence[int], *, wrap: type[CheckpointError]) -> list[int]:
+        """Element-wise maximum over the ranks; every rank passes as many values. `what` as of `run`."""
+        return self.run_merged(what, lambda: list(values), _maximum, lambda merged: merged, wrap=wrap)
 
-    def any(self, flag: bool, *, wrap: type[CheckpointError]) -> bool:
-        """Whether the flag is set on any rank."""
-        return bool(self.maximum([int(flag)], wrap=wrap)[0])
+    def any(self, what: str, flag: bool, *, wrap: type[CheckpointError]) -> bool:
+        """Whether the flag is set on any rank; `what` as of `run`."""
+        return bool(self.maximum(what, [int(flag)], wrap=wrap)[0])
 
     def give_up(self, what: str, error: BaseException, *, wrap: type[CheckpointError]) -> NoReturn:
         """Tell the other ranks, in the exchange that they come to next, that this one has failed before it: all raise,

@@ -116,7 +116,9 @@ def _load_whole(read: Callable[[Path], Any], named: Path, options: LoadOptions, 
         before = metadata_version(directory)
         outcome = attempt(partial(read, directory))
         replaced_meanwhile = metadata_version(directory) != before
-        told = group.all_gather((_damage(outcome), _fate(outcome), replaced_meanwhile), wrap=LoadError)
+        told = group.all_gather(
+            "tell of a damaged checkpoint", (_damage(outcome), _fate(outcome), replaced_meanwhile), wrap=LoadError
+        )
         fates = {fate for _, fate, _ in told}
         if "failed" in fates and "interrupted" not in fates and any(is_another for _, _, is_another in told):
             # No damage as far as is known: another checkpoint has replaced the one that was there.

@@ -109,7 +109,7 @@ def _check_all_agree(goes_back: bool, options: LoadOptions, group: RankGroup) ->
         int(options.validation == "megatron"),
         int(options.distribution == "megatron"),
     ]
-    maxima = group.maximum(values + [-value for value in values], wrap=LoadError)
+    maxima = group.maximum("compare the options of a load", values + [-value for value in values], wrap=LoadError)
     named = {
         "on_damaged": "go_back" if goes_back else "raise",
         "prove": options.prove,

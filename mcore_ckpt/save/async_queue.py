@@ -73,7 +73,7 @@ class AsyncRequest(NamedTuple):
             return
         with interrupts_wait_for_others():
             outcome = attempt(interruptible()(self._work))
-            if group.any(isinstance(outcome, BaseException), wrap=SaveError):
+            if group.any("end the work of an async request", isinstance(outcome, BaseException), wrap=SaveError):
                 group.run("do the work of an async request", partial(value_of, outcome), wrap=SaveError)
             _run_callbacks(group, self.finalize_fns, "an async request")
 
@@ -395,7 +395,9 @@ class AsyncCallsQueue:
             except BaseException as caught:  # noqa: BLE001  (the other ranks are notified of any error)
                 error = caught
             any_running, any_failed, any_skipped, last, minus_first = group.maximum(
-                [int(running), int(error is not None), int(skipped), active.idx, -active.idx], wrap=SaveError
+                "finalize async saves",
+                [int(running), int(error is not None), int(skipped), active.idx, -active.idx],
+                wrap=SaveError,
             )
             if last != -minus_first:
                 raise SaveError(
@@ -497,7 +499,9 @@ def _run_callbacks(group: RankGroup, callbacks: Sequence[Callable[[], Any]], wha
     """
     outcome: Any = None
     for fn in callbacks:
-        if _committed_by(fn) is not None and group.any(isinstance(outcome, BaseException), wrap=SaveError):
+        if _committed_by(fn) is not None and group.any(
+            "run the finalize functions", isinstance(outcome, BaseException), wrap=SaveError
+        ):
             break
         if not isinstance(outcome, BaseException):
             outcome = attempt(fn)

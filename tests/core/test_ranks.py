@@ -50,8 +50,8 @@ def test_a_world_of_one_needs_no_process_group() -> None:
     assert group.run_gather("collect", lambda: "x", wrap=CheckpointError) == ["x"]
     assert group.run_on_coordinator("plan", lambda: {"a": 1}, wrap=CheckpointError) == {"a": 1}
     assert group.run_on_coordinator("distribute", lambda: b"\0" * _BIG, wrap=CheckpointError) == b"\0" * _BIG
-    assert group.any(True, wrap=CheckpointError)
-    assert not group.any(False, wrap=CheckpointError)
+    assert group.any("test", True, wrap=CheckpointError)
+    assert not group.any("test", False, wrap=CheckpointError)
 
 
 def test_a_world_of_one_keeps_our_errors_and_wraps_those_of_others() -> None:
@@ -124,10 +124,10 @@ def _values(rank: int) -> dict[str, Any]:
         "one": group.run_on_coordinator("plan", lambda: ["plan", rank], wrap=CheckpointError),
         "one_big": group.run_on_coordinator("distribute", lambda: bytes([rank]) * _BIG, wrap=CheckpointError)
         == b"\0" * _BIG,
-        "any": (group.any(rank == 2, wrap=CheckpointError), group.any(False, wrap=CheckpointError)),
-        "maximum": group.maximum([rank, -rank], wrap=CheckpointError),
+        "any": (group.any("test", rank == 2, wrap=CheckpointError), group.any("test", False, wrap=CheckpointError)),
+        "maximum": group.maximum("test", [rank, -rank], wrap=CheckpointError),
         "merged": group.run_merged("add", lambda: [rank], operator.add, sorted, wrap=CheckpointError),
-        "unequal_any_size": [len(p) for p in group.all_gather(b"x" * (1000 + rank * 10), wrap=CheckpointError)],
+        "unequal_any_size": [len(p) for p in group.all_gather("test", b"x" * (1000 + rank * 10), wrap=CheckpointError)],
     }
 
 
@@ -156,7 +156,7 @@ def _collectives_of_success(rank: int) -> dict[str, list[str]]:
             "merged": lambda: group.run_merged("a", lambda: 1, operator.add, str, wrap=CheckpointError),
             "gather": lambda: group.run_gather("collect", lambda: rank, wrap=CheckpointError),
             "broadcast": lambda: group.run_on_coordinator("a", lambda: 1, wrap=CheckpointError),
-            "any": lambda: group.any(False, wrap=CheckpointError),
+            "any": lambda: group.any("test", False, wrap=CheckpointError),
         }.items():
             counted.calls.clear()
             step()
@@ -207,7 +207,7 @@ def _cannot_be_scattered(rank: int, _: Any = None) -> str:
     try:
         group.run_scattered("share", none, wrap=SaveError)
     except MissingKeyError as error:
-        assert group.all_gather(rank, wrap=CheckpointError) == list(range(group.size))
+        assert group.all_gather("test", rank, wrap=CheckpointError) == list(range(group.size))
         return str(error)
     raise AssertionError("nothing was raised")
 
@@ -235,7 +235,7 @@ def _fails_on(rank: int, failing: list[int], kind: str, method: str, huge: bool)
     except CheckpointError as error:
         own_cause = error.__cause__ is not None and "step" in str(traceback.extract_tb(error.__cause__.__traceback__))
         # The ranks must still be in step after the failure.
-        assert group.all_gather(rank, wrap=CheckpointError) == list(range(group.size))
+        assert group.all_gather("test", rank, wrap=CheckpointError) == list(range(group.size))
         return type(error).__name__, str(error), own_cause, reached_every_rank(error)
     raise AssertionError("nothing was raised")
 
@@ -321,7 +321,7 @@ def _come_apart(rank: int, odd: int, way: str) -> str:
     group = coordination_group()
     settings = {"validation": "megatron" if rank == odd and way == "setting" else "mcore_ckpt"}
     steps: dict[str, Any] = {
-        "exchange": partial(group.maximum, [1, 2]),
+        "exchange": partial(group.maximum, "test", [1, 2]),
         "gathering": partial(group.run_gather_parts, "gather", lambda: [bytes(_BIG)]),
         "setting": partial(group.run_merged, "add", lambda: {rank}, operator.or_, sorted),
     }
@@ -330,13 +330,13 @@ def _come_apart(rank: int, odd: int, way: str) -> str:
         step(wrap=SaveError)
     assert reached_every_rank(caught.value)
     # The ranks must still be in step.
-    assert group.all_gather(rank, wrap=CheckpointError) == list(range(group.size))
+    assert group.all_gather("test", rank, wrap=CheckpointError) == list(range(group.size))
     return str(caught.value)
 
 
 @pytest.mark.parametrize("odd", range(4))
 def test_all_ranks_raise_where_one_comes_to_another_exchange(odd: int) -> None:
-    for way, words in (("exchange", "compare notes"), ("gathering", "(gather)"), ("setting", "MCORE_CKPT_VALIDATION")):
+    for way, words in (("exchange", "(test)"), ("gathering", "(gather)"), ("setting", "MCORE_CKPT_VALIDATION")):
         for message in run_ranks(_come_apart, 4, odd, way):
             assert words in message
             assert "alike on all hosts" in message if way == "setting" else "(add)" in message
@@ -383,15 +383,15 @@ def _beside_nccl(rank: int, world_size: int, directory: str) -> tuple[list[int],
     with pytest.MonkeyPatch.context() as monkeypatch:
         counting = _Counting(monkeypatch)
         first = coordination_group()
-        assert coordination_group().all_gather(rank, wrap=CheckpointError) == first.all_gather(
-            rank, wrap=CheckpointError
+        assert coordination_group().all_gather("test", rank, wrap=CheckpointError) == first.all_gather(
+            "test", rank, wrap=CheckpointError
         )
         after_two_calls = counting.made
         store = dist.FileStore(f"{directory}/store", world_size)
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        gathered = coordination_group().all_gather(rank, wrap=CheckpointError)
-        assert coordination_group().all_gather(rank, wrap=CheckpointError) == gathered
+        gathered = coordination_group().all_gather("test", rank, wrap=CheckpointError)
+        assert coordination_group().all_gather("test", rank, wrap=CheckpointError) == gathered
         return [after_two_calls, counting.made], gathered, first.size
 
 
@@ -442,7 +442,7 @@ _PATIENCE_S = 3.0
 def _waited_for(rank: int, who: int, how: str, exchange: str) -> None:
     """One rank does not come to an exchange, and does not end."""
     group = coordination_group(dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENCE_S)))
-    group.any(False, wrap=SaveError)
+    group.any("test", False, wrap=SaveError)
     if rank == who and how == "is stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif rank == who:
@@ -477,12 +477,12 @@ def test_a_rank_that_is_waited_for_in_vain_is_named_by_all_others(who: int, how:
 def _found_again(rank: int) -> list[bool]:
     """Contact is lost in one group, and not in another; then the word of that is taken back."""
     patient, other = coordination_group(), coordination_group(dist.new_group(timeout=timedelta(seconds=1.0)))
-    other.any(False, wrap=SaveError)
+    other.any("test", False, wrap=SaveError)
     store = dist.distributed_c10d._get_default_store()
     said = []
     if rank == 0:
         with pytest.raises(SaveError, match=r"rank 1 .* has not waited"):
-            other.any(False, wrap=SaveError)
+            other.any("test", False, wrap=SaveError)
         said.append(store.check(["mcore_ckpt/waited_for/0"]))
     patient.any(False, wrap=SaveError)
     return [*said, store.check(["mcore_ckpt/waited_for/0"])] if rank == 0 else []

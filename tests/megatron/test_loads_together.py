@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,27 @@ def test_a_rank_that_loads_alone_waits_for_none(tmp_path: Path) -> None:
     if differences().all_ranks_load:
         pytest.skip("this megatron-core lets no rank load alone")
     assert run_ranks(loading_alone, RANKS, tmp_path, deadline_s=DEADLINE_S) == [0, 1, 2]
+
+
+def aborting(rank: int, run: Path) -> str:
+    """Rank 0 aborts its queue and loads, while the others finalize the save."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    earlier, name = made(run / "iter_0000001"), made(run / "iter_0000002")
+    dist_checkpointing.save(state(1), earlier)
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(dist_checkpointing.save(state(2), name, async_sharded_save=True))
+    step = partial(queue.maybe_finalize_async_calls, blocking=True)
+    if rank == 0:
+        queue.close(abort=True)
+        step = partial(dist_checkpointing.load, state(0), earlier)
+    with pytest.raises(Exception, match="has come to another exchange") as caught:
+        step()
+    return str(caught.value)
+
+
+def test_a_rank_that_aborts_while_others_finalize_is_told_which_exchanges_these_are(tmp_path: Path) -> None:
+    for message in run_ranks(aborting, 2, tmp_path, deadline_s=DEADLINE_S):
+        assert "(finalize async saves)" in message
+        assert "(compare the options of a load)" in message
