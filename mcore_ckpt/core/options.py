@@ -77,7 +77,8 @@ class SaveOptions:
         on_existing: what to do when the directory already holds a checkpoint: `"replace"` it (safely: the old one stays
             whole until the new one is published) or raise `CheckpointExistsError` (`"error"`).
         writer: which process writes an async save: `"persistent"`, one long-lived process that maps the staging
-            buffers, or `"fork"`, one forked child for each save. A synchronous save is written by the trainer itself.
+            buffers, or `"fork"`, one forked child for each save; into an object store by the former. A synchronous save
+            is written by the trainer itself.
         thread_count: files each rank writes, at most (Megatron's and DCP's name for it).
         io_threads: writes in flight at once, for each rank; None: 2, and 8 to an object store.
         direct_io: O_DIRECT: `"auto"` probes the file system, `"on"` insists, `"off"` goes through the page cache.

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from mcore_ckpt.core.errors import OptionError
 
-STORE_SCHEMES: Final = ("s3", "gs", "az", "msc", "memory")
+STORE_SCHEMES: Final = ("s3", "gs", "az", "msc")
 """Of object stores that can be read and written."""
 
 PARTIAL: Final = ".partial"
@@ -76,7 +76,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         raise OptionError(f"{text}: this is a URL, and a path is needed; leave out file://")
     if scheme in STORE_SCHEMES:
         raise OptionError(f"{text}: a path in a file system is needed here, not one in an object store")
-    known = ", ".join(f"{each}://" for each in STORE_SCHEMES if each != "memory")
+    known = ", ".join(f"{each}://" for each in STORE_SCHEMES)
     raise OptionError(
         f"{text}: this names an object store ({scheme}) that mcore_ckpt does not know; nothing was read or written. "
         f"Checkpoints are kept in directories, local or mounted, or at {known}"

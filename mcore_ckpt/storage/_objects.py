@@ -21,22 +21,18 @@ import contextlib
 import errno
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.threads import together
 from mcore_ckpt.storage._durable import save_error
-from mcore_ckpt.storage._object_client import ABSENT, Listing, ObjectClient, ObjectState, may_arrive
+from mcore_ckpt.storage._object_client import ABSENT, Listing, ObjectClient, ObjectState, UndecidedError
 from mcore_ckpt.storage._object_readers import is_read, is_reader_lease, reading
 from mcore_ckpt.storage._object_writer import ObjectWriter
 from mcore_ckpt.storage._regular_files import open_error
 from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage, check_name
-
-_logger = logger_of(__name__)
 
 T = TypeVar("T")
 
@@ -49,8 +45,6 @@ _PIECE_BYTES: Final = 8 * 1024**2
 _CLOSED: Final = b"closed"
 _INTENT: Final = b"publish "
 _ATTEMPTS: Final = 100
-# The id of a save or a process: no other object ever gets such a name, so a deletion that arrives late harms nothing.
-_HAS_ID: Final = re.compile(r"\.[0-9a-f]{16}(\.|$)")
 
 
 class ObjectStorage(Storage):
@@ -71,6 +65,7 @@ class ObjectStorage(Storage):
     reads_at_once = 8
     open_ahead = 4
     asks_at_once = 16
+    serves_forks = False
 
     def __init__(
         self,
@@ -162,7 +157,7 @@ class ObjectStorage(Storage):
 
     def _known(self) -> Listing:
         found = self._listed()
-        if not found.sizes and not found.folders and not found.is_marked:
+        if not found.sizes and not found.folders:
             raise CheckpointNotFoundError(f"{self._url}: no such directory (no object has a key that begins so)")
         return found
 
@@ -194,23 +189,6 @@ class ObjectStorage(Storage):
         token = None if through is None else self._key(through)
         return ObjectWriter(self._client, self._key(name), self.path(name), size_bytes, token)
 
-    def unfinished(self) -> Sequence[str]:
-        try:
-            return [key[len(self._prefix) :] for key in self._client.unfinished(self._prefix)]
-        except OSError as error:
-            # Not every user may list uploads, and not every store can.
-            _logger.warning(
-                "%s: unfinished uploads cannot be listed, so that none is aborted here (%s); let a lifecycle rule of "
-                "the bucket do that",
-                self._url,
-                error.strerror or error,
-            )
-            return []
-
-    def discard_unfinished(self, name: str) -> None:
-        with self._saving("aborting its unfinished uploads", name) as key:
-            self._client.abort_unfinished(key)
-
     def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
         with self._saving("writing it", name) as key:
             try:
@@ -220,7 +198,7 @@ class ObjectStorage(Storage):
                     return False
                 raise
             end = b"" if is_end else old[offset + len(content) :]
-            self._client.put(key, old[:offset] + content + end, state.e_tag)
+            self._client.put(key, old[:offset] + content + end, state.version)
             return True
 
     # Small files
@@ -235,9 +213,9 @@ class ObjectStorage(Storage):
             before, right = together(self.asks_at_once, partial(head, key), partial(head, token))
             if right is None or right.size_bytes == len(_CLOSED):
                 raise FileNotFoundError(errno.ENOENT, f"{through} is gone, by which it was to be published")
-            condition = ABSENT if before is None else before.e_tag
+            condition = ABSENT if before is None else before.version
             try:
-                written = self._client.put(token, _intent(key, condition, content), right.e_tag)
+                written = self._client.put(token, _intent(key, condition, content), right.version)
             except OSError as error:
                 if error.errno in (errno.EEXIST, errno.ENOENT):
                     raise FileNotFoundError(errno.ENOENT, f"{through} was taken away") from error
@@ -247,7 +225,7 @@ class ObjectStorage(Storage):
             except BaseException as error:
                 # What was not published now is never to be: its data files will be deleted. But a put that is still on
                 # its way may arrive: the token says so, until who has the directory next completes what it says.
-                if not may_arrive(error):
+                if isinstance(error, OSError) and not isinstance(error, UndecidedError):
                     with contextlib.suppress(OSError):
                         self._client.put(token, _CLOSED, written)
                 raise
@@ -263,7 +241,7 @@ class ObjectStorage(Storage):
                 if said == _CLOSED:
                     return False
                 with contextlib.suppress(FileExistsError):  # it says something by now
-                    self._client.put(key, _CLOSED, state.e_tag)
+                    self._client.put(key, _CLOSED, state.version)
         except OSError as error:
             return error.errno != errno.ENOENT
         return True
@@ -273,21 +251,12 @@ class ObjectStorage(Storage):
         for _ in range(_ATTEMPTS):
             before = self._client.head(key)
             try:
-                self._put_over(key, content, before)
+                self._client.put(key, content, ABSENT if before is None else before.version)
                 return
             except OSError as error:
                 if error.errno != errno.EEXIST and (error.errno != errno.ENOENT or before is None):
                     raise
         raise OSError(errno.EBUSY, "it changes all the time")
-
-    def _put_over(self, key: str, content: bytes, there: ObjectState | None) -> None:
-        """Put what replaces that version, or what has not been there."""
-        try:
-            self._client.put(key, content, ABSENT if there is None else there.e_tag)
-        except OSError as error:
-            if error.errno != errno.ENOTSUP:
-                raise
-            self._client.put(key, content)  # in a store that knows no conditions
 
     def _put_published(self, key: str, content: bytes, condition: str, token: str) -> None:
         try:
@@ -302,7 +271,7 @@ class ObjectStorage(Storage):
             return
         # Older files are deleted next, so the answer alone is no proof. (What has taken over has published the same.)
         state, _ = together(self.asks_at_once, partial(self._client.head, key), partial(self._use_up, token))
-        if (state is None or state.e_tag != written) and (state is None or self._content(key)[1] != content):
+        if (state is None or state.version != written) and (state is None or self._content(key)[1] != content):
             text = "the store has answered that it holds this, and does not; what was published before is still valid"
             raise OSError(errno.EREMOTEIO, text)
 
@@ -323,7 +292,7 @@ class ObjectStorage(Storage):
                     self._complete(said)
                 elif said != _CLOSED:
                     try:
-                        self._client.put(key, _CLOSED, state.e_tag)
+                        self._client.put(key, _CLOSED, state.version)
                     except OSError as error:
                         if error.errno in (errno.EEXIST, errno.ENOENT):
                             continue  # it says what is to be published by now
@@ -366,7 +335,6 @@ class ObjectStorage(Storage):
     def create(self, name: str, content: bytes) -> None:
         with self._saving("creating the file", name) as key:
             self._client.put(key, content, ABSENT)
-            self._client.honours_conditions(key)
 
     def lock(self, name: str, lease: str, content: bytes | None = None) -> bool:
         with self._saving(f"giving {lease} this name", name) as key:
@@ -384,14 +352,14 @@ class ObjectStorage(Storage):
         content = bytearray(left_bytes) + end
         view = memoryview(content)[:left_bytes]
         for at in range(0, left_bytes, _PIECE_BYTES):
-            self._client.get_into(key, at, view[at : at + _PIECE_BYTES], state.e_tag)
+            self._client.get_into(key, at, view[at : at + _PIECE_BYTES], state.version)
         return state, bytes(content)
 
     def renew(self, name: str) -> bool:
         with self._saving("renewing its time", name) as key:
             try:
                 state, content = self._content(key)
-                self._client.put(key, content, state.e_tag)
+                self._client.put(key, content, state.version)
             except OSError as error:
                 if error.errno in (errno.ENOENT, errno.EEXIST):
                     return False
@@ -400,21 +368,21 @@ class ObjectStorage(Storage):
 
     def move(self, source: str, name: str) -> None:
         with self._saving(f"renaming it to {name}", source) as key:
-            state, content = self._content(key)
+            content = self._content(key)[1]
             self._replace(self._key(name), content)
-            self._delete_version(key, state.e_tag)
+            self._client.delete(key)
 
     def move_over(self, source: str, name: str, before: FileVersion | None) -> None:
         with self._saving(f"renaming it to {name}", source) as key:
-            state, content = self._content(key)
+            content = self._content(key)[1]
             self._replace_version(self._key(name), content, before)
-            self._delete_version(key, state.e_tag)
+            self._client.delete(key)
 
     def _replace_version(self, key: str, content: bytes, before: FileVersion | None) -> None:
         there = self._client.head(key)
         if (None if there is None else _version(there)) == before:
             try:
-                self._put_over(key, content, there)
+                self._client.put(key, content, ABSENT if there is None else there.version)
                 return
             except OSError as error:
                 if error.errno not in (errno.EEXIST, errno.ENOENT):
@@ -424,48 +392,32 @@ class ObjectStorage(Storage):
 
     def move_new(self, source: str, name: str) -> bool:
         with self._saving(f"giving {source} this name", name) as key:
-            state, content = self._content(self._key(source))
+            content = self._content(self._key(source))[1]
             if not self._put_new(key, content):
                 return False
-            self._delete_version(self._key(source), state.e_tag)
+            self._client.delete(self._key(source))
             return True
 
     def delete(self, name: str, missing_ok: bool = True) -> None:
         with self._saving("deleting it", name) as key:
-            if missing_ok and _HAS_ID.search(name):
-                self._client.delete(key)
-                return
-            state = self._client.head(key)
-            if state is not None:
-                self._delete_version(key, state.e_tag)
-            elif not missing_ok:
+            if not missing_ok and self._client.head(key) is None:
                 raise FileNotFoundError(errno.ENOENT, "there is no such object")
+            self._client.delete(key)
 
     def delete_own(self, name: str, is_own: Callable[[bytes], bool]) -> None:
         with self._saving("deleting it", name) as key:
             try:
-                state, content = self._content(key)
+                content = self._content(key)[1]
             except FileNotFoundError:
                 return
             if is_own(content):
-                self._delete_version(key, state.e_tag)
-
-    def _delete_version(self, key: str, e_tag: str) -> None:
-        """Delete what was there: an attempt that arrives after a later put is refused, where the store looks."""
-        try:
-            self._client.delete(key, e_tag)
-        except OSError as error:
-            if error.errno != errno.EEXIST:  # replaced since: that version is gone
-                raise
+                self._client.delete(key)
 
     def delete_through(self, name: str, through: str) -> None:
         with self._saving("deleting it", name) as key:
-            state = self._client.head(key)
-            if state is None:
-                return
             if self._client.head(self._key(through)) is None:
                 raise FileNotFoundError(errno.ENOENT, f"{through} was taken away")
-            self._client.delete(key, state.e_tag)
+            self._client.delete(key)
 
     # The directory, which is there as long as there are keys
 
@@ -484,11 +436,6 @@ class ObjectStorage(Storage):
             return False
         for name in found.sizes:  # of readers that were killed
             self.delete(name)
-        if found.is_marked:
-            try:
-                self._client.delete(self._prefix)
-            except OSError as error:
-                raise save_error("removing the object that stands for it", self._url, error) from error
         return True
 
 
@@ -501,7 +448,7 @@ class _ObjectReader(RangeReader):
         self.version = _version(state)
         self._client = client
         self._key = key
-        self._e_tag = state.e_tag
+        self._version = state.version
         self._end = end
         self._end_at = state.size_bytes - len(end)
 
@@ -514,7 +461,7 @@ class _ObjectReader(RangeReader):
             view[asked_bytes:] = self._end[start : start + len(view) - asked_bytes]
         if asked_bytes:
             try:
-                self._client.get_into(self._key, offset, view[:asked_bytes], self._e_tag)
+                self._client.get_into(self._key, offset, view[:asked_bytes], self._version)
             except OSError as error:
                 if error.errno in (errno.EEXIST, errno.ENOENT, errno.ERANGE):
                     raise CorruptCheckpointError(
@@ -546,7 +493,7 @@ def _intent(key: str, condition: str, content: bytes) -> bytes:
 
 
 def _version(state: ObjectState) -> FileVersion:
-    number = int.from_bytes(hashlib.sha256(state.e_tag.encode()).digest()[:7], "little")
+    number = int.from_bytes(hashlib.sha256(state.version.encode()).digest()[:7], "little")
     return FileVersion(number, state.size_bytes, state.modified_ns)
 
 

@@ -1,285 +1,238 @@
-"""A store in this process's memory, by obstore (Rust's object_store), and Azure's in part.
+"""S3 and Azure Blob Storage, by obstore (Rust's object_store), which signs, repeats and waits as `Timeouts` says.
 
-obstore retries and waits by itself, as `Patience` says. It sends what is uploaded from copies, in order. It hangs in a
-forked child, as its threads are not there: such a child is refused.
+S3 gets a CRC-64 of each part and compares it. The body is not part of the signature: that sum is, and TLS protects
+both.
+
+obstore's threads are not there in a forked child, where a call would wait for ever, and its parent after it: such a
+child is refused before the call. Texts of obstore's errors, and its stores, may hold secrets: they are taken out.
 """
 
 from __future__ import annotations
 
-import copy
 import errno
 import os
 import re
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import obstore
 from obstore import exceptions
-from obstore.store import AzureStore, MemoryStore
 
-from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.storage._object_client import (
     ABSENT,
     Condition,
     Listing,
     ObjectClient,
     ObjectState,
-    Patience,
+    PassingError,
+    Timeouts,
     Upload,
-    within,
 )
 
-_IN_FLIGHT: Final = 8
-# Between the two by which a version is known: to some stores the one counts, to some the other.
-_AND: Final = "\0"
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Parts of one upload at once: one connection brings 50 to 100 MB/s of a node's 1 GB/s and more.
+_PARTS_AT_ONCE: Final = 8
+_PUT_ID: Final = "mcoreckptput"  # Azure takes identifiers alone
 # A signature may be part of a URL, or a password.
 _QUERY: Final = re.compile(r"\?\S+|(?<=://)[^/\s]*@")
-# Of obstore's messages about what it is configured by.
-_REFUSED: Final = {
-    "Access Key": "AZURE_STORAGE_ACCOUNT_KEY",
-    "SAS": "AZURE_STORAGE_SAS_TOKEN",
-    "url": "AZURE_STORAGE_ENDPOINT",
-    "Account": "AZURE_STORAGE_ACCOUNT_NAME",
-}
+_REFUSED: Final = re.compile(r"status code: 4(?!08|09|25|29)\d\d")
+_NO_RANGE: Final = "non-partial response"
+# The process whose threads obstore has; none before the first client.
+_of_process: int | None = None
+
+
+class MakeStore(Protocol):
+    """Makes one of obstore's stores, with what a client needs besides bucket and credentials."""
+
+    def __call__(self, **common: Any) -> Any: ...
 
 
 class ObstoreClient(ObjectClient):
-    """One bucket, container, or name in memory.
+    """One bucket or container.
 
     Args:
-        scheme: `"az"` or `"memory"`; endpoint and credentials come from the environment.
-        bucket: its name.
-        options: of a profile; `endpoint_url` counts.
+        place: as messages name it.
+        make: a store of obstore's, and the same again for other time-outs.
+        hide: takes secrets out of what is shown; see `hiding`.
+        has_suffixes: the store knows ranges that count from an object's end.
     """
 
-    def __init__(self, scheme: str, bucket: str, options: Mapping[str, Any]) -> None:
-        self.place = f"{scheme}://{bucket}"
-        self._pid = os.getpid()
-        self._kind = scheme, bucket, options.get("endpoint_url")
-        self.limits = within(None)
-        self.store = _store(*self._kind, self.limits)
+    def __init__(
+        self,
+        place: str,
+        make: MakeStore,
+        hide: Callable[[str], str],
+        *,
+        has_suffixes: bool,
+        timeouts: Timeouts = Timeouts(),  # noqa: B008 (it never changes)
+    ) -> None:
+        global _of_process
+        _of_process = _of_process or os.getpid()
+        self.place = place
+        self.timeouts = timeouts
+        self._has_suffixes = has_suffixes
+        self._make = make
+        self._hide = hide
+        self._store = make(**_common(timeouts, retries=30))
+        # What is repeated below `ObjectClient.put`, where it can be told what has become of an attempt.
+        self._store_once = make(**_common(timeouts, retries=0))
+        self._within: dict[float, ObstoreClient] = {}
 
-    def within(self, deadline_s: float) -> ObstoreClient:
-        client = copy.copy(self)
-        client.limits = within(deadline_s)
-        if self._kind[0] != "memory":
-            client.store = _store(*self._kind, client.limits)
-        return client
+    def within(self, deadline_s: float) -> ObjectClient:
+        if deadline_s not in self._within:
+            timeouts, has_suffixes = self.timeouts.within(deadline_s), self._has_suffixes
+            client = ObstoreClient(self.place, self._make, self._hide, has_suffixes=has_suffixes, timeouts=timeouts)
+            self._within[deadline_s] = client
+        return self._within[deadline_s]
 
     def __repr__(self) -> str:
         return f"ObstoreClient({self.place!r})"
 
     @contextmanager
-    def asked(self, what: str, key: str) -> Iterator[Any]:
-        """Yields the store; its errors leave as this package's clients raise them."""
+    def asked(self, what: str, key: str) -> Iterator[None]:
+        """Errors of obstore leave as those of a client."""
         where = f"{what} {self.place}/{key}"
-        if self._pid != os.getpid():
-            text = f'{where}: cannot be reached from a forked process; use writer="persistent"'
-            raise OSError(errno.ENOTSUP, text)
+        if _of_process != os.getpid():
+            raise OSError(
+                errno.ENOTSUP,
+                f"{where}: this process was forked from one that uses obstore, whose threads it lacks; start it by "
+                "spawn or forkserver",
+            )
         try:
-            yield self.store
-        except FileNotFoundError as error:
-            raise FileNotFoundError(errno.ENOENT, f"{where}: there is no such object") from error
-        except (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.NotModifiedError) as error:
-            raise FileExistsError(errno.EEXIST, f"{where}: the object is there, or has changed") from error
-        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            raise PermissionError(errno.EACCES, f"{where}: {_said(error)}") from error
-        except exceptions.BaseError as error:
-            said = _said(error)
-            code = errno.ETIMEDOUT if "timed out" in said or "timeout" in said else errno.EREMOTEIO
-            raise OSError(code, f"{where}: {said}") from error
+            yield
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, f"{where}: there is no such object") from None
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.NotModifiedError):
+            raise FileExistsError(errno.EEXIST, f"{where}: the object is there, or has changed") from None
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError) as error:
+            raise PermissionError(errno.EACCES, f"{where}: {self._said(error)}") from None
+        except exceptions.InvalidPathError as error:
+            text = f"{where}: {self._said(error)}; rename or delete that object, which no checkpoint has"
+            raise OSError(errno.EINVAL, text) from None
+        except (exceptions.BaseError, OSError) as error:  # (of an upload's stream: OSError without errno)
+            kind = OSError if _REFUSED.search(str(error)) else PassingError
+            raise kind(errno.EREMOTEIO, f"{where}: {self._said(error)}") from None
+
+    def _said(self, error: BaseException) -> str:
+        text = " ".join(str(error).partition("\n\nDebug source")[0].split())
+        return self._hide(_QUERY.sub("", text))[:500]
 
     def head(self, key: str) -> ObjectState | None:
         try:
-            with self.asked("HEAD", key) as store:
-                return _state(obstore.head(store, key))
+            with self.asked("HEAD", key):
+                found = obstore.get(self._store, key, options={"head": True})
+                return _state(found.meta, found.attributes)
         except FileNotFoundError:
             return None
 
-    def get(self, key: str, most_bytes: int) -> tuple[ObjectState, bytes]:
-        return self._get(key, lambda size_bytes: (0, min(most_bytes, size_bytes)))
-
     def get_end(self, key: str, most_bytes: int) -> tuple[ObjectState, bytes]:
-        # (Azure's store knows no range that counts from the end)
-        return self._get(key, lambda size_bytes: (max(0, size_bytes - most_bytes), size_bytes))
-
-    def _get(self, key: str, of_size: Callable[[int], tuple[int, int]]) -> tuple[ObjectState, bytes]:
-        with self.asked("GET", key) as store:
-            state = _state(obstore.head(store, key))
+        with self.asked("GET", key):
+            if self._has_suffixes:
+                try:
+                    found = obstore.get(self._store, key, options={"range": {"suffix": most_bytes}})
+                    return _state(found.meta), bytes(found.bytes())
+                except exceptions.BaseError as error:
+                    if _NO_RANGE not in str(error):  # of an object without bytes there is none
+                        raise
+            meta = obstore.head(self._store, key)
+            state = _state(meta)
             if not state.size_bytes:
                 return state, b""
-            options: Any = {"range": of_size(state.size_bytes), "if_match": plain_e_tag(state.e_tag)}
-            return state, bytes(obstore.get(store, key, options=options).bytes())
+            wanted = max(0, state.size_bytes - most_bytes), state.size_bytes
+            found = obstore.get(self._store, key, options={"range": wanted, "if_match": state.version})
+            return state, bytes(found.bytes())
 
-    def get_into(self, key: str, offset: int, view: memoryview, e_tag: str) -> None:
+    def get_into(self, key: str, offset: int, view: memoryview, version: str) -> None:
         if not len(view):
             return
-        with self.asked("GET", key) as store:
-            options: Any = {"range": (offset, offset + len(view)), "if_match": plain_e_tag(e_tag)}
-            content = memoryview(obstore.get(store, key, options=options).bytes())
+        wanted = offset, offset + len(view)
+        with self.asked(f"bytes [{wanted[0]}, {wanted[1]}) of", key):
+            found = obstore.get(self._store, key, options={"range": wanted, "if_match": version})
+            content = memoryview(found.bytes())
         if len(content) != len(view):
             raise OSError(errno.ERANGE, f"GET {self.place}/{key}: {len(content)} of {len(view)} bytes came")
         view[:] = content
 
-    def put(self, key: str, content: bytes, condition: Condition = None) -> str:
+    def put_once(self, key: str, content: bytes, condition: Condition, put_id: str) -> str:
         mode: Any = "overwrite"
-        if condition == ABSENT:
-            mode = "create"
-        elif condition is not None:
-            e_tag, _, version = condition.partition(_AND)
-            mode = {"e_tag": e_tag, **({"version": version} if version else {})}
-        with self.asked("PUT", key) as store:
-            return _version(obstore.put(store, key, content, mode=mode, use_multipart=False))
+        if condition is not None:
+            mode = "create" if condition == ABSENT else {"e_tag": condition}
+        with self.asked("PUT", key):
+            made = obstore.put(
+                self._store_once, key, content, mode=mode, use_multipart=False, attributes={_PUT_ID: put_id}
+            )
+        return str(made["e_tag"])
 
-    def delete(self, key: str, e_tag: str | None = None) -> None:
+    def delete(self, key: str) -> None:
         try:
-            with self.asked("DELETE", key) as store:
-                obstore.delete(store, key)
+            with self.asked("DELETE", key):
+                obstore.delete(self._store, key)
         except FileNotFoundError:
             pass
 
     def list(self, prefix: str) -> Listing:
-        with self.asked("LIST", prefix) as store:
-            found = obstore.list_with_delimiter(store, prefix or None)
+        with self.asked("LIST", prefix):
+            found = obstore.list_with_delimiter(self._store, prefix or None)
         sizes = {str(each["path"])[len(prefix) :]: int(each["size"]) for each in found["objects"]}
+        sizes.pop("", None)  # an object that stands for the folder, as consoles make it
         return Listing(sizes, {str(each)[len(prefix) :].strip("/") for each in found["common_prefixes"]})
 
-    def upload(self, key: str, part_bytes: int) -> Upload:
-        return _StreamedUpload(self, key, part_bytes)
+    def upload(self, key: str, part_bytes: int, put_id: str) -> Upload:
+        with self.asked("PUT", key):
+            stream = obstore.open_writer(
+                self._store,
+                key,
+                buffer_size=part_bytes,
+                max_concurrency=_PARTS_AT_ONCE,
+                attributes={_PUT_ID: put_id},
+            )
+        return _Upload(self, key, stream)
 
 
-def _store(scheme: str, bucket: str, endpoint: str | None, limits: Patience) -> Any:
-    common: dict[str, Any] = {
-        "client_options": {
-            "connect_timeout": timedelta(seconds=limits.connect_s),
-            "read_timeout": timedelta(seconds=limits.idle_s),
-            "timeout": timedelta(seconds=limits.attempt_s),
-            "allow_http": True,
-        },
-        "retry_config": {
-            "max_retries": 30,
-            "retry_timeout": timedelta(seconds=limits.give_up_s),
-            "backoff": {
-                "init_backoff": timedelta(seconds=limits.first_pause_s),
-                "max_backoff": timedelta(seconds=limits.longest_pause_s),
-                "base": 2,
-            },
-        },
-    }
-    if scheme == "az":
-        try:
-            return AzureStore(bucket, **({"endpoint": endpoint} if endpoint else {}), **common)
-        except exceptions.BaseError as error:
-            said = str(error)  # which may show what is not to be shown
-            named = [name for part, name in _REFUSED.items() if part in said]
-            raise OptionError(
-                f"az://{bucket}: {', '.join(named) or 'a variable AZURE_...'} is not as obstore expects it"
-                " (it is not shown here); copy it again, from the portal or the tool that has made it"
-            ) from None
-    return MemoryStore()
-
-
-class _StreamedUpload(Upload):
-    """Parts handed to obstore in order, by a thread that it pulls them through."""
-
-    def __init__(self, client: ObstoreClient, key: str, part_bytes: int) -> None:
+class _Upload(Upload):
+    def __init__(self, client: ObstoreClient, key: str, stream: Any) -> None:
         self._client = client
         self._key = key
-        self._part_bytes = part_bytes
-        self._changed = threading.Condition()
-        self._next: bytes | None = None
-        self._taken = 0  # parts
-        self._ended = False
-        self._aborted = False
-        self._is_made = False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._send, name="mcore-ckpt-upload", daemon=True)
-        self._thread.start()
+        self._stream = stream
 
-    def _send(self) -> None:
-        try:
-            with self._client.asked("PUT", self._key) as store:
-                obstore.put(store, self._key, self._parts(), chunk_size=self._part_bytes, max_concurrency=_IN_FLIGHT)
-            with self._changed:
-                self._is_made = True
-                self._changed.notify_all()
-        except BaseException as error:  # noqa: BLE001 (raised by who waits)
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+    def write(self, content: bytes) -> None:
+        with self._client.asked("PUT", f"{self._key}, a part of it"):
+            self._stream.write(content)
 
-    def _parts(self) -> Iterator[bytes]:
-        while True:
-            with self._changed:
-                while self._next is None and not self._ended:
-                    self._changed.wait()
-                if self._aborted:
-                    raise RuntimeError("the upload was aborted")
-                if self._next is None:
-                    return
-                part, self._next = self._next, None
-                self._taken += 1
-                self._changed.notify_all()
-            yield part
+    def complete(self) -> None:
+        with self._client.asked("PUT", self._key):
+            self._stream.close()
 
-    def _wait(self, until: Callable[[], bool]) -> None:
-        most_s = self._client.limits.give_up_s
-        until_s = time.monotonic() + most_s
-        while not until() and self._error is None:
-            if self._aborted:
-                raise OSError(errno.ECANCELED, f"PUT {self._client.place}/{self._key}: the upload was aborted")
-            if not self._changed.wait(max(0.0, until_s - time.monotonic())) and time.monotonic() >= until_s:
-                text = f"PUT {self._client.place}/{self._key}: no part was taken within {most_s:g} s"
-                raise TimeoutError(errno.ETIMEDOUT, text)
-        if self._error is not None:
-            if isinstance(self._error, OSError):
-                raise self._error
-            raise OSError(errno.EREMOTEIO, f"PUT {self._client.place}/{self._key}: {self._error}") from self._error
-
-    def part(self, number: int, view: memoryview) -> None:
-        with self._changed:
-            self._wait(lambda: self._taken == number and self._next is None)
-            self._next = bytes(view)
-            self._changed.notify_all()
-            self._wait(lambda: self._taken > number)
-
-    def complete(self, size_bytes: int) -> None:
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-        with self._changed:
-            self._wait(lambda: self._is_made)
-        state = self._client.head(self._key)
-        if state is None or state.size_bytes != size_bytes:
-            got = "nothing" if state is None else f"{state.size_bytes} bytes"
-            text = f"the store says that it has {got}, and {size_bytes} were written"
-            raise OSError(errno.EREMOTEIO, f"{self._client.place}/{self._key}: {text}")
-
-    def abort(self, *, own_parts_only: bool = False) -> None:
-        with self._changed:
-            self._ended = self._aborted = True
-            self._changed.notify_all()
-        if self._is_made and not own_parts_only:
-            self._client.delete(self._key)
+    def abandon(self) -> None:
+        self._stream = None
 
 
-def plain_e_tag(e_tag: str) -> str:
-    """A version as the store names it."""
-    return e_tag.split(_AND)[0]
+def _common(timeouts: Timeouts, retries: int) -> dict[str, Any]:
+    return {
+        "client_options": {
+            "connect_timeout": timedelta(seconds=timeouts.connect_s),
+            "timeout": timedelta(seconds=timeouts.attempt_s),
+        },
+        "retry_config": {"max_retries": retries, "retry_timeout": timedelta(seconds=timeouts.retries_s)},
+    }
 
 
-def _version(meta: Mapping[str, Any]) -> str:
-    return f"{meta.get('e_tag') or ''}{_AND}{meta.get('version') or ''}"
+def hiding(secrets: Sequence[str]) -> Callable[[str], str]:
+    """Takes these out of a text; a function, since the attributes of an object are shown here and there."""
+    hidden = [secret for secret in secrets if secret]
+
+    def hide(text: str) -> str:
+        for secret in hidden:
+            text = text.replace(secret, "...")
+        return text
+
+    return hide
 
 
-def _state(meta: Mapping[str, Any]) -> ObjectState:
-    return ObjectState(_version(meta), int(meta["size"]), int(meta["last_modified"].timestamp() * 1e9))
-
-
-def _said(error: BaseException) -> str:
-    text = " ".join(str(error).partition("\n\nDebug source")[0].split())
-    return _QUERY.sub("", text)[:500]
+def _state(meta: Mapping[str, Any], attributes: Mapping[str, str] | None = None) -> ObjectState:
+    modified_ns = int(meta["last_modified"].timestamp() * 1e9)
+    return ObjectState(str(meta["e_tag"]), int(meta["size"]), modified_ns, (attributes or {}).get(_PUT_ID, ""))

@@ -11,10 +11,13 @@ One client is kept for each bucket, since it keeps connections and what it has l
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -24,14 +27,34 @@ from mcore_ckpt.core.paths import store_url
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage._object_client import ObjectClient
 from mcore_ckpt.storage._objects import ObjectStorage
-from mcore_ckpt.storage._s3 import S3Client, S3Place
-from mcore_ckpt.storage._s3_signing import Credentials, botocore_session, credentials_of_aws
 from mcore_ckpt.storage.base import Storage
 
 _S3_PROFILES: Final = frozenset({"s3", "s8k", "gcs_s3", "ais_s3"})
 _VARIABLES: Final = ("AWS_", "AZURE_", "CLOUDSDK_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
 _GOOGLE: Final = "https://storage.googleapis.com"
+_S3_KEYS: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _AZURE_ENDPOINTS: Final = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+# With one of these obstore finds its way alone.
+_AZURE_CREDENTIALS: Final = (
+    "AZURE_STORAGE_ACCOUNT_KEY",
+    "AZURE_STORAGE_ACCESS_KEY",
+    "AZURE_STORAGE_MASTER_KEY",
+    "AZURE_STORAGE_KEY",
+    "AZURE_STORAGE_SAS_TOKEN",
+    "AZURE_STORAGE_SAS_KEY",
+    "AZURE_STORAGE_TOKEN",
+    "AZURE_STORAGE_CLIENT_SECRET",
+    "AZURE_CLIENT_SECRET",
+    "AZURE_FEDERATED_TOKEN_FILE",
+    "AZURE_SKIP_SIGNATURE",
+)
+# Of obstore's messages about what it is configured by.
+_REFUSED_BY_AZURE: Final = {
+    "Access Key": "AZURE_STORAGE_ACCOUNT_KEY",
+    "SAS": "AZURE_STORAGE_SAS_TOKEN",
+    "url": "AZURE_STORAGE_ENDPOINT",
+    "Account": "AZURE_STORAGE_ACCOUNT_NAME",
+}
 # In a URL of Azure's: a signature, which is a credential.
 _SIGNATURE: Final = re.compile(r"[?&]sig=")
 _INSTALL: Final = "pip install '.[objects]' in a checkout of mcore_ckpt"
@@ -83,57 +106,184 @@ def _client(scheme: str, bucket: str, options: Mapping[str, Any]) -> ObjectClien
     key = (scheme, bucket, tuple(sorted((k, repr(v)) for k, v in options.items())), environment)
     with _lock:
         if key not in _clients:
-            _clients[key] = made(bucket, options)
+            try:
+                _clients[key] = made(bucket, options)
+            except ImportError as error:
+                raise OptionError(
+                    f"{scheme}://{bucket}: needs a package that is not there ({error}); {_INSTALL}"
+                ) from error
         return _clients[key]
 
 
 def _s3(bucket: str, options: Mapping[str, Any]) -> ObjectClient:
-    profile = options.get("profile_name")
-    session = botocore_session(profile, os.getpid())
-    try:
-        configured = {} if session is None else session.get_scoped_config()
-    except Exception as error:  # noqa: BLE001
-        # ProfileNotFound, ConfigParseError: the text of others may show what stands in the file.
-        raise OptionError(
-            f"s3://{bucket}: AWS's configuration cannot be used ({type(error).__name__}, raised by botocore); look at "
-            "AWS_PROFILE and the files of AWS's tools"
-        ) from None
-    region = (
-        options.get("region_name")
-        or os.environ.get("AWS_REGION")
-        or os.environ.get("AWS_DEFAULT_REGION")
-        or configured.get("region")
-        or "us-east-1"
-    )
+    from obstore.store import S3Store
+
+    from mcore_ckpt.storage._obstore import ObstoreClient, hiding
+
+    where = f"s3://{bucket}"
+    keys = options.get("keys") or tuple(os.environ.get(each, "") for each in _S3_KEYS)
+    profile = options.get("profile_name") or os.environ.get("AWS_PROFILE")
+    session = None if not profile and all(keys[:2]) else _botocore_session(where, profile)
+    configured = {} if session is None else session.get_scoped_config()
+    environment = os.environ.get
     endpoint = (
         options.get("endpoint_url")
-        or os.environ.get("AWS_ENDPOINT_URL_S3")
-        or os.environ.get("AWS_ENDPOINT_URL")
+        or environment("AWS_ENDPOINT_URL_S3")
+        or environment("AWS_ENDPOINT_URL")
         or configured.get("endpoint_url")
         or ""
     )
-    verify = options.get("verify")
-    if verify is None:
-        verify = os.environ.get("AWS_CA_BUNDLE") or True
-    credentials: Callable[[], Credentials] = options.get("credentials") or credentials_of_aws(profile)
-    _check_endpoint(f"s3://{bucket}", endpoint, "AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL")
-    return S3Client(S3Place(bucket, region, endpoint, verify), credentials, f"s3://{bucket}")
+    _check_endpoint(where, endpoint, "AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL")
+    config: dict[str, Any] = {
+        "region": options.get("region_name")
+        or environment("AWS_REGION")
+        or environment("AWS_DEFAULT_REGION")
+        or configured.get("region")
+        or "us-east-1",
+        # A dot in a bucket's name does not fit the certificate of its own host.
+        "virtual_hosted_style_request": not endpoint and "." not in bucket,
+        "unsigned_payload": True,
+        "checksum_algorithm": "CRC64NVME",
+        "disable_bulk_delete": True,  # not every server has it
+        **({"endpoint": endpoint} if endpoint else {}),
+    }
+    more: dict[str, Any] = {}
+    if session is not None:
+        more["credential_provider"] = _OfBotocore(session)
+        more["credential_provider"]()  # what is wrong with them is said in words of our own
+    else:
+        for name, value in zip(_S3_KEYS, keys, strict=True):
+            _check_header(name, value)
+        config |= {name.lower(): value for name, value in zip(_S3_KEYS, keys, strict=True) if value}
+    client_options = _client_options(endpoint, options.get("verify", environment("AWS_CA_BUNDLE") or True))
+
+    def make(**common: Any) -> Any:
+        common["client_options"] |= client_options
+        return S3Store(bucket, config=config, **more, **common)
+
+    return ObstoreClient(where, make, hiding(keys), has_suffixes=True)
+
+
+def _botocore_session(where: str, profile: str | None) -> Any:
+    """Where AWS's own tools look for credentials and settings; None without botocore: obstore looks at the variables,
+    and asks the instance.
+    """
+    try:
+        import botocore.session
+    except ImportError:
+        return None
+    session = botocore.session.Session(profile=profile)
+    try:
+        session.get_scoped_config()
+    except Exception as error:  # noqa: BLE001
+        # ProfileNotFound, ConfigParseError: the text of others may show what stands in the file.
+        raise OptionError(
+            f"{where}: AWS's configuration cannot be used ({type(error).__name__}, raised by botocore); look at "
+            "AWS_PROFILE and the files of AWS's tools"
+        ) from None
+    return session
+
+
+class _OfBotocore:
+    """Credentials, as obstore asks for them. botocore renews what expires ten minutes before it does."""
+
+    _ATTEMPTS: Final = 3
+    _VALID: Final = timedelta(minutes=10)
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def __call__(self) -> dict[str, Any]:
+        for attempt in range(self._ATTEMPTS):
+            try:
+                credentials = self._session.get_credentials()
+                found = None if credentials is None else credentials.get_frozen_credentials()
+                break
+            except Exception as error:  # noqa: BLE001 (botocore's, and those of what it asks)
+                # Their text may show what a process or a service has answered, credentials among it.
+                if attempt + 1 == self._ATTEMPTS:
+                    raise OptionError(
+                        f"credentials for S3 cannot be had: {type(error).__name__}, raised by botocore"
+                    ) from None
+                time.sleep(attempt + 0.5)
+        if found is None:
+            raise OptionError(
+                "no credentials for S3 were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile in the"
+                " files of AWS's tools"
+            )
+        for name, value in zip(_S3_KEYS, found, strict=False):
+            _check_header(name, value or "")
+        return {
+            "access_key_id": found.access_key,
+            "secret_access_key": found.secret_key,
+            "token": found.token,
+            "expires_at": datetime.now(timezone.utc) + self._VALID,
+        }
+
+
+def _check_header(name: str, value: str) -> None:
+    """Raise `OptionError` for what cannot stand in a request's header: obstore would panic."""
+    if not all("!" <= character <= "~" for character in value):
+        raise OptionError(
+            f"the credentials for S3: {name} has a character that cannot be part of it, such as a space "
+            "or a newline at its end; it is not shown here. Set it again, without that character"
+        )
+
+
+def _az(container: str, options: Mapping[str, Any]) -> ObjectClient:
+    from obstore.exceptions import BaseError
+    from obstore.store import AzureStore
+
+    from mcore_ckpt.storage._obstore import ObstoreClient, hiding
+
+    where = f"az://{container}"
+    for endpoint in (options.get("endpoint_url"), *map(os.environ.get, _AZURE_ENDPOINTS)):
+        _check_endpoint(where, endpoint or "", ", ".join(_AZURE_ENDPOINTS))
+    endpoint = options.get("endpoint_url") or next(filter(None, map(os.environ.get, _AZURE_ENDPOINTS)), "")
+    config = {"endpoint": options["endpoint_url"]} if options.get("endpoint_url") else {}
+    client_options = _client_options(endpoint, True)
+    is_local = "AZURE_STORAGE_USE_EMULATOR" in os.environ
+    more: dict[str, Any] = {}
+    if not is_local and not any(os.environ.get(name) for name in _AZURE_CREDENTIALS):
+        with contextlib.suppress(ImportError):
+            from obstore.auth.azure import AzureCredentialProvider
+
+            more["credential_provider"] = AzureCredentialProvider()
+
+    def make(**common: Any) -> Any:
+        common["client_options"] |= {**client_options, **({"allow_http": True} if is_local else {})}
+        try:
+            return AzureStore(container, config=config, **more, **common)
+        except BaseError as error:
+            said = str(error)  # which may show what is not to be shown
+            named = [name for part, name in _REFUSED_BY_AZURE.items() if part in said]
+            raise OptionError(
+                f"{where}: {', '.join(named) or 'a variable AZURE_...'} is not as obstore expects it (it is not shown "
+                "here); copy it again, from the portal or the tool that has made it"
+            ) from None
+
+    secrets = [value for name, value in os.environ.items() if name in _AZURE_CREDENTIALS]
+    return ObstoreClient(where, make, hiding(secrets), has_suffixes=False)
+
+
+def _client_options(endpoint: str, verify: bool | str) -> dict[str, Any]:
+    """Of obstore: what a server of one's own needs. `verify`: its certificate; or the file of those who sign it."""
+    options: dict[str, Any] = {"allow_http": endpoint.startswith("http:")}
+    if isinstance(verify, str):
+        options["root_certificate"] = Path(verify).read_bytes()
+    elif not verify:
+        options["allow_invalid_certificates"] = True
+    return options
 
 
 def _gs(bucket: str, options: Mapping[str, Any]) -> ObjectClient:
+    from mcore_ckpt.storage._gcs import GcsClient
+
     endpoint = options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST") or _GOOGLE
     if "://" not in endpoint:  # as Google's clients take it
         endpoint = f"http://{endpoint}"
     _check_endpoint(f"gs://{bucket}", endpoint, "STORAGE_EMULATOR_HOST")
-    try:
-        from mcore_ckpt.storage._gcs import GcsClient
-
-        if not endpoint.startswith("https:"):  # a token that is sent without encryption is everybody's
-            return GcsClient(bucket, endpoint, None)
-        from mcore_ckpt.storage._gcs_tokens import GoogleTokens
-    except ImportError as error:
-        raise OptionError(f"gs://{bucket}: needs google-auth and google-crc32c ({error}); {_INSTALL}") from error
-    return GcsClient(bucket, endpoint, GoogleTokens())
+    return GcsClient(bucket, endpoint)
 
 
 def _check_endpoint(where: str, endpoint: str, variables: str) -> None:
@@ -152,28 +302,7 @@ def _check_endpoint(where: str, endpoint: str, variables: str) -> None:
         ) from None
 
 
-def _by_obstore(scheme: str) -> Callable[[str, Mapping[str, Any]], ObjectClient]:
-    def make(bucket: str, options: Mapping[str, Any]) -> ObjectClient:
-        try:
-            from mcore_ckpt.storage._azure import AzureClient
-            from mcore_ckpt.storage._obstore import ObstoreClient
-        except ImportError as error:
-            raise OptionError(f"{scheme}://{bucket}: needs obstore ({error}); {_INSTALL}") from error
-        if scheme != "az":
-            return ObstoreClient(scheme, bucket, options)
-        for endpoint in (options.get("endpoint_url"), *map(os.environ.get, _AZURE_ENDPOINTS)):
-            _check_endpoint(f"az://{bucket}", endpoint or "", ", ".join(_AZURE_ENDPOINTS))
-        return AzureClient(bucket, options)
-
-    return make
-
-
-_MAKERS: Final[dict[str, Callable[[str, Mapping[str, Any]], ObjectClient]]] = {
-    "s3": _s3,
-    "gs": _gs,
-    "az": _by_obstore("az"),
-    "memory": _by_obstore("memory"),
-}
+_MAKERS: Final[dict[str, Callable[[str, Mapping[str, Any]], ObjectClient]]] = {"s3": _s3, "gs": _gs, "az": _az}
 
 
 # Profiles of the multi-storage client
@@ -216,22 +345,7 @@ def _credentials(url: str, name: str, provider: Mapping[str, Any] | None) -> dic
             f"{url}: credentials_provider of profile {name!r}: expected type S3Credentials with access_key and "
             "secret_key, or none (then credentials are looked for as AWS's own tools do)"
         )
-    return {
-        "credentials": _Fixed(Credentials(*(options.get(k, "") for k in ("access_key", "secret_key", "session_token"))))
-    }
-
-
-class _Fixed:
-    """Credentials that never change."""
-
-    def __init__(self, credentials: Credentials) -> None:
-        self._credentials = credentials
-
-    def __call__(self) -> Credentials:
-        return self._credentials
-
-    def __repr__(self) -> str:  # tells clients apart; the hash changes with each process
-        return f"credentials {hash(self._credentials):x}"
+    return {"keys": tuple(options.get(each, "") for each in ("access_key", "secret_key", "session_token"))}
 
 
 def _profile(url: str, name: str) -> Mapping[str, Any]:

@@ -208,6 +208,7 @@ class Storage(ABC):
         open_ahead: files that are opened ahead of the one that is read; 0 where opening one takes no request.
         asks_at_once: requests for a name or a small file that are sent before the first is answered, where none depends
             on another; 1 where an answer comes sooner than a thread starts.
+        serves_forks: a forked child of a process that uses it can use it, too.
     """
 
     request_bytes: int = 0
@@ -216,6 +217,7 @@ class Storage(ABC):
     reads_at_once: int = 4
     open_ahead: int = 0
     asks_at_once: int = 1
+    serves_forks: bool = True
 
     def within(self, deadline_s: float | None) -> Storage:
         """The same directory, where no request is waited for longer than that; None: as long as the back-end does."""

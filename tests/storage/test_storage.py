@@ -5,7 +5,6 @@ What a back-end did is looked at with plain file calls, never with the code unde
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import random
@@ -19,11 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-try:
-    import obstore
-except ImportError:
-    obstore = None
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, SaveError
 from mcore_ckpt.core.paths import checkpoint_path
@@ -279,7 +273,6 @@ class StorageConformance(ABC):
             write()
         assert self.get(directory, "file") == b"precious"
         assert self.names(directory) == ["file"]
-        assert list(storage.unfinished()) == []
 
     @pytest.mark.parametrize("finished", [False, True])
     def test_an_aborted_file_is_gone(self, storage: Storage, directory: Path, finished: bool) -> None:
@@ -481,7 +474,6 @@ class TestS3(StorageConformance):
         return self.objects.get(name)
 
     def names(self, directory: Path) -> list[str]:
-        assert self.objects.uploads() == []
         return self.objects.names()
 
     def truncate(self, directory: Path, name: str, size: int) -> None:
@@ -498,22 +490,25 @@ class TestGcs(TestS3):
     tick_s = 0.02
 
 
-class TestObstore(StorageConformance):
-    """obstore's client; what was done is looked at through obstore itself.
-
-    On its store in memory, or at the URL that `MCORE_CKPT_TEST_STORE` names: az://container for Azurite, say.
+class TestAzure(StorageConformance):
+    """Azure's store, or Azurite, at the URL that `MCORE_CKPT_TEST_STORE` names: az://container. What was done is looked
+    at through a store of obstore's own.
     """
 
-    base = os.environ.get("MCORE_CKPT_TEST_STORE", "memory://store")
-    tick_s = 0.02 if base.startswith("memory") else 1.1
+    base = os.environ.get("MCORE_CKPT_TEST_STORE", "")
+    tick_s = 1.1
     has_directories = False
     read_ahead_bytes = 64 * 1024
     cut = "file: was replaced or deleted while it was read .*had {size} bytes"
 
     @pytest.fixture
     def directory(self) -> Path:
-        pytest.importorskip("obstore", reason="the client of Google's and Azure's stores")
+        if not self.base.startswith("az:"):
+            pytest.skip("MCORE_CKPT_TEST_STORE names no container of Azure's; `make test-stores` runs Azurite")
+        from obstore.store import AzureStore
+
         self.prefix = f"test-{secrets.token_hex(6)}/"
+        self.store: Any = AzureStore(self.base.removeprefix("az://"), client_options={"allow_http": True})
         return checkpoint_path(f"{self.base}/{self.prefix}")
 
     @pytest.fixture
@@ -523,18 +518,14 @@ class TestObstore(StorageConformance):
     def make(self, directory: Path) -> Storage:
         return storage_at(directory)
 
-    @property
-    def store(self) -> Any:
-        return storage_at(self.base)._client.store  # type: ignore[attr-defined]
-
     def put(self, directory: Path, name: str, content: bytes) -> None:
-        obstore.put(self.store, self.prefix + name, content)
+        self.store.put(self.prefix + name, content)
 
     def get(self, directory: Path, name: str) -> bytes:
-        return bytes(obstore.get(self.store, self.prefix + name).bytes())
+        return bytes(self.store.get(self.prefix + name).bytes())
 
     def names(self, directory: Path) -> list[str]:
-        found = obstore.list(self.store, self.prefix).collect()
+        found = self.store.list(self.prefix).collect()
         return sorted(each["path"].removeprefix(self.prefix) for each in found)
 
     def truncate(self, directory: Path, name: str, size: int) -> None:
@@ -542,49 +533,6 @@ class TestObstore(StorageConformance):
 
     def drop_cache(self, path: Path) -> None:
         pass
-
-    @pytest.fixture
-    def azure(self, storage: Storage) -> Any:
-        """The client, and the key of a file."""
-        if not self.base.startswith("az:"):
-            pytest.skip("what obstore does not do, and this package does itself")
-        return storage._client, storage._key("file")  # type: ignore[attr-defined]
-
-    def test_parts_come_in_any_order_and_make_no_file_where_there_is_one(self, azure: Any, directory: Path) -> None:
-        client, key = azure
-        parts = {number: random_bytes(MIB) for number in range(6)}
-        first, second = client.upload(key, MIB), client.upload(key, MIB)
-        for number in (3, 0, 5, 1, 4, 2):
-            first.part(number, memoryview(parts[number]))
-            second.part(number, memoryview(bytes(MIB)))
-        first.complete(6 * MIB)
-        with pytest.raises(FileExistsError):
-            second.complete(6 * MIB)
-        second.abort()
-        assert self.get(directory, "file") == b"".join(parts.values())
-        first.abort()
-        assert self.names(directory) == []
-
-    def test_a_part_that_is_changed_on_the_way_is_refused(self, azure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        client, key = azure
-        upload = client.upload(key, MIB)
-        md5 = hashlib.md5
-        monkeypatch.setattr(hashlib, "md5", lambda view, **more: md5(b"what was meant", **more))
-        with pytest.raises(OSError, match="400"):
-            upload.part(0, memoryview(bytes(MIB)))
-
-    def test_another_version_is_neither_read_nor_deleted(self, azure: Any, directory: Path) -> None:
-        client, key = azure
-        self.put(directory, "file", b"old")
-        old = client.head(key)
-        self.put(directory, "file", b"new")
-        with pytest.raises(FileExistsError):
-            client.delete(key, old.e_tag)
-        with pytest.raises(FileExistsError):
-            client.get_into(key, 0, memoryview(bytearray(3)), old.e_tag)
-        client.delete(key, client.head(key).e_tag)
-        client.delete(key, old.e_tag)
-        assert self.names(directory) == []
 
 
 class TestFaultyStorageWithoutFaults(StorageConformance):

@@ -1,38 +1,32 @@
-"""Google's store for tests: fake-gcs-server, which answers to Google's JSON API, and what it lacks of that.
+"""Google's store for tests: fake-gcs-server, which answers to Google's JSON API.
 
-fake_gcs_server()       fake-gcs-server as it is; yields its URL
-complete_gcs_server()   the same behind a process of the tests that does what Google's store does besides
+fake_gcs_server()       the server; yields its URL
 GcsDirectory            a prefix of a bucket, looked at by plain requests
 
-fake-gcs-server 1.54 compares the generation that an upload names. It does not look at that of a composition, a deletion
-or a read, compares no checksum of what comes, and keeps what a composition says is to be deleted.
+fake-gcs-server 1.54 compares the generation that an upload names. It does not look at that of a read, and compares no
+checksum of what comes.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import ctypes
 import importlib.util
 import json
 import secrets
 import signal
-import struct
 import subprocess
-import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any, Final
-from urllib.parse import parse_qs, quote
+from typing import Final
+from urllib.parse import quote
 
-from tests.support.object_server import Proxy, S3Directory, free_port
+from tests.support.object_server import S3Directory, free_port
 
-__all__ = ["GcsDirectory", "ObjectDirectory", "complete_gcs_server", "fake_gcs_server", "is_installed", "make_bucket"]
+__all__ = ["GcsDirectory", "ObjectDirectory", "fake_gcs_server", "is_installed", "make_bucket"]
 
 _STARTS_WITHIN_S = 60.0
 _PR_SET_PDEATHSIG: Final = 1  # <sys/prctl.h>
@@ -100,69 +94,6 @@ def fake_gcs_server(bucket: str) -> Iterator[str]:
         yield url
 
 
-@contextlib.contextmanager
-def complete_gcs_server(bucket: str) -> Iterator[str]:
-    """fake-gcs-server, and what it lacks."""
-    with fake_gcs_server(bucket) as upstream:
-        port = free_port()
-        command = [sys.executable, "-m", "tests.support.gcs_server", upstream, str(port)]
-        with _running(command, f"http://127.0.0.1:{port}", bucket) as url:
-            yield url
-
-
-class _Completed(Proxy):
-    """One change at a time, and only if the version is there that it names."""
-
-    def __init__(self, upstream: str, port: int) -> None:
-        super().__init__(upstream, port=port)
-        self._changing = threading.Lock()
-
-    def pass_on(self, handler: BaseHTTPRequestHandler, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        with contextlib.nullcontext() if handler.command == "GET" else self._changing:
-            refused = self._refused(handler, body)
-            if refused is not None:
-                status, said = refused
-                told = {"error": {"code": status, "message": said, "errors": [{"reason": "conditionNotMet"}]}}
-                return status, {"Content-Type": "application/json"}, json.dumps(told).encode()
-            answer = super().pass_on(handler, body)
-            if handler.path.partition("?")[0].endswith("/compose") and answer[0] == 200:
-                self._delete_sources(handler.path, json.loads(body))
-            return answer
-
-    def _refused(self, handler: BaseHTTPRequestHandler, body: bytes) -> tuple[int, str] | None:
-        path, _, query = handler.path.partition("?")
-        told = parse_qs(query)
-        if path.startswith("/upload/") and told.get("uploadType") == ["multipart"]:
-            return _damaged(handler.headers["Content-Type"], body)
-        wanted = told.get("ifGenerationMatch")
-        if wanted is None or "/o/" not in path:
-            return None
-        status, _, content = self.ask("GET", path.removesuffix("/compose"))
-        found = "0" if status == 404 else str(json.loads(content)["generation"])
-        if found == "0" and handler.command != "POST":
-            return None  # that there is none is said first
-        return None if wanted == [found] else (412, f"expected generation {wanted[0]}, found {found}")
-
-    def _delete_sources(self, target: str, told: dict[str, Any]) -> None:
-        if told.get("deleteSourceObjects"):
-            folder = target.partition("/o/")[0]
-            for source in told["sourceObjects"]:
-                self.ask("DELETE", f"{folder}/o/{quote(source['name'], safe='')}")
-
-
-def _damaged(content_type: str, body: bytes) -> tuple[int, str] | None:
-    import google_crc32c
-
-    boundary = f"--{content_type.partition('boundary=')[2]}".encode()
-    _, head, content, _ = body.split(boundary)
-    told = json.loads(head.partition(b"\r\n\r\n")[2])
-    content = content.partition(b"\r\n\r\n")[2].removesuffix(b"\r\n")
-    found = base64.b64encode(struct.pack(">I", google_crc32c.value(content))).decode()
-    if told.get("crc32c", found) == found:
-        return None
-    return 400, f'Provided CRC32C "{told["crc32c"]}" doesn\'t match calculated CRC32C "{found}".'
-
-
 class GcsDirectory:
     """A prefix of a bucket, looked at and changed by plain requests, never by the code under test."""
 
@@ -210,24 +141,11 @@ class GcsDirectory:
         """Delete an object."""
         self._request("DELETE", self._target(name))
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """Of all objects below the prefix."""
         listed = json.loads(self._request("GET", f"/storage/v1/b/{self.bucket}/o?prefix={self.prefix}/"))
         assert "nextPageToken" not in listed
         return sorted(each["name"].removeprefix(f"{self.prefix}/") for each in listed.get("items") or ())
 
-    def names(self) -> list[str]:
-        """Of all objects below the prefix but parts of uploads."""
-        return [name for name in self._names() if ".mcore_ckpt_part." not in name]
-
-    def uploads(self) -> list[str]:
-        """Names of unfinished uploads."""
-        parts = (name.replace(".mcore_ckpt_part.", "") for name in self._names() if ".mcore_ckpt_part." in name)
-        return sorted({name.rsplit(".", 2)[0] for name in parts})
-
 
 ObjectDirectory = S3Directory | GcsDirectory
-
-
-if __name__ == "__main__":
-    with _Completed(sys.argv[1], int(sys.argv[2])) as completed:
-        threading.Event().wait()

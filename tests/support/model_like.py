@@ -17,6 +17,7 @@ from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, S
 from mcore_ckpt.format.metadata_read import encode_config
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.reshard.reshard import _carry_sidecars, reshard_checkpoint
+from tests.support.forked import start_apart
 
 __all__ = ["LAYERS", "assert_same", "model_tensors", "read_all", "write_model"]
 
@@ -148,16 +149,15 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 def reshard_killed(source: Path, target: Path | str) -> None:
     """Reshard to TP 2 in a process that is killed when all is written but `.metadata`."""
-    pid = os.fork()
-    if pid == 0:
+    process = start_apart(_reshard_and_die, source, target)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
-        def carry(*given: Any) -> None:
-            _carry_sidecars(*given)
-            os.kill(os.getpid(), signal.SIGKILL)
 
-        try:
-            with mock.patch("mcore_ckpt.reshard.reshard._carry_sidecars", carry):
-                reshard_checkpoint(source, target, tp=2, pp=1)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+def _reshard_and_die(source: Path, target: Path | str) -> None:
+    def carry(*given: Any) -> None:
+        _carry_sidecars(*given)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch("mcore_ckpt.reshard.reshard._carry_sidecars", carry):
+        reshard_checkpoint(source, target, tp=2, pp=1)

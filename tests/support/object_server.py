@@ -27,9 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 
-import pytest
-
-__all__ = ["Fault", "Proxy", "Request", "S3Directory", "moto_server", "needs", "s3_environment"]
+__all__ = ["Fault", "Proxy", "Request", "S3Directory", "moto_server", "s3_environment"]
 
 _STARTS_WITHIN_S = 60.0
 
@@ -167,17 +165,6 @@ class S3Directory:
         listed = self._request("GET", f"?list-type=2&prefix={self.prefix}%2F").decode()
         return sorted(key.removeprefix(f"{self.prefix}/") for key in re.findall("<Key>(.*?)</Key>", listed))
 
-    def uploads(self) -> list[str]:
-        """Names of unfinished uploads."""
-        listed = self._request("GET", f"?prefix={self.prefix}%2F&uploads=").decode()
-        return sorted(key.removeprefix(f"{self.prefix}/") for key in re.findall("<Key>(.*?)</Key>", listed))
-
-
-def needs(what: str) -> pytest.MarkDecorator:
-    """A mark: of servers that `MCORE_CKPT_TEST_S3` names some lack something, which `MCORE_CKPT_TEST_WITHOUT` says."""
-    lacking = os.environ.get("MCORE_CKPT_TEST_WITHOUT", "").split()
-    return pytest.mark.skipif(what in lacking, reason=f"the server has no {what}")
-
 
 @dataclass(frozen=True)
 class Request:
@@ -191,6 +178,7 @@ class Request:
     path: str
     query: str
     size_bytes: int
+    name: str = ""  # of what is sent to Google, where the body says it
 
     @property
     def changes(self) -> bool:
@@ -199,36 +187,31 @@ class Request:
 
     @property
     def _of_google(self) -> bool:
-        return self.path.startswith(("/storage/v1/", "/upload/storage/v1/"))
+        return self.path.startswith(("/storage/v1/", "/upload/storage/v1/", "/download/storage/v1/"))
 
     @property
     def key(self) -> str:
         """Of the object or upload that it is about."""
         if not self._of_google:
             return unquote(self.path).split("/", 2)[-1]
-        named = parse_qs(self.query).get("name")
-        key = named[0] if named else unquote(self.path.partition("/o/")[2].removesuffix("/compose"))
-        folder, sent_for, part = key.rpartition(".mcore_ckpt_part.")
-        return folder + part.rsplit(".", 2)[0] if sent_for else key
+        named = self.name or parse_qs(self.query).get("name", [""])[0]
+        return named or unquote(self.path.partition("/o/")[2])
 
     @property
     def part(self) -> int:
-        """Number of the part that it sends, from 1 on; 0 if it sends none."""
-        if self._of_google:
-            found = re.search(r"\.mcore_ckpt_part\..*\.0-(\d+)$", parse_qs(self.query).get("name", [""])[0])
-            return int(found[1]) + 1 if found else 0
+        """Number of the part that it sends to S3, from 1 on; 0 if it sends none."""
         return int(parse_qs(self.query).get("partNumber", ["0"])[0])
 
     @property
     def makes(self) -> bool:
         """Whether it makes an object of what it sends."""
-        return not self.part and (self.path.startswith("/upload/") if self._of_google else self.method == "PUT")
+        if self._of_google:
+            return self.method == "POST" and "uploadType=multipart" in self.query
+        return self.method == "PUT" and not self.part
 
     @property
     def completes(self) -> bool:
-        """Whether it makes an object of parts."""
-        if self._of_google:
-            return self.path.endswith("/compose") and ".mcore_ckpt_part." not in self.path
+        """Whether it makes an object of parts that S3 has."""
         return self.method == "POST" and "uploadId" in self.query
 
     @property
@@ -253,7 +236,7 @@ class Request:
     @property
     def deletes(self) -> bool:
         """Whether it deletes an object."""
-        return self.method == "DELETE" and "uploadId" not in self.query and ".mcore_ckpt_part." not in self.path
+        return self.method == "DELETE" and "uploadId" not in self.query
 
 
 @dataclass(frozen=True)
@@ -271,7 +254,7 @@ class Fault:
         then: called when the fault has struck.
     """
 
-    kind: Literal["status", "reset", "lost", "truncated", "stall", "late", "damaged", "pretended"]
+    kind: Literal["status", "reset", "lost", "forgotten", "truncated", "stall", "late", "damaged", "pretended"]
     status: int = 503
     seconds: float = 0.0
     then: Callable[[], None] = field(default=lambda: None)
@@ -290,7 +273,6 @@ class Proxy:
         self, upstream: str, rule: Callable[[Request], Fault | None] = lambda request: None, port: int = 0
     ) -> None:
         self.rule = rule
-        self.ignored_conditions: frozenset[str] = frozenset()  # of puts, as some look-alikes ignore them
         self.requests: list[Request] = []
         self._upstream = urlsplit(upstream).netloc
         self._lock = threading.Lock()
@@ -334,25 +316,31 @@ class Proxy:
     def _handle(self, handler: BaseHTTPRequestHandler) -> None:
         length = int(handler.headers.get("Content-Length") or 0)
         path, _, query = handler.path.partition("?")
+        head = handler.rfile.read(length) if "uploadType=" in query and handler.command == "POST" else b""
+        name = re.search(rb'"name": *"([^"]*)"', head)
         with self._lock:
-            request = Request(len(self.requests), handler.command, path, query, length)
+            request = Request(
+                len(self.requests), handler.command, path, query, length, name[1].decode() if name else ""
+            )
             self.requests.append(request)
         fault = self.rule(request)
         kind = None if fault is None else fault.kind
         if kind == "reset":
-            handler.rfile.read(length // 2)
+            handler.rfile.read(0 if head else length // 2)
             self._strike(fault)
             handler.connection.shutdown(socket.SHUT_RDWR)
             handler.close_connection = True
             return
-        body = handler.rfile.read(length)
+        body = head or handler.rfile.read(length)
         if fault is not None and kind in ("late", "stall"):
             self._stopped.wait(fault.seconds)
             fault.then()
             if kind == "stall":
                 handler.close_connection = True
                 return
-        if fault is not None and kind == "status":
+        if fault is not None and kind in ("status", "forgotten"):
+            if kind == "forgotten":
+                self.pass_on(handler, body)
             fault.then()
             told = {"error": {"code": fault.status, "message": f"Injected{fault.status}"}}
             said = f"<Error><Code>Injected{fault.status}</Code></Error>"
@@ -385,12 +373,7 @@ class Proxy:
     def pass_on(self, handler: BaseHTTPRequestHandler, body: bytes) -> tuple[int, dict[str, str], bytes]:
         """What the server answers: status, headers, content."""
         headers = {name: value for name, value in handler.headers.items() if name.lower() != "connection"}
-        if handler.command == "PUT":
-            headers = {k: v for k, v in headers.items() if k.lower() not in self.ignored_conditions}
-        target = handler.path
-        if handler.command == "POST" and "ifGenerationMatch" in self.ignored_conditions:
-            target = re.sub("&ifGenerationMatch=[^&]*", "", target)
-        return self.ask(handler.command, target, headers, body)
+        return self.ask(handler.command, handler.path, headers, body)
 
     def ask(
         self, method: str, target: str, headers: Mapping[str, str] | None = None, body: bytes = b""

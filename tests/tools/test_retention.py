@@ -36,9 +36,8 @@ from mcore_ckpt.directory.target import open_target
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.storage import _object_client, _object_readers
+from mcore_ckpt.storage import _object_readers
 from mcore_ckpt.storage._local import LocalStorage
-from mcore_ckpt.storage._object_client import Patience
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.run_listing import list_run
@@ -737,7 +736,6 @@ def test_what_a_save_that_died_has_left_goes(
     del before[name_of(1)]
     assert holding_files(root) == sorted(before)
     assert {name: storage_at(root / name).list() for name in before} == before
-    assert not any(name_of(1) in upload for upload in object_directory.uploads())
     for iteration in (2, 4):
         loaded = {"w": torch.zeros(10)}
         dcp.load(loaded, storage_reader=FileSystemReader(root / name_of(iteration)), no_dist=True)
@@ -840,7 +838,6 @@ def test_the_end_of_a_load_does_not_wait_for_a_store_that_is_gone(
         with Proxy(object_directory.server) as proxy:
             monkeypatch.setenv(object_directory.variable, proxy.url)
             load.enter_context(storage_at(object_directory.url).in_use("file"))
-        monkeypatch.setattr(_object_client, "_patience", Patience(give_up_s=20.0))
         began_s = time.monotonic()
     assert time.monotonic() - began_s < 10.0
 

@@ -1,0 +1,42 @@
+"""Saves into an object store, in this process and in others, whose state is told by one number."""
+
+from __future__ import annotations
+
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, SaveOptions
+from tests.support.forked import start_apart
+
+__all__ = ["loaded", "save", "start_saving", "state"]
+
+
+def state(value: float = 1.0, rows: int = 600) -> dict[str, Any]:
+    """20 KB a row, and two objects."""
+    return {"weight": torch.full((rows, 5000), value), "step": torch.tensor(int(value)), "told": {"value": value}}
+
+
+def save(url: str | Path, value: float = 1.0, rows: int = 600, **options: Any) -> None:
+    """Save that state."""
+    writer = FileSystemWriterAsync(url, options=SaveOptions(progress=False, **options))
+    dcp.save(state(value, rows), storage_writer=writer, no_dist=True)
+
+
+def loaded(url: str | Path, rows: int = 600) -> float:
+    """The value that all of a checkpoint has."""
+    found = state(0.0, rows)
+    dcp.load(found, storage_reader=FileSystemReader(url), no_dist=True)
+    value = float(found["told"]["value"])
+    assert torch.equal(found["weight"], torch.full((rows, 5000), value))
+    assert int(found["step"]) == int(value)
+    return value
+
+
+def start_saving(*arguments: Any, **options: Any) -> BaseProcess:
+    """As `save`, in a process of its own, which ends with 1 if the save fails."""
+    return start_apart(partial(save, *arguments, **options))
