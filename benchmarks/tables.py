@@ -218,6 +218,17 @@ def _title(read: _Read) -> str:
     )
 
 
+def _headline(read: _Read) -> str:
+    """One figure against Megatron-Core, with its conditions: the first of README."""
+    megatron = read.labels("megatron")[0]
+    own, theirs = (read.cell("dense", "save s", label) for label in (read.main, megatron))
+    machine, part = read.results["machine"], read.parts["dense"]
+    return (
+        f"A synchronous save of {part['gb']:g} GB in large tensors takes **{own} s**, with {megatron} {theirs} s: 2 "
+        f"ranks on {machine['cores']} CPU cores, {machine['file system']}. Nothing has been measured on a GPU.\n"
+    )
+
+
 def _summary(read: _Read) -> str:
     """The table at the top of README, the best of each row in bold."""
     baselines, nvrx = read.labels("megatron", "torch_checkpointing", "dcp"), read.labels("nvrx")
@@ -240,6 +251,7 @@ def _summary(read: _Read) -> str:
     title = (
         f"Seconds on CPUs, less is better, the best of a row in bold; 2 ranks, {machine['cores']} cores, "
         f"{machine['file system']}; {part['gb']:g} GB in tensors of 16 MiB, or 20,000 small tensors. "
+        "Cold: page cache dropped before; second: right after the cold load. "
         "**Nothing has been measured on a GPU.**\n\n"
     )
     return title + _markdown(("", read.main, *heads), cells)
@@ -357,6 +369,7 @@ def _about(read: _Read) -> str:
 
 _COLUMNS: Final = ("raw", "mcore_ckpt", "megatron", "torch_checkpointing", "dcp")
 _TABLES: Final[dict[str, Callable[[_Read], str]]] = {
+    "headline": _headline,
     "summary": _summary,
     "landing": lambda read: read.rows(_LANDING, [read.main, *read.labels("megatron")]),
     "saves and loads": lambda read: _title(read) + read.rows(_ROWS, read.labels(*_COLUMNS)),

@@ -42,6 +42,14 @@ def test_what_ci_runs_can_be_made() -> None:
     assert "run: make dist" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 
 
+def test_the_first_screen_of_the_readme_names_what_ci_runs_first() -> None:
+    first = "\n".join((ROOT / "README.md").read_text().splitlines()[:40])
+    named = re.findall(r"^    make ([\w-]+) .*\d minutes", first, re.MULTILINE)
+    assert named == ["demo", "test"]
+    called = re.findall(r"^ *(?:make|tests \S+) ([\w-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert set(named) <= set(called)
+
+
 def test_ci_runs_the_oldest_and_the_newest_versions() -> None:
     """What pyproject.toml allows is what the leg with the oldest Python installs."""
     allowed = dict(re.findall(r'"(torch|numpy)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text()))
