@@ -247,10 +247,10 @@ class _Copies:
             assert note is not None
             _say(logging.WARNING, f"{directory}: is not copied: {error}")
             _write(replace(note, done=True, error=_words(error)), directory)
-            self._give_up_other(directory, None)
+            return 0.0  # its parts are removed at the next attempt
         except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log, and tried again)
-            if note is not None and not storage_at(directory).exists(METADATA_FILE):
-                return 0.0  # removed meanwhile: that is said at the next attempt
+            if note is not None and _is_gone(directory):
+                return 0.0  # that is said at the next attempt
             failures = self._failures[directory] = self._failures.get(directory, 0) + 1
             pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(failures - 1, 10), _LONGEST_PAUSE_S)
             again = "the next run resumes it" if self._ends.is_set() else f"it is tried again in {pause_s:.0f} s"
@@ -261,7 +261,6 @@ class _Copies:
             if note is not None:
                 _write(replace(note, error=_words(error)), directory)
             return pause_s
-        return None
 
     def _copy(self, directory: Path, note: DrainNote) -> float | None:
         started_s = time.monotonic()
@@ -283,6 +282,7 @@ class _Copies:
             self._track(directory, note)
         replace(note, done=True, error="").write(directory)
         self._begun.pop(directory)
+        self._failures.pop(directory, None)
         what = "copied" if note.commits else "this node's part copied"
         seconds = time.monotonic() - started_s
         _say(logging.INFO, f"{directory}: {what} to {note.to}, {human_bytes(sent.nbytes)} in {seconds:.1f} s")
@@ -309,12 +309,19 @@ class _Copies:
         removed here or replaced, or the second tier holds another.
         """
         begun = self._begun.get(directory)
-        if begun is None or (note is not None and note.save == begun.save):
+        if begun is None or (note is not None and note.save == begun.save and not (note.done and note.error)):
             return
-        if note is None and not storage_at(directory).exists(METADATA_FILE):
+        if note is None and _is_gone(directory):
             _say(logging.WARNING, f"{directory}: was removed before it was copied to {begun.to}")
         give_up(begun)
         self._begun.pop(directory)
+
+
+def _is_gone(directory: Path) -> bool:
+    try:
+        return not storage_at(directory).exists(METADATA_FILE)
+    except LoadError:
+        return False
 
 
 def _write(note: DrainNote, directory: Path) -> None:

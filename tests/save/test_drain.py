@@ -402,6 +402,18 @@ def _fail(*_: object, **__: object) -> None:
     raise SaveError("refused")
 
 
+def _fail_once(real: Callable[..., None]) -> Callable[..., None]:
+    calls: list[object] = []
+
+    def call(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 1:
+            _fail()
+        real(*arguments)
+
+    return call
+
+
 class _Killed(BaseException):
     pass
 
@@ -493,8 +505,11 @@ def test_leftovers_replace_nothing_that_has_come_there_since(
         _save_alone(second, far, iteration, 100.0)
     _resume_alone(second, far)
     (far / TRACKER_FILE).write_text("5")
-    said = _resume_alone(first, far)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_upkeep_process, "give_up", _fail_once(give_up))
+        said = _resume_alone(first, far)
     assert "holds another checkpoint than when this one was saved" in " ".join(said)
+    assert "could not be copied" in " ".join(said)
     assert _value(far / NAME) == 100.0
     assert len(data_files(far / NAME)) == 1, "nothing is left of what was not committed"
     assert [note_of(directory).done for directory in old] == [True, True]
