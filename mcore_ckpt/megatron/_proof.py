@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import logging
 import math
 import operator
 from collections import Counter
@@ -87,6 +88,9 @@ class _Sums(NamedTuple):
     missing: int  # elements against those of the tensors, times a hash, modulo 2^64: zero if none is missing or double
     slices: bytes  # 8 for each one that is a part of what several ranks hold together, of `_MOST_SLICES` at most
     empty: frozenset[tuple[str, str, tuple[int, ...]]]  # tensors without elements, of which any rank may tell
+    stored: int  # tensors in the checkpoint
+    requested: int  # which of these: a bit for each, in the order of the index
+    absent: frozenset[str]  # keys of tensors that are requested and not in the checkpoint
     is_told_twice: bool = False  # a slice, or a first element, under one `replica_id`
 
     def merged(self, other: _Sums) -> _Sums:
@@ -100,6 +104,9 @@ class _Sums(NamedTuple):
             (self.missing + other.missing) % 2**64,
             _smallest(self.slices + other.slices),
             self.empty | other.empty,
+            self.stored,
+            self.requested | other.requested,
+            self.absent | other.absent,
         )
 
     def concluded(self) -> _Sums:
@@ -161,12 +168,19 @@ def prove_load(
             )
         leaves, lost = _with_loaded(noted, loaded, reader.index)
         left_out: Counter[bool] = Counter()  # of main replicas, of others
-        for one in [*_held(leaves, reader, options, known), *_left_out(lost, reader.index, options)]:
+        requested = {one.key for one in lost}
+        for one in [*_held(leaves, reader, options, known, requested), *_left_out(lost, reader.index, options)]:
             if isinstance(one, bool):
                 left_out[one] += 1
             else:
                 held.append(one)
-        return _sums_of(held, group.rank, left_out[True], left_out[False])
+        stored = [key for key in reader.index.tensors if parse_shadow_key(key) is None]
+        bits = np.packbits(np.fromiter(map(requested.__contains__, stored), bool, len(stored)))
+        return _sums_of(held, group.rank, left_out[True], left_out[False])._replace(
+            stored=len(stored),
+            requested=int.from_bytes(bits.tobytes(), "little"),
+            absent=frozenset(requested.difference(reader.index.tensors)),
+        )
 
     found = group.run_merged(_WHAT, sums, _Sums.merged, _Sums.concluded, wrap=LoadError)
     outcome = _Outcome(found.compared, found.state)
@@ -211,6 +225,9 @@ def _sums_of(held: list[_Held], rank: int, skipped: int, replicas: int) -> _Sums
         missing % 2**64,
         _smallest(np.array(slices, np.uint64).tobytes()),
         frozenset((one.key, one.dtype, one.shape) for one in held if not one.replica and 0 in one.shape),
+        0,
+        0,
+        frozenset(),
     )
 
 
@@ -242,22 +259,29 @@ def _say(group: RankGroup, directory: Path, options: LoadOptions, found: _Sums, 
         left.append(f"{counted(outcome.in_part, 'tensor')} loaded in part")
     if replicas:
         left.append(f"{counted(replicas, 'replica')} of slices")
+    lines = []
+    if found.absent:
+        names = ", ".join(sorted(found.absent)[:_SHOWN]) + (", ..." if len(found.absent) > _SHOWN else "")
+        lines.append(f"; requested, but not in the checkpoint: {counted(len(found.absent), 'tensor')} ({names})")
+    if unrequested := found.stored - found.requested.bit_count():
+        lines.append(f"; stored, but not requested: {counted(unrequested, 'tensor')}")
     if not outcome.compared:
         sampled = f", of which one in {_SAMPLE} was to be" if options.prove == "sample" else ""
         _logger.warning(
             "%s: state not proven: no tensor could be compared%s%s",
             directory,
             sampled,
-            f"; {'; '.join(left)}" if left else "",
+            "".join([*(f"; {one}" for one in left), *lines]),
         )
         return
-    _logger.info(
+    _logger.log(
+        logging.WARNING if found.absent else logging.INFO,
         "%s: state proven: %s%s on %s%s",
         directory,
         outcome.state,
         f" (one tensor in {_SAMPLE})" if options.prove == "sample" else "",
         counted(group.size, "rank"),
-        f"; not compared: {'; '.join(left)}" if left else "",
+        "".join([f"; not compared: {'; '.join(left)}" if left else "", *lines]),
     )
 
 
@@ -318,13 +342,15 @@ def _is_chosen(options: LoadOptions, index: CheckpointIndex, key: str) -> bool:
 
 
 def _held(
-    leaves: list[Any], reader: FileSystemReader, options: LoadOptions, known: Known | None
+    leaves: list[Any], reader: FileSystemReader, options: LoadOptions, known: Known | None, requested: set[str]
 ) -> Iterator[_Held | bool]:
     """What this rank holds of what is stored in the same dtype and shape; True for the first part of a main replica of
-    what is not, False for other replicas of that, and of what has no fingerprint stored to compare them with.
+    what is not, False for other replicas of that, and of what has no fingerprint stored to compare them with. All keys
+    are added to `requested`.
     """
     index = reader.index
     for shard in shards_of(leaves):
+        requested.add(shard.key)
         entry, is_main = index.tensors.get(shard.key), is_main_replica(shard)
         if entry is None or parse_shadow_key(shard.key) is not None or not _is_chosen(options, index, shard.key):
             continue

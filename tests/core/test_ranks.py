@@ -484,7 +484,7 @@ def _found_again(rank: int) -> list[bool]:
         with pytest.raises(SaveError, match=r"rank 1 .* has not waited"):
             other.any("test", False, wrap=SaveError)
         said.append(store.check(["mcore_ckpt/waited_for/0"]))
-    patient.any(False, wrap=SaveError)
+    patient.any("test", False, wrap=SaveError)
     return [*said, store.check(["mcore_ckpt/waited_for/0"])] if rank == 0 else []
 
 

@@ -188,12 +188,38 @@ def test_a_state_of_which_nothing_can_be_compared_is_not_called_proven(
 
     prove_load(TorchDistLoadStrategy(options=OPTIONS).load, OPTIONS, None, converted(), saved)
     assert "state proven" not in caplog.text
-    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    (warning,) = [record for record in caplog.records if "state not proven" in record.getMessage()]
+    assert warning.levelno == logging.WARNING
     assert "not proven: no tensor could be compared; 3 tensors converted, of another shape" in warning.getMessage()
     caplog.clear()
     some = {**converted(), "rows 0": state(1, empty=True)["rows 0"]}
     prove_load(TorchDistLoadStrategy(options=OPTIONS).load, OPTIONS, None, some, saved)
     assert "on 1 rank; not compared: 2 tensors converted" in caplog.text
+
+
+@pytest.mark.parametrize("strict", ["log_all", "return_all", "assume_ok_unexpected"])
+def test_what_only_the_model_or_only_the_checkpoint_has_is_counted(
+    saved: Path, strict: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron.core.dist_checkpointing import ShardedTensor, load
+
+    caplog.set_level(logging.INFO, "mcore_ckpt")
+    asked = {name: shard for name, shard in state(1, empty=True).items() if name != "rows 0"}
+    if strict != "assume_ok_unexpected":
+        asked |= {key: ShardedTensor.from_rank_offsets(key, torch.zeros(3)) for key in ("new.bias", "new.weight")}
+    (saved / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    torch.save({}, saved / "common.pt")
+    strategy = TorchDistLoadStrategy(options=OPTIONS)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        prove_load(load, OPTIONS, strategy, asked, saved, sharded_strategy=strategy, strict=strict)
+    finally:
+        torch.distributed.destroy_process_group()
+    (record,) = [record for record in caplog.records if "state proven" in record.getMessage()]
+    said = record.getMessage()
+    assert said.endswith("; stored, but not requested: 1 tensor")
+    lacks = "; requested, but not in the checkpoint: 2 tensors (new.bias, new.weight)"
+    assert (lacks in said) == (record.levelno == logging.WARNING) == (strict != "assume_ok_unexpected")
 
 
 @pytest.mark.parametrize("sharded", [True, False])
