@@ -151,12 +151,11 @@ def _base(name: str, side: str) -> Any:
 
     saves = "Save" in name
     arguments = ("torch_dist", 1) if saves else ()
-    if side != _LEFT:
+    if side != _LEFT or not saves:
         return getattr(strategies, name)(*arguments)
-    from mcore_ckpt.core.options import LoadOptions, SaveOptions
+    from mcore_ckpt.core.options import SaveOptions
 
-    options = SaveOptions(distribution="megatron") if saves else LoadOptions(distribution="megatron")
-    return getattr(strategies, name)(*arguments, options=options)
+    return getattr(strategies, name)(*arguments, options=SaveOptions(distribution="megatron"))
 
 
 def _state(part: int, replica: int, parts: int, items: int, *, fill: bool) -> dict[str, Any]:

@@ -115,8 +115,6 @@ class SaveOptions:
             wrapper to Megatron. The same on all ranks.
         trace_path: directory for Chrome trace files, one for each rank and save; None writes none.
         progress: show a progress bar while a person waits for a save on a terminal.
-        take_ahead: preallocate during training what the first async save needs, the writer and its staging buffer, once
-            the queue is polled, if a load or a synchronous save of this process has shown how much that is.
     """
 
     on_existing: Literal["replace", "error"] = "replace"
@@ -141,7 +139,6 @@ class SaveOptions:
     distribution: Distribution = "auto"
     trace_path: str | None = None
     progress: bool = True
-    take_ahead: bool = True
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -203,9 +200,6 @@ class LoadOptions:
             checkpoint's: `"always"`, of all tensors; `"sample"`, of one in 16, which depend on the save; `"off"`. All
             ranks must load together then. Tensors that differ are named in a `LoadError` on all ranks.
         validation: as of `SaveOptions`, for loads by Megatron-Core.
-        distribution: who reads what behind Megatron's fully parallel load wrapper, after `install()`: chosen by this
-            package as Megatron does (`"auto"` or `"on"`), and each rank reads the objects that it requests; or
-            `"megatron"`, which gathers all shards, and all objects, on all ranks. The same on all ranks.
         run_code_from_checkpoint: unpickle stored objects and the common state without any restriction, which lets
             the maker of the checkpoint run code as you. For old checkpoints of your own only, if nothing else helps.
     """
@@ -224,7 +218,6 @@ class LoadOptions:
     on_damaged: Literal["raise", "go_back"] = "raise"
     prove: Literal["always", "sample", "off"] = "off"
     validation: Validation = "mcore_ckpt"
-    distribution: Distribution = "auto"
     run_code_from_checkpoint: bool = False
 
     def __post_init__(self) -> None:

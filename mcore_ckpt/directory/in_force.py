@@ -8,7 +8,7 @@ collectives: no file that they may name is removed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +23,7 @@ from mcore_ckpt.format.metadata_read import (
     METADATA_FILE,
     parse_index,
 )
-from mcore_ckpt.storage.base import FileVersion, Storage, align_up
+from mcore_ckpt.storage.base import FileVersion, Storage
 
 _logger = logger_of(__name__)
 
@@ -149,13 +149,3 @@ def with_common_files(storage: Storage, names: Iterable[str], index: CheckpointI
     asked = {COMMON_FILE, *map(pending_name, saves_of(index))}
     there = [name for name in sorted(asked) if storage.version(name) is not None]
     return [name for name in names if name not in asked] + there
-
-
-def data_bytes_of_rank(sizes: Mapping[str, int], rank: int, ranks: int) -> int | None:
-    """How much one rank has written of a checkpoint of these files, in complete pages; None if other ranks have saved
-    it. A guess.
-    """
-    files = [(found.rank, size) for name, size in sizes.items() if (found := data_file_of(name))]
-    if max((of for of, _ in files), default=0) + 1 != ranks:
-        return None
-    return sum(align_up(size) for of, size in files if of == rank)

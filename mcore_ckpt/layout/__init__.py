@@ -7,5 +7,5 @@ Must not know: how bytes get into files, processes, Megatron's classes.
 
 Modules: accesses, buckets, dcp_tensors, dense_tensors, distribution, file_image, fingerprint, plan_check, plans,
 replicas, save_index, saved_layout, shards, torch_classes.
-With torch: accesses, dcp_tensors, dense_tensors, fingerprint, replicas, torch_classes.
+With torch: accesses, dcp_tensors, dense_tensors, fingerprint, replicas, saved_layout, torch_classes.
 """

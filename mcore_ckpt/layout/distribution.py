@@ -1,8 +1,8 @@
-"""Which rank of a group saves, or loads, each shard that several ranks of it hold.
+"""Which rank of a group saves each shard that several ranks of it hold.
 
 Each rank tells the coordinator of the group its shards in columns, and ranks that hold the same ones send the same
 bytes, of which one is sent and decoded. The coordinator chooses an owner for each shard: by the rule of Megatron-Core's
-fully parallel wrappers (`megatrons_owners`), or so that hosts are even, too (`spread_owners`).
+fully parallel save wrapper (`megatrons_owners`), or so that hosts are even, too (`spread_owners`).
 """
 
 from __future__ import annotations
@@ -202,29 +202,16 @@ def _holders(ranks: Sequence[Sequence[int]]) -> _Holders:
     return _Holders(times, times[np.diff(times, prepend=-1) > 0])
 
 
-class Owners(NamedTuple):
-    """Of each shard, the rank that has been chosen, or -1; and the shards of several ranks in the order of choosing."""
-
-    ranks: _Ints
-    in_order: list[int]
+Owners = _Ints
+"""Of each shard, the rank that has been chosen, or -1."""
 
 
-def megatrons_owners(held: Held, *, with_others: bool, others_last: bool) -> Owners:
-    """Owners as Megatron-Core's `distribute_shards_to_ranks` chooses them.
-
-    Args:
-        held: of one parallelization group.
-        with_others: shards of which no rank of the group holds the main replica get an owner, too (`ignore_groups`).
-        others_last: they are chosen for after all others, as from 0.13 on.
-    """
+def megatrons_owners(held: Held) -> Owners:
+    """Owners as Megatron-Core's `distribute_shards_to_ranks` chooses them for a save, of one parallelization group."""
     here = held.main_replicas > 0
-    chosen = np.ones(len(here), dtype=bool) if with_others else here
-    last = ~here & chosen & others_last
-    found = Owners(np.full(len(here), -1, dtype=np.int64), [])
-    loads = _Loads([""] * len(held.of_rank))
-    for some in (chosen & ~last, last):
-        _choose(held, some, loads, found)
-    return found
+    owners = np.full(len(here), -1, dtype=np.int64)
+    _choose(held, here, _Loads([""] * len(held.of_rank)), owners)
+    return owners
 
 
 def spread_owners(held: Held) -> Owners:
@@ -237,13 +224,13 @@ def spread_owners(held: Held) -> Owners:
     moves[list(held.odd)] = False
     once = [len(holders.times) == len(holders.ranks) for holders in held.holders]
     moves &= np.asarray(once, dtype=bool)[held.held_by]
-    found = Owners(np.full(len(moves), -1, dtype=np.int64), [])
+    owners = np.full(len(moves), -1, dtype=np.int64)
     loads = _Loads(held.hosts)
     for rank, (own, flags) in enumerate(zip(held.of_rank, held.is_main, strict=True)):
         stays = own[flags]
         loads.add(rank, int(held.sizes[stays[~moves[stays]]].sum()))
-    _choose(held, moves, loads, found)
-    return found
+    _choose(held, moves, loads, owners)
+    return owners
 
 
 class _Loads:
@@ -273,13 +260,13 @@ class _Loads:
         return place if is_all else int(ranks[place])
 
 
-def _choose(held: Held, some: _Flags, loads: _Loads, found: Owners) -> None:
+def _choose(held: Held, some: _Flags, loads: _Loads, owners: Owners) -> None:
     """Choose owners of some shards: of those that few ranks hold first, then of large ones."""
     coverage = np.asarray([len(holders.times) for holders in held.holders], dtype=np.int64)[held.held_by]
     alone = np.flatnonzero(some & (coverage == 1))
     first = np.asarray([holders.ranks[0] for holders in held.holders], dtype=np.int64)
-    found.ranks[alone] = first[held.held_by[alone]]
-    loads.add(found.ranks[alone], held.sizes[alone])
+    owners[alone] = first[held.held_by[alone]]
+    loads.add(owners[alone], held.sizes[alone])
     shared = np.flatnonzero(some & (coverage > 1)).tolist()
     keys = [
         (times, -size, key, offset, stretch or (), number)
@@ -294,9 +281,8 @@ def _choose(held: Held, some: _Flags, loads: _Loads, found: Owners) -> None:
     keys.sort()
     for number in map(itemgetter(-1), keys):
         rank = loads.least(held.holders[held.held_by[number]].ranks)
-        found.ranks[number] = rank
+        owners[number] = rank
         loads.add(rank, int(held.sizes[number]))
-        found.in_order.append(number)
 
 
 def own_of_each_rank(held: Held, owners: Owners) -> list[bytes]:
@@ -305,42 +291,6 @@ def own_of_each_rank(held: Held, owners: Owners) -> list[bytes]:
     """
     answers: list[bytes] = []
     for rank, (own, flags) in enumerate(zip(held.of_rank, held.is_main, strict=True)):
-        chosen = owners.ranks[own]
+        chosen = owners[own]
         answers.append(_bits((chosen == rank) | ((chosen < 0) & flags)))
     return answers
-
-
-class SharedShards(NamedTuple):
-    """The shards of several ranks, in the order in which they are exchanged."""
-
-    keys: list[str]
-    forms: list[Form]
-    owners: list[int]
-    holders: list[list[int]]  # the same list for shards of the same ranks
-
-
-def encode_shared(held: Held, owners: Owners) -> bytes:
-    """What all ranks of the group need to know to exchange what each has loaded."""
-    order = owners.in_order
-    codes: dict[Form, int] = {}
-    form_codes = array("I", [codes.setdefault(held.forms[number], len(codes)) for number in order])
-    groups: dict[int, int] = {}
-    group_codes = array("I", [groups.setdefault(int(held.held_by[number]), len(groups)) for number in order])
-    told = (
-        [held.ids[number][0] for number in order],
-        list(codes),
-        form_codes,
-        array("I", owners.ranks[order].tolist()),
-        [array("I", held.holders[group].times.tolist()) for group in groups],
-        group_codes,
-    )
-    return zlib.compress(pickle.dumps(told, protocol=5), 1)
-
-
-def decode_shared(told: bytes) -> SharedShards:
-    """The inverse of `encode_shared`; only for bytes that a rank of this process group sent."""
-    keys, forms, form_codes, owners, groups, group_codes = pickle.loads(zlib.decompress(told))
-    holders = [group.tolist() for group in groups]
-    return SharedShards(
-        keys, [forms[code] for code in form_codes], owners.tolist(), [holders[code] for code in group_codes]
-    )

@@ -11,6 +11,7 @@ import hashlib
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,34 @@ from mcore_ckpt.format.file_names import DataFileName, data_file_name, data_file
 from mcore_ckpt.format.index import CheckpointIndex, PackedTensors
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.layout.plans import LocalPlan, SavedPlan
+from mcore_ckpt.layout.torch_classes import plans_of_index, to_dcp_metadata
+
+
+class LoadedCheckpoint:
+    """What a load has found, for the first save of the same job.
+
+    It has the attributes of DCP's `Metadata`, and every rank's plan as `all_local_plans`, made when one of them is
+    asked for: Megatron hands on such an object from the strategy of a load to that of a save.
+
+    Args:
+        name: of the checkpoint's directory.
+        index: of the checkpoint.
+    """
+
+    def __init__(self, name: str, index: CheckpointIndex) -> None:
+        self.name = name
+        self.index = index
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "all_local_plans":
+            self.all_local_plans = plans_of_index(self.index)
+            return self.all_local_plans
+        if name == "_metadata":
+            self._metadata = to_dcp_metadata(self.index)
+            return self._metadata
+        return getattr(self._metadata, name)
 
 
 @dataclass(frozen=True, slots=True)

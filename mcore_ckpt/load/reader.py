@@ -94,7 +94,7 @@ class FileSystemReader(StorageReader):
         self._extension_registry = _extension_registry
         self.options = LoadOptions.from_environment() if options is None else options
         self.stats = ReadStats()
-        self.ranks = _ranks_of_this_host()
+        self.ranks = ranks_that_load_here()
         self.reset(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -529,7 +529,8 @@ class FileSystemReader(StorageReader):
         return chunk
 
 
-def _ranks_of_this_host() -> int:
+def ranks_that_load_here() -> int:
+    """How many ranks of a job load on this host, as far as the launcher tells."""
     if not (dist.is_available() and dist.is_initialized()):
         return 1
     return min(ranks_of_this_host(), dist.get_world_size())

@@ -39,10 +39,9 @@ from mcore_ckpt.directory.iterations import is_megatrons, iteration_directories,
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, METADATA_FILE, read_config, read_index
 from mcore_ckpt.format.safe_pickle import NotRebuiltError
 from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
-from mcore_ckpt.megatron._fully_parallel import served_group
+from mcore_ckpt.megatron._joint_load import JointLoad, join, joined_load
 from mcore_ckpt.megatron._one_save import metadata_version, one_load
 from mcore_ckpt.megatron._proof import prove_load
-from mcore_ckpt.megatron._together import Together, as_load_of_all, meet_for
 from mcore_ckpt.megatron._validation import validation_of_load
 from mcore_ckpt.megatron._versions import patches
 from mcore_ckpt.megatron.common_state import load_common
@@ -71,10 +70,8 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             strategy = arguments.get("sharded_strategy")
             options = _options_of(strategy)
             goes_back = options.on_damaged == "go_back" and not _is_settled.get()
-            is_ours, distributes = strategy is None or hasattr(strategy, "options"), served_group(strategy, LoadOptions)
-            together = meet_for(options, goes_back, is_ours, arguments, distributes)
             call = stock if options.prove == "off" else partial(prove_load, stock, options, strategy)
-            call = _validated(call, options, together)
+            call = partial(_joined, call, options, join(options, goes_back, arguments))
             if not goes_back:
                 with one_load(), storage_at(directory).in_use(METADATA_FILE):
                     return call(sharded_state_dict, checkpoint_dir, *args, **kwargs)
@@ -84,14 +81,9 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
-def _validated(
-    call: Callable[..., Any], options: LoadOptions, together: Callable[[], Together] | None
-) -> Callable[..., Any]:
-    def load(*args: Any, **kwargs: Any) -> Any:
-        with validation_of_load(options), as_load_of_all(None if together is None else together()):
-            return call(*args, **kwargs)
-
-    return load
+def _joined(call: Callable[..., Any], options: LoadOptions, joint: JointLoad | None, *args: Any, **kwargs: Any) -> Any:
+    with joined_load(joint), validation_of_load(options):
+        return call(*args, **kwargs)
 
 
 def _read_from(

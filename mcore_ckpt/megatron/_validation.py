@@ -26,7 +26,7 @@ from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, mark_
 from mcore_ckpt.layout.accesses import Accesses
 from mcore_ckpt.layout.plan_check import check_requests
 from mcore_ckpt.megatron._errors import MegatronErrors
-from mcore_ckpt.megatron._together import load_of_all
+from mcore_ckpt.megatron._joint_load import joint_load
 from mcore_ckpt.megatron._versions import CHECKPOINTING, megatron_module, patches
 from mcore_ckpt.save.transaction import Validation
 
@@ -216,13 +216,8 @@ class _Ungathered:
         self._gather = gather
 
     def __iter__(self) -> Iterator[Any]:
-        if (together := load_of_all()) is None:
-            return iter(self._gather()[1])
-        # A rank that has failed before tells the others here: they would wait for it in what Megatron gathers.
-        together.group.run_merged(
-            "gather what is loaded", lambda: None, lambda _, __: None, lambda _: None, wrap=PlanError
-        )
-        together.checks_in = together.validates
+        if (joint := joint_load()) is not None:
+            joint.sync()
         return iter(self._gather()[1])
 
 
@@ -240,6 +235,8 @@ def _noting(stock: Any) -> Any:
     @functools.wraps(stock)
     def determine_global_metadata(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         if _of_save.get() is None and not _of_load.get():
+            if (joint := joint_load()) is not None:
+                joint.sync()
             return stock(sharded_state_dict, *args, **kwargs)
         gather = functools.partial(stock, sharded_state_dict, *args, **kwargs)
         group = args[0] if args else kwargs.get("process_group")
@@ -272,5 +269,5 @@ def _check_load(requested: _Ungathered) -> None:
     what = "check what is loaded"
     told = group.run_gather_parts(what, requested.accesses.told, wrap=PlanError)
     group.run_on_coordinator(what, functools.partial(check_requests, told or ()), wrap=PlanError)
-    if (together := load_of_all()) is not None:
-        together.checks_in = False
+    if (joint := joint_load()) is not None:
+        joint.has_made("check")

@@ -32,6 +32,7 @@ from mcore_ckpt.megatron._errors import MegatronErrors
 from mcore_ckpt.megatron._fully_parallel import first_group, replace_wrappers
 from mcore_ckpt.megatron._go_back import around_load, directory_to_read
 from mcore_ckpt.megatron._integrity import replace_integrity
+from mcore_ckpt.megatron._joint_load import sync_wrapped_loads
 from mcore_ckpt.megatron._patches import (
     MODULES_CALLING_PRODUCT,
     MODULES_NAMING_CUDA,
@@ -155,9 +156,9 @@ def _replace_all(megatron: Differences) -> None:
     replace_validation()
     replace_integrity()
     wrappers = ("FullyParallelSaveStrategyWrapper", "FullyParallelLoadStrategyWrapper")
-    exchanged = ("determine_main_replica_uniform_distribution", "exchange_loaded_objects_gather_object")
-    _required("strategies.fully_parallel", *wrappers, *exchanged)
+    _required("strategies.fully_parallel", *wrappers, "determine_main_replica_uniform_distribution")
     replace_wrappers()
+    sync_wrapped_loads()
     patches.replace(serialization, "save", _save_or_leave_nothing(serialization.save, TorchDistSaveStrategy))
     patches.replace(serialization, "load", around_load(serialization.load))
     megatron_queue.replace_methods(patches, async_utils.AsyncCallsQueue, MegatronErrors)

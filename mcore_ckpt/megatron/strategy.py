@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,12 @@ from mcore_ckpt.core.options import LoadOptions, SaveOptions, first_of_this_host
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, interrupts_wait_for_others
 from mcore_ckpt.core.threads import together
-from mcore_ckpt.directory.in_force import data_bytes_of_rank
 from mcore_ckpt.directory.remove import remove_tensors
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.items.checks import replaced_error
 from mcore_ckpt.items.open_files import ReadStats
 from mcore_ckpt.layout.buckets import check_hint
+from mcore_ckpt.layout.saved_layout import LoadedCheckpoint
 from mcore_ckpt.layout.shards import (
     is_main_replica,
     is_sharded_object,
@@ -39,13 +39,12 @@ from mcore_ckpt.layout.shards import (
     original_shape,
     replace_leaves,
 )
-from mcore_ckpt.layout.torch_classes import plans_of_index
 from mcore_ckpt.load.flattened import read_shards
-from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.reader import FileSystemReader, ranks_that_load_here
 from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
+from mcore_ckpt.megatron._joint_load import joint_load
 from mcore_ckpt.megatron._one_save import SaveIdentity, check_common, check_ranks, metadata_version
 from mcore_ckpt.megatron._quantized import read_quantized, split_quantized
-from mcore_ckpt.megatron._together import load_of_all
 from mcore_ckpt.megatron._validation import noted_validation
 from mcore_ckpt.megatron._versions import (
     TESTED_VERSIONS,
@@ -60,14 +59,13 @@ from mcore_ckpt.megatron._versions import (
     sharded_tensor_of,
 )
 from mcore_ckpt.megatron.fixed_layouts import advice_on
-from mcore_ckpt.save.staging_buffers import expect_save, warm_up_buffer
+from mcore_ckpt.save.staging_buffers import warm_up_buffer
 from mcore_ckpt.save.transaction import (
     BucketWriter,
     SaveRequest,
     SaveTransaction,
     Structure,
     begin_save,
-    expect_layout,
 )
 from mcore_ckpt.save.upkeep import run_loaded
 from mcore_ckpt.storage.resolve import storage_at
@@ -93,7 +91,8 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
 
     Attributes:
         use_cached_ckpt_structure: as `cached_metadata`; Megatron's training code sets it.
-        cached_global_metadata: Megatron's training code puts the metadata of a loaded checkpoint here.
+        cached_global_metadata: Megatron's training code puts here what a load has left under that name. The first save
+            takes the plan of the loaded checkpoint from it, if every rank would plan the same.
         validated_cache_reuse: the last save reused the plan of the one before.
         validated_loaded_metadata_reuse: the last save had the structure of the loaded checkpoint.
         is_distributed: a wrapper has chosen which ranks save what, in the next save.
@@ -212,6 +211,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         """Begin a save, which is put into `begun` at once: a caller that is interrupted can give it up."""
         group = coordination_group()
         is_distributed, self.is_distributed = self.is_distributed, False
+        loaded = self.cached_global_metadata
         request = SaveRequest(
             directory=checkpoint_path(checkpoint_dir),
             options=self.options,
@@ -221,6 +221,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             bucket_writer=_replaced_bucket_writer(),
             validation=noted_validation(),
             has_common_file=not differences().common_state_is_an_object,
+            loaded=loaded if isinstance(loaded, LoadedCheckpoint) else None,
             spreads=self.options.distribution == "on" and not is_distributed and group.size > 1,
         )
         begun.append(begin_save(sharded_state_dict, request, group, self._structure))
@@ -242,24 +243,6 @@ class _Commit:
     def __call__(self) -> None:
         with MegatronErrors():
             self.save_call.commit()
-
-
-class _LoadedMetadata:
-    """DCP's `Metadata` of a checkpoint, made when something of it is asked for.
-
-    Megatron hands it from the strategy of a load to that of the next save; this package's needs none of it.
-    """
-
-    def __init__(self, reader: FileSystemReader) -> None:
-        self._reader = reader
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name == "all_local_plans":
-            self.all_local_plans = plans_of_index(self._reader.index)
-            return self.all_local_plans
-        return getattr(self._reader.dcp_metadata(), name)
 
 
 class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
@@ -296,8 +279,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         self.stream_ckpt_dequant = stream_ckpt_dequant
         self.options = LoadOptions.from_environment() if options is None else options
         self._reader: FileSystemReader | None = None
-        self._loaded_metadata: _LoadedMetadata | None = None
-        self._read_version: tuple[Path, tuple[int, ...]] | None = None
+        self._loaded: LoadedCheckpoint | None = None
         # To go back, all ranks have to be told of the damage that one has found.
         needs_all = self.options.on_damaged == "go_back" or self.options.prove != "off"
         self._collective = differences().all_ranks_load or needs_all
@@ -315,7 +297,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
     @property
     def cached_global_metadata(self) -> Any:
         """What has the attributes of DCP's `Metadata` of the last checkpoint; None before the first load."""
-        return self._loaded_metadata
+        return self._loaded
 
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, async_strategy: str = "", **unknown: Any
@@ -336,45 +318,45 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             LoadError (as a `CheckpointingException`, too): see `FileSystemReader.read_items`.
         """
         _name_unknown(f"{type(self).__name__}.load", unknown)
+        joint = joint_load()
+        if joint is not None:
+            group = joint.group
+        else:
+            group = coordination_group() if self._collective else RankGroup(None)
+        loaded: list[dict[str, Any]] = []
+
+        def load() -> dict[bytes, int]:
+            with self._one_save(self._to_read(checkpoint_dir)) as reader:
+                reader.ranks = 1 if joint is not None and joint.is_distributed else ranks_that_load_here()
+                loaded.append(_load(reader, sharded_state_dict))
+            self._loaded = LoadedCheckpoint(reader.path.name, reader.index)
+            return {SaveIdentity.of(reader.index.manifest, ()).save_id: group.rank}
+
         with MegatronErrors():
-            together = load_of_all()
-            if together is not None:
-                group = together.group
-            else:
-                group = coordination_group() if self._collective else RankGroup(None)
-            loaded: list[dict[str, Any]] = []
-
-            def load() -> dict[bytes, int]:
-                source, filled = self._load_of_one_save(sharded_state_dict, self._to_read(checkpoint_dir))
-                loaded.append(filled)
-                return {source.save_id: group.rank}
-
             check = partial(check_ranks, checkpoint_path(checkpoint_dir))
             group.run_merged("load", load, _first_ranks, check, wrap=LoadError)
-            if together is not None:
-                together.reads_in = False
+            if joint is not None:
+                joint.has_made("load")
         return loaded[0]
 
-    def _load_of_one_save(self, sharded_state_dict: dict[str, Any], path: Path) -> tuple[SaveIdentity, dict[str, Any]]:
-        """What is loaded of one save, which is that of the common state, and which one that is. Raises if the
-        checkpoint was replaced meanwhile, and that shows in what was read.
+    @contextlib.contextmanager
+    def _one_save(self, path: Path) -> Iterator[FileSystemReader]:
+        """A reader of the checkpoint in that directory. Raises at the end if it was replaced meanwhile, and that shows
+        in what was read, or if the common state was read of another save.
         """
         storage = storage_at(path)
         with contextlib.ExitStack() as load:
             begin = partial(load.enter_context, storage.in_use(METADATA_FILE))
             _, reader = together(storage.asks_at_once, begin, partial(self._opened, path))
             load.enter_context(reader.other_tier_in_use())
-            _, version = self._read_version or (reader.path, ())
+            version = tuple(reader.index_version or ())
             source = SaveIdentity.of(reader.index.manifest, version)
             started_s, before = time.monotonic(), replace(reader.stats)
             try:
-                filled = _load(reader, sharded_state_dict)
+                yield reader
             except LoadError as error:
                 if metadata_version(path) != version:
                     raise replaced_error(path, str(error)) from error
-                shards = [leaf for leaf in leaves(sharded_state_dict) if is_sharded_tensor(leaf)]
-                if advice := advice_on(path, reader.index, shards):
-                    error.args = (f"{error}{advice}",)
                 raise
             if not source.save_id and metadata_version(path) != version:
                 # Nothing but the file itself tells the saves apart: it may have been another one already when it was
@@ -383,11 +365,8 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             check_common(path, source, reader.index)
             if first_of_this_host(dist.get_rank() if dist.is_initialized() else 0):
                 run_loaded(path, SaveOptions.from_environment(), self.options.local_tier)
-            _expect_save(reader, reader.stats.bytes_read - before.bytes_read)
-            expect_layout(path.name, reader.index)
             if is_first_rank():
                 _log_load(reader, before, time.monotonic() - started_s)
-        return source, filled
 
     def _to_read(self, checkpoint_dir: _Path) -> Path:
         path = checkpoint_path(checkpoint_dir)
@@ -399,14 +378,13 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
     def _opened(self, path: Path) -> FileSystemReader:
         """A reader whose index is read again only when the checkpoint is another one, or has been replaced."""
-        known = self._reader is not None and self._read_version is not None and self._read_version[0] == path
-        if self._reader is None or not known or self._read_version != (path, metadata_version(path)):
-            self._reader = FileSystemReader(path, options=self.options)
-            self._loaded_metadata = _LoadedMetadata(self._reader)
-            self._read_version = None  # until the index is there
-            _ = self._reader.index
-            self._read_version = (path, tuple(self._reader.index_version or ()))
-        return self._reader
+        reader = self._reader
+        if reader is None or reader.path != path or tuple(reader.index_version or ()) != metadata_version(path):
+            self._reader = None  # until the index is there
+            reader = FileSystemReader(path, options=self.options)
+            _ = reader.index
+            self._reader = reader
+        return reader
 
     def _open(self, checkpoint_dir: _Path) -> FileSystemReader:
         return self._opened(self._to_read(checkpoint_dir))
@@ -474,19 +452,6 @@ def _log_load(reader: FileSystemReader, before: ReadStats, took_s: float) -> Non
     )
 
 
-def _expect_save(loaded: FileSystemReader, read_bytes: int) -> None:
-    """A rank that resumes from a checkpoint of as many ranks is likely to save as much as it has in there, and no more
-    than it has loaded.
-    """
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    with contextlib.suppress(LoadError):
-        manifest = loaded.index.manifest
-        named = {} if manifest is None else {name: file.size_bytes for name, file in manifest.files.items()}
-        written_bytes = data_bytes_of_rank(named or storage_at(loaded.path).sizes(), rank, ranks)
-        if written_bytes is not None:
-            expect_save(min(written_bytes, read_bytes))
-
-
 def _replaced_bucket_writer() -> BucketWriter | None:
     if "mcore_ckpt.dcp.writer" not in sys.modules:  # what nobody has imported, nobody has replaced
         return None
@@ -528,10 +493,15 @@ def _load(reader: FileSystemReader, sharded_state_dict: dict[str, Any]) -> dict[
     """Fill a state dict's tensors, and return it with tensors and objects in place of their descriptions."""
     wanted = list(leaves(sharded_state_dict))
     plain, quantized = split_quantized([leaf for leaf in wanted if is_sharded_tensor(leaf)])
-    with reader.conversions.of_one_load(), reader.files_stay_open():
-        _read(reader, plain)
-        read_quantized(partial(_read, reader), quantized)
-        objects = _ObjectsInTurn(reader.read_objects(leaf.unique_key for leaf in wanted if is_sharded_object(leaf)))
+    try:
+        with reader.conversions.of_one_load(), reader.files_stay_open():
+            _read(reader, plain)
+            read_quantized(partial(_read, reader), quantized)
+            objects = _ObjectsInTurn(reader.read_objects(leaf.unique_key for leaf in wanted if is_sharded_object(leaf)))
+    except LoadError as error:
+        if advice := advice_on(reader.path, reader.index, [leaf for leaf in wanted if is_sharded_tensor(leaf)]):
+            error.args = (f"{error}{advice}",)
+        raise
     filled: dict[str, Any] = replace_leaves(
         sharded_state_dict, lambda leaf: objects.of(leaf) if is_sharded_object(leaf) else leaf.data
     )

@@ -17,13 +17,12 @@ from typing import NamedTuple
 from mcore_ckpt.core.errors import OptionError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.ranks import RankGroup
-from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.layout.accesses import Accesses
 from mcore_ckpt.layout.buckets import RankLayout, lay_out_rank
 from mcore_ckpt.layout.plan_check import check_accesses, global_plan
 from mcore_ckpt.layout.plans import GlobalPlan
-from mcore_ckpt.layout.saved_layout import SavedLayout
+from mcore_ckpt.layout.saved_layout import LoadedCheckpoint, SavedLayout
 from mcore_ckpt.save._spreading import Spread
 from mcore_ckpt.save._state_history import StateHistory
 from mcore_ckpt.save.rank_state import NOTHING, Described, RankState
@@ -102,6 +101,7 @@ def agree(
     separation_hint: str | None,
     drain_to: str | None,
     fingerprints: bool,
+    loaded: LoadedCheckpoint | None = None,
     validation: Validation | None = None,
     held: Callable[[], bytes] | None = None,
     spread: Callable[[], RankState | BaseException] | None = None,
@@ -109,9 +109,9 @@ def agree(
     """Open the directory and settle what all ranks write: as in the save before, if every rank can, or laid out again.
     None, and nothing is touched, if a rank wants the save left out. What `state` carries as an error is raised on all
     ranks, as is `PlanError`; `SaveError` unless all save to a directory of this name; and `OptionError` unless all have
-    the same second tier. `held`: what this rank holds, if
-    replicas are to be compared. `spread`: to be called on all ranks if they lay out again, of a save that is spread
-    over the ranks; returns this rank's new part.
+    the same second tier. `loaded`: what this job has loaded. `held`: what this rank holds, if replicas are to be
+    compared. `spread`: to be called on all ranks if they lay out again, of a save that is spread over the ranks;
+    returns this rank's new part.
     """
     place = (group.rank, group.size, thread_count, fingerprints)
     layout = structure.layout
@@ -126,7 +126,9 @@ def agree(
     )
     lay_out = partial(_lay_out, rank=group.rank, hint=separation_hint, files=thread_count, fingerprints=fingerprints)
     laid_out = None if unchanged or spread is not None else attempt(partial(lay_out, state))
-    saved = _same_as_loaded(laid_out, group)
+    if structure.laid_out_in:
+        loaded = None  # of an older state than that of the save before
+    saved = _same_as_loaded(loaded, laid_out, group)
     resumed: list[Planned] = []
 
     def prepare() -> _Prepared:
@@ -185,11 +187,9 @@ def agree(
         # What each rank saves is known from here on only, and so whether that is what was loaded.
         state = spread()
         laid_out = attempt(partial(lay_out, state))
-        saved = _same_as_loaded(laid_out, group)
+        saved = _same_as_loaded(loaded, laid_out, group)
         what = "compare the save with the loaded checkpoint"
         plan = group.run_merged(what, partial(name_loaded, state), _same_plan, resume, wrap=SaveError)
-    loaded = _loaded[:]
-    _loaded.clear()
     structure.layout = structure.planned = structure.accesses = None
     accesses = None if validation is None else validation.accesses
     laid_out = attempt(partial(lay_out, state)) if laid_out is None else laid_out
@@ -200,30 +200,21 @@ def agree(
             _check_accesses(told, planned, group)
     else:
         planned = _plan_together(value_of(state), laid_out, told, group, fingerprints=fingerprints)
-    if planned is not None and loaded:
-        planned.history.expect(loaded[0][0], loaded[0][1].fingerprints)
+    if planned is not None and loaded is not None:
+        planned.history.expect(loaded.name, loaded.index.fingerprints)
     structure.layout, structure.planned, structure.accesses = value_of(laid_out), planned, accesses
     # Not the checkpoint that was resumed from: what has been checked besides the plan is of this save.
     structure.laid_out_for, structure.laid_out_in = place, save_id
     return SavePlan(structure.layout, structure.planned, save_id, reused=False, resumed=bool(plan)), value_of(state)
 
 
-# Name and index of the checkpoint that this process has loaded last, until a save has been planned.
-_loaded: list[tuple[str, CheckpointIndex]] = []
-
-
-def expect_layout(name: str, index: CheckpointIndex) -> None:
-    """This rank has loaded a checkpoint from the directory of that name: its first save is likely to be laid out alike,
-    and is not planned then; and moments that are what they were in it are noticed.
-    """
-    _loaded[:] = [(name, index)]
-
-
-def _same_as_loaded(laid_out: RankLayout | BaseException | None, group: RankGroup) -> SavedLayout | None:
+def _same_as_loaded(
+    loaded: LoadedCheckpoint | None, laid_out: RankLayout | BaseException | None, group: RankGroup
+) -> SavedLayout | None:
     """The layout of the loaded checkpoint, if this rank has just laid out the same, and no rank of it is missing."""
-    if not _loaded or not isinstance(laid_out, RankLayout):
+    if loaded is None or not isinstance(laid_out, RankLayout):
         return None
-    saved = SavedLayout.of(_loaded[0][1])
+    saved = SavedLayout.of(loaded.index)
     if saved is None or saved.ranks > group.size or not saved.is_laid_out(laid_out.plan, group.rank):
         return None
     return saved

@@ -35,7 +35,6 @@ from mcore_ckpt.core.ranks import (
     was_interrupted,
 )
 from mcore_ckpt.core.signals import interruptible
-from mcore_ckpt.save.staging_buffers import preallocate
 from mcore_ckpt.save.supervised_child import Job, JobWatch
 from mcore_ckpt.save.writer_process import shared_writer
 
@@ -344,8 +343,6 @@ class AsyncCallsQueue:
             KeyboardInterrupt, SystemExit: this rank was interrupted while it waited; all the others raise `SaveError`,
                 whatever `on_failure` says. What comes when nothing waits is raised at the end.
         """
-        if self.call_idx < 0 and not blocking:  # training goes on before its first async save
-            preallocate(self._options)
         with interrupts_wait_for_others():
             return self._finalize(blocking, no_dist)
 

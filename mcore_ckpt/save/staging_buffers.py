@@ -15,7 +15,6 @@ import ctypes
 import mmap
 import os
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,8 +33,6 @@ _logger = logger_of(__name__)
 
 # Short enough that neither a call of the trainer that maps memory nor the end of the process waits for it.
 _TOUCHED_AT_ONCE_BYTES = 2 * 1024 * 1024
-# Of the time in which training computes.
-_PREALLOCATING_SHARE = 0.25
 
 
 class StagingBuffer:
@@ -102,26 +99,22 @@ class StagingBuffer:
         except OSError as error:
             raise SaveError(f"no memory for a staging buffer of {self.capacity_bytes} bytes: {error}") from error
 
-    def touch_meanwhile(self, nbytes: int, *, share: float = 1.0) -> None:
-        """Map the pages of the first `nbytes` in a thread that works for a `share` of the time, until `reserve` is
-        called.
-        """
+    def touch_meanwhile(self, nbytes: int) -> None:
+        """Map the pages of the first `nbytes` in a thread, until `reserve` is called."""
         if self._memory is None or self.is_touched:
             return
         stop = threading.Event()
         thread = threading.Thread(
-            target=self._touch, args=(self._memory, nbytes, share, stop), name="mcore_ckpt-buffer", daemon=True
+            target=self._touch, args=(self._memory, nbytes, stop), name="mcore_ckpt-buffer", daemon=True
         )
         with contextlib.suppress(RuntimeError):  # no thread to be had: the save finds the pages itself
             thread.start()
             self._touching = (thread, stop)
 
-    def _touch(self, memory: mmap.mmap, nbytes: int, share: float, stop: threading.Event) -> None:
+    def _touch(self, memory: mmap.mmap, nbytes: int, stop: threading.Event) -> None:
         start = direct_io.address(memoryview(memory))
         for offset in range(0, nbytes, _TOUCHED_AT_ONCE_BYTES):
-            began = time.monotonic()
-            touched = direct_io.populate(start + offset, min(_TOUCHED_AT_ONCE_BYTES, nbytes - offset))
-            if not touched or stop.wait((time.monotonic() - began) * (1 / share - 1)):
+            if stop.is_set() or not direct_io.populate(start + offset, min(_TOUCHED_AT_ONCE_BYTES, nbytes - offset)):
                 return
         self.is_touched = True
 
@@ -287,7 +280,6 @@ def _forget() -> None:
     _changed = threading.Condition()  # a thread that is not here may hold the other
     _free.clear()
     _in_use.clear()
-    expect_save(0)
     for buffer in list(_buffers):
         buffer.disown()
     _buffers.clear()
@@ -380,35 +372,3 @@ def warm_up_buffer(nbytes: int, options: SaveOptions) -> None:
             shared_writer().warm_up(buffer_fd=lease.buffer.fd)
     finally:
         lease.give_back()
-
-
-# Size of this rank's next save, as a load or a synchronous save has shown it; 0 if none has, or it was acted upon.
-_expected_bytes = 0
-# Objects may have grown since, and a buffer that is too small is made again.
-_ROOM_SHARE = 1 / 64
-
-
-def expect_save(nbytes: int) -> None:
-    """Note what this rank's next save is likely to take, in bytes; 0 if it will write nothing."""
-    global _expected_bytes
-    _expected_bytes = nbytes
-
-
-def preallocate(options: SaveOptions) -> None:
-    """Start the writer and touch the staging buffer of the first async save during training, where one is certain to
-    come: what `expect_save` has said, within the budget; nothing if a save has been begun already.
-    """
-    nbytes = min(_expected_bytes, _budget_bytes(options)) if _expected_bytes else 0
-    expect_save(0)
-    if not nbytes or not options.take_ahead or options.writer != "persistent":
-        return
-    with _changed:
-        if _free or _in_use:
-            return
-        _free.append(buffer := StagingBuffer())
-        with contextlib.suppress(SaveError):  # raised by the save, on all ranks
-            # Room that is not touched takes no memory.
-            buffer.reserve(min(nbytes + int(nbytes * _ROOM_SHARE), _budget_bytes(options)), touch=False)
-            buffer.touch_meanwhile(nbytes, share=_PREALLOCATING_SHARE)
-    with contextlib.suppress(SaveError):
-        shared_writer().warm_up(buffer_fd=buffer.fd, wait=False)

@@ -44,19 +44,18 @@ from mcore_ckpt.layout.buckets import WriteBucket, prepare_write_data
 from mcore_ckpt.layout.file_image import PlannedFile, WrittenFile, check_results
 from mcore_ckpt.layout.replicas import ReplicaDigest, ReplicaSums, held_slices, replica_sums
 from mcore_ckpt.layout.save_index import metadata_of_save
+from mcore_ckpt.layout.saved_layout import LoadedCheckpoint
 from mcore_ckpt.save._planning import Planned, SavePlan, agree
 from mcore_ckpt.save._planning import Structure as Structure
 from mcore_ckpt.save._planning import Validation as Validation
-from mcore_ckpt.save._planning import expect_layout as expect_layout
 from mcore_ckpt.save._report import FileReport, SaveReport, Span, Took, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.rank_state import RankState, collect
 from mcore_ckpt.save.staging import log_choice, start_writing, write_in_process
-from mcore_ckpt.save.staging_buffers import expect_save, is_busy
+from mcore_ckpt.save.staging_buffers import is_busy
 from mcore_ckpt.save.supervised_child import Job
 from mcore_ckpt.save.upkeep import check_second_tier, checkpoint_published, note_drain
 from mcore_ckpt.save.writer import JobResult, timed_result
-from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of(__name__)
@@ -80,6 +79,7 @@ class SaveRequest:
     bucket_writer: BucketWriter | None = None  # writes the buckets instead of this package, before the call returns
     validation: Validation | None = None  # what is to be checked besides the plan
     has_common_file: bool = False  # the common state is a file: no object may have the key that it has where it is none
+    loaded: LoadedCheckpoint | None = None  # what this job has loaded, if the strategy has been told
     spreads: bool = False  # ranks save replicas for each other, so that all of them save about as much
 
 
@@ -134,6 +134,7 @@ def _begin_alike(
                 thread_count=request.thread_count,
                 separation_hint=request.separation_hint,
                 drain_to=request.options.drain_to,
+                loaded=request.loaded,
                 validation=request.validation,
                 fingerprints=request.options.fingerprints and request.bucket_writer is None,
                 held=None if request.options.compare_replicas == "off" else partial(held_slices, sharded_state_dict),
@@ -220,7 +221,6 @@ def _write(
         write = partial(request.bucket_writer, directory.path, buckets, options, plan.save_id)
         return Job.ended(what, attempt(partial(timed_result, write, plan.unencoded)))
     if not request.is_async:
-        expect_save(sum(align_up(bucket.file.image.size_bytes) for bucket in buckets))
         write = partial(write_in_process, storage, buckets, options)
         return Job.ended(what, attempt(partial(timed_result, write, plan.unencoded)))
     if group.is_coordinator:

@@ -34,7 +34,6 @@ SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
     "distribution": ("on", "on"),
     "trace_path": ("/tmp/traces", "/tmp/traces"),
     "progress": ("off", False),
-    "take_ahead": ("no", False),
 }
 LOAD_VARIABLES: dict[str, tuple[str, Any]] = {
     "verify_crc": ("false", False),
@@ -50,7 +49,6 @@ LOAD_VARIABLES: dict[str, tuple[str, Any]] = {
     "on_damaged": ("go_back", "go_back"),
     "prove": ("sample", "sample"),
     "validation": ("megatron", "megatron"),
-    "distribution": ("megatron", "megatron"),
     "page_cache": ("on", "on"),
     "run_code_from_checkpoint": ("1", True),
 }

@@ -17,6 +17,7 @@ from mcore_ckpt import LoadError, LoadOptions, OptionError, SaveOptions
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.load.reader import FileSystemReader
 from tests.megatron.trap_ranks import installed, made
 from tests.support.gloo_ranks import run_megatron_ranks, run_pretending_ranks
 from tests.support.models import DENSE, MOE_GROUPED, MOE_SEQUENTIAL, ModelShape, Parallel, build_training
@@ -68,11 +69,11 @@ def _saving(group: Any = None, *, caches: bool = False, **options: Any) -> Any:
     return _wrappers().FullyParallelSaveStrategyWrapper(strategy, group, caches)
 
 
-def _loading(group: Any = None, *, caches: bool = False, **options: Any) -> Any:
+def _loading(group: Any = None, **options: Any) -> Any:
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
 
     strategy = TorchDistLoadStrategy(options=LoadOptions.from_environment(**options))
-    return _wrappers().FullyParallelLoadStrategyWrapper(strategy, group, caches)
+    return _wrappers().FullyParallelLoadStrategyWrapper(strategy, group)
 
 
 # --- real models: the same owners, and the same checkpoints -----------------------------------------------------------
@@ -111,8 +112,8 @@ def _groups() -> dict[str, Any]:
 
 
 def _owners(rank: int, shape: ModelShape, layout: Parallel) -> tuple[int, int]:
-    """Compare what Megatron's own function says of the state of a model with what the wrappers do; how many shards this
-    rank saves and does not save by that.
+    """Compare what Megatron's own function says of the state of a model with what the wrapper does; how many shards
+    this rank saves and does not save by that.
     """
     warnings.simplefilter("ignore")
     mcore_ckpt.install()
@@ -134,26 +135,6 @@ def _owners(rank: int, shape: ModelShape, layout: Parallel) -> tuple[int, int]:
             assert shard.replica_id == (replica_id if size == 1 else int(owner != place)), shard
             counts[shard.replica_id != 0] += 1
 
-        state = _sharded(training.sharded_state_dict(is_loading=True))
-        found = stock(state, group, True)
-        with _counted(dist, "all_gather_object") as gathers:
-            ours = _loading(group).apply_loading_parallelization(state)
-        if size == 1:
-            assert ours is found is None
-            continue
-        assert not gathers
-        own = {_sharded_tensor_shard_id(shard) for shard in _shards(state)}
-        kept = {one for one, ranks in found.all_ranks_for_shard.items() if len(ranks) > 1 or one in own}
-        assert ours.main_rank_for_shard == {one: found.main_rank_for_shard[one] for one in kept}
-        assert ours.all_ranks_for_shard == {one: found.all_ranks_for_shard[one] for one in kept}
-        assert ours.shards_in_this_group == found.shards_in_this_group & kept
-        for one in kept:
-            mine, theirs = ours.shard_to_metadata[one], found.shard_to_metadata[one]
-            fields = ("key", "dtype", "local_shape", "global_shape", "global_offset", "flattened_range", "data")
-            assert [getattr(mine, name) for name in fields] == [getattr(theirs, name) for name in fields]
-        # All ranks exchange what several of them hold, in this order.
-        exchanged = [[one for one in of if len(found.all_ranks_for_shard[one]) > 1] for of in (ours[0], found[0])]
-        assert exchanged[0] == exchanged[1]
     return counts[0], counts[1]
 
 
@@ -200,13 +181,10 @@ def _save_and_load(rank: int, root: Path, shape: ModelShape, layout: Parallel) -
         assert not gathers
         if name == "spread":
             assert all(shard.replica_id == replica_id for shard, replica_id in before)
-        with _counted(dist, "all_gather_object") as gathers:
-            loaded = dc.load(training.sharded_state_dict(is_loading=True), path, _loading(group))
-        assert not gathers
+        loaded = dc.load(training.sharded_state_dict(is_loading=True), path, _loading(group))
         tensors[name] = dict(_flat(loaded))
         mcore_ckpt.uninstall()
         if name == "ours":
-            # By Megatron's own load, which gathers the objects.
             tensors["by stock"] = dict(_flat(dc.load(training.sharded_state_dict(is_loading=True), path)))
     for other in ("by stock", "spread"):
         _assert_same(tensors["ours"], tensors[other])
@@ -313,12 +291,12 @@ def _two_groups() -> Any:
     return [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
 
 
-def _later_saves(rank: int, root: Path, caches: bool) -> list[list[str]]:
+def _later_saves(rank: int, root: Path) -> list[list[str]]:
     """Save three times in two groups; what is exchanged by the wrapper, of the second on. Then load."""
     dc = installed()
     group = _two_groups()
     found = []
-    for name, strategy in (("plain", None), ("wrapped", _saving(group, caches=caches))):
+    for name, strategy in (("plain", None), ("wrapped", _saving(group))):
         strategy = strategy or _saving(group).base_strategy
         for number in range(3):
             state = _state(10.0 * number)
@@ -329,18 +307,13 @@ def _later_saves(rank: int, root: Path, caches: bool) -> list[list[str]]:
             if number > 0:
                 found.append(calls)
                 assert getattr(strategy, "base_strategy", strategy).validated_cache_reuse
-    loading = _loading(group, caches=caches)
     for number in (1, 2):
-        with _counted(dist, "all_gather_object") as gathers:
-            _check(dc.load(_state(None), str(root / f"wrapped{number}"), loading), 10.0 * number)
-        assert not gathers
+        _check(dc.load(_state(None), str(root / f"wrapped{number}"), _loading(group)), 10.0 * number)
     return found
 
 
-@pytest.mark.parametrize("caches", [False, True])
-def test_an_unchanged_save_exchanges_the_agreement_that_nothing_has_changed(caches: bool, tmp_path: Path) -> None:
-    """One exchange in each group, whatever Megatron is told of the structure; and a load gathers nothing."""
-    outcomes = run_megatron_ranks(_later_saves, RANKS, tmp_path, caches, deadline_s=DEADLINE_S)
+def test_an_unchanged_save_exchanges_the_agreement_that_nothing_has_changed(tmp_path: Path) -> None:
+    outcomes = run_megatron_ranks(_later_saves, RANKS, tmp_path, deadline_s=DEADLINE_S)
     for plain, same, second, third in outcomes:
         assert plain == same
         assert sorted(second) == sorted(third) == sorted([*plain, "_up", "_down"])
@@ -352,15 +325,13 @@ _CHANGES = ("nothing", "nothing", "more on all", "more on two", "main replicas m
 
 
 def _change(rank: int, root: Path, wrapped: bool) -> list[bool]:
-    """Save and load what changes from save to save, though Megatron is told that it does not; which saves had the plan
-    of the one before.
-    """
+    """Save and load what changes from save to save; which saves had the plan of the one before."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     dc = installed()
     part, replica = rank % 2, rank // 2
     group = _two_groups()
-    saving = _saving(group, caches=True) if wrapped else _saving(distribution="on").base_strategy
+    saving = _saving(group) if wrapped else _saving(distribution="on").base_strategy
     found = []
     for number, change in enumerate(_CHANGES):
         state = _state(float(number), more=3 if change == "more on all" else 0)
@@ -396,8 +367,9 @@ def _fails(call: Any) -> str:
 
 
 def _fail(rank: int, root: Path, wrapped: bool) -> list[str]:
-    """What is said where one rank cannot describe a shard, in a save and in a load; and where it cannot read the common
-    state, before its group has distributed the load. After each, all ranks are in step.
+    """What is said where one rank cannot describe a shard of a save; where it cannot read the common state, before its
+    group has distributed the load; and where it cannot read what its group has given it to read. After each, all ranks
+    are in step.
     """
     dc = installed()
     from mcore_ckpt.megatron import common_state
@@ -411,21 +383,17 @@ def _fail(rank: int, root: Path, wrapped: bool) -> list[str]:
         odd["weight3"].global_shape = None
     said = [_fails(partial(dc.save, odd, failed, saving, validate_access_integrity=False))]
     dc.save(_state(2.0), path, saving)
-    odd = _state(None)
-    if rank == 3:
-        odd["weight3"].global_shape = None
-    said.append(_fails(partial(dc.load, odd, path, loading, validate_access_integrity=False)))
-    _check(dc.load(_state(None), path, loading), 2.0)
 
     def cannot_read(*args: Any) -> Any:
-        raise LoadError("the common state is not here")
+        raise LoadError("this is not here")
 
-    with pytest.MonkeyPatch.context() as patched:
-        if rank == 3:
-            patched.setattr(common_state, "load_common", cannot_read)
-        for checks in (True, False):
-            load = partial(dc.load, _state(None), path, loading, validate_access_integrity=checks)
-            said += [_fails(load)]
+    for owner, name in ((common_state, "load_common"), (FileSystemReader, "read")):
+        with pytest.MonkeyPatch.context() as patched:
+            if rank == 3:
+                patched.setattr(owner, name, cannot_read)
+            for checks in (True, False):
+                load = partial(dc.load, _state(None), path, loading, validate_access_integrity=checks)
+                said += [_fails(load)]
     _check(dc.load(_state(None), path, loading), 2.0)
     return said
 
@@ -433,15 +401,15 @@ def _fail(rank: int, root: Path, wrapped: bool) -> list[str]:
 @pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "spread"])
 def test_what_fails_on_one_rank_is_raised_on_all_of_all_groups(wrapped: bool, tmp_path: Path) -> None:
     outcomes = run_megatron_ranks(_fail, RANKS, tmp_path, wrapped, deadline_s=DEADLINE_S)
-    for save, load, *common in outcomes:
+    for save, *loads in outcomes:
         assert "'NoneType' object is not iterable" in save
-        assert "'NoneType' object is not iterable" in load
-        assert all("the common state is not here" in said for said in common)
+        assert len(loads) == 4
+        assert all("this is not here" in said for said in loads), loads
     assert not (tmp_path / "failed" / ".metadata").exists()
 
 
 def _differ(rank: int, root: Path) -> None:
-    """Save and load where rank 1 has another value of the option than the others."""
+    """Save where rank 1 has another value of the option than the others."""
     dc = installed()
     group, path = _two_groups(), made(root / "saved")
     with pytest.MonkeyPatch.context() as patched:
@@ -453,12 +421,6 @@ def _differ(rank: int, root: Path) -> None:
         with pytest.raises(OptionError, match="MCORE_CKPT_DISTRIBUTION alike on all hosts"):
             _saving().base_strategy.save(_state(1.0), path)  # no Megatron is asked
     dc.save(_state(1.0), path, _saving(group))
-    with pytest.MonkeyPatch.context() as patched:
-        if rank == 1:
-            patched.setenv("MCORE_CKPT_DISTRIBUTION", "megatron")
-        for checks in (True, False):
-            with pytest.raises(OptionError, match="MCORE_CKPT_DISTRIBUTION alike on all hosts"):
-                dc.load(_state(None), path, _loading(group), validate_access_integrity=checks)
     _check(dc.load(_state(None), path, _loading(group)), 1.0)
 
 
@@ -466,27 +428,34 @@ def test_options_that_differ_are_an_error_on_all_ranks(tmp_path: Path) -> None:
     run_megatron_ranks(_differ, RANKS, tmp_path, deadline_s=DEADLINE_S)
 
 
-def _left_to_megatron(rank: int, root: Path) -> tuple[list[str], list[str], list[str]]:
+def _left_to_megatron(rank: int, root: Path) -> list[int]:
+    """How many gathers of Megatron's own a save of each kind makes, and a load."""
     dc = installed()
-    group, path = _two_groups(), made(root)
-    with _counted(dist, "all_gather_object") as saved:
-        dc.save(_state(3.0), path, _saving(group, caches=True, distribution="megatron"))
-    with _counted(dist, "all_gather_object") as loaded:
-        _check(dc.load(_state(None), path, _loading(group, distribution="megatron")), 3.0)
+    group, counts = _two_groups(), []
+    for number, (keeps, options) in enumerate(((False, {"distribution": "megatron"}), (True, {}))):
+        strategy, path = _saving(group, caches=keeps, **options), made(root / str(number))
+        for _ in range(2):
+            with _counted(dist, "all_gather_object") as gathers:
+                dc.save(_state(3.0), path, strategy)
+            counts.append(len(gathers))
+        with _counted(dist, "all_gather_object") as gathers:
+            _check(dc.load(_state(None), path, _loading(group)), 3.0)
+        counts.append(len(gathers))
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("MCORE_CKPT_VALIDATION", "megatron")
-        with _counted(dist, "all_gather_object") as validated:
+        with _counted(dist, "all_gather_object") as gathers:
             dc.save(_state(3.0), made(root / "validated"), _saving(group))
+        counts.append(len(gathers))
+        with _counted(dist, "all_gather_object") as gathers:
             _check(dc.load(_state(None), path, _loading(group)), 3.0)
-    return saved, loaded, validated
+        counts.append(len(gathers))
+    return counts
 
 
 def test_each_part_can_be_left_to_megatron(tmp_path: Path) -> None:
+    """A save by option, or where the wrapper keeps the distribution; a load is: of its distribution, and of objects."""
     outcomes = run_megatron_ranks(_left_to_megatron, RANKS, tmp_path, deadline_s=DEADLINE_S)
-    for saved, loaded, validated in outcomes:
-        assert len(saved) == 1
-        assert len(loaded) == 2  # the distribution, and the objects
-        assert len(validated) == 3  # of the save, of its distribution, of the load
+    assert outcomes == [[1, 1, 2, 1, 0, 2, 2, 3]] * RANKS  # validation adds one to the save, its distribution, the load
 
 
 # --- a save that is spread without a wrapper --------------------------------------------------------------------------
@@ -512,9 +481,11 @@ def _spread(rank: int, root: Path) -> dict[str, Any]:
             if "wrapped" not in name:
                 assert {key: leaf.replica_id for key, leaf in state.items()} == before
         path = str(root / f"{name}2")
-        _check(dc.load(_state(None), path, _loading(group) if "wrapped" in name else None), 4.0)
+        loading = _loading(group) if "wrapped" in name else _loading().base_strategy
+        _check(dc.load(_state(None), path, loading), 4.0)
         started_again = _saving(group if "wrapped" in name else None, distribution="on" if name != "alone" else "auto")
         strategy = started_again if "wrapped" in name else started_again.base_strategy
+        started_again.base_strategy.cached_global_metadata = loading.cached_global_metadata
         dc.save(_state(4.0), made(root / f"{name}, again"), strategy)
         found[f"{name}, resumed"] = started_again.base_strategy.validated_loaded_metadata_reuse
     return found

@@ -36,9 +36,9 @@ def two_saves(directory: Path, iteration: int = 2) -> tuple[Path, Callable[[], N
 
 
 def replaced_between(rank: int, directory: Path) -> list[str]:
-    """The messages of loads of a checkpoint that is replaced behind the common state, and behind rank 0's index."""
+    """The messages of loads of a checkpoint that is replaced behind the common state, and behind rank 0's load."""
     dist_checkpointing = installed()
-    from mcore_ckpt.megatron import _together
+    from mcore_ckpt.megatron import _joint_load, strategy
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
 
     messages = []
@@ -59,18 +59,16 @@ def replaced_between(rank: int, directory: Path) -> list[str]:
     check(dist_checkpointing.load(state(0), str(named)), 7)
 
     named, replace = two_saves(directory / "behind rank 0")
-    opened: Any = TorchDistLoadStrategy._opened
+    checked: Any = strategy.check_common
     done = directory / "replaced"
 
-    def replace_behind(self: Any, *args: Any) -> Any:
-        found = opened(self, *args)
-        found.index.tensors  # noqa: B018  (what is to be read is known by now)
+    def replace_behind(*args: Any) -> None:
+        checked(*args)  # all has been read by now
         if rank == 0 and not done.exists():
             replace()
             done.touch()
-        return found
 
-    agree: Any = _together._check_all_agree
+    agree: Any = _joint_load._check_all_agree
 
     def agree_and_wait(*args: Any) -> None:
         agree(*args)
@@ -79,8 +77,8 @@ def replaced_between(rank: int, directory: Path) -> list[str]:
             time.sleep(0.01)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(TorchDistLoadStrategy, "_opened", replace_behind)
-        patched.setattr(_together, "_check_all_agree", agree_and_wait)
+        patched.setattr(strategy, "check_common", replace_behind)
+        patched.setattr(_joint_load, "_check_all_agree", agree_and_wait)
         with pytest.raises(LoadError) as raised:
             dist_checkpointing.load(state(0), str(named), validate_access_integrity=False)
     messages.append(str(raised.value))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -349,79 +347,6 @@ def skipped(rank: int, base: Path) -> None:
 
 def test_a_save_is_skipped_when_asked(tmp_path: Path) -> None:
     run_ranks(skipped, 2, tmp_path)
-
-
-def resumed(rank: int, path: Path) -> None:
-    """A launch that has loaded takes what its first async save needs while it trains, and no more than that."""
-    dist_checkpointing = megatron()
-    from mcore_ckpt import AsyncCallsQueue, TorchDistLoadStrategy, TorchDistSaveStrategy
-    from mcore_ckpt.save import staging_buffers
-    from mcore_ckpt.save.writer_process import shared_writer
-
-    def sharded(value: float, count: int = 500_000) -> dict[str, Any]:
-        part = torch.full((count * (1 + rank),), value)
-        return {f"t{rank}": dist_checkpointing.ShardedTensor.from_rank_offsets(f"t{rank}", part)}
-
-    def held() -> int:
-        (buffer,) = [*staging_buffers._free, *(lease.buffer for lease in staging_buffers._in_use)]
-        return os.fstat(buffer.fd).st_blocks * 512
-
-    strategy = TorchDistSaveStrategy()
-    save = partial(dist_checkpointing.save, validate_access_integrity=False)
-    load = partial(dist_checkpointing.load, strict="ignore_all", validate_access_integrity=False)
-    save(sharded(1), str(path / "first"), strategy)
-    written = sum(-(-file.stat().st_size // 4096) * 4096 for file in (path / "first").glob(f"__{rank}_*"))
-    assert written > 2_000_000 * (1 + rank)
-
-    # Nothing without a load or a save before, where it is turned off, and where nobody polls a queue.
-    staging_buffers.expect_save(0)
-    AsyncCallsQueue().maybe_finalize_async_calls()
-    load(sharded(0), str(path / "first"), TorchDistLoadStrategy())
-    AsyncCallsQueue(options=SaveOptions(take_ahead=False)).maybe_finalize_async_calls()
-    load(sharded(0), str(path / "first"), TorchDistLoadStrategy())
-    assert shared_writer().pid is None
-    assert not staging_buffers._free
-
-    queue = AsyncCallsQueue()
-    queue.maybe_finalize_async_calls()
-    pid, (buffer,) = shared_writer().pid, staging_buffers._free
-    assert pid is not None
-    until_s = time.monotonic() + 60
-    while not buffer.is_touched:
-        assert held() <= written
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
-    assert 0.95 * written < held() <= written
-    queue.maybe_finalize_async_calls()
-    for step in (2, 3):
-        dist.barrier()
-        request = save(sharded(step), str(path / str(step)), strategy, async_sharded_save=True)
-        queue.schedule_async_request(request)
-        assert [lease.buffer for lease in staging_buffers._in_use] == [buffer]
-        queue.maybe_finalize_async_calls(blocking=True)
-        loaded = load(sharded(0), str(path / str(step)), TorchDistLoadStrategy())
-        assert (loaded[f"t{rank}"] == step).all()
-    assert shared_writer().pid == pid
-    assert held() <= written + 4096 * 16
-
-    # A save that comes while memory is being taken ends that, and gets what it needs.
-    staging_buffers._collect()
-    staging_buffers._free.clear()
-    buffer.close()
-    staging_buffers.expect_save(1024**3)
-    queue = AsyncCallsQueue()
-    queue.maybe_finalize_async_calls()
-    dist.barrier()
-    queue.schedule_async_request(save(sharded(4), str(path / "4"), strategy, async_sharded_save=True))
-    queue.maybe_finalize_async_calls(blocking=True)
-    assert held() < 1024**3
-    assert (load(sharded(0), str(path / "4"), TorchDistLoadStrategy())[f"t{rank}"] == 4).all()
-
-
-def test_a_resumed_launch_takes_ahead_what_its_first_async_save_needs(tmp_path: Path) -> None:
-    for name in ("first", "2", "3", "4"):
-        (tmp_path / name).mkdir()
-    run_ranks(resumed, 2, tmp_path)
 
 
 def large(blank: bool) -> dict[str, Any]:

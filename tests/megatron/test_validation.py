@@ -244,7 +244,10 @@ def _saves(rank: int, root: Path, by: str) -> list[Any]:
     mcore_ckpt.install()
     from megatron.core import dist_checkpointing as dc
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        TorchDistLoadShardedStrategy,
+        TorchDistSaveShardedStrategy,
+    )
 
     gathers: list[str] = []
     for name in ("all_gather_object", "broadcast_object_list"):
@@ -270,8 +273,10 @@ def _saves(rank: int, root: Path, by: str) -> list[Any]:
         dc.save(state, str(path), strategy)
         said.append((strategy.validated_cache_reuse, list(warned)))
         warned.clear()
-    loaded = dc.load({"a": ShardedTensor.from_rank_offsets("a", torch.zeros(2), (0, rank, 2))}, str(path))
+    loading = TorchDistLoadShardedStrategy()
+    loaded = dc.load({"a": ShardedTensor.from_rank_offsets("a", torch.zeros(2), (0, rank, 2))}, str(path), loading)
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+    strategy.cached_global_metadata = loading.cached_global_metadata
     state = {"a": ShardedTensor.from_rank_offsets("a", loaded["a"], (0, rank, 2))}
     dc.save(state, str(path), strategy)
     assert strategy.validated_loaded_metadata_reuse
@@ -350,7 +355,9 @@ def _save_as_told(rank: int, root: Path) -> tuple[str, str]:
     mcore_ckpt.install()
     from megatron.core import dist_checkpointing as dc
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        TorchDistSaveShardedStrategy,
+    )
 
     state = {"a": ShardedTensor.from_rank_offsets("a", torch.ones(2), (0, rank, 2)), "odd": _Odd(rank)}
     try:

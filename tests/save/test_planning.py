@@ -171,13 +171,16 @@ def _start_again(rank: int, directory: Path) -> dict[str, Any]:
     loads = {name: ["saved"] * 3 for name in _STARTED_AGAIN} | {"from two": ["saved", "saved", "saved too"]}
     for number, (name, sources) in enumerate(loads.items(), start=2):
         state = {f"{key}{part}": _part(key, part, -1) for key, part in _HELD[rank]}
-        TorchDistLoadStrategy().load(state, directory / "saved")
+        loading = TorchDistLoadStrategy()
+        loading.load(state, directory / "saved")
+        strategy = TorchDistSaveStrategy()
+        strategy.cached_global_metadata = loading.cached_global_metadata
         if sources[rank] != "saved":
             from mcore_ckpt.format.metadata_read import read_index
-            from mcore_ckpt.save.transaction import expect_layout
+            from mcore_ckpt.layout.saved_layout import LoadedCheckpoint
 
-            expect_layout(sources[rank], read_index(directory / sources[rank]))
-        strategy = TorchDistSaveStrategy()
+            index = read_index(directory / sources[rank])
+            strategy.cached_global_metadata = LoadedCheckpoint(sources[rank], index)
         held, _ = _STARTED_AGAIN.get(name, (_HELD, False))
         save(name, number, held, strategy)
         resumed = strategy.validated_loaded_metadata_reuse
@@ -191,9 +194,11 @@ def _go_on_with_two(rank: int, directory: Path) -> str:
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
 
     state = {f"{key}{part}": _part(key, part, 0) for key, part in _HELD[rank]}
-    TorchDistLoadStrategy().load(state, directory / "saved")
+    loading, strategy = TorchDistLoadStrategy(), TorchDistSaveStrategy()
+    loading.load(state, directory / "saved")
+    strategy.cached_global_metadata = loading.cached_global_metadata
     with pytest.raises(mcore_ckpt.PlanError) as caught:
-        TorchDistSaveStrategy().save(state, directory / "by two")
+        strategy.save(state, directory / "by two")
     return str(caught.value)
 
 

@@ -107,8 +107,8 @@ def without_transformer_engine() -> None:
 
 
 def compare_distributions() -> None:
-    """Compare who saves and loads what with what Megatron's own function says: in each fully parallel wrapper around
-    a strategy of ours, and for each state that such a strategy saves without one.
+    """Compare who saves what with what Megatron's own function says: in each fully parallel wrapper around a strategy
+    of ours, and for each state that such a strategy saves without one.
     """
     import copy
 
@@ -122,8 +122,8 @@ def compare_distributions() -> None:
     from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
 
     stock = exchange_utils.determine_main_replica_uniform_distribution
-    saves, loads = (getattr(fully_parallel, f"FullyParallel{name}StrategyWrapper") for name in ("Save", "Load"))
-    apply_saving, apply_loading = saves.apply_saving_parallelization, loads.apply_loading_parallelization
+    saves = fully_parallel.FullyParallelSaveStrategyWrapper
+    apply_saving = saves.apply_saving_parallelization
     begin = TorchDistSaveStrategy._begin
     wrapped: list[bool] = []
 
@@ -139,7 +139,8 @@ def compare_distributions() -> None:
             for shard in nested_values(state):
                 if isinstance(shard, ShardedTensor):
                     assert shard.replica_id == int(found.main_rank_for_shard.get(shard_id(shard)) != place), shard
-            _note_compared("save")
+            with open(os.environ["MCORE_CKPT_TESTS_COMPARED"], "a") as file:
+                file.write("save\n")
         return result
 
     def beginning(self: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,26 +150,8 @@ def compare_distributions() -> None:
         wrapped.clear()
         return begin(self, state, *args, **kwargs)
 
-    def loading(self: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-        found = stock(state, self.parallelization_group, True) if is_ours(self) else None
-        ours = apply_loading(self, state, *args, **kwargs)
-        if found is not None:
-            own = {shard_id(shard) for shard in nested_values(state) if isinstance(shard, ShardedTensor)}
-            kept = [one for one, ranks in found.all_ranks_for_shard.items() if len(ranks) > 1 or one in own]
-            assert ours.main_rank_for_shard == {one: found.main_rank_for_shard[one] for one in kept}
-            assert ours.all_ranks_for_shard == {one: found.all_ranks_for_shard[one] for one in kept}
-            orders = [[one for one in side[0] if len(found.all_ranks_for_shard[one]) > 1] for side in (ours, found)]
-            assert orders[0] == orders[1]
-            _note_compared("load")
-        return ours
-
-    saves.apply_saving_parallelization, loads.apply_loading_parallelization = saving, loading
+    saves.apply_saving_parallelization = saving
     TorchDistSaveStrategy._begin = beginning  # type: ignore[method-assign]
-
-
-def _note_compared(call: str) -> None:
-    with open(os.environ["MCORE_CKPT_TESTS_COMPARED"], "a") as file:
-        file.write(f"{call}\n")
 
 
 def run_rank(rank: int, options: argparse.Namespace) -> int:

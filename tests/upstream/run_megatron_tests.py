@@ -5,9 +5,9 @@
         --only-passed stock.json
     python tests/upstream/run_megatron_tests.py --compare stock.json ours.json
 
-With `MCORE_CKPT_TESTS_COMPARED=FILE` each save and load of ours behind a fully parallel wrapper, and each state that is
-saved without one, is compared with what Megatron's own function says of who saves and who loads what. For each a line
-is added to the file.
+With `MCORE_CKPT_TESTS_COMPARED=FILE` each save of ours behind a fully parallel wrapper, and each state that is
+saved without one, is compared with what Megatron's own function says of who saves what. For each a line is added to the
+file.
 
 `--repo` is a clone of Megatron-LM (a bare one will do); the tests are read from it at run time, and nothing of them is
 kept here. Files run one by one, each on a fresh set of ranks, or `--together`, which takes a fraction of the time; the
