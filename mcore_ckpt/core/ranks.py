@@ -8,9 +8,11 @@ rank that has given up.
 Each exchange says what it is. Where ranks meet in different ones, or with settings that all must have alike, all raise;
 but not where only the coordinator speaks in one of them (`run_on_coordinator`, `run_scattered`): that ends by time-out.
 
-An exchange is a binomial tree up to the coordinator, in which values are merged on the way, and a broadcast, which gloo
-does by such a tree. So it takes two messages for each rank, and twice the logarithm of their number in time. (Gloo's
-all-gather and all-reduce are rings: a step for each rank, in all of which every rank takes part.)
+An exchange is a binomial tree up to the coordinator, in which values are merged on the way, and the same tree down.
+So it takes two messages for each rank, and twice the logarithm of their number in time. (Gloo's all-gather and
+all-reduce are rings: a step for each rank, in all of which every rank takes part.) Each rank knows for whom it waits.
+If it waits in vain, it leaves word for whom in the store through which the ranks have met, which leads from rank to
+rank to the one that has left none.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt.core._reachability import announce, has_contact, who_is_missing
 from mcore_ckpt.core.errors import CheckpointError, OptionError
 from mcore_ckpt.core.failures import FailureReport, describe, remote_cause, same_class
 from mcore_ckpt.core.signals import interrupts_wait
@@ -55,12 +57,14 @@ _TRACEBACK = "\n--- on rank "
 # An attribute rather than a list of such errors: it survives an error's conversion into another class.
 _REACHED = "_reached_every_rank"
 _INTERRUPTED = "_rank_was_interrupted"
+# In the store: for which rank another one has waited in vain.
+_WAITED = "mcore_ckpt/waited_for/"
+# Ranks come to an exchange one after the other, and so do the ends of their patience.
+_LEAVES_WORD_S = 2.5
 
 
 # Settings, by name, that all ranks of an exchange must have alike; each exchange carries them.
 _alike: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("_alike", default=())
-# Whether this process has left word of contact that it has lost.
-_lost = False
 
 
 class RankGroup:
@@ -204,7 +208,7 @@ class RankGroup:
         step = 1
         while step < self.size and self.rank % (2 * step) == 0:
             if self.rank + step < self.size:
-                their_tag, theirs, others = pickle.loads(self._receive(self.rank + step))
+                their_tag, theirs, others = pickle.loads(self._receive(self.rank + step)[1])
                 differs = None if tag is None or their_tag is None else _difference(their_tag, tag, self.rank)
                 if differs is not None:
                     theirs = None
@@ -249,11 +253,9 @@ class RankGroup:
 
     def _apart(self, values: list[T]) -> T:
         """The coordinator's values, to each rank its own: down the tree of `_up`, with those of ranks further down."""
-        step = 1
-        while step < self.size and self.rank % (2 * step) == 0:
-            step *= 2
+        step = self._place()
         if not self.is_coordinator:
-            values = pickle.loads(self._receive(self.rank - step))
+            values = pickle.loads(self._receive(self.rank - step)[1])
         while (step := step // 2) > 0:
             if step < len(values):
                 self._send(self.rank + step, pickle.dumps(values[step:]))
@@ -284,54 +286,46 @@ class RankGroup:
     @contextmanager
     def _contact(self, what: str, wrap: type[CheckpointError], failure: BaseException | None) -> Iterator[None]:
         """Say in our own words that another rank is gone; gloo only knows addresses. `failure`: of this rank before."""
-        global _lost
         try:
             yield
-            if _lost:
-                _lost = False
-                has_contact(_store(), dist.get_rank())
         except (RuntimeError, ValueError) as error:
             if self.size == 1 or isinstance(error, CheckpointError):
                 raise
-            _lost = True
-            missing = self._missing()
             raise wrap(
-                f"could not {what}: rank {self.rank} of {self.size} has lost contact with another rank"
-                + (f": {missing}" if missing else ", which has ended, or hangs, or is in another call")
-                + f" ({error}); see the other ranks' output for the first cause"
+                f"could not {what}: rank {self.rank} of {self.size} has lost contact with another rank: "
+                f"{_who_is_missing(error)} ({error}); see the other ranks' output for the first cause"
                 + (f". Before that this rank had failed: {failure}" if failure is not None else "")
             ) from error
 
-    def _missing(self) -> str:
-        """Which other ranks cannot be reached, in words; empty if nothing can be said."""
+    @contextmanager
+    def _talking_to(self, rank: int, trouble: str) -> Iterator[None]:
+        """Raise `_LostContactError` for what gloo raises."""
         try:
-            own = dist.get_rank()
-            others = [rank for rank in map(self._global_rank, range(self.size)) if rank != own]
-            return who_is_missing(_store(), own, others)
-        except (RuntimeError, ValueError):  # the process group is being taken down
-            return ""
+            yield
+        except RuntimeError as error:
+            raise _LostContactError(self._global_rank(rank), f"{trouble} rank {rank}: {error}") from error
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
-    def _send(self, rank: int, payload: bytes) -> None:
-        self._send_bytes(rank, _slot(_OK, payload))
+    def _send(self, rank: int, payload: bytes, outcome: int = _OK, number: int = 0) -> None:
+        self._send_bytes(rank, _slot(outcome, payload, number))
         if len(payload) > _INLINE_BYTES:
             self._send_bytes(rank, payload)
 
-    def _receive(self, rank: int) -> bytes:
-        _, length, _, inline = _open_slot(self._receive_bytes(rank, _SLOT_BYTES))
-        return inline if length <= _INLINE_BYTES else self._receive_bytes(rank, length)
+    def _receive(self, rank: int) -> tuple[int, bytes, int]:
+        """Outcome, payload and number of the exchange."""
+        outcome, length, number, inline = _open_slot(self._receive_bytes(rank, _SLOT_BYTES))
+        return outcome, inline if length <= _INLINE_BYTES else self._receive_bytes(rank, length), number
 
     def _send_bytes(self, rank: int, payload: bytes | bytearray) -> None:
         tensor = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        dist.send(tensor, dst=self._global_rank(rank), group=self._group)
+        with self._talking_to(rank, "nothing can be sent to"):
+            dist.send(tensor, dst=self._global_rank(rank), group=self._group)
 
     def _receive_bytes(self, rank: int, length: int) -> bytes:
         buffer = torch.empty(length, dtype=torch.uint8, device="cpu")
-        try:
+        with self._talking_to(rank, "nothing has come from"):
             dist.recv(buffer, src=self._global_rank(rank), group=self._group)
-        except RuntimeError as error:
-            raise RuntimeError(f"nothing has come from rank {rank}: {error}") from error
         return buffer.numpy().tobytes()
 
     def _receive_long(self, first: Mapping[_Long, tuple[int, int]]) -> dict[_Long, bytes]:
@@ -343,12 +337,13 @@ class RankGroup:
             rank: torch.empty(sum(part.length for part in parts), dtype=torch.uint8, device="cpu")
             for rank, parts in of_rank.items()
         }
-        pending = [
-            dist.irecv(buffer, src=self._global_rank(rank), group=self._group) for rank, buffer in buffers.items()
-        ]
-        for work in pending:
+        pending = {
+            rank: dist.irecv(buffer, src=self._global_rank(rank), group=self._group) for rank, buffer in buffers.items()
+        }
+        for rank, work in pending.items():
             assert work is not None
-            work.wait()
+            with self._talking_to(rank, "nothing has come from"):
+                work.wait()
         received: dict[_Long, bytes] = {}
         for rank, parts in of_rank.items():
             content = buffers.pop(rank).numpy()
@@ -357,17 +352,21 @@ class RankGroup:
         return received
 
     def _broadcast(self, outcome: int, payload: bytes, number: int) -> tuple[int, bytes, int]:
-        """The coordinator's outcome, payload and number of the exchange, on all ranks."""
-        if self.size == 1:
-            return outcome, payload, number
-        slot = _slot(outcome, payload, number)
-        dist.broadcast(torch.frombuffer(slot, dtype=torch.uint8), src=self._global_rank(0), group=self._group)
-        outcome, length, number, inline = _open_slot(slot)
-        if length <= _INLINE_BYTES:
-            return outcome, inline, number
-        buffer = bytearray(payload) if self.is_coordinator else bytearray(length)
-        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), src=self._global_rank(0), group=self._group)
-        return outcome, bytes(buffer), number
+        """The coordinator's outcome, payload and number of the exchange, on all ranks: down the tree of `_up`."""
+        step = self._place()
+        if not self.is_coordinator:
+            outcome, payload, number = self._receive(self.rank - step)
+        while (step := step // 2) > 0:
+            if self.rank + step < self.size:
+                self._send(self.rank + step, payload, outcome, number)
+        return outcome, payload, number
+
+    def _place(self) -> int:
+        """In the tree this rank's parent is so far before it, and its children are half, a quarter, ... behind it."""
+        step = 1
+        while step < self.size and self.rank % (2 * step) == 0:
+            step *= 2
+        return step
 
     def _global_rank(self, rank: int) -> int:
         assert self._group is not None
@@ -429,26 +428,40 @@ def coordination_group(process_group: dist.ProcessGroup | None = None) -> RankGr
         raise OptionError(
             f"rank {dist.get_rank()} is not in the process group that was passed; only its members may save or load"
         )
-    _announce_once(world)
     if "cpu:gloo" in str(dist.get_backend_config(wanted)).split(","):
         return RankGroup(wanted)
     return RankGroup(_gloo_group_like(wanted, world))
 
 
-_announced: weakref.ref[Any] | None = None
+class _LostContactError(RuntimeError):
+    """Gloo has failed, or waited in vain, for the rank `other` of the default group."""
+
+    def __init__(self, other: int, text: str) -> None:
+        super().__init__(text)
+        self.other = other
 
 
-def _announce_once(world: dist.ProcessGroup) -> None:
-    """Leave for the others where this process is reached, once in the life of the default group."""
-    global _announced
-    if (_announced is None or _announced() is not world) and dist.get_world_size() > 1:
-        announce(_store(), dist.get_rank())
-        _announced = weakref.ref(world)
-
-
-def _store() -> Any:
-    """Through which the job has met. (No public function tells.)"""
-    return dist.distributed_c10d._get_default_store()  # noqa: SLF001
+def _who_is_missing(error: Exception) -> str:
+    """Leave word for which rank this one has waited in vain, and follow the others' word to one that has left none."""
+    if not isinstance(error, _LostContactError):
+        return "which one is not known"
+    rank, other = dist.get_rank(), error.other
+    through = ""
+    followed = {rank}
+    try:
+        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  (no public function tells)
+        store.set(f"{_WAITED}{rank}", str(other))
+        while other not in followed:
+            followed.add(other)
+            try:
+                store.wait([f"{_WAITED}{other}"], timedelta(seconds=_LEAVES_WORD_S))
+            except dist.DistStoreError:
+                return f"rank {other}{through} has ended, hangs, or is in another call"
+            through = f", for which rank {other} has waited,"
+            other = int(store.get(f"{_WAITED}{other}"))
+        return "these wait for each other: ranks " + ", ".join(map(str, sorted(followed)))
+    except (RuntimeError, ValueError) as failure:  # the store has ended, too, or the process group is being taken down
+        return f"rank {other}, or another: the store through which the ranks have met fails ({failure})"
 
 
 # References are weak: a destroyed group must be free to go, and the registry of torch.distributed keeps live ones.

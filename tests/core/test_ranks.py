@@ -5,10 +5,8 @@ from __future__ import annotations
 import operator
 import os
 import pickle
-import platform
 import re
 import signal
-import time
 import traceback
 from datetime import timedelta
 from functools import partial
@@ -164,17 +162,17 @@ def _collectives_of_success(rank: int) -> dict[str, list[str]]:
     return calls
 
 
-def test_success_costs_a_message_up_the_tree_and_a_broadcast() -> None:
+def test_success_costs_a_message_up_the_tree_and_one_down() -> None:
     # Ranks 1, 2 and 4 tell the coordinator; rank 2 also for rank 3.
     ups = [["recv", "recv", "recv"], ["send"], ["recv", "send"], ["send"], ["send"]]
-    for up, calls in zip(ups, run_ranks(_collectives_of_success, 5), strict=True):
-        exchange = [*up, "broadcast"]
+    downs = [["send", "send", "send"], ["recv"], ["recv", "send"], ["recv"], ["recv"]]
+    for up, down, calls in zip(ups, downs, run_ranks(_collectives_of_success, 5), strict=True):
         assert calls == {
-            "run": exchange,
-            "merged": exchange,
-            "gather": exchange,
-            "broadcast": ["broadcast"],
-            "any": exchange,
+            "run": [*up, *down],
+            "merged": [*up, *down],
+            "gather": [*up, *down],
+            "broadcast": down,
+            "any": [*up, *down],
         }
 
 
@@ -312,7 +310,7 @@ def test_a_rank_that_is_gone_is_reported_at_once() -> None:
     assert dead.exit_code == 7
     assert alive.ok, alive.error_text
     assert "could not agree: rank 0 of 2 has lost contact" in alive.value
-    assert re.search(rf"rank 1 \(process \d+ on host {re.escape(platform.node())}\) ended", alive.value)
+    assert "rank 1 has ended, hangs, or is in another call" in alive.value
     assert alive.seconds < 15
 
 
@@ -439,14 +437,12 @@ def test_nothing_is_put_on_the_default_device() -> None:
 _PATIENCE_S = 3.0
 
 
-def _waited_for(rank: int, who: int, how: str, exchange: str) -> None:
+def _waited_for(rank: int, who: int, exchange: str) -> None:
     """One rank does not come to an exchange, and does not end."""
     group = coordination_group(dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENCE_S)))
     group.any("test", False, wrap=SaveError)
-    if rank == who and how == "is stopped":
+    if rank == who:
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif rank == who:
-        time.sleep(300)
     if exchange == "parts":
         group.run_gather_parts("meet", lambda: [bytes([rank]) * 5000], wrap=SaveError)
     group.run_on_coordinator("meet", lambda: None, wrap=SaveError)
@@ -454,39 +450,20 @@ def _waited_for(rank: int, who: int, how: str, exchange: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("who", "how", "exchange"),
+    ("who", "exchange"),
     [
-        pytest.param(0, "is stopped", "all", marks=pytest.mark.long),
-        pytest.param(2, "is stopped", "all", marks=pytest.mark.long),
-        pytest.param(3, "is stopped", "all", marks=pytest.mark.long),
-        (2, "is stopped", "parts"),
-        (1, "has not waited", "all"),
+        pytest.param(0, "all", marks=pytest.mark.long),
+        pytest.param(2, "all", marks=pytest.mark.long),
+        pytest.param(3, "all", marks=pytest.mark.long),
+        (2, "parts"),
+        (1, "all"),
     ],
 )
-def test_a_rank_that_is_waited_for_in_vain_is_named_by_all_others(who: int, how: str, exchange: str) -> None:
+def test_a_rank_that_is_waited_for_in_vain_is_named_by_all_others(who: int, exchange: str) -> None:
     """Also by those that do not wait for it themselves, but for another that does."""
-    outcomes = rank_outcomes(_waited_for, 4, who, how, exchange, deadline_s=90, grace_s=5)
+    outcomes = rank_outcomes(_waited_for, 4, who, exchange, deadline_s=90, grace_s=5)
     for outcome in outcomes:
         if outcome.rank != who:
             assert isinstance(outcome.error, SaveError), outcome.error_text
-            assert re.search(
-                rf"lost contact with another rank: rank {who} \(process \d+ on host [^)]*\) {how}", str(outcome.error)
-            )
-
-
-def _found_again(rank: int) -> list[bool]:
-    """Contact is lost in one group, and not in another; then the word of that is taken back."""
-    patient, other = coordination_group(), coordination_group(dist.new_group(timeout=timedelta(seconds=1.0)))
-    other.any("test", False, wrap=SaveError)
-    store = dist.distributed_c10d._get_default_store()
-    said = []
-    if rank == 0:
-        with pytest.raises(SaveError, match=r"rank 1 .* has not waited"):
-            other.any("test", False, wrap=SaveError)
-        said.append(store.check(["mcore_ckpt/waited_for/0"]))
-    patient.any("test", False, wrap=SaveError)
-    return [*said, store.check(["mcore_ckpt/waited_for/0"])] if rank == 0 else []
-
-
-def test_contact_that_is_found_again_leaves_no_word() -> None:
-    assert run_ranks(_found_again, 2)[0] == [True, False]
+            named = rf"lost contact with another rank: rank {who}(, for which rank \d has waited,)? has ended, hangs"
+            assert re.search(named, str(outcome.error)), outcome.error

@@ -63,7 +63,7 @@ def test_all_others_name_it(where: str, who: int, tmp_path: Path) -> None:
     others = [outcome for outcome in outcomes if outcome.rank != who]
     for outcome in others:
         assert isinstance(outcome.error, LoadError if where in ("load", "read") else SaveError), outcome.error_text
-        named = rf"could not ({STOPS[where][1]}): .* rank {who} \(process \d+ on host [^)]*\) is stopped"
+        named = rf"could not ({STOPS[where][1]}): .* rank {who}(, for which rank \d has waited,)? has ended, hangs"
         assert re.search(named, str(outcome.error)), outcome.error
     assert verify_checkpoint(tmp_path / "first").whole
     assert not (tmp_path / "second" / ".metadata").exists()

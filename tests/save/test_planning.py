@@ -103,13 +103,14 @@ def test_a_plan_is_used_again_if_it_is_that_of_every_rank(
         _check(tmp_path, number, "".join(sorted({key for of_rank in held for key, _ in of_rank})))
 
 
-def test_an_unchanged_save_costs_each_rank_two_messages_and_three_broadcasts(tmp_path: Path) -> None:
+def test_an_unchanged_save_costs_each_rank_two_messages_and_three_answers(tmp_path: Path) -> None:
     outcomes = run_megatron_ranks(_save_all, 3, tmp_path, [[[_A], [_B], [_C]]] * 3)
     # Agree on the plan; collect the results; publish.
-    for heard, outcomes_of_rank in zip((["recv", "recv"], ["send"], ["send"]), outcomes, strict=True):
+    ups, downs = (["recv", "recv"], ["send"], ["send"]), (["send", "send"], ["recv"], ["recv"])
+    for up, down, outcomes_of_rank in zip(ups, downs, outcomes, strict=True):
         for again, calls in outcomes_of_rank[1:]:
             assert again
-            assert calls == [*heard, "broadcast", *heard, "broadcast", "broadcast"]
+            assert calls == [*up, *down, *up, *down, *down]
 
 
 def _save_by_two(rank: int, directory: Path) -> None:
