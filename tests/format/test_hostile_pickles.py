@@ -276,9 +276,28 @@ class TestIndex:
         with pytest.raises(CorruptCheckpointError):
             parse_index(index_of(planner_data), "/ckpt")
 
-    def test_the_unpickler_in_c_gets_none_of_these(self) -> None:
-        for tuples in (b")" + b"\x85" * 100, b"K\x01\x85\x85", b")\x940)2\x86", b"h\x00h\x00\x81", b"h\x00h\x01b"):
-            assert not plainly_built(index_of(b"}" + tuples + b"Ns"))
+    @pytest.mark.parametrize(
+        ("key", "passes"),
+        [
+            (b"K\x01K\x02\x86\x94", True),
+            (b"K\x01\x85\x94h\x00\x85\x94", True),
+            (b")" + b"\x85" * 100, False),
+            (b"K\x01\x85\x85", False),
+            (b")\x940)2\x86", False),
+            (b"h\x00h\x00\x81", False),
+            (b"h\x00h\x01b", False),
+            (b"K\x01\x85\x94h\x00\x85\x94h\x01\x85\x94", False),
+            (b"K\x01\x85\x94(h\x00h\x00t\x94(h\x01h\x01t\x94", False),
+            (b"K\x01\x85r\xff\xff\xff\x07", False),
+            (b"K\x01\x85q\x05", False),
+            (b"h\x00\x85R", False),
+            (b"(" + b"h\x00" * 300 + b"t", False),
+        ],
+    )
+    def test_the_unpickler_in_c_gets_only_flat_tuples_and_no_memo_numbers(self, key: bytes, passes: bool) -> None:
+        named = b"\x8c%c%b\x8c\x08Metadata\x93" % (len(INDEX_MODULE), INDEX_MODULE.encode())
+        index = index_of(b"}" + key + b"Ns").replace(name(f"{INDEX_MODULE}.Metadata"), named)
+        assert plainly_built(index) == passes
 
     def test_the_path_of_a_multi_storage_client(self) -> None:
         """What its writer puts into the checkpoint id makes no difference to reading."""
