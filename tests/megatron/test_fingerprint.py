@@ -236,7 +236,7 @@ def _load_proven(rank: int, path: Path, dist_checkpointing: Any, case: Load) -> 
     except LoadError as error:
         said = str(error)
     logger.removeHandler(handler)
-    return [line for line in lines if "proven" in line], said
+    return [line for line in lines if "state proven" in line or "not proven" in line], said
 
 
 def test_a_load_is_proven_or_says_which_tensors_differ(tmp_path: Path) -> None:

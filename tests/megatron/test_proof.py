@@ -174,7 +174,6 @@ def test_a_replica_with_another_bit_is_named(wrapped: bool, tmp_path: Path) -> N
         assert "on ranks 1, stored" in text
 
 
-@pytest.mark.filterwarnings("ignore:.*are converted to the dtypes")
 def test_a_state_of_which_nothing_can_be_compared_is_not_called_proven(
     saved: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
