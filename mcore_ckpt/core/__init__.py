@@ -6,6 +6,6 @@ collectives that raise one rank's error on all ranks, and CRC-32.
 Must not know: what a checkpoint is made of; files, formats, Megatron.
 
 Modules: boxes, console, crc, errors, failures, fingerprints, host_memory, options, paths, process, ranks, signals,
-sizes, threads, version.
-With torch: ranks.
+sizes, threads, torch_modes, version.
+With torch: ranks, torch_modes.
 """

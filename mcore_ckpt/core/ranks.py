@@ -37,6 +37,7 @@ import torch.distributed as dist
 from mcore_ckpt.core.errors import CheckpointError, OptionError
 from mcore_ckpt.core.failures import FailureReport, describe, remote_cause, same_class
 from mcore_ckpt.core.signals import interrupts_wait
+from mcore_ckpt.core.torch_modes import without_modes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -287,7 +288,8 @@ class RankGroup:
     def _contact(self, what: str, wrap: type[CheckpointError], failure: BaseException | None) -> Iterator[None]:
         """Say in our own words that another rank is gone; gloo only knows addresses. `failure`: of this rank before."""
         try:
-            yield
+            with without_modes():
+                yield
         except (RuntimeError, ValueError) as error:
             if self.size == 1 or isinstance(error, CheckpointError):
                 raise

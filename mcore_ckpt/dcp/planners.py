@@ -31,6 +31,7 @@ from mcore_ckpt.core.boxes import Box, covers, intersect
 from mcore_ckpt.core.errors import KindMismatchError, MissingKeyError, OptionError, PlanError, ShapeMismatchError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.process import collector_paused
+from mcore_ckpt.core.torch_modes import without_modes
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.items.checks import missing_key
 from mcore_ckpt.layout.dcp_tensors import global_shape
@@ -123,6 +124,7 @@ class MCoreSavePlanner(DefaultSavePlanner):
         self._shards: list[Any] = []
         self._sources: dict[tuple[str, tuple[int, ...] | None], Any] = {}
 
+    @without_modes()
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -133,6 +135,7 @@ class MCoreSavePlanner(DefaultSavePlanner):
         rest = without_leaves(state_dict)
         super().set_up_planner(rest, storage_meta, is_coordinator)
 
+    @without_modes()
     def create_local_plan(self) -> SavePlan:
         """This rank's write items.
 
@@ -194,6 +197,7 @@ class MCoreSavePlanner(DefaultSavePlanner):
             raise PlanError("a flattened state dict cannot be planned by each rank alone: use flatten_state_dict=False")
         return local_plan
 
+    @without_modes()
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The tensor (detached, shape of its chunk) or the serialized object (`BytesIO`) of a write item."""
         index = write_item.index
@@ -238,6 +242,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         self._objects: dict[str, list[Any]] = {}
 
     @collector_paused()
+    @without_modes()
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
@@ -247,6 +252,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(rest, metadata, is_coordinator)
 
     @collector_paused()
+    @without_modes()
     def create_local_plan(self) -> LoadPlan:
         """Read items for this rank.
 
@@ -336,6 +342,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
         zero = torch.Size((0,))
         return [ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero)]
 
+    @without_modes()
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a stored object where it belongs; its pickle goes through the allow-list.
 

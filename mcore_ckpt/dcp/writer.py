@@ -35,6 +35,7 @@ from torch.futures import Future
 from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.paths import checkpoint_path, is_supported
+from mcore_ckpt.core.torch_modes import without_modes
 from mcore_ckpt.dcp.bucket_writer import (
     CopiedData,
     DataFilePrefix,
@@ -204,6 +205,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
     # -- planning ------------------------------------------------------------------------------------------------
 
+    @without_modes()
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Lock the directory, before anything is written; refuse if there is a checkpoint that may not be replaced.
 
@@ -237,6 +239,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         _unfinished[place] = self
         return self._target
 
+    @without_modes()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator: tell each rank how its files are named, and remember what must be written."""
         # A planner that caches plans sends none where nothing has changed: then the metadata tells.
@@ -266,6 +269,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         """Without a coordinator: the names of this rank's files carry an id of its own."""
         return dataclasses.replace(local_plan, storage_data=DataFilePrefix(f"__{_world_rank()}_", self._save_id))
 
+    @without_modes()
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Sort the plan's items into balanced buckets, objects apart from tensors, and hold on to their data.
 
@@ -290,6 +294,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
     # -- writing -------------------------------------------------------------------------------------------------
 
+    @without_modes()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write everything before the call returns; no process is started."""
         self._prepare(plan, planner)
@@ -319,6 +324,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         return save, partial(self.preload_tensors, self.write_buckets), [rank, self.write_buckets, self.results_queue]
 
     @staticmethod
+    @without_modes()
     def preload_tensors(write_buckets: list[ItemBucket], non_blocking: bool = True) -> list[ItemBucket]:
         """Copy all tensors to host memory of their own: the snapshot, for a process that is forked then.
 
@@ -346,6 +352,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         return staged
 
     @staticmethod
+    @without_modes()
     def write_preloaded_data(
         transform_list: Sequence[Any],
         local_proc_idx: int,
@@ -408,6 +415,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             )
         return list(chain.from_iterable(outcome))
 
+    @without_modes()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Coordinator: publish the checkpoint, if what was written is exactly what was planned.
 
@@ -444,6 +452,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
     # -- dcp.async_save ------------------------------------------------------------------------------------------
 
+    @without_modes()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of a state dict on the host that nothing the trainer does can change: tensors, views and objects."""
         staged: dict[str, Any] = snapshot(state_dict, self._staged)

@@ -28,6 +28,7 @@ from mcore_ckpt.core.fingerprints import (
     state_words,
 )
 from mcore_ckpt.core.ranks import coordination_group
+from mcore_ckpt.core.torch_modes import without_modes
 from mcore_ckpt.format.index import parse_shadow_key
 from mcore_ckpt.layout.dcp_tensors import dcp_tensors
 from mcore_ckpt.layout.dense_tensors import check_memory, pointer_of
@@ -45,6 +46,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 Known = Callable[[torch.Tensor, Stretch], int | None]
 
 
+@without_modes()
 def fingerprint(
     sharded_state_dict: Any, process_group: dist.ProcessGroup | None = None, *, names: bool = False
 ) -> StateFingerprint:

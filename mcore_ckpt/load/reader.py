@@ -34,6 +34,7 @@ from mcore_ckpt.core.options import LoadOptions, ranks_of_this_host
 from mcore_ckpt.core.paths import checkpoint_path, is_supported
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.threads import together
+from mcore_ckpt.core.torch_modes import without_modes
 from mcore_ckpt.format.footer import shown_id
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
 from mcore_ckpt.format.metadata_read import METADATA_FILE, index_name, open_index, read_index
@@ -187,6 +188,7 @@ class FileSystemReader(StorageReader):
         """An empty plan, for `read`."""
         return LoadPlan(self.index, self.conversions, self.options.window_bytes)
 
+    @without_modes()
     def read_items(self, requests: Iterable[ReadRequest]) -> None:
         """Fill destinations with slices of global tensors, in any order.
 
@@ -205,6 +207,7 @@ class FileSystemReader(StorageReader):
             plan.add(requests)
             self.read(plan)
 
+    @without_modes()
     def read(self, plan: LoadPlan) -> None:
         """Carry out a plan. Raises as `read_items`."""
         for turn in plan.turns():
@@ -259,6 +262,7 @@ class FileSystemReader(StorageReader):
             self._open.forget()
         return True
 
+    @without_modes()
     def object_bytes(self, fqn: str) -> bytes:
         """A stored object as `torch.save` made it, transforms undone, checksums compared, not unpickled.
 
@@ -280,6 +284,7 @@ class FileSystemReader(StorageReader):
                 if not self._reads_far_after(error, named):
                     raise named from error
 
+    @without_modes()
     def read_object(self, fqn: str) -> Any:
         """A stored object, its pickle held to the allow-list.
 
@@ -298,6 +303,7 @@ class FileSystemReader(StorageReader):
             run_code=self.options.run_code_from_checkpoint,
         )
 
+    @without_modes()
     def read_objects(self, fqns: Iterable[str]) -> dict[str, Any]:
         """Stored objects by key; those that lie together are read together. Raises as `read_object`."""
         keys = list(dict.fromkeys(fqns))
@@ -317,6 +323,7 @@ class FileSystemReader(StorageReader):
 
     # ---------------------------------------------------------------------------------------------- DCP's StorageReader
 
+    @without_modes()
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's `Metadata` of the checkpoint, which is read at each call: it may have been replaced since.
 
@@ -356,6 +363,7 @@ class FileSystemReader(StorageReader):
             self._load.close()  # of a load that was begun before; after the other, so that there is no moment between
             self._load = begun.pop_all()
 
+    @without_modes()
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take the metadata that this load goes by: what this reader has read, or what DCP or a caller hands over.
 
@@ -402,6 +410,7 @@ class FileSystemReader(StorageReader):
             raise replaced_error(self.path, what)
         return [replace(plan, storage_data=None) for plan in plans]
 
+    @without_modes()
     def read_data(self, plan: dcp.LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan into what its planner gives as destinations.
 

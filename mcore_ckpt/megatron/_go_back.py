@@ -35,6 +35,7 @@ from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.ranks import coordination_group, without_tracebacks
+from mcore_ckpt.core.torch_modes import without_modes
 from mcore_ckpt.directory.iterations import is_megatrons, iteration_directories, iteration_of, look_at
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, METADATA_FILE, read_config, read_index
 from mcore_ckpt.format.safe_pickle import NotRebuiltError
@@ -63,6 +64,7 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
     names = list(inspect.signature(stock).parameters)[2:]  # versions have them in another order
 
     @functools.wraps(stock)
+    @without_modes()
     def load(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         with MegatronErrors():
             directory = checkpoint_path(checkpoint_dir)

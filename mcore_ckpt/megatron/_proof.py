@@ -35,6 +35,7 @@ from mcore_ckpt.core.fingerprints import StateWords, state_words
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
+from mcore_ckpt.core.torch_modes import without_modes
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry, parse_shadow_key
 from mcore_ckpt.items.fingerprints import global_shape, part_of_chunk
 from mcore_ckpt.layout.fingerprint import Known, is_factory, part_of_shard, shards_of
@@ -159,6 +160,7 @@ def prove_load(
     known = None if hasattr(strategy, "base_strategy") else arrivals.part_of
     held: list[_Held] = []
 
+    @without_modes()
     def sums() -> _Sums:
         reader = FileSystemReader(directory, options=options)
         if arrivals.saves - {save_id(reader.index)}:

@@ -23,6 +23,7 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.ranks import coordination_group
+from mcore_ckpt.core.torch_modes import without_modes
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import common_file_in_force
 from mcore_ckpt.directory.publish import write_config
@@ -46,6 +47,7 @@ _T = TypeVar("_T")
 _late_error: ContextVar[list[Exception] | None] = ContextVar("_late_error", default=None)
 
 
+@without_modes()
 def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
     """Write the common state of the save that follows, and lock the directory for it; every rank calls this. The first
     writes, when all have come. Next to an older checkpoint it waits under a name of its own until the new one is
@@ -100,6 +102,7 @@ def raise_config_error(error: Exception | None) -> None:
     coordination_group().run_on_coordinator("write metadata.json", tell, wrap=SaveError)
 
 
+@without_modes()
 def load_common(checkpoint_dir: str | os.PathLike[str], options: LoadOptions | None = None) -> Any:
     """The common state of a checkpoint, tensors on the CPU; of the new one, where it is replaced meanwhile. A class
     outside the allow-list, damage, and what does not belong to `.metadata` are refused.

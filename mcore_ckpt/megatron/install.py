@@ -22,6 +22,7 @@ from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import UnsupportedMegatronError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, unknown_variables
 from mcore_ckpt.core.paths import checkpoint_path, is_supported
+from mcore_ckpt.core.torch_modes import without_modes
 from mcore_ckpt.core.version import __version__
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.target import give_back
@@ -248,6 +249,7 @@ def _save_or_leave_nothing(stock: Any, strategy_class: type) -> Any:
     """
 
     @functools.wraps(stock)
+    @without_modes()
     def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         with MegatronErrors():
             # The directory that it names now: what is written at the end of an async save must not follow a `chdir`.

@@ -21,6 +21,7 @@ from mcore_ckpt.core.boxes import flat_boxes
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, MissingKeyError, ShapeMismatchError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.core.torch_modes import without_modes
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.layout.dcp_tensors import carry_layout, local_slices, tells_its_slices
 from mcore_ckpt.layout.shards import leaves
@@ -31,6 +32,7 @@ from mcore_ckpt.load.reader import FileSystemReader
 _MAX_REMOVED = 10_000
 
 
+@without_modes()
 def load_sharded_optimizer_state(
     state_dict: Mapping[str, Any],
     checkpoint: str | os.PathLike[str],

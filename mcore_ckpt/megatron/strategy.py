@@ -25,6 +25,7 @@ from mcore_ckpt.core.options import LoadOptions, SaveOptions, first_of_this_host
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, interrupts_wait_for_others
 from mcore_ckpt.core.threads import together
+from mcore_ckpt.core.torch_modes import without_modes
 from mcore_ckpt.directory.remove import remove_tensors
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.items.checks import replaced_error
@@ -144,6 +145,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
                 path,
             )
 
+    @without_modes()
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, async_strategy: str = "", **unknown: Any
     ) -> Any:
@@ -172,6 +174,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
                 transaction.abort()
             raise
 
+    @without_modes()
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, **unknown: Any) -> None:
         """Write the state and publish the checkpoint; starts no process.
 
@@ -188,6 +191,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
                     transaction.abort()
                 raise
 
+    @without_modes()
     def warm_up(self, sharded_state_dict: dict[str, Any]) -> None:
         """Start the writer process and take the memory that an async save of this state needs, ahead of the first.
 
@@ -240,6 +244,7 @@ class _Commit:
         self.save_call = transaction
         transaction.is_committed_by(self)
 
+    @without_modes()
     def __call__(self) -> None:
         with MegatronErrors():
             self.save_call.commit()
@@ -299,6 +304,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         """What has the attributes of DCP's `Metadata` of the last checkpoint; None before the first load."""
         return self._loaded
 
+    @without_modes()
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, async_strategy: str = "", **unknown: Any
     ) -> dict[str, Any]:
@@ -389,6 +395,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
     def _open(self, checkpoint_dir: _Path) -> FileSystemReader:
         return self._opened(self._to_read(checkpoint_dir))
 
+    @without_modes()
     def load_tensors_metadata(self, checkpoint_dir: _Path, metadata: Any = None) -> dict[str, Any]:
         """What tensors the checkpoint holds: key -> Megatron `ShardedTensor` of the global shape, without data."""
         with MegatronErrors():
@@ -399,6 +406,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
                 found[key] = sharded_tensor_of(key, original_shape(index, key), stored)
             return found
 
+    @without_modes()
     def load_sharded_metadata(self, checkpoint_dir: _Path) -> dict[str, Any]:
         """What tensors and objects the checkpoint holds, as `load_tensors_metadata`; objects by their unique key."""
         with MegatronErrors():
@@ -408,6 +416,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             }
             return {**objects, **self.load_tensors_metadata(checkpoint_dir)}
 
+    @without_modes()
     def remove_sharded_tensors(self, checkpoint_dir: _Path, key_prefix: str) -> None:
         """Remove all tensors and objects whose key starts with `key_prefix`, and the files that held only them.
 

@@ -35,6 +35,7 @@ from mcore_ckpt.core.ranks import (
     was_interrupted,
 )
 from mcore_ckpt.core.signals import interruptible
+from mcore_ckpt.core.torch_modes import without_modes
 from mcore_ckpt.save.supervised_child import Job, JobWatch
 from mcore_ckpt.save.writer_process import shared_writer
 
@@ -60,6 +61,7 @@ class AsyncRequest(NamedTuple):
             raise RuntimeError("the request has been scheduled: no more finalize functions can be added")
         self.finalize_fns.append(fn)
 
+    @without_modes()
     def execute_sync(self) -> None:
         """Do the work here and now, then, when all ranks have done so, run the callbacks. Raises `SaveError` if work or
         a callback failed on some rank. With one rank only, what was raised comes as it is.
@@ -285,6 +287,7 @@ class AsyncCallsQueue:
         writer.cpu_priority, writer.io_priority = cpu_priority, io_priority
         writer.warm_up(wait=False)
 
+    @without_modes()
     def schedule_async_request(self, async_request: Any) -> int:
         """Start a request's work (a `SaveCall` has been started already) and put it into the queue.
 
@@ -325,6 +328,7 @@ class AsyncCallsQueue:
             request.async_fn, tuple(request.async_fn_args), keywords, preload_fn=request.preload_fn, what=name
         )
 
+    @without_modes()
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalize the requests whose work is done on all ranks, oldest first.
 

@@ -223,12 +223,15 @@ class LazyTensor:
         """A slice as a torch tensor: ints, slices (any step) and `...`, as numpy has them."""
         import torch
 
+        from mcore_ckpt.core.torch_modes import without_modes
+
         content, box, rest = self._read(index)
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise LoadError(f"{self.fqn}: stored as {self.dtype}, which torch {torch.__version__} does not have")
-        flat = torch.frombuffer(content, dtype=torch.uint8) if len(content) else torch.empty(0, dtype=torch.uint8)
-        return flat.view(dtype).reshape(box.sizes)[rest] if box.sizes else flat.view(dtype).reshape(())
+        with without_modes():
+            flat = torch.frombuffer(content, dtype=torch.uint8) if len(content) else torch.empty(0, dtype=torch.uint8)
+            return flat.view(dtype).reshape(box.sizes)[rest] if box.sizes else flat.view(dtype).reshape(())
 
     def torch(self) -> torch.Tensor:
         """The whole tensor."""

@@ -1,0 +1,89 @@
+"""A program's default device and torch's modes do not reach into saves and loads: what is made within is as ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mcore_ckpt import open_checkpoint
+from mcore_ckpt.dcp.planners import MCoreLoadPlanner, MCoreSavePlanner
+from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.load.reader import FileSystemReader
+from tests.megatron.trap_ranks import installed, made
+from tests.support.gloo_ranks import run_megatron_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "default device": default_device,
+    "device": lambda: torch.device("meta"),
+    "no such device": lambda: torch.device("cuda:7"),
+    "fake tensors": FakeTensorMode,
+}
+TENSORS = {"small": torch.arange(12.0).view(3, 4), "long": torch.arange(2.0**20)}
+
+
+def state_of(tensors: dict[str, torch.Tensor], lr: float) -> dict[str, Any]:
+    return {**tensors, "options": {"lr": lr, "moment": torch.full((3,), lr)}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_save_and_a_load_by_dcp_within_a_mode(tmp_path: Path, mode: str) -> None:
+    state = state_of(TENSORS, 0.5)
+    blank = state_of({key: torch.zeros_like(value) for key, value in TENSORS.items()}, 0.0)
+    blank["options"]["moment"] = blank["options"]["moment"].t()
+    with MODES[mode]():
+        dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path), planner=MCoreSavePlanner(), no_dist=True)
+        dcp.load(blank, storage_reader=FileSystemReader(tmp_path), planner=MCoreLoadPlanner(), no_dist=True)
+        part = open_checkpoint(tmp_path)["small"][1:]
+    assert all(blank[key].equal(value) for key, value in TENSORS.items())
+    assert blank["options"]["lr"] == 0.5
+    assert blank["options"]["moment"].tolist() == [0.5] * 3
+    assert part.equal(TENSORS["small"][1:])
+
+
+def _save_and_load(rank: int, directory: Path) -> None:
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    def described(fill: float) -> dict[str, Any]:
+        return {
+            "w": ShardedTensor.from_rank_offsets("w", torch.full((4, 8), fill + rank), (0, rank, 2)),
+            "o": ShardedObject("o", {"rng": torch.full((2,), fill)}, (2,), (rank,)),
+            "common": {"iteration": fill, "seed": torch.full((2,), fill)},
+        }
+
+    for number, (name, mode) in enumerate(MODES.items()):
+        saved, asked = described(2.0), described(0.0)
+        path = made(directory / str(number))
+        queue = AsyncCallsQueue()
+        with mode():
+            request = dist_checkpointing.save(saved, path, async_sharded_save=True)
+            queue.schedule_async_request(request)
+            queue.maybe_finalize_async_calls(blocking=True)
+            loaded = dist_checkpointing.load(asked, path)
+        assert loaded["w"].tolist() == [[2.0 + rank] * 8] * 4, name
+        assert loaded["o"]["rng"].tolist() == loaded["common"]["seed"].tolist() == [2.0, 2.0], name
+
+
+def test_a_save_and_a_load_by_megatron_within_a_mode(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core.dist_checkpointing")
+    run_megatron_ranks(_save_and_load, 2, tmp_path, environment={"MCORE_CKPT_PROVE": "always"})
