@@ -33,7 +33,7 @@ _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 DirectIo = Literal["auto", "on", "off"]
 PageCache = Literal["auto", "on", "off"]
 Validation = Literal["mcore_ckpt", "megatron"]
-Distribution = Literal["auto", "on", "megatron"]
+Distribution = Literal["auto", "megatron"]
 
 
 # By class: the values that its fields may have which are `Literal`.
@@ -86,8 +86,8 @@ class SaveOptions:
         window_bytes: size of one write, and of each buffer that a pipelined write uses.
         staging_budget_bytes: memory that the staging buffers of this rank may take together; None: a quarter of the
             host's free memory, divided among the ranks of the host. A larger save is pipelined through it.
-        max_in_flight: async saves of this rank that may be in the writing at once, as far as the budget holds them.
-        when_busy: what a further async save does: `"wait"`, or `"skip"` with a warning.
+        when_busy: what an async save does while another one of this rank is being written: `"wait"`, or
+            `"skip"` with a warning, so that training never waits.
         on_failure: what a failed async save does when it is finalized: `"raise"` or `"warn"`. Its finalize callbacks
             are never run.
         write_deadline_s: seconds after which a write without any progress counts as stuck; so long at most a request to
@@ -110,9 +110,8 @@ class SaveOptions:
             ranks. The same on all ranks.
         distribution: which ranks save tensors that several ranks hold. `"auto"`: main replicas are saved, or what
             Megatron's fully parallel wrapper chooses, whose choice this package makes then, after `install()`, as
-            Megatron does but without gathering all shards on all ranks. `"on"`: without a wrapper, too, all ranks that
-            hold a replica save for each other, so that ranks and hosts save about as much. `"megatron"` leaves the
-            wrapper to Megatron. The same on all ranks.
+            Megatron does but without gathering all shards on all ranks. `"megatron"` leaves the wrapper to Megatron,
+            for where its own choice is needed. The same on all ranks.
         trace_path: directory for Chrome trace files, one for each rank and save; None writes none.
         progress: show a progress bar while a person waits for a save on a terminal.
     """
@@ -125,7 +124,6 @@ class SaveOptions:
     fsync: bool = True
     window_bytes: int = 8 * _MIB
     staging_budget_bytes: int | None = None
-    max_in_flight: int = 1
     when_busy: Literal["wait", "skip"] = "wait"
     on_failure: Literal["raise", "warn"] = "raise"
     write_deadline_s: float | None = None
@@ -144,7 +142,6 @@ class SaveOptions:
         _check_choices(self)
         _at_least("thread_count", self.thread_count, 1)
         _at_least("io_threads", self.io_threads, 1)
-        _at_least("max_in_flight", self.max_in_flight, 1)
         _at_least("keep_last", self.keep_last, 1)
         _at_least("keep_every", self.keep_every, 1)
         if self.keep_every is not None and self.keep_last is None:

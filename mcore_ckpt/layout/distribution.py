@@ -1,8 +1,8 @@
 """Which rank of a group saves each shard that several ranks of it hold.
 
 Each rank tells the coordinator of the group its shards in columns, and ranks that hold the same ones send the same
-bytes, of which one is sent and decoded. The coordinator chooses an owner for each shard: by the rule of Megatron-Core's
-fully parallel save wrapper (`megatrons_owners`), or so that hosts are even, too (`spread_owners`).
+bytes, of which one is sent and decoded. The coordinator chooses an owner for each shard, by the rule of Megatron-Core's
+fully parallel save wrapper.
 """
 
 from __future__ import annotations
@@ -71,10 +71,8 @@ def size_of(shard: Any) -> int:
     return elements * int(shard.dtype.itemsize)
 
 
-def tell(shards: Sequence[Any], size_of: Callable[[Any], int] = size_of, host: str = "") -> list[bytes]:
-    """What a rank tells the coordinator of the sharded tensors that it holds: all but whose replica is the main one;
-    that; of which there are no data; on which host it is.
-    """
+def tell(shards: Sequence[Any], size_of: Callable[[Any], int] = size_of) -> list[bytes]:
+    """What a rank tells the coordinator of the sharded tensors that it holds, and whose replica is the main one."""
     codes: dict[Any, int] = {}
     forms: list[Form] = []
     own_codes = array("I")
@@ -97,8 +95,6 @@ def tell(shards: Sequence[Any], size_of: Callable[[Any], int] = size_of, host: s
     return [
         zlib.compress(told, 1),
         _bits([is_main_replica(shard) for shard in shards]),
-        _bits([shard.data is None for shard in shards]) if host else b"",
-        host.encode(),
     ]
 
 
@@ -133,10 +129,9 @@ class Held:
     main_replicas: _Ints  # of each, how many of its replicas are main ones
     holders: list[_Holders]
     held_by: _Ints  # of each shard, which of `holders`
-    odd: set[int]  # shards that some rank describes otherwise, or holds without data
+    odd: set[int]  # shards that some rank describes otherwise
     of_rank: list[_Ints]  # the shards of each rank, in its own order
     is_main: list[_Flags]  # which of those are main replicas
-    hosts: list[str]
 
     @property
     def is_each_main_once(self) -> bool:
@@ -177,10 +172,8 @@ def merged(told: Sequence[Sequence[bytes]]) -> Held:
     of_rank = [shards_of[kind] for kind in kind_of]
     is_main = [_unpacked(of[1], len(own)) for of, own in zip(told, of_rank, strict=True)]
     main_replicas = np.zeros(len(numbers), dtype=np.int64)
-    for own, flags, of in zip(of_rank, is_main, told, strict=True):
+    for own, flags in zip(of_rank, is_main, strict=True):
         np.add.at(main_replicas, own[flags], 1)
-        if of[2].strip(b"\0"):
-            odd.update(own[_unpacked(of[2], len(own))].tolist())
     groups: dict[tuple[int, ...], int] = {}
     held_by = [groups.setdefault(tuple(of_shard), len(groups)) for of_shard in kinds]
     return Held(
@@ -193,7 +186,6 @@ def merged(told: Sequence[Sequence[bytes]]) -> Held:
         odd=odd,
         of_rank=of_rank,
         is_main=is_main,
-        hosts=[of[3].decode() for of in told],
     )
 
 
@@ -210,54 +202,25 @@ def megatrons_owners(held: Held) -> Owners:
     """Owners as Megatron-Core's `distribute_shards_to_ranks` chooses them for a save, of one parallelization group."""
     here = held.main_replicas > 0
     owners = np.full(len(here), -1, dtype=np.int64)
-    _choose(held, here, _Loads([""] * len(held.of_rank)), owners)
-    return owners
-
-
-def spread_owners(held: Held) -> Owners:
-    """Owners of the main replicas, among the ranks that hold a replica, so that ranks and hosts save about as much.
-
-    A shard stays with its main replicas (-1) if there are several of them, if replicas are not alike, or if a rank
-    holds it twice.
-    """
-    moves = held.main_replicas == 1
-    moves[list(held.odd)] = False
-    once = [len(holders.times) == len(holders.ranks) for holders in held.holders]
-    moves &= np.asarray(once, dtype=bool)[held.held_by]
-    owners = np.full(len(moves), -1, dtype=np.int64)
-    loads = _Loads(held.hosts)
-    for rank, (own, flags) in enumerate(zip(held.of_rank, held.is_main, strict=True)):
-        stays = own[flags]
-        loads.add(rank, int(held.sizes[stays[~moves[stays]]].sum()))
-    _choose(held, moves, loads, owners)
+    _choose(held, here, _Loads(len(held.of_rank)), owners)
     return owners
 
 
 class _Loads:
-    """Bytes of each rank so far; and what a rank of its host has on average, where there are several hosts."""
+    """Bytes of each rank so far."""
 
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self.ranks = np.zeros(len(hosts))
-        names = sorted(set(hosts))
-        self._host_of = np.asarray([names.index(host) for host in hosts], dtype=np.int64)
-        self._ranks_on = np.bincount(self._host_of)
-        self._hosts = np.zeros(len(names)) if len(names) > 1 else None
+    def __init__(self, ranks: int) -> None:
+        self.ranks = np.zeros(ranks)
 
     def add(self, ranks: int | _Ints, sizes_bytes: int | _Ints) -> None:
         """Give a rank so much more, or several."""
         np.add.at(self.ranks, ranks, sizes_bytes)
-        if self._hosts is not None:
-            hosts = self._host_of[ranks]
-            np.add.at(self._hosts, hosts, sizes_bytes / self._ranks_on[hosts])
 
     def least(self, ranks: _Ints) -> int:
         """The first of those ranks with the least."""
-        is_all = len(ranks) == len(self.ranks)
-        loads = self.ranks if is_all else self.ranks[ranks]
-        if self._hosts is not None:
-            loads = loads + self._hosts[self._host_of[ranks]]
-        place = int(loads.argmin())
-        return place if is_all else int(ranks[place])
+        if len(ranks) == len(self.ranks):
+            return int(self.ranks.argmin())
+        return int(ranks[int(self.ranks[ranks].argmin())])
 
 
 def _choose(held: Held, some: _Flags, loads: _Loads, owners: Owners) -> None:

@@ -118,8 +118,6 @@ def _applying(stock: Any) -> Any:
     @functools.wraps(stock)
     def apply_saving_parallelization(self: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         group_of, meets_in = _served_group(self), first_group(self)
-        if isinstance(getattr(self.base_strategy, "options", None), SaveOptions):
-            self.base_strategy.is_distributed = True
         if group_of is None:
             if meets_in is not None and is_validated_here():
                 with MegatronErrors():

@@ -96,7 +96,6 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             takes the plan of the loaded checkpoint from it, if every rank would plan the same.
         validated_cache_reuse: the last save reused the plan of the one before.
         validated_loaded_metadata_reuse: the last save had the structure of the loaded checkpoint.
-        is_distributed: a wrapper has chosen which ranks save what, in the next save.
     """
 
     def __init__(
@@ -123,7 +122,6 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         self.cached_global_metadata: Any = None
         self.validated_cache_reuse = False
         self.validated_loaded_metadata_reuse = False
-        self.is_distributed = False
         self._structure = Structure()
 
     @property
@@ -214,7 +212,6 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
     ) -> None:
         """Begin a save, which is put into `begun` at once: a caller that is interrupted can give it up."""
         group = coordination_group()
-        is_distributed, self.is_distributed = self.is_distributed, False
         loaded = self.cached_global_metadata
         request = SaveRequest(
             directory=checkpoint_path(checkpoint_dir),
@@ -226,7 +223,6 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             validation=noted_validation(),
             has_common_file=not differences().common_state_is_an_object,
             loaded=loaded if isinstance(loaded, LoadedCheckpoint) else None,
-            spreads=self.options.distribution == "on" and not is_distributed and group.size > 1,
         )
         begun.append(begin_save(sharded_state_dict, request, group, self._structure))
         plan = begun[0].plan

@@ -23,7 +23,6 @@ from mcore_ckpt.layout.buckets import RankLayout, lay_out_rank
 from mcore_ckpt.layout.plan_check import check_accesses, global_plan
 from mcore_ckpt.layout.plans import GlobalPlan
 from mcore_ckpt.layout.saved_layout import LoadedCheckpoint, SavedLayout
-from mcore_ckpt.save._spreading import Spread
 from mcore_ckpt.save._state_history import StateHistory
 from mcore_ckpt.save.rank_state import NOTHING, Described, RankState
 
@@ -58,7 +57,6 @@ class Structure:
     laid_out_for: tuple[int, int, int, bool] | None = None
     laid_out_in: bytes = b""
     accesses: Accesses | None = None  # what was checked with it, if that was asked for
-    spread: Spread = field(default_factory=Spread)
 
 
 class Validation(NamedTuple):
@@ -104,14 +102,12 @@ def agree(
     loaded: LoadedCheckpoint | None = None,
     validation: Validation | None = None,
     held: Callable[[], bytes] | None = None,
-    spread: Callable[[], RankState | BaseException] | None = None,
 ) -> tuple[SavePlan, RankState] | None:
     """Open the directory and settle what all ranks write: as in the save before, if every rank can, or laid out again.
     None, and nothing is touched, if a rank wants the save left out. What `state` carries as an error is raised on all
     ranks, as is `PlanError`; `SaveError` unless all save to a directory of this name; and `OptionError` unless all have
     the same second tier. `loaded`: what this job has loaded. `held`: what this rank holds, if replicas are to be
-    compared. `spread`: to be called on all ranks if they lay out again, of a save that is spread over the ranks;
-    returns this rank's new part.
+    compared.
     """
     place = (group.rank, group.size, thread_count, fingerprints)
     layout = structure.layout
@@ -122,10 +118,9 @@ def agree(
         and (layout.separation_hint, layout.specs) == (separation_hint, state.specs)
         and layout.has_room(state.object_keys, state.object_bytes)
         and (validation is None or validation.accesses == structure.accesses)
-        and (spread is None or structure.spread.is_known)
     )
     lay_out = partial(_lay_out, rank=group.rank, hint=separation_hint, files=thread_count, fingerprints=fingerprints)
-    laid_out = None if unchanged or spread is not None else attempt(partial(lay_out, state))
+    laid_out = None if unchanged else attempt(partial(lay_out, state))
     if structure.laid_out_in:
         loaded = None  # of an older state than that of the save before
     saved = _same_as_loaded(loaded, laid_out, group)
@@ -134,18 +129,13 @@ def agree(
     def prepare() -> _Prepared:
         plan = structure.laid_out_in if unchanged else b"" if saved is None else saved.plan_id
         common = None if validation is None else validation.common_digest
-        second_tiers, spreads = frozenset([drain_to]), frozenset([spread is not None])
         left_out = is_left_out(value_of(state))
-        return _Prepared(plan, left_out, second_tiers, frozenset([common]), spreads, frozenset([name]))
+        return _Prepared(plan, left_out, frozenset([drain_to]), frozenset([common]), frozenset([name]))
 
     def resume(plan: bytes) -> bytes:
         if saved is not None and plan:
             resumed.append(Planned(replace(saved.plan(), fingerprints=fingerprints)))
         return plan
-
-    def name_loaded(state: RankState | BaseException) -> bytes:
-        value_of(state)
-        return b"" if saved is None else saved.plan_id
 
     def open_unless_left_out(prepared: _Prepared) -> tuple[bytes, bytes, bool] | None:
         if len(prepared.names) > 1:
@@ -158,11 +148,6 @@ def agree(
             raise OptionError(
                 f"drain_to differs between the ranks: {sorted(map(str, prepared.second_tiers))}; set "
                 "MCORE_CKPT_DRAIN_TO alike on all hosts, or nowhere"
-            )
-        if len(prepared.spreads) > 1:
-            raise OptionError(
-                "distribution is 'on' on some ranks of the save, and not on others: set MCORE_CKPT_DISTRIBUTION alike "
-                "on all hosts, or nowhere"
             )
         if None in prepared.common and len(prepared.common) > 1:
             raise OptionError(
@@ -183,17 +168,10 @@ def agree(
     if plan and unchanged:
         assert layout is not None
         return SavePlan(layout, structure.planned, save_id, reused=True), value_of(state)
-    if spread is not None:
-        # What each rank saves is known from here on only, and so whether that is what was loaded.
-        state = spread()
-        laid_out = attempt(partial(lay_out, state))
-        saved = _same_as_loaded(loaded, laid_out, group)
-        what = "compare the save with the loaded checkpoint"
-        plan = group.run_merged(what, partial(name_loaded, state), _same_plan, resume, wrap=SaveError)
     structure.layout = structure.planned = structure.accesses = None
     accesses = None if validation is None else validation.accesses
     laid_out = attempt(partial(lay_out, state)) if laid_out is None else laid_out
-    told = partial(_told, validation, state, held, mains_are_saved=spread is not None)
+    told = partial(_told, validation, state, held)
     if plan:
         planned = resumed[0] if resumed else None
         if accesses is not None:
@@ -222,15 +200,14 @@ def _same_as_loaded(
 
 class _Prepared(NamedTuple):
     """What ranks say ahead of a save: the plan that they can use again, empty if there is none or there are several;
-    whether the save is to be left out; where it is to be copied to; digests of the common state; whether the save is
-    spread; the name of its directory.
+    whether the save is to be left out; where it is to be copied to; digests of the common state; the name of its
+    directory.
     """
 
     plan: bytes
     left_out: bool
     second_tiers: frozenset[str | None]
     common: frozenset[bytes | None]
-    spreads: frozenset[bool]
     names: frozenset[str]
 
 
@@ -240,7 +217,6 @@ def _both(first: _Prepared, second: _Prepared) -> _Prepared:
         first.left_out or second.left_out,
         first.second_tiers | second.second_tiers,
         first.common | second.common,
-        first.spreads | second.spreads,
         first.names | second.names,
     )
 
@@ -268,8 +244,6 @@ def _told(
     validation: Validation | None,
     state: RankState | BaseException,
     held: Callable[[], bytes] | None,
-    *,
-    mains_are_saved: bool,
 ) -> list[bytes]:
     """What this rank tells besides its plan: which slices it holds, and what `Accesses.told` says; where that is not
     asked for, nothing.
@@ -278,8 +252,7 @@ def _told(
     if validation is None:
         return [slices]
     written = value_of(state).specs
-    is_known = mains_are_saved or validation.mains_are_saved
-    return [slices, *validation.accesses.told(written, mains_are_written=is_known)]
+    return [slices, *validation.accesses.told(written, mains_are_written=validation.mains_are_saved)]
 
 
 def _check_accesses(told: Callable[[], list[bytes]], planned: Planned | None, group: RankGroup) -> None:

@@ -293,32 +293,25 @@ def _collect() -> None:
         lease.give_back()
 
 
-def _has_room(nbytes: int, options: SaveOptions) -> bool:
-    """Whether a save of `nbytes` can begin now, given those in flight."""
-    if not _in_use:
-        return True
-    return len(_in_use) < options.max_in_flight and _taken_bytes() + nbytes <= _budget_bytes(options)
-
-
 def _taken_bytes() -> int:
     return sum(lease.buffer.capacity_bytes for lease in _in_use)
 
 
-def is_busy(nbytes: int, options: SaveOptions) -> bool:
-    """Whether an async save of `nbytes` would have to wait for one of this rank to be written."""
+def is_busy() -> bool:
+    """Whether an async save would have to wait for one of this rank to be written."""
     _collect()
-    return not _has_room(nbytes, options)
+    return bool(_in_use)
 
 
 def lease_buffer(nbytes: int, options: SaveOptions) -> BufferLease:
-    """A staging buffer for a save of `nbytes`; waits for saves of this rank in flight that leave it no room."""
+    """A staging buffer for a save of `nbytes`; waits for the save of this rank that is in flight."""
     lease = None
     try:
         while lease is None:
             _collect()
             dropped: list[StagingBuffer] = []
             with _changed:
-                oldest = None if _has_room(nbytes, options) else _in_use[0]
+                oldest = _in_use[0] if _in_use else None
                 if oldest is None:
                     lease = _lease(nbytes, options, dropped)
             for buffer in dropped:

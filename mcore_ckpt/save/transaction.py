@@ -80,7 +80,6 @@ class SaveRequest:
     validation: Validation | None = None  # what is to be checked besides the plan
     has_common_file: bool = False  # the common state is a file: no object may have the key that it has where it is none
     loaded: LoadedCheckpoint | None = None  # what this job has loaded, if the strategy has been told
-    spreads: bool = False  # ranks save replicas for each other, so that all of them save about as much
 
 
 def begin_save(
@@ -102,15 +101,6 @@ def begin_save(
 
 
 def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, structure: Structure) -> SaveTransaction:
-    if not request.spreads:
-        return _begin_alike(sharded_state_dict, request, group, structure)
-    with structure.spread.over(sharded_state_dict, group):
-        return _begin_alike(sharded_state_dict, request, group, structure)
-
-
-def _begin_alike(
-    sharded_state_dict: Any, request: SaveRequest, group: RankGroup, structure: Structure
-) -> SaveTransaction:
     began = time.monotonic()
     _give_up_forgotten_saves()
     # What this rank alone refuses, all ranks are told of.
@@ -119,10 +109,6 @@ def _begin_alike(
     try:
         with collector_paused():
             own_state = interruptible()(partial(_collect, sharded_state_dict, request, structure))
-
-            def spread() -> RankState | BaseException:
-                structure.spread.renew(group)
-                return attempt(own_state)
 
             agreed = agree(
                 structure,
@@ -138,7 +124,6 @@ def _begin_alike(
                 validation=request.validation,
                 fingerprints=request.options.fingerprints and request.bucket_writer is None,
                 held=None if request.options.compare_replicas == "off" else partial(held_slices, sharded_state_dict),
-                spread=spread if request.spreads else None,
             )
             directory = value_of(made)
             if agreed is None:
@@ -204,7 +189,7 @@ def _collect(sharded_state_dict: Any, request: SaveRequest, structure: Structure
 def _is_left_out(request: SaveRequest, state: RankState) -> bool:
     """Whether `when_busy="skip"` leaves this save out on this rank, and so on all, whatever their own option says."""
     options = request.options
-    return request.is_async and options.when_busy == "skip" and is_busy(state.nbytes, options)
+    return request.is_async and options.when_busy == "skip" and is_busy()
 
 
 def _write(

@@ -164,7 +164,7 @@ def _save_and_load(rank: int, root: Path, shape: ModelShape, layout: Parallel) -
 
     group = _groups()["replicas"]
     tensors: dict[str, dict[str, Any]] = {}
-    for name in ("stock", "ours", "spread"):
+    for name in ("stock", "ours"):
         path = made(root / name)
         if name == "stock":
             base = _stock_strategy()
@@ -173,21 +173,16 @@ def _save_and_load(rank: int, root: Path, shape: ModelShape, layout: Parallel) -
             )
             continue
         mcore_ckpt.install()
-        strategy = _saving(group) if name == "ours" else _saving(distribution="on").base_strategy
         state = training.sharded_state_dict()
-        before = [(shard, shard.replica_id) for shard in _shards(state)]
         with _counted(dist, "all_gather_object") as gathers:
-            dc.save(state, path, strategy)
+            dc.save(state, path, _saving(group))
         assert not gathers
-        if name == "spread":
-            assert all(shard.replica_id == replica_id for shard, replica_id in before)
         loaded = dc.load(training.sharded_state_dict(is_loading=True), path, _loading(group))
         tensors[name] = dict(_flat(loaded))
         mcore_ckpt.uninstall()
         if name == "ours":
             tensors["by stock"] = dict(_flat(dc.load(training.sharded_state_dict(is_loading=True), path)))
-    for other in ("by stock", "spread"):
-        _assert_same(tensors["ours"], tensors[other])
+    _assert_same(tensors["ours"], tensors["by stock"])
     return {}
 
 
@@ -302,7 +297,7 @@ def _later_saves(rank: int, root: Path) -> list[list[str]]:
             state = _state(10.0 * number)
             path = made(root / f"{name}{number}")
             with _exchanges() as calls, _gathers() as gathers:
-                dc.save(state, path, strategy)
+                dc.save(state, path, _saving(group))
             assert not gathers
             if number > 0:
                 found.append(calls)
@@ -324,14 +319,14 @@ def test_an_unchanged_save_exchanges_the_agreement_that_nothing_has_changed(tmp_
 _CHANGES = ("nothing", "nothing", "more on all", "more on two", "main replicas moved", "nothing")
 
 
-def _change(rank: int, root: Path, wrapped: bool) -> list[bool]:
+def _change(rank: int, root: Path) -> list[bool]:
     """Save and load what changes from save to save; which saves had the plan of the one before."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     dc = installed()
     part, replica = rank % 2, rank // 2
     group = _two_groups()
-    saving = _saving(group) if wrapped else _saving(distribution="on").base_strategy
+    saving = _saving(group)
     found = []
     for number, change in enumerate(_CHANGES):
         state = _state(float(number), more=3 if change == "more on all" else 0)
@@ -346,9 +341,8 @@ def _change(rank: int, root: Path, wrapped: bool) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "spread"])
-def test_a_structure_that_changes_is_distributed_again(wrapped: bool, tmp_path: Path) -> None:
-    outcomes = run_megatron_ranks(_change, RANKS, tmp_path, wrapped, deadline_s=DEADLINE_S)
+def test_a_structure_that_changes_is_distributed_again(tmp_path: Path) -> None:
+    outcomes = run_megatron_ranks(_change, RANKS, tmp_path, deadline_s=DEADLINE_S)
     assert outcomes == [[False, True, False, False, False, False]] * RANKS
     for number, change in enumerate(_CHANGES):
         assert mcore_ckpt.verify_checkpoint(tmp_path / str(number)).whole
@@ -366,7 +360,7 @@ def _fails(call: Any) -> str:
     return ""
 
 
-def _fail(rank: int, root: Path, wrapped: bool) -> list[str]:
+def _fail(rank: int, root: Path) -> list[str]:
     """What is said where one rank cannot describe a shard of a save; where it cannot read the common state, before its
     group has distributed the load; and where it cannot read what its group has given it to read. After each, all ranks
     are in step.
@@ -375,7 +369,7 @@ def _fail(rank: int, root: Path, wrapped: bool) -> list[str]:
     from mcore_ckpt.megatron import common_state
 
     group = _two_groups()
-    saving = _saving(group) if wrapped else _saving(distribution="on").base_strategy
+    saving = _saving(group)
     path, loading = made(root / "saved"), _loading(group)
     dc.save(_state(1.0), path, saving)
     odd, failed = _state(1.0), made(root / "failed")
@@ -398,9 +392,8 @@ def _fail(rank: int, root: Path, wrapped: bool) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "spread"])
-def test_what_fails_on_one_rank_is_raised_on_all_of_all_groups(wrapped: bool, tmp_path: Path) -> None:
-    outcomes = run_megatron_ranks(_fail, RANKS, tmp_path, wrapped, deadline_s=DEADLINE_S)
+def test_what_fails_on_one_rank_is_raised_on_all_of_all_groups(tmp_path: Path) -> None:
+    outcomes = run_megatron_ranks(_fail, RANKS, tmp_path, deadline_s=DEADLINE_S)
     for save, *loads in outcomes:
         assert "'NoneType' object is not iterable" in save
         assert len(loads) == 4
@@ -413,13 +406,10 @@ def _differ(rank: int, root: Path) -> None:
     dc = installed()
     group, path = _two_groups(), made(root / "saved")
     with pytest.MonkeyPatch.context() as patched:
-        for other in ("megatron", "on"):
-            if rank == 1:
-                patched.setenv("MCORE_CKPT_DISTRIBUTION", other)
-            with pytest.raises(OptionError, match="MCORE_CKPT_DISTRIBUTION alike on all hosts"):
-                dc.save(_state(1.0), path, _saving(group))
+        if rank == 1:
+            patched.setenv("MCORE_CKPT_DISTRIBUTION", "megatron")
         with pytest.raises(OptionError, match="MCORE_CKPT_DISTRIBUTION alike on all hosts"):
-            _saving().base_strategy.save(_state(1.0), path)  # no Megatron is asked
+            dc.save(_state(1.0), path, _saving(group))
     dc.save(_state(1.0), path, _saving(group))
     _check(dc.load(_state(None), path, _loading(group)), 1.0)
 
@@ -458,63 +448,10 @@ def test_each_part_can_be_left_to_megatron(tmp_path: Path) -> None:
     assert outcomes == [[1, 1, 2, 1, 0, 2, 2, 3]] * RANKS  # validation adds one to the save, its distribution, the load
 
 
-# --- a save that is spread without a wrapper --------------------------------------------------------------------------
-
-
-def _spread(rank: int, root: Path) -> dict[str, Any]:
-    """Save by each way, twice; load, and save as a job that has been started again does."""
-    dc = installed()
-    group = _two_groups()
-    found: dict[str, Any] = {}
-    strategies = {
-        "alone": _saving(distribution="auto").base_strategy,
-        "spread": _saving(distribution="on").base_strategy,
-        "wrapped": _saving(group, distribution="auto"),
-        "wrapped, on": _saving(group, distribution="on"),
-    }
-    for name, strategy in strategies.items():
-        for number in range(3):
-            state = _state(4.0)
-            before = {key: leaf.replica_id for key, leaf in state.items()}
-            with _exchanges() as found[name]:
-                dc.save(state, made(root / f"{name}{number}"), strategy)
-            if "wrapped" not in name:
-                assert {key: leaf.replica_id for key, leaf in state.items()} == before
-        path = str(root / f"{name}2")
-        loading = _loading(group) if "wrapped" in name else _loading().base_strategy
-        _check(dc.load(_state(None), path, loading), 4.0)
-        started_again = _saving(group if "wrapped" in name else None, distribution="on" if name != "alone" else "auto")
-        strategy = started_again if "wrapped" in name else started_again.base_strategy
-        started_again.base_strategy.cached_global_metadata = loading.cached_global_metadata
-        dc.save(_state(4.0), made(root / f"{name}, again"), strategy)
-        found[f"{name}, resumed"] = started_again.base_strategy.validated_loaded_metadata_reuse
-    return found
-
-
-def test_a_spread_save_has_all_replicas_share_the_bytes_and_costs_no_message_later(tmp_path: Path) -> None:
-    outcomes = run_megatron_ranks(_spread, RANKS, tmp_path, deadline_s=DEADLINE_S)
-    for found in outcomes:
-        assert found["spread"] == found["alone"]
-        assert found["wrapped, on"] == found["wrapped"]
-        for name in ("alone", "spread", "wrapped", "wrapped, on"):
-            assert found[f"{name}, resumed"]
-    where = {name: _where(tmp_path / f"{name}2") for name in ("alone", "spread", "wrapped", "wrapped, on")}
-    assert set(where["alone"].values()) == {0, 1}
-    assert where["wrapped, on"] == where["wrapped"]
-    sizes = {name: _bytes_by_rank(tmp_path / f"{name}2") for name in where}
-    assert {sum(of_ranks) for of_ranks in sizes.values()} == {sum(sizes["alone"])}
-    norm_bytes = 8 * 4 * 4  # held by all ranks, so spread last
-    assert max(sizes["spread"]) - norm_bytes <= min(sizes["spread"])
-    assert max(sizes["spread"]) < 0.6 * max(sizes["alone"])
-    for name, chunks in where.items():
-        assert chunks == _where(tmp_path / f"{name}, again") == _where(tmp_path / f"{name}0")
-
-
-def _spread_and_compared(rank: int, root: Path) -> str:
+def _distributed_and_compared(rank: int, root: Path) -> str:
     """Replicas are compared with those that other ranks save in their place; then one is another."""
     dc = installed()
-    options = {"distribution": "on", "compare_replicas": "always", "on_diverged": "raise"}
-    strategy = _saving(**options).base_strategy
+    strategy = _saving(_two_groups(), compare_replicas="always", on_diverged="raise")
     for number in range(2):
         request = dc.save(_state(5.0), made(root / str(number)), strategy, async_sharded_save=True)
         for finalize in request.finalize_fns:
@@ -526,24 +463,21 @@ def _spread_and_compared(rank: int, root: Path) -> str:
 
 
 def test_replicas_are_compared_with_what_others_save_in_their_place(tmp_path: Path) -> None:
-    said = run_megatron_ranks(_spread_and_compared, RANKS, tmp_path, deadline_s=DEADLINE_S)
+    said = run_megatron_ranks(_distributed_and_compared, RANKS, tmp_path, deadline_s=DEADLINE_S)
     assert all("weight4" in of_rank and "differ between replicas" in of_rank for of_rank in said), said
     assert mcore_ckpt.verify_checkpoint(tmp_path / "1").whole
     assert set(_where(tmp_path / "1").values()) == set(range(RANKS))
 
 
-def _overlapping(rank: int, root: Path) -> tuple[str, str]:
+def _overlapping(rank: int, root: Path) -> str:
     """Two ranks hold the main replica of one shard, which a distribution would hide."""
     dc = installed()
-    said = []
-    for strategy in (_saving(_two_groups()), _saving(distribution="on").base_strategy):
-        state = _state(6.0)
-        if rank in (0, 2):
-            state["weight5"].replica_id = (0, 0, 0)
-        said.append(_fails(partial(dc.save, state, made(root / "new"), strategy)))
-    return said[0], said[1]
+    state = _state(6.0)
+    if rank in (0, 2):
+        state["weight5"].replica_id = (0, 0, 0)
+    return _fails(partial(dc.save, state, made(root / "new"), _saving(_two_groups())))
 
 
 def test_two_main_replicas_of_a_shard_are_refused_though_one_rank_saves_it(tmp_path: Path) -> None:
     for said in run_megatron_ranks(_overlapping, RANKS, tmp_path, deadline_s=DEADLINE_S):
-        assert all("weight5" in one for one in said), said
+        assert "weight5" in said

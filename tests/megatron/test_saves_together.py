@@ -105,7 +105,6 @@ def test_what_a_rank_raises_before_the_first_exchange_of_its_group_all_raise(
 
 
 OTHERWISE = [
-    ("DISTRIBUTION", "on"),
     ("DISTRIBUTION", "megatron"),
     ("VALIDATION", "megatron"),
     ("COMPARE_REPLICAS", "always"),

@@ -74,42 +74,38 @@ def test_a_save_of_any_size_stays_within_the_budget(budget_mib: int, tmp_path: P
     assert torch.equal(written, expected)
 
 
-def test_saves_in_flight_share_the_budget_and_one_that_does_not_fit_waits() -> None:
+def test_a_save_waits_for_the_one_that_is_in_flight() -> None:
     class Job:
-        ended = False
+        ended = threading.Event()
 
         def poll(self) -> bool:
-            return self.ended
+            return self.ended.is_set()
 
         def wait(self) -> None:
-            while not self.ended:
-                time.sleep(0.001)
+            self.ended.wait()
 
         def memory_is_free(self) -> bool:
-            return self.ended
+            return self.ended.is_set()
 
-    options = SaveOptions(staging_budget_bytes=10 * _MIB, max_in_flight=3)
+    options = SaveOptions(staging_budget_bytes=10 * _MIB)
     job: Any = Job()
     first = lease_buffer(6 * _MIB, options)
-    first.buffer.reserve(6 * _MIB)
     first.is_used_by(job)
-    assert not is_busy(4 * _MIB, options)
-    second = lease_buffer(3 * _MIB, options)
-    assert second.budget_bytes == 4 * _MIB
-    second.buffer.reserve(3 * _MIB)
-    second.is_used_by(job)
-    assert is_busy(2 * _MIB, options)
-    threading.Timer(0.2, lambda: setattr(job, "ended", True)).start()
-    began_s = time.monotonic()
-    third = lease_buffer(2 * _MIB, options)
-    assert time.monotonic() - began_s > 0.1, "it waits for those before it"
-    third.give_back()
-    for lease in (first, second):
-        lease.give_back()
+    assert is_busy()
+    second: list[staging_buffers.BufferLease] = []
+    other = threading.Thread(target=lambda: second.append(lease_buffer(2 * _MIB, options)))
+    other.start()
+    other.join(timeout=0.3)
+    assert second == []
+    job.ended.set()
+    other.join(timeout=30)
+    assert [lease.buffer for lease in second] == [first.buffer]
+    second[0].give_back()
+    assert not is_busy()
 
 
 def test_a_buffer_that_another_thread_is_filling_is_not_had() -> None:
-    options = SaveOptions(staging_budget_bytes=_MIB, max_in_flight=1)
+    options = SaveOptions(staging_budget_bytes=_MIB)
     first = lease_buffer(_MIB, options)
     second: list[staging_buffers.BufferLease] = []
     other = threading.Thread(target=lambda: second.append(lease_buffer(_MIB, options)))
@@ -124,12 +120,11 @@ def test_a_buffer_that_another_thread_is_filling_is_not_had() -> None:
 
 
 def test_idle_buffer_make_room_for_a_larger_one() -> None:
-    options = SaveOptions(staging_budget_bytes=10 * _MIB, max_in_flight=2)
-    leases = [lease_buffer(4 * _MIB, options) for _ in range(2)]
-    for lease in leases:
-        lease.buffer.reserve(4 * _MIB)
-        lease.give_back()
-    assert _held_bytes() == 8 * _MIB
+    options = SaveOptions(staging_budget_bytes=10 * _MIB)
+    lease = lease_buffer(4 * _MIB, options)
+    lease.buffer.reserve(4 * _MIB)
+    lease.give_back()
+    assert _held_bytes() == 4 * _MIB
     lease = lease_buffer(9 * _MIB, options)
     lease.buffer.reserve(9 * _MIB)
     assert _held_bytes() == 9 * _MIB
@@ -318,7 +313,7 @@ def test_whenever_control_c_comes_no_buffer_is_lost_or_used_twice(way: dict[str,
     small = way.get("small", False)
     chosen = {} if small else way
     options = SaveOptions(
-        staging_budget_bytes=_MIB if small else 64 * _MIB, window_bytes=65536, progress=False, max_in_flight=1, **chosen
+        staging_budget_bytes=_MIB if small else 64 * _MIB, window_bytes=65536, progress=False, **chosen
     )
     tensor = torch.ones(_MIB // 2)
     if options.writer == "persistent":
