@@ -99,6 +99,8 @@ def _wrapped_table(results: dict[str, Any]) -> str:
         job = f"DP {layout[0]}" + (f" x TP {layout[1]}" if layout[1] > 1 else "") + f" x {layout[2]:,}"
         for name in PARALLEL_CALLS:
             spent = {call.side: call.cpu_s for call in of_layout if call.call == name}
+            if not spent:
+                continue
             cells = [f"{spent[side]:.2f}" if spent[side] < 10 else f"{spent[side]:.1f}" for side in PARALLEL_SIDES]
             lines.append(f"| {job} | {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
