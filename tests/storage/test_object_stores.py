@@ -129,7 +129,7 @@ def test_columns_of_a_matrix_are_read_with_their_gaps_where_a_request_costs_more
 # What goes wrong for a moment
 
 
-@pytest.mark.parametrize("kind", ["status", "reset", "lost", "truncated"])
+@pytest.mark.parametrize("kind", ["reset", "lost", "truncated"])
 def test_what_goes_wrong_for_a_moment_is_repeated(
     kind: Any, proxied: Proxy, object_directory: ObjectDirectory, store_deadline: Callable[..., None]
 ) -> None:
