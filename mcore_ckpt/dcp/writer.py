@@ -50,7 +50,7 @@ from mcore_ckpt.dcp.bucket_writer import (
     write_buckets,
 )
 from mcore_ckpt.directory.publish import check_files, publish
-from mcore_ckpt.directory.target import Target, abandon, lock_late, open_target
+from mcore_ckpt.directory.target import Target, open_target
 from mcore_ckpt.format.footer import SAVE_ID_BYTES, ManifestFile, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.layout.buckets import check_hint
@@ -263,7 +263,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         target, self._target, self._planned, self._thread = self._target, None, None, None
         if target is not None:
             self._given_up = True
-            abandon(self._storage, target)
+            target.commit.give_up()
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
         """Without a coordinator: the names of this rank's files carry an id of its own."""
@@ -438,12 +438,12 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         ends: dict[str, int] = {}
         for place in (result.storage_data for result in written):
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        # (Ranks that planned without the coordinator have written before that could begin.)
+        self._target = target = self._target or open_target(self._storage, self.options)
         check_files(self._storage, ends.items(), at_least=True)
-        if self._target is None:
-            self._target = lock_late(self._storage, {result.storage_data.relative_path for result in written})
         try:
             note_drain(self.path, self.options, self._save_id, None, commits=True)
-            publish(self._storage, self._target, content, has_common_state=False)
+            publish(self._storage, target, content, has_common_state=False, needed=ends)
         except BaseException:
             self._give_up()
             raise

@@ -15,8 +15,8 @@ from typing import Final
 
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
-from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
-from mcore_ckpt.directory.lock import DirectoryLock
+from mcore_ckpt.directory.commit import Commit
+from mcore_ckpt.directory.in_force import common_file_in_force, index_files, with_common_files
 from mcore_ckpt.directory.target import Target
 from mcore_ckpt.format.footer import ManifestFile, shown_id
 from mcore_ckpt.format.manifest import Manifest, split_metadata, with_manifest
@@ -91,8 +91,8 @@ def accept_common_file(path: Path) -> str | None:
     None if the manifest says the same of it already. Raises `CheckpointError`.
     """
     storage = storage_at(path)
-    with DirectoryLock.take(storage) as lock:
-        lock.sweep(storage.list(), notes=False)
+    commit = Commit.begin(storage)
+    try:
         content = read_small_file(path, METADATA_FILE, MAX_METADATA_BYTES)
         pickled, manifest = split_metadata(content, f"{path}/{METADATA_FILE}")
         if manifest is None:
@@ -106,7 +106,10 @@ def accept_common_file(path: Path) -> str | None:
             raise CheckpointNotFoundError(f"{path}: holds no file of a common state ({COMMON_FILE}) to accept")
         if manifest.files.get(COMMON_FILE) == found:
             return None
-        lock.publish(
-            METADATA_FILE, with_manifest(pickled, replace(manifest, files={**manifest.files, COMMON_FILE: found}))
+        commit.publish(
+            with_manifest(pickled, replace(manifest, files={**manifest.files, COMMON_FILE: found})),
+            needed=index_files(index),
         )
         return name
+    finally:
+        commit.give_up()

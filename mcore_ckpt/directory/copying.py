@@ -23,6 +23,7 @@ from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.threads import in_parallel
+from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.drain_note import is_drain_note
 from mcore_ckpt.directory.folders import files_below, sync_folders
@@ -31,12 +32,11 @@ from mcore_ckpt.directory.in_force import (
     index_files,
     is_pending,
     pending_name,
-    saves_of,
     with_common_files,
 )
 from mcore_ckpt.directory.iterations import is_checkpoint_name
-from mcore_ckpt.directory.lock import DirectoryLock, is_lock_file
-from mcore_ckpt.format.file_names import data_file_of
+from mcore_ckpt.directory.note import is_note
+from mcore_ckpt.format.file_names import data_file_of, id_in_names
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
@@ -109,7 +109,7 @@ def files_of(directory: Path) -> CheckpointFiles:
 
 def _others(directory: Path, data: Collection[str]) -> tuple[str, ...]:
     found = files_below(directory, lambda name: name in data or _is_left_out(name))
-    return tuple(sorted((name for name in found if not is_lock_file(Path(name).name)), key=_index_last))
+    return tuple(sorted((name for name in found if not is_note(Path(name).name)), key=_index_last))
 
 
 def metadata_of(storage: Storage) -> bytes | None:
@@ -158,9 +158,9 @@ def copy_and_commit(
     if held != found.metadata or not waits:
         check(found)
     writes.ensure()
-    with DirectoryLock.take(writes) as lock:
+    commit = Commit.begin(writes)
+    try:
         names = writes.list()
-        lock.sweep(names, notes=False)
         held = metadata_of(writes)
         is_first, is_published = held is None, held == found.metadata
         if not is_published:
@@ -168,7 +168,7 @@ def copy_and_commit(
         sent = Sent()
         for name in () if is_published and waits else found.data if own is None else own:
             go_on()
-            lock.check()
+            commit.check()
             sent.copy(reads, name, writes)
         found = replace(found, others=_others(directory, found.data))  # more may have come since
         if waits and not is_published and not all(map(writes.exists, found.data)):
@@ -178,9 +178,7 @@ def copy_and_commit(
                 sent.copy(reads, name, writes)
         replaced = _index_of(held, target) if not (is_first or is_published) else None
         if not is_published:
-            if replaced is not None:
-                _settle_common(writes, replaced)
-            _copy_common(reads, writes, found, sent, is_first=is_first)
+            _copy_common(reads, writes, found, sent, commit)
             _check_lengths(writes, found)
             sync_folders(target, found.others)
             writes.sync(parents=True)
@@ -189,8 +187,11 @@ def copy_and_commit(
                     f"{directory}: the checkpoint was replaced while it was copied; the copy is not published. Copy "
                     "again"
                 )
-            lock.publish(METADATA_FILE, found.metadata)
-        _settle_common(writes, found.index)
+            # (Where other nodes copy files, those of a later save may have come already.)
+            commit.publish(found.metadata, needed=(*found.data, *(() if own is None else names)))
+        # Names that a later save uses, too.
+        if metadata_of(writes) != found.metadata:
+            raise SaveError(f"{target}: another checkpoint has replaced this one there as soon as it was published")
         for name in found.others:
             if name not in (*sent.copied, *sent.kept):
                 sent.copy(reads, name, writes)
@@ -200,11 +201,10 @@ def copy_and_commit(
         is_left = _left_by_others(found, set() if replaced is None else index_files(replaced), is_alone=own is None)
         for name in filter(is_left, names):
             writes.delete(name)
-        for name in writes.unfinished():
-            if is_left(name) or name in found.data:
-                writes.discard_unfinished(name)
         sync_folders(target, found.others)
         writes.sync()
+    finally:
+        commit.give_up()
     return sent
 
 
@@ -221,21 +221,17 @@ def _index_of(metadata: bytes | None, target: Path) -> CheckpointIndex | None:
     return None
 
 
-def _copy_common(reads: Storage, writes: Storage, found: CheckpointFiles, sent: Sent, *, is_first: bool) -> None:
-    """The common state waits under a name that tells its save, where another checkpoint is in force."""
+def _copy_common(reads: Storage, writes: Storage, found: CheckpointFiles, sent: Sent, commit: Commit) -> None:
+    """The common state waits under a name that tells its save, until the commit."""
     if found.common is None:
         return
     read_common_file(reads, found.common, found.index.manifest)  # refuses a damaged one
-    saves = saves_of(found.index)
-    own_name = COMMON_FILE if is_first or not saves else pending_name(min(saves))
-    sent.copy(reads, found.common, writes, own_name)
-
-
-def _settle_common(writes: Storage, index: CheckpointIndex) -> None:
-    """Give the common state of the checkpoint in force its name, if that was not done."""
-    name = common_file_in_force(with_common_files(writes, (), index), index)
-    if name is not None and name != COMMON_FILE:
-        writes.move_over(name, COMMON_FILE, writes.version(COMMON_FILE))
+    manifest = found.index.manifest
+    if manifest is not None:
+        commit.pending = pending_name(id_in_names(manifest.save_id))
+    nbytes = copy_file(reads, found.common, writes, commit.pending)
+    (sent.kept if nbytes is None else sent.copied).append(COMMON_FILE)
+    sent.nbytes += nbytes or 0
 
 
 def _check_lengths(writes: Storage, found: CheckpointFiles) -> None:
@@ -293,8 +289,8 @@ def _is_left_out(name: str) -> bool:
 
 
 def _is_passing(name: str) -> bool:
-    """Whether a file is of a lock, or is just being published or copied, or was when its process ended."""
-    return is_lock_file(name) or (name.startswith(".") and name.endswith(".tmp"))
+    """Whether a file is a note, or is just being published or copied, or was when its process ended."""
+    return is_note(name) or (name.startswith(".") and name.endswith(".tmp"))
 
 
 def _index_last(name: str) -> tuple[bool, str]:

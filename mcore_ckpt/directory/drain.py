@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.copying import (
     CheckpointFiles,
     Sent,
@@ -27,9 +28,8 @@ from mcore_ckpt.directory.copying import (
 from mcore_ckpt.directory.drain_note import DrainNote, noted_saves
 from mcore_ckpt.directory.in_force import is_in_force, pending_name, saves_of
 from mcore_ckpt.directory.iterations import iteration_directories
-from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.file_names import data_file_of
-from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, INTEGRITY_FILE, METADATA_FILE
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, INTEGRITY_FILE
 from mcore_ckpt.storage.resolve import storage_at
 
 
@@ -100,23 +100,23 @@ def give_up(note: DrainNote) -> None:
     Raises `LoadError` or `SaveError`.
     """
     storage, save_id = storage_at(note.to), bytes.fromhex(note.save)
-    if is_in_force(storage, save_id) or not (storage.list() or storage.unfinished()):
+    if is_in_force(storage, save_id) or not storage.list():
         return
-    with DirectoryLock.take(storage) as lock:
-        names = storage.list()
+    commit = Commit.begin(storage)
+    try:
         if is_in_force(storage, save_id):  # by another process, meanwhile
             return
-        for name in storage.unfinished():
-            if (file := data_file_of(name)) is not None and file.save == note.save:
-                storage.discard_unfinished(name)
-        for name in names:
+        for name in storage.list():
             file = data_file_of(file_on_its_way(name) or name)
             if name == pending_name(note.save) or (file is not None and file.save == note.save):
                 storage.delete(name)
-        if not storage.exists(METADATA_FILE):  # of a checkpoint that is there, they are
+        if commit.base is None:  # of a checkpoint that is there, they are
             for name in (CONFIG_FILE, COMMON_FILE, INTEGRITY_FILE):
+                commit.check()
                 storage.delete(name)
-        lock.sweep(names, notes=False)
+            commit.remove_left()
+    finally:
+        commit.give_up()
     storage.remove()
 
 

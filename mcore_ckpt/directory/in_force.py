@@ -45,12 +45,6 @@ class InForce:
     names: tuple[str, ...]  # of its files
     version: FileVersion | None  # which `.metadata` there is; None if there is none
     index: CheckpointIndex | None  # what that says; None if it cannot be read
-    unfinished: tuple[str, ...] = ()  # files that were begun, and are not there yet, where these show in no listing
-
-    @property
-    def replaced(self) -> set[str]:
-        """Data files that only this index needs, as far as that is known."""
-        return set() if self.index is None or self.has_others else index_files(self.index)
 
     @property
     def needed(self) -> set[str] | None:
@@ -67,15 +61,13 @@ class InForce:
 
 def look(storage: Storage) -> InForce:
     """What a directory holds."""
-    version, names, unfinished = together(
-        storage.asks_at_once, partial(storage.version, METADATA_FILE), storage.list, storage.unfinished
-    )
-    index = None if version is None else _read(storage)
-    return InForce(tuple(names), version, index, tuple(unfinished))
+    version, names = together(storage.asks_at_once, partial(storage.version, METADATA_FILE), storage.list)
+    index = None if version is None else read_in_force(storage)
+    return InForce(tuple(names), version, index)
 
 
-def _read(storage: Storage) -> CheckpointIndex | None:
-    """The index; None, and a warning, if it cannot be read."""
+def read_in_force(storage: Storage) -> CheckpointIndex | None:
+    """The index in force; None, and a warning, if it cannot be read."""
     try:
         return parse_index(_content(storage), f"{storage}/{METADATA_FILE}")
     except CheckpointNotFoundError:

@@ -28,7 +28,7 @@ from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.directory.drain_note import DrainNote, noted_saves
 from mcore_ckpt.directory.in_force import common_file_in_force, saves_of, with_common_files
-from mcore_ckpt.directory.lock import contenders, holders, seems_gone
+from mcore_ckpt.directory.note import notes, seems_gone
 from mcore_ckpt.format.index import (
     COMMON_STATE_KEY,
     CheckpointIndex,
@@ -187,7 +187,7 @@ def look_at(directory: Path, *, tracked: str | None = None) -> tuple[RunCheckpoi
 def _lock_state(storage: Storage, names: Iterable[str]) -> tuple[bool, bool]:
     """Whether a save has locked the directory, and whether all that have are gone; if that cannot be told, it has."""
     try:
-        found = contenders(storage, names) or holders(storage)  # a listing may lag behind
+        found = notes(storage, names)
         return bool(found), bool(found) and all(seems_gone(storage, owner) for owner in found)
     except LoadError:
         return True, False

@@ -1,6 +1,6 @@
 """Making a new checkpoint the one that a directory holds, at one moment; `target.py` tells what goes before and after.
 
-`metadata.json` and the common state are put next to it here, too: never over those of another save.
+`metadata.json` is put next to it here, too: never over that of another save.
 """
 
 from __future__ import annotations
@@ -8,16 +8,13 @@ from __future__ import annotations
 import contextlib
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.core.threads import in_parallel, together
-from mcore_ckpt.directory._leftovers import sweep
-from mcore_ckpt.directory.in_force import look
-from mcore_ckpt.directory.lock import DirectoryLock, holders, seems_gone
-from mcore_ckpt.directory.target import Target, refuse_lost, take_reserved
+from mcore_ckpt.directory.target import Target, take_reserved
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, INTEGRITY_FILE, METADATA_FILE
 from mcore_ckpt.storage.base import FileVersion, Storage
 
@@ -27,75 +24,27 @@ _logger = logger_of(__name__)
 _FILES_APPEAR_WITHIN_S = 10.0
 _FIRST_PERIOD_S = 0.05
 _LOOKERS = 16
-_RENAMES = 5
 
 # The `.metadata` that this process has published last, by location.
 _published: dict[str, FileVersion] = {}
 
 
-def publish(storage: Storage, target: Target, metadata: bytes, *, has_common_state: bool) -> None:
+def publish(
+    storage: Storage, target: Target, metadata: bytes, *, has_common_state: bool, needed: Collection[str] = ()
+) -> None:
     """Put the new checkpoint in force. All data files must be durable.
 
     `has_common_state`: it is an object (megatron-core 0.19 and later), so a `common.pt` of an older version must go:
-    readers would prefer it. On `SaveError` nothing is published.
+    readers would prefer it. `needed`: its data files, if their names show other ids. On `SaveError` nothing is
+    published, or it cannot be said (`Commit.is_undecided`).
     """
-    storage.sync()
-    if not target.replaces:
-        storage.sync(parents=True)  # the directory may be new
-    target.lock.publish(METADATA_FILE, metadata)
-    try:
-        # The common state first, before anything else is even looked at: until that is done, stock readers, which
-        # know of no pending name, see the old one next to the new `.metadata`.
-        common = partial(_settle_common, storage, target, has_common_state)
-        # Megatron sums up the files after the save: what is there now are the sums of another checkpoint.
-        sums = partial(storage.delete, INTEGRITY_FILE)
-        together(storage.asks_at_once, common, partial(_note_published, storage), sums)
-        _tidy_up(storage, target)
-    except Exception as error:  # noqa: BLE001  (whatever it is, the checkpoint must not pass for a failed one)
-        # The new checkpoint is complete and in force; the next save into the directory removes what is left over.
-        _logger.warning("%s: the checkpoint is published, but not everything old could be removed: %s", storage, error)
-        with contextlib.suppress(SaveError, LoadError, OSError):
-            target.lock.release(keep_note=True)
-
-
-def _note_published(storage: Storage) -> None:
+    # Megatron sums up the files after the save: what is there now are the sums of another checkpoint.
+    stale = (COMMON_FILE, INTEGRITY_FILE) if has_common_state else (INTEGRITY_FILE,)
+    target.commit.publish(metadata, needed=needed, stale=stale)
     with contextlib.suppress(LoadError):
-        if (published := storage.version(METADATA_FILE)) is not None:
+        published = storage.version(METADATA_FILE)
+        if published is not None:
             _published[storage.location] = published
-
-
-def _settle_common(storage: Storage, target: Target, has_common_state: bool) -> None:
-    pending = target.pending_common
-    if has_common_state:
-        # Left by an older version, or by a save of it that was killed; readers of 0.19 would prefer it.
-        storage.delete(COMMON_FILE)
-        storage.delete(pending)
-    elif storage.version(pending) is not None:
-        _rename_for_sure(storage, target)
-
-
-def _tidy_up(storage: Storage, target: Target) -> None:
-    in_parallel(target.old_files, storage.delete, storage.asks_at_once)
-    if target.lock.after:
-        # Written since the directory was locked, by processes of a save that was taken for gone.
-        sweep(storage, target.lock, look(storage))
-    target.lock.release()
-    storage.sync()
-
-
-def _rename_for_sure(storage: Storage, target: Target) -> None:
-    """Rename the pending common state, unless a save that has taken over has put its own there; an error of a moment
-    must not leave stock readers the old one next to the new `.metadata`.
-    """
-    rename = partial(storage.move_over, target.pending_common, COMMON_FILE, target.common_before)
-    for _ in range(_RENAMES - 1):
-        try:
-            rename()
-            return
-        except SaveError as error:
-            _logger.warning("%s: %s; it is tried again", storage, error)
-            time.sleep(_FIRST_PERIOD_S)
-    rename()
 
 
 def check_files(
@@ -151,48 +100,31 @@ def _size(storage: Storage, name: str) -> int | None:
 def settle(storage: Storage, config: bytes | None = None) -> None:
     """The checkpoint that the directory was reserved for has been saved by other means than `open_target`.
 
-    Its common state takes its place, `metadata.json` gets `config` if given, and the directory is released.
+    Its common state takes its place, and `metadata.json` gets `config` if given.
     """
     target = take_reserved(storage)
     if target is not None:
-        if not target.lock.is_still_held():
-            refuse_lost(storage, target)
-        if target.replaces and storage.version(target.pending_common) is not None:
-            storage.move_over(target.pending_common, COMMON_FILE, target.common_before)
-        if config is not None and not _has_config(storage, config):
-            target.lock.publish(CONFIG_FILE, config)
-        sweep(storage, target.lock, look(storage))
-        target.lock.release()
+        try:
+            if target.common_sum is not None:
+                storage.move(target.commit.pending, COMMON_FILE)
+            if config is not None and not _has_config(storage, config):
+                storage.publish(CONFIG_FILE, config)
+        finally:
+            target.commit.give_up()
 
 
 def write_config(storage: Storage, content: bytes) -> bool:
     """Write `metadata.json` of the checkpoint that this process has published last; False if another save has since.
 
-    Megatron does so after the directory was released, and this process may have been held up for any time. So an
-    existing file is replaced under a lock only, and a new one replaces nothing.
+    Megatron does so after the save, and this process may have been held up for any time.
     """
     settle(storage, content)  # another strategy saved next to the common state
     has_config, is_published = together(
         storage.asks_at_once, partial(_has_config, storage, content), partial(_is_still_published, storage)
     )
-    if has_config:
-        return True
-    if not is_published:
-        return False
-    if storage.publish_new(CONFIG_FILE, content) or _has_config(storage, content):
-        return True
-    try:
-        lock = DirectoryLock.take(storage)
-    except SaveError:
-        now = holders(storage)
-        if now and not seems_gone(storage, now[-1]):
-            return False
-        raise
-    with lock:
-        if not _is_still_published(storage):
-            return False
-        lock.publish(CONFIG_FILE, content)
-    return True
+    if not has_config and is_published:
+        storage.publish(CONFIG_FILE, content)
+    return has_config or is_published
 
 
 def _has_config(storage: Storage, content: bytes) -> bool:

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from mcore_ckpt.core.console import logger_of
+from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.in_force import index_files
-from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index
+from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
@@ -24,12 +24,14 @@ def remove_tensors(path: Path, key_prefix: str) -> list[str]:
     missing one. Raises `LoadError` or `SaveError`.
     """
     storage = storage_at(path)
-    with DirectoryLock.take(storage) as lock:
-        lock.sweep(storage.list(), notes=False)
-        return _remove(storage, lock, read_index(path), key_prefix)
+    commit = Commit.begin(storage)
+    try:
+        return _remove(storage, commit, read_index(path), key_prefix)
+    finally:
+        commit.give_up()
 
 
-def _remove(storage: Storage, lock: DirectoryLock, index: CheckpointIndex, key_prefix: str) -> list[str]:
+def _remove(storage: Storage, commit: Commit, index: CheckpointIndex, key_prefix: str) -> list[str]:
     tensors = {key: entry for key, entry in index.tensors.items() if not key.startswith(key_prefix)}
     objects = {key: entry for key, entry in index.objects.items() if not key.startswith(key_prefix)}
     if not key_prefix or len(tensors) + len(objects) == len(index.tensors) + len(index.objects):
@@ -40,13 +42,6 @@ def _remove(storage: Storage, lock: DirectoryLock, index: CheckpointIndex, key_p
         planner_data = {key: value for key, value in planner_data.items() if not str(key).startswith(key_prefix)}
     kept = replace(index, tensors=tensors, objects=objects, planner_data=planner_data)
     kept = kept.with_fingerprints(index.fingerprints)
-    lock.publish(METADATA_FILE, encode_metadata(kept))
-    emptied = sorted(index_files(index) - index_files(kept))
-    if not lock.is_still_held():
-        # Published, and taken over since: the save that holds the directory may be looking at these files.
-        _logger.warning("%s: the keys are removed, but files that nothing lies in stay: %s", storage, emptied)
-        return []
-    for name in emptied:
-        storage.delete(name)
-    storage.sync()
-    return emptied
+    needed = index_files(kept)
+    commit.publish(encode_metadata(kept), needed=needed)
+    return sorted(index_files(index) - needed)

@@ -1,10 +1,13 @@
 """Removing a run's old checkpoints: by a person (`mcore-ckpt prune`), or by the run itself (`SaveOptions.keep_last`).
 
 What is removed is only ever what the index of a checkpoint names, with the files that every checkpoint has and the
-folders that a save of Megatron-Core makes in it; whatever else lies in its directory stays. `.metadata` goes first,
-under another name: so nothing half removed passes for a checkpoint, and a removal that was interrupted can be finished.
-The directory is locked for the whole removal, so that no save begins in it meanwhile; the note of the lock tells a
-removal that has died from a save that has.
+folders that a save of Megatron-Core makes in it; whatever else lies in its directory stays. Nothing half removed passes
+for a checkpoint, and a removal that was interrupted can be finished.
+
+In a file system the directory is renamed, then looked at again, and renamed back if it is not what was judged: so
+nothing goes that was saved meanwhile, and no save works in what goes. Its new name says which `.metadata` was judged:
+the next removal finishes it, or brings back what is another. In an object store `.metadata` is replaced, as a save does
+it, by a mark; no save begins while that is young, and the removal takes it away before it is old.
 
 What a save that is gone has left goes, too, where it is all that the directory holds: no save may come into it again.
 """
@@ -13,13 +16,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
+import re
+import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError, SaveError
+from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.directory.commit import REMOVED, Commit, identity_in_force
 from mcore_ckpt.directory.drain_note import is_drain_note
 from mcore_ckpt.directory.folders import FOLDERS_OF_MEGATRON, files_below, folders_of
 from mcore_ckpt.directory.in_force import index_files, is_pending
@@ -31,9 +39,10 @@ from mcore_ckpt.directory.iterations import (
     look_at,
     tracked_name,
 )
-from mcore_ckpt.directory.lock import DirectoryLock, contenders, is_lock_file
+from mcore_ckpt.directory.note import is_note, note_name, notes
 from mcore_ckpt.format.file_names import DATA_SUFFIX, data_file_of
 from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.manifest import Identity
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
@@ -45,23 +54,20 @@ from mcore_ckpt.format.metadata_read import (
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
-# What `.metadata` is called while what it names is being removed.
-_REMOVED_INDEX = METADATA_FILE + ".removed"
-# What the note of a lock says whose directory is being removed.
+# What a directory is called while it is removed: with a sum of which `.metadata` was judged, and its own name, behind.
+_ASIDE = ".mcore_ckpt_removed."
+_ASIDE_NAME = re.compile(re.escape(_ASIDE) + r"(?P<judged>[0-9a-f]{16})\.(?P<id>[0-9a-f]{16})\.(?P<name>.+)")
+# What a note says in a directory that is being removed.
 _REMOVAL = "removal"
 _READ = "a load is reading it"
 _LOCKED = "a save is at work in it, or has died there"
 _LEFT = "left by a save that is gone"
-# What the note of a lock says whose directory holds only that: ids of these saves, whose own locks go first.
-_TAKE_UP = "take_up"
+# A mark in a store is taken away within so long, or stays.
+_MARK_GOES_WITHIN_S = REMOVED.young_s / 2
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SIDECARS = (CONFIG_FILE, COMMON_FILE, INTEGRITY_FILE)
 # Stock Megatron-Core and DCP mark no directory that they write to: files newer than the index tell, for so long.
 _RECENT_NS = 3600 * 10**9
-
-
-class _ReadMeanwhileError(Exception):
-    """A load has begun just as its checkpoint was to go; the checkpoint is back in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,7 @@ def prune_run(
             raise OptionError(f"{name}={value}: expected at least 1; the newest complete checkpoint always stays")
     tracked = tracked_name(run)
     directories = directories_of_run(run)
+    aside = _finished(run) if remove else []
     checkpoints = [look_at(directory, tracked=tracked)[0] for directory in directories]
     links = storage_at(run).links()
     head = None if saved_last is None else iteration_of(saved_last)
@@ -157,12 +164,12 @@ def prune_run(
         checkpoints = [
             replace(each, problems=(flaws[each.name],)) if each.name in flaws else each for each in checkpoints
         ]
-    decisions = []
+    decisions = aside
     for checkpoint in checkpoints:
         if _is_left(checkpoint, newest, links):
-            decisions.append(_taken_up(checkpoint) if remove else PruneDecision(checkpoint, False, _LEFT))
+            decisions.append(_taken_up(checkpoint, run) if remove else PruneDecision(checkpoint, False, _LEFT))
             continue
-        reason = reasons[checkpoint.name] or _linked(checkpoint, links) or _reason_to_wait(checkpoint)
+        reason = reasons[checkpoint.name] or _linked(checkpoint, links) or _reason_to_wait(storage_at(checkpoint.path))
         if reason is not None:
             decisions.append(PruneDecision(checkpoint, True, reason))
         elif remove:
@@ -242,26 +249,30 @@ def _reason_to_keep(
 
 
 def _half_removed(storage: Storage) -> bool:
-    """Whether an earlier removal was interrupted here, and no checkpoint has been written into the directory since."""
-    return storage.exists(_REMOVED_INDEX) and not storage.exists(METADATA_FILE)
+    """Whether an earlier removal was interrupted here, in a store."""
+    try:
+        with storage.open_reader(METADATA_FILE, direct="off") as reader:
+            return reader.size_bytes == len(REMOVED.content) and reader.read(0, reader.size_bytes) == REMOVED.content
+    except LoadError:
+        return False
 
 
-def _reason_to_wait(checkpoint: RunCheckpoint, now_ns: int | None = None) -> str | None:
+def _reason_to_wait(storage: Storage, now_ns: int | None = None) -> str | None:
     """Why a checkpoint that could go must not go now; None if nothing stands against it. `now_ns`: by the storage's
     clock, if that is known, since the clock of this host may be wrong.
     """
-    storage = storage_at(checkpoint.path)
     try:
-        name, index = _index_to_remove(storage)
+        if _half_removed(storage):
+            return None
+        index = _index_of(storage)
         if index is None:
             return "no index says which of its files are the checkpoint's"
         versions = [storage.version(file) for file in _own_files(index)]
         newest_ns = max((version.modified_ns for version in versions if version is not None), default=0)
-        of_index = storage.version(name)
+        of_index = storage.version(METADATA_FILE)
         limit_ns = 0 if of_index is None else of_index.modified_ns
-        if name == METADATA_FILE:
-            limit_ns = max(limit_ns, (time.time_ns() if now_ns is None else now_ns) - _RECENT_NS)
-        if storage.is_in_use(name):
+        limit_ns = max(limit_ns, (time.time_ns() if now_ns is None else now_ns) - _RECENT_NS)
+        if storage.is_in_use(METADATA_FILE):
             return _READ
     except LoadError as error:
         return f"its files cannot be looked at: {error}"
@@ -290,19 +301,15 @@ def _is_left(checkpoint: RunCheckpoint, newest: _Newest, links: Mapping[str, str
 
 
 def _gone(storage: Storage, names: list[str]) -> set[str]:
-    """Ids of the saves whose locks are left, and of those that an attempt to remove what they have left has noted."""
-    found = contenders(storage, names)
-    noted = [(owner.noted or {}).get(_TAKE_UP) for owner in found]
-    ids = [each for listed in noted if isinstance(listed, list) for each in listed if isinstance(each, str)]
-    return {*ids, *(owner.save_id for owner in found)}
+    """Ids of the saves whose notes are left."""
+    return {owner.save for owner in notes(storage, names)}
 
 
 def _holds_only(storage: Storage, names: list[str], gone: set[str]) -> bool:
-    """Whether files and uploads are those that such saves have made, with what every save makes next to its data."""
+    """Whether all files are those that such saves have made, with what every save makes next to its data."""
     if storage.folders():
         return False
-    carry_ids = [name for name in names if not (is_lock_file(name) or _comes_with_data(name))]
-    files = [data_file_of(name) for name in (*carry_ids, *storage.unfinished())]
+    files = [data_file_of(name) for name in names if not (is_note(name) or _comes_with_data(name))]
     return all(found is not None and found.save in gone for found in files)
 
 
@@ -319,43 +326,26 @@ def _is_quiet(storage: Storage, names: list[str], now_ns: int) -> bool:
     return all(version is None or version.modified_ns < now_ns - _RECENT_NS for version in versions)
 
 
-def _taken_up(checkpoint: RunCheckpoint) -> PruneDecision:
+def _taken_up(checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> PruneDecision:
     """Remove a directory that holds nothing but what saves that are gone have left."""
-    storage = storage_at(checkpoint.path)
+
+    def reason(storage: Storage, own: str, now_ns: int | None) -> str | None:
+        names = [name for name in storage.list() if name != note_name(own)]
+        is_left = _holds_only(storage, names, _gone(storage, names)) and METADATA_FILE not in names
+        return None if is_left and now_ns is not None and _is_quiet(storage, names, now_ns) else _LOCKED
+
     try:
-        before = storage.list()
-        gone = _gone(storage, before)
-        locks = [version for name in before if is_lock_file(name) and (version := storage.version(name)) is not None]
-        lock = DirectoryLock.take(storage, {_TAKE_UP: sorted(gone)})
-        is_done = False
-        try:
-            lock.sweep(before)  # first: a publish of which the store has said nothing is completed by that
-            now_ns, names = lock.now_ns(), storage.list()
-            others = [name for name in names if not is_lock_file(name)]
-            if (
-                now_ns is not None
-                and all(version.modified_ns < now_ns - _RECENT_NS for version in locks)
-                and _holds_only(storage, others, gone)
-                and _is_quiet(storage, others, now_ns)
-            ):
-                for name in storage.unfinished():
-                    storage.discard_unfinished(name)
-                for name in others:
-                    lock.delete(name)
-                is_done = True
-        finally:
-            lock.release(remove_marker=is_done)
+        return _removed(checkpoint, run, reason)
     except (SaveError, LoadError) as error:
         return PruneDecision(checkpoint, True, f"{_LEFT}, and cannot be removed: {error}")
-    if is_done and storage.remove():
-        return PruneDecision(checkpoint, False, "removed")
-    return PruneDecision(checkpoint, True, _LOCKED)
 
 
-def _is_of_removals(storage: Storage) -> bool:
-    """Whether removals alone have locked a directory, and none of them is known to be at work."""
+def _is_of_removals(storage: Storage, own: str = "") -> bool:
+    """Whether removals alone have left notes in a directory, but for one's own, and none of them is known to be at
+    work.
+    """
     try:
-        found = contenders(storage, storage.list())
+        found = [owner for owner in notes(storage, storage.list()) if owner.save != own]
     except LoadError:
         return False
     return all((owner.noted or {}).get(_REMOVAL) is True and owner.process_state() != "alive" for owner in found)
@@ -363,101 +353,187 @@ def _is_of_removals(storage: Storage) -> bool:
 
 def _remove(checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> PruneDecision:
     """Remove a checkpoint, unless it has come into use meanwhile."""
-    storage = storage_at(checkpoint.path)
-    if not _is_of_removals(storage):
+    if not _is_of_removals(storage_at(checkpoint.path)):
         return PruneDecision(checkpoint, True, _LOCKED)
+
+    def reason(storage: Storage, own: str, now_ns: int | None) -> str | None:
+        if tracked_name(run) == checkpoint.name:
+            return "the tracker file names it"
+        published = storage.version(METADATA_FILE)
+        if published is not None and published.modified_ns / 1e9 != checkpoint.saved_at_s:
+            return "it has been saved again"
+        if not _is_of_removals(storage, own):
+            return _LOCKED
+        return _reason_to_wait(storage, now_ns)
+
+    return _removed(checkpoint, run, reason)
+
+
+_Reason = Callable[[Storage, str, int | None], str | None]
+
+
+def _removed(checkpoint: RunCheckpoint, run: str | os.PathLike[str], reason: _Reason) -> PruneDecision:
+    """Remove a directory, unless there is a reason against it, which is given its storage, the id of the removal's own
+    note, and what time it is by the storage's clock, if that is known.
+    """
+    storage = storage_at(checkpoint.path)
     try:
-        lock = _locked(storage, checkpoint, run)
-    except (SaveError, LoadError) as error:
-        if not _is_of_removals(storage):
+        commit = Commit.begin(storage, {_REMOVAL: True})
+    except SaveError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or cause.errno not in _FULL:
+            if _is_of_removals(storage):
+                raise SaveError(f"{checkpoint.path}: cannot be removed: {error}") from error
             return PruneDecision(checkpoint, True, _LOCKED)
-        raise SaveError(f"{checkpoint.path}: cannot be locked, and so not removed: {error}") from error
-    save_before = any((owner.noted or {}).get(_REMOVAL) is not True for owner in lock.after)
+        commit = None  # the note keeps saves out, as a rule; where no space is left, none can be made
+    own = "" if commit is None else commit.id
     try:
-        reason = _LOCKED if save_before else _reason_now(storage, checkpoint, run, lock.now_ns())
-        if reason is not None:
-            return PruneDecision(checkpoint, True, reason)
-        lock.sweep(storage.list())
-        for name in storage.unfinished():
-            storage.discard_unfinished(name)
-        try:
-            removed = list(_being_removed(checkpoint.path, lock))
-        except _ReadMeanwhileError:
-            return PruneDecision(checkpoint, True, _READ)
-        for name in removed:
-            lock.delete(name)
-        for folder in (*folders_of(removed), *_folders_of_megatron(storage)):
-            storage_at(checkpoint.path / folder).remove()
-    except (SaveError, LoadError) as error:
+        note = storage.version(note_name(own))
+        now_ns = None if note is None else note.modified_ns
+        if (why := reason(storage, own, now_ns)) is not None:
+            return PruneDecision(checkpoint, True, why)
+        way = storage.made_by(renamed=_removed_aside, in_place=_removed_in_store)
+        return way(checkpoint, run, commit, lambda there: reason(there, own, now_ns))
+    except (SaveError, LoadError, OSError) as error:
         text = f"{checkpoint.path}: cannot be removed: {error}"
-        if not storage.exists(METADATA_FILE):
+        if not storage.exists(METADATA_FILE) or _half_removed(storage):
             text += ". What is left of it is no checkpoint any more, the same command resumes its removal"
         raise SaveError(text) from error
     finally:
-        # What a save that is gone has left, the next save is still to find.
-        with contextlib.suppress(SaveError, LoadError, OSError):
-            lock.release(remove_marker=not save_before)
-    # From here on a save may lock it again: then it is not empty.
+        if commit is not None:
+            commit.give_up()
+
+
+# In a file system
+
+
+def _removed_aside(
+    checkpoint: RunCheckpoint,
+    run: str | os.PathLike[str],
+    commit: Commit | None,
+    reason: Callable[[Storage], str | None],
+) -> PruneDecision:
+    directory = Path(storage_at(checkpoint.path).location)
+    judged = identity_in_force(storage_at(directory))
+    _below(directory, storage_at(directory))  # whatever cannot be listed is found before anything has gone
+    name = f"{_ASIDE}{_sum(judged)}.{secrets.token_hex(8)}.{directory.name}"
+    aside = directory.parent / name
+    directory.rename(aside)
+    storage = storage_at(aside)
+    why = _LOCKED if _sum(identity_in_force(storage)) != _sum(judged) else reason(storage)
+    if why is not None:
+        _bring_back(aside, directory)
+        return PruneDecision(checkpoint, True, why)
+    storage_at(directory.parent).sync()
+    left = _remove_aside(aside, directory)
+    return PruneDecision(checkpoint, False, "removed, but for files that are not its own" if left else "removed", left)
+
+
+def _sum(judged: Identity | None) -> str:
+    return hashlib.sha256(("" if judged is None else judged.token).encode()).hexdigest()[:16]
+
+
+def _bring_back(aside: Path, directory: Path) -> None:
+    try:
+        aside.rename(directory)
+    except OSError as error:
+        raise SaveError(
+            f"{aside}: was to be removed, and is in use; it cannot get its name {directory.name} back: {error}. "
+            "Rename it by hand"
+        ) from error
+
+
+def _remove_aside(aside: Path, directory: Path) -> tuple[str, ...]:
+    """Remove what is a checkpoint's own of a directory that was renamed; the rest gets its place back. Returns that."""
+    storage = storage_at(aside)
+    names = [*_below(aside, storage), *_of_checkpoint(storage)]
+    for name in names:
+        storage.delete(name)
+    for folder in (*folders_of(names), *_folders_of_megatron(storage)):
+        storage_at(aside / folder).remove()
+    if storage.remove():
+        return ()
+    left = tuple(sorted((*storage.list(), *storage.folders())))
+    try:
+        aside.rename(directory)  # what is there may be empty
+    except OSError:
+        directory.mkdir(exist_ok=True)
+        for name in left:
+            if not os.path.lexists(directory / name):
+                (aside / name).rename(directory / name)
+        storage.remove()
+    return left
+
+
+def _finished(run: str | os.PathLike[str]) -> list[PruneDecision]:
+    """What comes of directories whose removal was interrupted."""
+    storage, done = storage_at(run), []
+    for found in filter(None, map(_ASIDE_NAME.fullmatch, storage.folders())):
+        aside, directory = checkpoint_path(run) / found[0], checkpoint_path(run) / found["name"]
+        checkpoint = replace(look_at(aside)[0], path=directory, iteration=iteration_of(found["name"]))
+        there = storage_at(aside)
+        if _sum(identity_in_force(there)) not in (found["judged"], _sum(None)):
+            _bring_back(aside, directory)  # it was saved after it was judged
+        elif there.is_in_use(METADATA_FILE):
+            done.append(PruneDecision(checkpoint, True, _READ))
+        else:
+            done.append(PruneDecision(checkpoint, False, "removed", _remove_aside(aside, directory)))
+    return done
+
+
+# In an object store
+
+
+def _removed_in_store(
+    checkpoint: RunCheckpoint,
+    run: str | os.PathLike[str],
+    commit: Commit | None,
+    reason: Callable[[Storage], str | None],
+) -> PruneDecision:
+    storage = storage_at(checkpoint.path)
+    if commit is None:
+        raise SaveError(f"{storage}: no space is left for a note")
+    names = [*_below(checkpoint.path, storage), *_of_checkpoint(storage)]
+    before = storage.read(METADATA_FILE) if commit.base is not None else None
+    began_s = time.monotonic()
+    commit.publish(REMOVED.content, needed=names)
+    # A load that comes from here on finds no checkpoint; one that came since this was last asked has found it.
+    if before is not None and storage.is_in_use(METADATA_FILE):
+        storage.replace_if(METADATA_FILE, before, commit.published)
+        return PruneDecision(checkpoint, True, _READ)
+    for name in names:
+        if name != METADATA_FILE and commit.is_in_force():
+            storage.delete(name)
+    for folder in (*folders_of(names), *_folders_of_megatron(storage)):
+        storage_at(checkpoint.path / folder).remove()
+    if commit.is_in_force() and time.monotonic() - began_s < _MARK_GOES_WITHIN_S:
+        storage.delete(METADATA_FILE)
     if storage.remove():
         return PruneDecision(checkpoint, False, "removed")
-    left = sorted(name for name in (*storage.list(), *storage.folders()) if not is_lock_file(name))
+    left = sorted(name for name in (*storage.list(), *storage.folders()) if not is_note(name))
     return PruneDecision(checkpoint, False, "removed, but for files that are not its own", tuple(left))
 
 
-def _locked(storage: Storage, checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> DirectoryLock:
-    """Lock the directory of a checkpoint that is to go; where no space is left for that, its first file makes room."""
-    try:
-        return DirectoryLock.take(storage, {_REMOVAL: True})
-    except SaveError as error:
-        cause = error.__cause__
-        if not isinstance(cause, OSError) or cause.errno not in _FULL or _reason_now(storage, checkpoint, run):
-            raise
-    storage.delete(next(_being_removed(checkpoint.path, None)))
-    return DirectoryLock.take(storage, {_REMOVAL: True})
+# What goes
 
 
-def _reason_now(
-    storage: Storage, checkpoint: RunCheckpoint, run: str | os.PathLike[str], now_ns: int | None = None
-) -> str | None:
-    """Why a checkpoint must stay as it is now that it is locked; None if it is as it was when it was chosen."""
-    if tracked_name(run) == checkpoint.name:
-        return "the tracker file names it"
-    published = storage.version(METADATA_FILE)
-    # After a removal has begun there is none, until a save publishes one.
-    if published is not None and published.modified_ns / 1e9 != checkpoint.saved_at_s:
-        return "it has been saved again"
-    return _reason_to_wait(checkpoint, now_ns)
-
-
-def _being_removed(directory: Path, lock: DirectoryLock | None) -> Iterator[str]:
-    """What a checkpoint consists of, its index last of all; from the first on, it is no checkpoint any more."""
-    storage = storage_at(directory)
-    name, index = _index_to_remove(storage)
-    if index is None:
-        raise SaveError(f"{storage.path(name)}: its index has changed")
+def _below(directory: Path, storage: Storage) -> list[str]:
+    """What Megatron-Core has made in folders."""
     below: list[str] = []
-    for folder in _folders_of_megatron(storage):  # whatever cannot be listed is found before anything has gone
+    for folder in _folders_of_megatron(storage):
         with contextlib.suppress(CorruptCheckpointError):  # with links in it, all of it stays
             below += [f"{folder}/{name}" for name in files_below(directory / folder)]
-    if name == METADATA_FILE:
-        if lock is None:
-            storage.move(METADATA_FILE, _REMOVED_INDEX)
-        else:
-            # A second name first. Taking the first away fails if a save has taken the directory over meanwhile.
-            lock.delete(_REMOVED_INDEX)
-            storage.lock(_REMOVED_INDEX, METADATA_FILE)
-            lock.delete(METADATA_FILE)
-            # A load that comes from here on finds no checkpoint; one that came since this was last asked has found it.
-            if storage.is_in_use(_REMOVED_INDEX):
-                storage.lock(METADATA_FILE, _REMOVED_INDEX)
-                lock.delete(_REMOVED_INDEX)
-                raise _ReadMeanwhileError
-        storage.renew(_REMOVED_INDEX)  # a file that is newer from now on is not of this checkpoint
-        storage.sync()
-    yield from _own_files(index)
-    yield from below
-    yield from filter(_is_sidecar, storage.sizes())
-    yield _REMOVED_INDEX
+    return below
+
+
+def _of_checkpoint(storage: Storage) -> list[str]:
+    """The files of a checkpoint, and of saves into its directory; its index last."""
+    index = _index_of(storage)
+    own = set() if index is None else set(_own_files(index))
+    names = storage.list()
+    with_id = {name for name in names if (found := data_file_of(name)) is not None and found.save is not None}
+    others = [name for name in names if _is_sidecar(name) or is_note(name)]
+    return [*sorted(own | with_id), *others, METADATA_FILE]
 
 
 def _folders_of_megatron(storage: Storage) -> list[str]:
@@ -465,15 +541,14 @@ def _folders_of_megatron(storage: Storage) -> list[str]:
     return [folder for folder in FOLDERS_OF_MEGATRON if folder in there]
 
 
-def _index_to_remove(storage: Storage) -> tuple[str, CheckpointIndex | None]:
-    """The index that says what there is to remove, under its own name or that of a removal under way."""
-    name = METADATA_FILE if storage.exists(METADATA_FILE) else _REMOVED_INDEX
+def _index_of(storage: Storage) -> CheckpointIndex | None:
+    """The index that says what there is to remove."""
     try:
-        with storage.open_reader(name, direct="off") as reader:
+        with storage.open_reader(METADATA_FILE, direct="off") as reader:
             content = reader.read(0, min(MAX_METADATA_BYTES, reader.size_bytes))
-        return name, parse_index(content, storage.location, strict=False)
+        return parse_index(content, storage.location, strict=False)
     except LoadError:
-        return name, None
+        return None
 
 
 def _own_files(index: CheckpointIndex) -> Iterator[str]:

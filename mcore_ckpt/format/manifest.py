@@ -20,7 +20,9 @@ from typing import Final
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format._columns import Columns, column_bytes, text_bytes
+from mcore_ckpt.format.file_names import id_in_names
 from mcore_ckpt.format.footer import SAVE_ID_BYTES, ManifestFile, newer_error
+from mcore_ckpt.storage.base import FileVersion, RangeReader
 
 _VERSION: Final = 2
 _MAGIC: Final = b"\x89mckSUMS"
@@ -38,6 +40,8 @@ _SUMS_MAGIC: Final = b"\x89mckSTAT"
 _SUMS_HEAD: Final = struct.Struct("<8sIQQ")
 _SUMS_END: Final = struct.Struct("<Q8s")
 _SUMS_VERSION: Final = 1
+
+_SOME_BYTES: Final = 64 * 1024
 
 NO_FINGERPRINT: Final = -1
 """Of a tensor whose fingerprint is not stored."""
@@ -76,6 +80,41 @@ class Manifest:
         for number, count in zip(self.block_items, self.block_counts, strict=True):
             yield number, self.blocks[at : at + count]
             at += count
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which `.metadata` a file is: no two saves make the same, even of equal content.
+
+    Attributes:
+        token: tells it from all others in its directory.
+        save: id of the save, as file names show it, from the manifest; None without one.
+        version: of the file.
+    """
+
+    token: str
+    save: str | None
+    version: FileVersion | None = field(compare=False)
+
+
+def identity_of(reader: RangeReader) -> Identity:
+    """The identity of a `.metadata`, or of what is to become one, whatever it holds.
+
+    With a manifest the random id of the save and the CRC-32 of all bytes; else some bytes and the file itself.
+    """
+    size_bytes, version = reader.size_bytes, reader.version
+    end = reader.read(max(0, size_bytes - _TRAILER.size), min(size_bytes, _TRAILER.size))
+    if end.endswith(_END) and len(end) == _TRAILER.size:
+        length, stated, _ = _TRAILER.unpack(end)
+        if _HEAD.size <= length <= size_bytes:
+            magic, _, _, save_id, *_ = _HEAD.unpack(reader.read(size_bytes - length, _HEAD.size))
+            if magic == _MAGIC:
+                return Identity(f"{save_id.hex()}{stated:08x}", id_in_names(save_id), version)
+    # A manifest is what makes an index of this package. Of another the ends are enough, next to its inode and time.
+    some = min(size_bytes, _SOME_BYTES)
+    crc = crc32(reader.read(size_bytes - some, some), crc32(reader.read(0, some)))
+    stat = "" if version is None else "-".join(f"{part:x}" for part in version)
+    return Identity(f"{crc:08x}-{size_bytes:x}-{stat}", None, version)
 
 
 def with_manifest(content: bytes, manifest: Manifest) -> bytes:

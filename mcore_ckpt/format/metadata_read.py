@@ -226,7 +226,7 @@ def _not_found(directory: Path, name: str) -> str:
         names, folders = storage.sizes(), storage.folders()
     except LoadError as error:
         return f"{error}; check the path of the checkpoint"
-    if INCOMPLETE_MARKER in names:
+    if any(other.startswith(INCOMPLETE_MARKER) for other in names):
         return f"{directory}: holds no {name}: a save into it was interrupted. Load an earlier checkpoint."
     iterations = [n for n in folders if n.startswith("iter_") and storage.exists(f"{n}/{METADATA_FILE}")]
     if iterations:

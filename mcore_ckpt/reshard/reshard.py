@@ -17,7 +17,7 @@ from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.folders import files_below
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
-from mcore_ckpt.directory.lock import is_lock_file
+from mcore_ckpt.directory.note import is_note
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
@@ -342,7 +342,7 @@ def _sidecar_files(index: CheckpointIndex) -> list[str]:
     left_out = {METADATA_FILE, CONFIG_FILE, COMMON_FILE, INTEGRITY_FILE, *data_files}
 
     def is_left_out(name: str) -> bool:
-        return name in left_out or is_lock_file(name) or name.endswith((".pending", ".tmp", ".distcp"))
+        return name in left_out or is_note(name) or name.endswith((".pending", ".tmp", ".distcp"))
 
     return sorted(files_below(source, is_left_out))
 

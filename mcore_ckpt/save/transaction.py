@@ -12,7 +12,6 @@ What fails on one rank alone is carried as a value to the next exchange, where a
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import platform
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import LoadError, PlanError, SaveError
+from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import collector_paused
@@ -34,9 +33,9 @@ from mcore_ckpt.core.signals import interruptible
 from mcore_ckpt.core.threads import together
 from mcore_ckpt.directory.common_file import common_file_of_save
 from mcore_ckpt.directory.in_force import is_in_force
-from mcore_ckpt.directory.lock import is_locked_by, may_yet_publish
+from mcore_ckpt.directory.note import note_name
 from mcore_ckpt.directory.publish import check_files, publish
-from mcore_ckpt.directory.target import Target, abandon, discard, give_back, open_target
+from mcore_ckpt.directory.target import Target, discard, give_back, open_target
 from mcore_ckpt.format.file_names import id_in_names, with_id
 from mcore_ckpt.format.footer import ManifestFile, shown_id
 from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry
@@ -172,7 +171,7 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
             for begun in started:
                 begun.abort()
         finally:
-            directory.release()
+            directory.abandon()
         raise
 
 
@@ -248,7 +247,7 @@ class SaveDirectory:
 
         def look() -> str:
             self.storage.ensure()
-            own = is_locked_by(self.storage, id_in_names(save_id))
+            own = self.storage.exists(note_name(id_in_names(save_id)))
             return "" if own else f"{platform.node()} {self.storage.location}"
 
         self.places = group.run("look for the coordinator's lock", look, wrap=SaveError)
@@ -287,25 +286,20 @@ class SaveDirectory:
         """Coordinator: raise `SaveError` unless these files are there, and the directory is this save's if not."""
         assert self.target is not None
         planned = sorted((file.name, file.size_bytes) for file in files)
-        check_files(self.storage, planned, missing=self.target.lock.check)
+        check_files(self.storage, planned, missing=self.target.commit.check)
 
-    def publish(self, metadata: bytes, *, has_common_state: bool) -> None:
+    def publish(self, metadata: bytes, files: Sequence[WrittenFile], *, has_common_state: bool) -> None:
         """Coordinator: make the new checkpoint the one that the directory holds."""
         assert self.target is not None
-        publish(self.storage, self.target, metadata, has_common_state=has_common_state)
+        names = [file.name for file in files]  # of another id than the commit's, on the other nodes
+        publish(self.storage, self.target, metadata, has_common_state=has_common_state, needed=names)
 
     def abandon(self) -> None:
         """Put the directory back as it was before; the files of the save have been removed."""
         if self.target is None:
             give_back(self.storage)
         else:
-            abandon(self.storage, self.target)
-
-    def release(self) -> None:
-        """Let other saves in, which then remove what is left of this one."""
-        if self.target is not None:
-            with contextlib.suppress(SaveError, LoadError, OSError):
-                self.target.lock.release(remove_marker=False)
+            self.target.commit.give_up()
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +390,7 @@ class SaveTransaction(SaveCall):
             # Only when every rank knows that nothing was published may files go; a lost contact says nothing.
             if self._group.size == 1 or reached_every_rank(error):
                 self._abandon()
-            self._directory.release()
+            self._directory.abandon()
             if self.interrupted is not None:
                 raise self.interrupted from error
             raise
@@ -433,8 +427,17 @@ class SaveTransaction(SaveCall):
         return Written(self._objects, result.files, phases_s, took, None if sums is None else sums.digest())
 
     def _publish(self, plan: SavePlan, gathered: list[Written] | None) -> bool | None:
-        """Coordinator: True when it is done; None: not done, as `_ask` has it."""
+        """Coordinator: True when it is done; None: not done, as `_ask` has it. After an error the note is gone before
+        any rank removes its files, unless it may yet be published.
+        """
         assert gathered is not None
+        try:
+            return self._publish_now(plan, gathered)
+        except BaseException:
+            self._directory.abandon()
+            raise
+
+    def _publish_now(self, plan: SavePlan, gathered: list[Written]) -> bool | None:
         directory, seen = self._directory, self._files_of_place(gathered)
         described, _ = together(
             directory.storage.asks_at_once, partial(self._metadata, plan, gathered), partial(directory.check, seen)
@@ -443,7 +446,7 @@ class SaveTransaction(SaveCall):
             return None
         content, common = described
         self._directory.note(plan.save_id, seen, self._group.rank)
-        self._directory.publish(content, has_common_state=common)
+        self._directory.publish(content, seen, has_common_state=common)
         assert plan.planned is not None
         plan.planned.history.published()
         return True
@@ -468,7 +471,7 @@ class SaveTransaction(SaveCall):
                 seen = self._files_of_place(written)
                 self._directory.check(seen)
                 self._directory.note(plan.save_id, seen, self._group.rank)
-                self._directory.publish(content, has_common_state=common)
+                self._directory.publish(content, seen, has_common_state=common)
 
         self._group.run("publish on all nodes", publish_own, wrap=SaveError)
 
@@ -567,12 +570,11 @@ class SaveTransaction(SaveCall):
         """Remove what this rank wrote of a save that has failed."""
         assert self.plan is not None
         storage, save_id = self._directory.storage, self.plan.save_id
-        # In this order: what is decided in between is in force then.
-        if self._publishes and may_yet_publish(storage, id_in_names(save_id)):
-            self._directory.release()
+        # As long as the note is there, it may come into force. In this order: what is decided in between is then.
+        if self._publishes and storage.exists(note_name(id_in_names(save_id))):
+            _logger.warning("%s: not published, but it may be yet: its files stay", self._directory.path)
         elif self._publishes and is_in_force(storage, save_id):
             _logger.warning("%s: the save was interrupted, but the checkpoint is published", self._directory.path)
-            self._directory.release()
         else:
             discard(storage, [file.name for file in self._files])
             self._directory.abandon()

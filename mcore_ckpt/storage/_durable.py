@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import secrets
 from typing import Final
@@ -19,8 +18,6 @@ from mcore_ckpt.storage import direct_io
 _NO_DIRECTORY_SYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF})
 # What a file system without hard links answers; NFS and some FUSE ones pass on an odd one of their server.
 _NO_HARD_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
-# What another process is just publishing under the same name, as two do with a note, is left alone for so long.
-_OTHERS_S: Final = 600.0
 FILE_MODE: Final = 0o666
 """Of new files, less the umask, as any open() does."""
 
@@ -75,98 +72,18 @@ def write_new(path: str, content: bytes) -> None:
         os.close(fd)
 
 
-def link(source: str, path: str) -> bool:
-    """A second name for a file; False if the name is taken.
-
-    Over NFS the answer to a link may be lost, and the request sent again, so that it fails although it was done: then
-    the two names stand for one file.
-    """
-    try:
-        os.link(source, path)
-    except FileExistsError:
-        with contextlib.suppress(OSError):
-            return os.path.samefile(source, path)
-        return False
-    except OSError as error:
-        if error.errno not in _NO_HARD_LINKS:
-            raise
-        with open(source, "rb") as stream:
-            content = stream.read()
-        try:
-            write_new(path, content)
-        except FileExistsError:
-            return False
-    return True
-
-
-def replace_durably(path: str, content: bytes, through: str | None = None) -> None:
-    """Write, sync, rename, sync the directory; the order that borg and others use, and the way back.
-
-    If the last step fails, the rename has happened but may not outlast a power cut. A caller that gets the error
-    removes the files that the new content names, so the old content has to come back.
-    """
-    directory, base = os.path.split(path)
-    prefix = f".{base}."
-    temporary = through or os.path.join(directory, f"{prefix}{secrets.token_hex(8)}.tmp")
-    old = os.path.join(directory, f"{prefix}{secrets.token_hex(8)}.tmp")
-    flags = os.O_WRONLY | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if through is None else os.O_TRUNC)
-    try:
-        fd = os.open(temporary, flags, FILE_MODE)
-        try:
-            direct_io.write_all(fd, memoryview(content), 0)
-            os.fsync(fd)
-            now_s = os.fstat(fd).st_ctime  # by the clock of the file system
-        finally:
-            os.close(fd)
-        # What a process has left that died in here; who has a token is alone. Not at the end: who reads the old common
-        # state next to the new `.metadata` waits for this to return.
-        _remove_left(directory, prefix, temporary, math.inf if through is not None else now_s - _OTHERS_S)
-        # Without hard links there is no way back; then a failing sync leaves the new content in place.
-        with contextlib.suppress(OSError):
-            os.link(path, old)
-        existed = os.path.exists(path)
-        os.replace(temporary, path)
-        try:
-            sync_directory(directory)
-        except OSError:
-            if os.path.exists(old):
-                os.replace(old, path)
-            elif not existed:
-                os.unlink(path)
-            raise
-    finally:
-        for left in {temporary, old} - {through}:
-            with contextlib.suppress(OSError):
-                os.unlink(left)
-
-
-def _remove_left(directory: str, prefix: str, own: str, before_s: float) -> None:
-    with contextlib.suppress(OSError):
-        for entry in os.listdir(directory or "."):
-            path = os.path.join(directory, entry)
-            if entry.startswith(prefix) and entry.endswith(".tmp") and path != own:
-                with contextlib.suppress(FileNotFoundError):  # another process has removed it
-                    # When it got this name: what stands under it may have been written long before.
-                    if os.lstat(path).st_ctime <= before_s:
-                        os.unlink(path)
-
-
-def make_durably(path: str, content: bytes) -> bool:
-    """Write, sync, link, sync the directory; False if the name is taken.
-
-    Where there are no hard links, a file that another process makes between the last look and the renaming is replaced.
-    """
+def replace_durably(path: str, content: bytes) -> None:
+    """Write, sync, rename, sync the directory; the order that borg and others use."""
     directory, base = os.path.split(path)
     temporary = os.path.join(directory, f".{base}.{secrets.token_hex(8)}.tmp")
     write_new(temporary, content)
     try:
-        if not rename_new(temporary, path):
-            return False
-    finally:
-        with contextlib.suppress(FileNotFoundError):
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
             os.unlink(temporary)
+        raise
     sync_directory(directory)
-    return True
 
 
 def rename_new(source: str, path: str) -> bool:

@@ -6,11 +6,9 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import stat
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.paths import local_path
@@ -22,10 +20,6 @@ from mcore_ckpt.storage._regular_files import open_error, open_regular
 from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage, check_name
 
 T = TypeVar("T")
-# Of a folder: it belongs to the file through which others are named or removed.
-_PRIVATE: Final = ".d"
-_ATTEMPTS: Final = 100
-_RETRY_S: Final = 0.01
 
 
 class LocalStorage(Storage):
@@ -169,17 +163,11 @@ class LocalStorage(Storage):
             folder = os.path.dirname(folder)
         return path
 
-    def open_writer(
-        self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", through: str | None = None
-    ) -> RangeWriter:
+    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
         path = self._own(name)
         try:
             self._make_folders(name, path)
-            if through is None:
-                return LocalWriter(path, size_bytes, direct)
-            if os.path.lexists(path):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-            return LocalWriter(os.path.join(self._private(through), secrets.token_hex(8)), size_bytes, direct, path)
+            return LocalWriter(path, size_bytes, direct)
         except OSError as error:
             raise save_error("creating the file", path, error) from error
 
@@ -187,18 +175,11 @@ class LocalStorage(Storage):
         if "/" in name:
             os.makedirs(os.path.dirname(path), exist_ok=True)
 
-    def publish(self, name: str, content: bytes, *, through: str | None = None) -> None:
+    def publish(self, name: str, content: bytes) -> None:
         path = self._own(name)
         try:
             self._make_folders(name, path)
-            _durable.replace_durably(path, content, None if through is None else self.path(through))
-        except OSError as error:
-            raise save_error("publishing it", path, error) from error
-
-    def publish_new(self, name: str, content: bytes) -> bool:
-        path = self.path(name)
-        try:
-            return _durable.make_durably(path, content)
+            _durable.replace_durably(path, content)
         except OSError as error:
             raise save_error("publishing it", path, error) from error
 
@@ -209,22 +190,27 @@ class LocalStorage(Storage):
         except OSError as error:
             raise save_error("creating the file", path, error) from error
 
-    def lock(self, name: str, lease: str, content: bytes | None = None) -> bool:
+    def claim(self, name: str, owner: str) -> str:
         path = self.path(name)
         try:
-            return _durable.link(self.path(lease), path)
+            os.symlink(owner, path)  # it is there with what it says, or not at all
+        except FileExistsError:
+            try:
+                return os.readlink(path)  # one's own, if over NFS the answer was lost and the request sent again
+            except OSError as error:
+                raise save_error("reading the claim", path, error) from error
         except OSError as error:
-            raise save_error(f"giving {lease} this name", path, error) from error
+            raise save_error("claiming the directory (by a symbolic link)", path, error) from error
+        return owner
 
-    def renew(self, name: str) -> bool:
+    def claimed(self, name: str) -> str | None:
         path = self.path(name)
         try:
-            os.utime(path)
+            return os.readlink(path)
         except FileNotFoundError:
-            return False
+            return None
         except OSError as error:
-            raise save_error("renewing its time", path, error) from error
-        return True
+            raise open_error(path, error) from error
 
     def version(self, name: str) -> FileVersion | None:
         path = self.path(name)
@@ -278,54 +264,6 @@ class LocalStorage(Storage):
                 raise save_error("deleting it", path, error) from error
         except OSError as error:
             raise save_error("deleting it", path, error) from error
-
-    def _private(self, through: str) -> str:
-        """A folder that `revoke` removes, so that a rename out of it, or into it, fails from then on."""
-        folder = self.path(through) + _PRIVATE
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder)
-        # After the folder was made: `revoke` takes the file first, and then any folder.
-        if self.version(through) is None:
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
-            raise FileNotFoundError(errno.ENOENT, f"{through} was taken away")
-        return folder
-
-    def delete_through(self, name: str, through: str) -> None:
-        path = self._own(name)
-        try:
-            folder = self._private(through)
-            taken = os.path.join(folder, secrets.token_hex(8))
-            try:
-                os.rename(path, taken)
-            except FileNotFoundError:
-                if not os.path.isdir(folder):
-                    raise
-                return
-            os.unlink(taken)
-        except OSError as error:
-            raise save_error("deleting it", path, error) from error
-
-    def revoke(self, name: str) -> None:
-        self.delete(name)
-        folder = self.path(name) + _PRIVATE
-        try:
-            for left in range(_ATTEMPTS, 0, -1):
-                with contextlib.suppress(FileNotFoundError):
-                    for each in os.listdir(folder):
-                        with contextlib.suppress(FileNotFoundError):
-                            os.unlink(os.path.join(folder, each))
-                try:
-                    os.rmdir(folder)
-                    return
-                except FileNotFoundError:
-                    return
-                except OSError as error:
-                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or left == 1:
-                        raise
-                time.sleep(_RETRY_S)  # something was moved there meanwhile
-        except OSError as error:
-            raise save_error("removing the folder", folder, error) from error
 
     def made_by(self, *, renamed: T, in_place: T) -> T:
         return renamed

@@ -15,7 +15,7 @@ from collections import deque
 from typing import Final
 
 from mcore_ckpt.storage import direct_io
-from mcore_ckpt.storage._durable import FILE_MODE, rename_new, save_error
+from mcore_ckpt.storage._durable import FILE_MODE, save_error
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeWriter, align_up
 
 # One write-back in flight, and one before it that is waited for: enough to keep the device busy, and all that a
@@ -30,12 +30,10 @@ class LocalWriter(RangeWriter):
         path: of the file.
         size_bytes: see `Storage.open_writer`.
         direct: see there.
-        named: the path that it gets with `finish`, unless there is a file; `abort` then leaves it.
     """
 
-    def __init__(self, path: str, size_bytes: int | None, direct: DirectIo, named: str | None = None) -> None:
-        self.name = named or path
-        self._path = path
+    def __init__(self, path: str, size_bytes: int | None, direct: DirectIo) -> None:
+        self.name = path
         self.direct = False
         self._insist = direct == "on"
         self._keep = False
@@ -95,7 +93,7 @@ class LocalWriter(RangeWriter):
         """A second fd on the file, for writes that O_DIRECT does not take; the kernel keeps the two coherent."""
         with self._lock:
             if self._buffered_fd is None:
-                self._buffered_fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+                self._buffered_fd = os.open(self.name, os.O_WRONLY | os.O_CLOEXEC)
             return self._buffered_fd
 
     def _write_buffered(self, fd: int, offset: int, view: memoryview) -> None:
@@ -126,11 +124,6 @@ class LocalWriter(RangeWriter):
             self._close()
         except OSError as error:
             raise save_error("closing the file", self.name, error) from error
-        try:
-            if self._path != self.name and not rename_new(self._path, self.name):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-        except OSError as error:
-            raise save_error("giving the file its name", self.name, error) from error
 
     def _close(self, suppress: bool = False) -> None:
         fds = [fd for fd in (self._buffered_fd, self._fd) if fd is not None]
@@ -152,4 +145,4 @@ class LocalWriter(RangeWriter):
             if self._writes_in_progress == 0:
                 self._close(suppress=True)
         with contextlib.suppress(OSError):
-            os.unlink(self._path)
+            os.unlink(self.name)

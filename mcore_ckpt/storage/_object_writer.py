@@ -22,21 +22,15 @@ from mcore_ckpt.storage.base import RangeWriter
 
 
 class ObjectWriter(RangeWriter):
-    """A new object. `finish` is for one thread, after the last `write` has returned.
-
-    Without the object `token`, if one is named, other processes may be making an equal one: `abort` leaves that.
-    """
+    """A new object. `finish` is for one thread, after the last `write` has returned."""
 
     direct = False
 
-    def __init__(
-        self, client: ObjectClient, key: str, name: str, size_bytes: int | None, token: str | None = None
-    ) -> None:
+    def __init__(self, client: ObjectClient, key: str, name: str, size_bytes: int | None) -> None:
         self.name = name
         self._client = client
         self._key = key
         self._size_bytes = size_bytes
-        self._token = token
         self._part_bytes = client.part_bytes
         while size_bytes is not None and size_bytes > self._part_bytes * (client.max_parts - 1):
             self._part_bytes *= 2
@@ -145,7 +139,7 @@ class ObjectWriter(RangeWriter):
         if upload is not None and not made:
             upload.abandon()
         try:
-            if made and (self._token is None or self._client.head(self._token) is not None):
+            if made:
                 self._client.delete(self._key)
         except OSError as error:
             raise self._error("removing it", error) from error

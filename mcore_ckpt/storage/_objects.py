@@ -1,18 +1,7 @@
 """A directory of a checkpoint in an object store: a prefix of keys.
 
 An object is there complete or not at all, and durable as soon as it is there. So `sync` has nothing to do, and what a
-file system does by links and renames is done by conditional puts here: of all who create a name, one succeeds.
-
-**Publishing through a token.** A rename that uses up a token is one operation on a file system. Here it takes three,
-and a save that was taken for gone may be in the midst of them. So the token decides, by conditional puts of which one
-alone succeeds. The save that publishes writes into it what it is going to publish: then that is published, whatever
-happens. Or the save that takes over closes it by `revoke`: then the other cannot publish any more. `revoke` completes
-what a token says is to be published, and deletes the token. The condition of the put of the published object is the
-version that was there before the token was written: a put that was held up on its way finds another one, and is
-refused.
-
-A save that gives up on that put, not knowing what becomes of it, leaves the token as it is (`may_yet_publish`): what
-the put names must stay until `revoke` has completed it.
+file system does by links and renames is done by conditional puts here: of all who replace a version, one succeeds.
 """
 
 from __future__ import annotations
@@ -20,19 +9,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, Final, TypeVar
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
-from mcore_ckpt.core.threads import together
 from mcore_ckpt.storage._durable import save_error
 from mcore_ckpt.storage._object_client import ABSENT, Listing, ObjectClient, ObjectState, UndecidedError
 from mcore_ckpt.storage._object_readers import is_read, is_reader_lease, reading
 from mcore_ckpt.storage._object_writer import ObjectWriter
 from mcore_ckpt.storage._regular_files import open_error
-from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage, check_name
+from mcore_ckpt.storage.base import (
+    DirectIo,
+    FileVersion,
+    OutcomeUnknownError,
+    RangeReader,
+    RangeWriter,
+    Storage,
+    check_name,
+)
 
 T = TypeVar("T")
 
@@ -42,8 +36,6 @@ _END_BYTES: Final = 64 * 1024
 # Of an object that is changed, or given another name; it is held in memory, and put in one request.
 _MAX_SMALL_BYTES: Final = 1024**3
 _PIECE_BYTES: Final = 8 * 1024**2
-_CLOSED: Final = b"closed"
-_INTENT: Final = b"publish "
 _ATTEMPTS: Final = 100
 
 
@@ -182,12 +174,9 @@ class ObjectStorage(Storage):
 
     # Data files
 
-    def open_writer(
-        self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", through: str | None = None
-    ) -> RangeWriter:
-        # (an object has its name when it is complete, and no writer replaces one: `through` is for removing it)
-        token = None if through is None else self._key(through)
-        return ObjectWriter(self._client, self._key(name), self.path(name), size_bytes, token)
+    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+        # (an object has its name when it is complete, and no writer replaces one)
+        return ObjectWriter(self._client, self._key(name), self.path(name), size_bytes)
 
     def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
         with self._saving("writing it", name) as key:
@@ -203,48 +192,33 @@ class ObjectStorage(Storage):
 
     # Small files
 
-    def publish(self, name: str, content: bytes, *, through: str | None = None) -> None:
+    def publish(self, name: str, content: bytes) -> None:
         with self._saving("publishing it", name) as key:
-            if through is None:
-                self._replace(key, content)
-                return
-            token = self._key(through)
-            head = self._client.head
-            before, right = together(self.asks_at_once, partial(head, key), partial(head, token))
-            if right is None or right.size_bytes == len(_CLOSED):
-                raise FileNotFoundError(errno.ENOENT, f"{through} is gone, by which it was to be published")
-            condition = ABSENT if before is None else before.version
-            try:
-                written = self._client.put(token, _intent(key, condition, content), right.version)
-            except OSError as error:
-                if error.errno in (errno.EEXIST, errno.ENOENT):
-                    raise FileNotFoundError(errno.ENOENT, f"{through} was taken away") from error
-                raise
-            try:
-                self._put_published(key, content, condition, token)
-            except BaseException as error:
-                # What was not published now is never to be: its data files will be deleted. But a put that is still on
-                # its way may arrive: the token says so, until who has the directory next completes what it says.
-                if isinstance(error, OSError) and not isinstance(error, UndecidedError):
-                    with contextlib.suppress(OSError):
-                        self._client.put(token, _CLOSED, written)
-                raise
+            self._replace(key, content)
 
-    def may_yet_publish(self, through: str) -> bool:
-        """Decided here: of a token that says nothing, what it is to say may still be on its way."""
-        key = self._key(through)
-        try:
-            for _ in range(_ATTEMPTS):
-                state, said = self._content(key)
-                if said.startswith(_INTENT):
-                    return True
-                if said == _CLOSED:
-                    return False
-                with contextlib.suppress(FileExistsError):  # it says something by now
-                    self._client.put(key, _CLOSED, state.version)
-        except OSError as error:
-            return error.errno != errno.ENOENT
-        return True
+    def replace_if(self, name: str, content: bytes, before: FileVersion | None) -> FileVersion | None:
+        with self._saving("publishing it", name) as key:
+            there = self._client.head(key)
+            if (None if there is None else _version(there).number) != (None if before is None else before.number):
+                return None
+            condition = ABSENT if there is None else there.version
+            try:
+                written = self._client.put(key, content, condition)
+            except UndecidedError as error:
+                raise OutcomeUnknownError(
+                    f"{self.path(name)}: the store has not said whether it holds this now ({error.strerror}). It may "
+                    "still come into force: its files stay, until the next save into this directory"
+                ) from error
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOENT):
+                    raise
+                return None
+            # What it replaces is removed next, so the answer alone is no proof.
+            state = self._client.head(key)
+            if state is None or (state.version == condition and state.version != written):
+                text = "the store has answered that it holds this, and does not; what was there before is still valid"
+                raise OSError(errno.EREMOTEIO, text)
+            return _version(state._replace(version=written, size_bytes=len(content)))
 
     def _replace(self, key: str, content: bytes) -> None:
         """Put what replaces the version that is there: an attempt that arrives after a later put is refused."""
@@ -258,71 +232,6 @@ class ObjectStorage(Storage):
                     raise
         raise OSError(errno.EBUSY, "it changes all the time")
 
-    def _put_published(self, key: str, content: bytes, condition: str, token: str) -> None:
-        try:
-            written = self._client.put(key, content, condition)
-        except OSError as error:
-            if error.errno != errno.EEXIST:
-                raise
-            # Who has taken over may have completed it; a save that publishes later does so only after that.
-            if self._content(key)[1] != content:
-                raise
-            self._use_up(token)
-            return
-        # Older files are deleted next, so the answer alone is no proof. (What has taken over has published the same.)
-        state, _ = together(self.asks_at_once, partial(self._client.head, key), partial(self._use_up, token))
-        if (state is None or state.version != written) and (state is None or self._content(key)[1] != content):
-            text = "the store has answered that it holds this, and does not; what was published before is still valid"
-            raise OSError(errno.EREMOTEIO, text)
-
-    def _use_up(self, token: str) -> None:
-        with contextlib.suppress(OSError):  # what is left is swept later
-            self._client.delete(token)
-
-    def revoke(self, name: str) -> None:
-        with self._saving("taking it away", name) as key:
-            for _ in range(_ATTEMPTS):
-                try:
-                    state, said = self._content(key)
-                except OSError as error:
-                    if error.errno == errno.ENOENT:
-                        return
-                    raise
-                if said.startswith(_INTENT):
-                    self._complete(said)
-                elif said != _CLOSED:
-                    try:
-                        self._client.put(key, _CLOSED, state.version)
-                    except OSError as error:
-                        if error.errno in (errno.EEXIST, errno.ENOENT):
-                            continue  # it says what is to be published by now
-                        raise
-                self._client.delete(key)
-                return
-            raise OSError(errno.EBUSY, "it changes all the time")
-
-    def _complete(self, said: bytes) -> None:
-        """Publish what a token says, unless that was done."""
-        try:
-            head, content = said[len(_INTENT) :].split(b"\n", 1)
-            told = json.loads(head)
-            key, condition, length = told["key"], told["replaces"], told["bytes"]
-        except (ValueError, KeyError, TypeError):
-            return  # not of this version; its maker has not published by it
-        own = isinstance(key, str) and key.startswith(self._prefix) and isinstance(condition, str)
-        if not own or len(content) != length:
-            return
-        check_name(key[len(self._prefix) :])
-        try:
-            self._client.put(key, content, condition)
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOENT):
-                raise
-
-    def publish_new(self, name: str, content: bytes) -> bool:
-        with self._saving("publishing it", name) as key:
-            return self._put_new(key, content)
-
     def _put_new(self, key: str, content: bytes) -> bool:
         try:
             self._client.put(key, content, ABSENT)
@@ -335,10 +244,6 @@ class ObjectStorage(Storage):
     def create(self, name: str, content: bytes) -> None:
         with self._saving("creating the file", name) as key:
             self._client.put(key, content, ABSENT)
-
-    def lock(self, name: str, lease: str, content: bytes | None = None) -> bool:
-        with self._saving(f"giving {lease} this name", name) as key:
-            return self._put_new(key, self._content(self._key(lease))[1] if content is None else content)
 
     def _content(self, key: str) -> tuple[ObjectState, bytes]:
         """A version, and all of its bytes."""
@@ -355,40 +260,11 @@ class ObjectStorage(Storage):
             self._client.get_into(key, at, view[at : at + _PIECE_BYTES], state.version)
         return state, bytes(content)
 
-    def renew(self, name: str) -> bool:
-        with self._saving("renewing its time", name) as key:
-            try:
-                state, content = self._content(key)
-                self._client.put(key, content, state.version)
-            except OSError as error:
-                if error.errno in (errno.ENOENT, errno.EEXIST):
-                    return False
-                raise
-            return True
-
     def move(self, source: str, name: str) -> None:
         with self._saving(f"renaming it to {name}", source) as key:
             content = self._content(key)[1]
             self._replace(self._key(name), content)
             self._client.delete(key)
-
-    def move_over(self, source: str, name: str, before: FileVersion | None) -> None:
-        with self._saving(f"renaming it to {name}", source) as key:
-            content = self._content(key)[1]
-            self._replace_version(self._key(name), content, before)
-            self._client.delete(key)
-
-    def _replace_version(self, key: str, content: bytes, before: FileVersion | None) -> None:
-        there = self._client.head(key)
-        if (None if there is None else _version(there)) == before:
-            try:
-                self._client.put(key, content, ABSENT if there is None else there.version)
-                return
-            except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOENT):
-                    raise
-        if self._content(key)[1] != content:  # else it was done already
-            raise FileExistsError(errno.EEXIST, "another process has replaced what was there")
 
     def move_new(self, source: str, name: str) -> bool:
         with self._saving(f"giving {source} this name", name) as key:
@@ -402,21 +278,6 @@ class ObjectStorage(Storage):
         with self._saving("deleting it", name) as key:
             if not missing_ok and self._client.head(key) is None:
                 raise FileNotFoundError(errno.ENOENT, "there is no such object")
-            self._client.delete(key)
-
-    def delete_own(self, name: str, is_own: Callable[[bytes], bool]) -> None:
-        with self._saving("deleting it", name) as key:
-            try:
-                content = self._content(key)[1]
-            except FileNotFoundError:
-                return
-            if is_own(content):
-                self._client.delete(key)
-
-    def delete_through(self, name: str, through: str) -> None:
-        with self._saving("deleting it", name) as key:
-            if self._client.head(self._key(through)) is None:
-                raise FileNotFoundError(errno.ENOENT, f"{through} was taken away")
             self._client.delete(key)
 
     # The directory, which is there as long as there are keys
@@ -485,11 +346,6 @@ def _check_key(name: str) -> str:
             f"file name {name!r}: is not UTF-8, as the keys of object stores are; rename the file"
         ) from error
     return name
-
-
-def _intent(key: str, condition: str, content: bytes) -> bytes:
-    told = {"key": key, "replaces": condition, "bytes": len(content)}
-    return _INTENT + json.dumps(told).encode() + b"\n" + content
 
 
 def _version(state: ObjectState) -> FileVersion:

@@ -19,13 +19,12 @@ errno, with the `OSError` as cause. A file that ends early is a `CorruptCheckpoi
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Literal, NamedTuple, TypeVar
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, SaveError
 
 T = TypeVar("T")
 DirectIo = Literal["auto", "on", "off", "keep"]
@@ -53,6 +52,10 @@ def check_name(name: str) -> str:
                 f"file name {name!r}: expected a relative path inside the checkpoint, without empty, '.' or '..' parts"
             )
     return name
+
+
+class OutcomeUnknownError(SaveError):
+    """A store has not said what has become of a put: what was put may still arrive."""
 
 
 class FileVersion(NamedTuple):
@@ -345,19 +348,13 @@ class Storage(ABC):
     # Data files
 
     @abstractmethod
-    def open_writer(
-        self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", through: str | None = None
-    ) -> RangeWriter:
+    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
         """Create a file for writing; never touches one that exists.
 
         Args:
             name: of the new file; missing directories on the way to it are made.
             size_bytes: what it is going to hold, so that the space can be reserved at once.
             direct: O_DIRECT if possible (`"auto"`), or fail (`"on"`), or never (`"off"`).
-            through: a file that `create` has made, which this does not use up. Other processes may make a file of that
-                name, too: the file has it from `finish` on, which fails after a `revoke`, or if the name is taken.
-                (An object store makes the file all the same after a `revoke`; it replaces none, and `abort` does
-                not remove it then.)
 
         Raises:
             SaveError: if the file exists (an object store tells when it is written or finished), cannot be
@@ -381,21 +378,10 @@ class Storage(ABC):
             SaveError: it cannot be written.
         """
 
-    def unfinished(self) -> Sequence[str]:
-        """Names of files that were begun, here or by a process that is gone, and are not there yet.
-
-        Only where such files do not show in `list`.
-        """
-        return ()
-
-    def discard_unfinished(self, name: str) -> None:
-        """Give up what `unfinished` has named. Raises `SaveError`."""
-        return
-
     # Small files
 
     @abstractmethod
-    def publish(self, name: str, content: bytes, *, through: str | None = None) -> None:
+    def publish(self, name: str, content: bytes) -> None:
         """Make `name` hold `content`, replacing what it held, atomically and durably.
 
         Whenever the machine stops, the name holds all of the old or all of the new content.
@@ -403,37 +389,39 @@ class Storage(ABC):
         Args:
             name: of the file; missing directories on the way to it are made.
             content: what it is to hold.
-            through: a file that `create` has made, which this uses up. A process that calls `revoke` for it prevents
-                this call for ever, however far it has come, or finds it done.
 
         Raises:
-            SaveError: the old content, if any, is still there; or `through` is gone. See `may_yet_publish`.
+            SaveError: the old content, if any, is still there.
         """
 
-    def may_yet_publish(self, through: str) -> bool:
-        """Whether a `publish` that has failed may still come into force, until a save calls `revoke`: an object store
-        has not said what has become of it.
-        """
-        return False
-
-    def revoke(self, name: str) -> None:
-        """Take away the right to publish through a file: on return all is published that ever will be through it.
-
-        Raises:
-            SaveError: it may still be used.
-        """
-        self.delete(name)
-
-    @abstractmethod
-    def publish_new(self, name: str, content: bytes) -> bool:
-        """As `publish`, unless there is a file of that name: that is left as it is.
+    def claim(self, name: str, owner: str) -> str:
+        """Make `name` stand for the name `owner`, unless it stands for one already: of all who try at once, on whatever
+        host, one succeeds. Only where `made_by` says `renamed`.
 
         Returns:
-            False if the name is taken.
+            What it stands for.
 
         Raises:
-            SaveError: the file could not be made.
+            SaveError: it cannot be made.
         """
+        raise NotImplementedError
+
+    def claimed(self, name: str) -> str | None:
+        """What `claim` has made `name` stand for; None: nothing. Raises `LoadError`."""
+        return None
+
+    def replace_if(self, name: str, content: bytes, before: FileVersion | None) -> FileVersion | None:
+        """As `publish`, if the file still is that version, by its `number`; None: if there is none. Only where
+        `made_by` says `in_place`.
+
+        Returns:
+            The new version; None if there is another file, which is left as it is.
+
+        Raises:
+            OutcomeUnknownError: it may still happen.
+            SaveError: it has not happened, and will not.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def create(self, name: str, content: bytes) -> None:
@@ -444,45 +432,12 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def lock(self, name: str, lease: str, content: bytes | None = None) -> bool:
-        """Make `name` hold what the small file `lease` holds, unless the name is taken: of all who try at once, on
-        whatever host, one succeeds.
-
-        Where the file system has no hard links, others may see `name` before its content.
-
-        Args:
-            name: to be given.
-            lease: an existing file.
-            content: what that holds, if the caller knows.
-
-        Returns:
-            False if the name is taken.
-
-        Raises:
-            SaveError: there is no such file, or the name cannot be given.
-        """
-
-    @abstractmethod
-    def renew(self, name: str) -> bool:
-        """Set a file's time of change to now, on the storage's clock. False if there is no such file.
-
-        Raises:
-            SaveError: if that fails.
-        """
-
-    @abstractmethod
     def move(self, source: str, name: str) -> None:
         """Make `name` hold what the small file `source` holds, atomically, and delete that; durable after `sync`.
 
         Raises:
             SaveError: the old content, if any, is still there.
         """
-
-    def move_over(self, source: str, name: str, before: FileVersion | None) -> None:
-        """As `move`, for one of several processes that do the same: one that is late leaves what others have put there
-        since. `before` is the version of `name` that is replaced; None: there was none.
-        """
-        self.move(source, name)  # a rename can be done once
 
     @abstractmethod
     def move_new(self, source: str, name: str) -> bool:
@@ -498,26 +453,6 @@ class Storage(ABC):
     @abstractmethod
     def delete(self, name: str, missing_ok: bool = True) -> None:
         """Remove a file. Raises `SaveError`."""
-
-    def delete_own(self, name: str, is_own: Callable[[bytes], bool]) -> None:
-        """Remove a small file whose content is one's own; another one stays. Raises `SaveError`, or `LoadError`."""
-        with contextlib.suppress(CheckpointNotFoundError):
-            if is_own(self.read(name)):
-                self.delete(name)
-
-    @abstractmethod
-    def delete_through(self, name: str, through: str) -> None:
-        """Remove a file, unless a process has called `revoke` for `through`; that is not used up.
-
-        In an object store without conditional deletes `through` is looked for first, in a request of its own.
-
-        Args:
-            name: of the file; there may be none.
-            through: a file that `create` has made.
-
-        Raises:
-            SaveError: the file cannot be removed, or `through` is gone.
-        """
 
     # The directory
 

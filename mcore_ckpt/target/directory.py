@@ -9,10 +9,10 @@ is missing or not locked belongs to a run that has ended. The next run resumes i
 it. A folder is renamed before it is removed: if its run is at work after all (another host, no locks), that run finds
 nothing to give the target's name to.
 
-In an object store, where nothing can be renamed, the files are written at their place, under the lock of the directory.
+In an object store, where nothing can be renamed, the files are written at their place, next to the note of a save.
 None appears before all bytes of all of them are there; then they do one by one, and last the file that names the others
 or without which they are not read: `.metadata`, the index of several safetensors or torch files, `config.json`. A run
-notes the names of its files next to the lock before it makes the first. What a run that was killed has left is removed
+says the names of its files in its note before it makes the first. What a run that was killed has left is removed
 by the next one, which begins again. Files that no run has noted are of others, and stay.
 """
 
@@ -36,13 +36,13 @@ from mcore_ckpt.core.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
-    LoadError,
     OptionError,
     SaveError,
 )
 from mcore_ckpt.core.paths import PARTIAL
+from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.folders import NO_NAMES
-from mcore_ckpt.directory.lock import DirectoryLock, Owner, holders, is_lock_file
+from mcore_ckpt.directory.note import Owner, is_note, note_name, notes
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import path_in_file_system, storage_at
@@ -52,7 +52,7 @@ from mcore_ckpt.target.target_files import LocalFiles, StoreFiles, TargetFiles
 _logger = logger_of(__name__)
 
 _ENTRY = re.compile(r"(?P<id>[0-9a-f]{16})(?P<kind>\.journal|\.gone)?")
-# In the lease of a directory in a store: the holder makes a target there.
+# In the note in a store: files of the target that is being made there.
 _NOTED: Final = "target"
 _EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 
@@ -194,79 +194,75 @@ def _in_place(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]
     """Nothing is resumed here: both arguments are of the other way."""
     storage = storage_at(target)
     storage.ensure()
-    if not _is_left(holders(storage)):
+    if not _left_by_others(storage):
         _refuse_others(target, storage)
-    with DirectoryLock.take(storage, {_NOTED: True}) as lock:
-        _clear(target, lock)
-        making = _Making(lock, StoreFiles(target, lock))
+    commit = Commit.begin(storage, {_NOTED: []})
+    try:
+        _clear(target, commit)
+        making = _Making(commit, StoreFiles(target))
         try:
             yield Target(making.files, Journal(), making.publish, making.note)
         except BaseException:
             making.give_up()
             raise
+    finally:
+        commit.give_up()
 
 
-def _clear(target: Path, lock: DirectoryLock) -> None:
+def _clear(target: Path, commit: Commit) -> None:
     """Remove what runs that were killed have left; if that fails it stays known, for the next run."""
-    storage, is_left = lock.storage, _is_left(lock.after)
-    try:
-        if is_left and not storage.exists(METADATA_FILE):
-            for _, names in lock.left_notes(storage.list()):
-                _remove_files(lock, names)
-    except BaseException:
-        lock.release(remove_marker=False)
-        raise
-    lock.sweep(storage.list(), notes=is_left)
+    storage = commit.storage
+    for owner in _left_by_others(storage):
+        if owner.save != commit.id:
+            if commit.base is None:
+                _remove_files(storage, _noted(owner))
+            storage.delete(note_name(owner.save))
     _refuse_existing(target)
     _refuse_others(target, storage)
 
 
 @dataclass(frozen=True, slots=True)
 class _Making:
-    """What a run makes at its place in a store, under a lock of the directory."""
+    """What a run makes at its place in a store."""
 
-    lock: DirectoryLock
+    commit: Commit
     files: StoreFiles
     noted: list[str] = field(default_factory=list)
     last: list[str] = field(default_factory=list)  # the file that comes after all others, once it is on its way
 
     def note(self, names: Sequence[str]) -> None:
         for name in names:
-            self.lock.storage.path(name)  # refuses a name that there cannot be
-        self.lock.note(names)
+            self.commit.storage.path(name)  # refuses a name that there cannot be
         self.noted.extend(names)
+        self.commit.say({_NOTED: self.noted})
 
     def publish(self, name: str, content: bytes) -> None:
         self.last.append(name)
-        try:
-            self.lock.publish(name, content)
-        except SaveError as error:
-            if self.lock.is_undecided or not self._holds(name, content):
-                raise
-            _logger.warning("%s: complete, though its end was reported as failed: %s", self.lock.storage, error)
-
-    def _holds(self, name: str, content: bytes) -> bool:
-        try:
-            return self.lock.storage.read(name) == content
-        except LoadError:
-            return False
+        if name == METADATA_FILE:
+            self.commit.publish(content, needed=self.noted)
+        elif self.commit.storage.replace_if(name, content, None) is None:
+            raise _exists(self.files.folder)
 
     def give_up(self) -> None:
         """Remove what was made, unless the last file is there, or may yet appear."""
-        if self.lock.is_undecided:
-            return
+        storage = self.commit.storage
         try:
-            if any(self.lock.storage.version(name) is not None for name in self.last):
+            if self.commit.is_undecided or any(storage.version(name) is not None for name in self.last):
                 return
             self.files.abort()
-            _remove_files(self.lock, self.noted)
+            _remove_files(storage, self.noted)
         except CheckpointError:
-            self.lock.release(remove_marker=False, keep_note=True)  # the next run removes what is left
+            self.commit.leave()  # the next run removes what is left
 
 
-def _is_left(owners: Iterable[Owner]) -> bool:
-    """Whether what lies in a directory is of targets that were not finished."""
-    return any((owner.noted or {}).get(_NOTED) is True for owner in owners)
+def _left_by_others(storage: Storage) -> list[Owner]:
+    """Who has left a target that is not finished."""
+    return [owner for owner in notes(storage, storage.list()) if _NOTED in (owner.noted or {})]
+
+
+def _noted(owner: Owner) -> list[str]:
+    names = (owner.noted or {}).get(_NOTED)
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _folders(storage: Storage) -> Sequence[str]:
@@ -277,7 +273,7 @@ def _folders(storage: Storage) -> Sequence[str]:
 
 
 def _refuse_others(target: Path, storage: Storage) -> None:
-    if not all(map(is_lock_file, storage.list())) or any(_has_files(target, name) for name in _folders(storage)):
+    if not all(map(is_note, storage.list())) or any(_has_files(target, name) for name in _folders(storage)):
         raise _exists(target)
 
 
@@ -290,17 +286,11 @@ def _has_files(directory: Path, folder: str) -> bool:
     return bool(storage.list()) or any(_has_files(inner, name) for name in _folders(storage))
 
 
-def _remove_files(lock: DirectoryLock, names: Iterable[str]) -> None:
-    """Remove what a run has noted as its own, and its unfinished uploads; never `.metadata`, nor what a lock needs."""
-    storage = lock.storage
-    begun = set(storage.unfinished())
+def _remove_files(storage: Storage, names: Iterable[str]) -> None:
+    """Remove what a run has noted as its own; never `.metadata`, nor a note."""
     for name in names:
-        if name == METADATA_FILE or is_lock_file(name):
-            continue
-        if name in begun or "/" in name:  # (those of folders are not listed)
-            lock.check()
-            storage.discard_unfinished(name)
-        lock.remove(name)
+        if name != METADATA_FILE and not is_note(name):
+            storage.delete(name)
 
 
 def _open(target: Path, fingerprint: str, *, restart: bool) -> tuple[Path, FileJournal]:

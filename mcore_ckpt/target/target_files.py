@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mcore_ckpt.core.errors import SaveError
-from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.storage.base import RangeWriter, Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.target._file_stream import LocalFile, TargetFile
@@ -115,13 +114,10 @@ class LocalFiles(TargetFiles):
 
 
 class StoreFiles(TargetFiles):
-    """Objects of a store, written by any number of workers each, while a lock of the directory is held: a run that has
-    lost it replaces and removes none.
-    """
+    """Objects of a store, written by any number of workers each; none replaces another."""
 
-    def __init__(self, folder: Path, directory: DirectoryLock) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._directory = directory
         self._lock = threading.Lock()
         self._writers: dict[str, RangeWriter] = {}
         self._sizes: Mapping[str, int] = {}
@@ -153,7 +149,7 @@ class StoreFiles(TargetFiles):
             raise
 
     def new_file(self, name: str, size_bytes: int) -> RangeWriter:
-        return self._directory.open_writer(name, size_bytes=size_bytes)
+        return self.storage.open_writer(name, size_bytes=size_bytes)
 
     def abort(self) -> None:
         """Remove what `open` has made, finished or not, as far as that is possible."""

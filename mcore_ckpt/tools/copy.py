@@ -1,6 +1,6 @@
 """Copy a checkpoint between any two places: directories of file systems, and of object stores.
 
-The copy is published as a save is: data files first, `.metadata` last, under the lock of the directory. So it is there
+The copy is published as a save is: data files first, `.metadata` last, by compare-and-swap. So it is there
 complete or not at all, and a copy that was interrupted is resumed: what arrived complete is compared, not sent again.
 The source is compared with its own checksums before: a damaged one would else replace the last intact copy of it.
 """

@@ -17,9 +17,9 @@ from pathlib import Path
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import index_files
-from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.footer import FOOTER_BYTES
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem
 from mcore_ckpt.format.item_reading import verify_records
@@ -68,9 +68,11 @@ def repair_checkpoint(
     """
     if dry_run:
         return _repair(report, _Untouched(checkpoint_path(report.path)), checkpoint_directory(other), progress)
-    with DirectoryLock.take(storage_at(report.path), common_ahead=True) as lock:
-        lock.sweep(lock.storage.list(), notes=False)
-        return _repair(report, _Damaged(checkpoint_path(report.path), lock), checkpoint_directory(other), progress)
+    damaged = _Damaged(checkpoint_path(report.path))
+    try:
+        return _repair(report, damaged, checkpoint_directory(other), progress)
+    finally:
+        damaged.end()
 
 
 class _Untouched:
@@ -100,27 +102,35 @@ class _Untouched:
 
 
 class _Damaged(_Untouched):
-    """The damaged checkpoint, while the lock is held; all writes to it are here."""
+    """The damaged checkpoint; all writes to it are here. Its note keeps saves out, as a rule; what is written in place
+    is written only while the checkpoint is still in force.
+    """
 
-    def __init__(self, path: Path, lock: DirectoryLock) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._lock = lock
+        self._commit = Commit.begin(self.storage)
+        self._has_common = False
+
+    def end(self) -> None:
+        """Let saves in."""
+        self._commit.give_up()
 
     def check_held(self) -> None:
-        """Raise `SaveError` if another save holds the directory by now."""
-        self._lock.check()
+        """Raise `SaveError` if another save has been published by now."""
+        self._commit.check()
 
     def publish_index(self, content: bytes) -> None:
-        """Put an index in force; once."""
-        self._lock.publish(METADATA_FILE, content)
+        """Put an index in force."""
+        self._commit.publish(content, needed=self.storage.list())
+        self._commit = Commit.begin(self.storage)
 
     def publish_common(self, name: str, content: bytes) -> bool:
         """Put a common state in force; False if that was done before."""
         self.check_held()
-        if self._lock.has_published_common():
-            self.check_held()
+        if self._has_common:
             return False
-        self._lock.publish(name, content, common=True)
+        self.storage.publish(name, content)
+        self._has_common = True
         return True
 
     def put_file(self, name: str, content: RangeReader) -> bool:
@@ -132,7 +142,7 @@ class _Damaged(_Untouched):
             # By a repair that was killed, or was thought to be: it cannot give its file the name any more.
             if left.startswith(begins) and left.endswith("repair"):
                 self.storage.delete(left)
-        temporary = f"{begins}{self._lock.owner.save_id}.repair"
+        temporary = f"{begins}{self._commit.id}.repair"
         writing = self.storage.open_writer(temporary)
         try:
             for at in range(0, content.size_bytes, _WINDOW_BYTES):

@@ -6,28 +6,23 @@ import json
 import os
 import re
 from array import array
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mcore_ckpt import CheckpointExistsError, SaveError, SaveOptions
-from mcore_ckpt.directory import _leftovers, lock, remove
-from mcore_ckpt.directory import target as target_module
-from mcore_ckpt.directory.in_force import InForce, common_file_in_force
-from mcore_ckpt.directory.lock import Owner
+from mcore_ckpt.directory.in_force import common_file_in_force
+from mcore_ckpt.directory.note import Owner, note_name
 from mcore_ckpt.directory.publish import publish, settle
-from mcore_ckpt.directory.target import Target, abandon, discard, give_back, open_target, reserve, write_common
+from mcore_ckpt.directory.target import Target, discard, give_back, open_target, reserve, write_common
 from mcore_ckpt.format.file_names import data_file_name, with_id
 from mcore_ckpt.format.footer import ManifestFile
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.manifest import Manifest, with_manifest
-from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, METADATA_FILE, read_index
+from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.storage import _durable
 from mcore_ckpt.storage._local import LocalStorage
-from mcore_ckpt.storage.base import Storage
 from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.local_files import names
 
@@ -61,7 +56,7 @@ def save(path: Path, common: bytes | None = b"common", **options: object) -> str
     storage = LocalStorage(path)
     path.mkdir(exist_ok=True)
     if common is not None:
-        storage.publish(reserve(storage).common_file, common)
+        storage.create(reserve(storage).commit.pending, common)
     target = open_target(storage, SaveOptions(**options))  # type: ignore[arg-type]
     name = file_of(target)
     (path / name).write_bytes(b"data")
@@ -86,7 +81,7 @@ def begin_and_be_killed(path: Path, common: bytes | None = None) -> str:
     if child == 0:
         try:
             if common is not None:
-                storage.publish(reserve(storage).common_file, common)
+                storage.create(reserve(storage).commit.pending, common)
             target = open_target(storage, OPTIONS)  # kept: a claim that is forgotten is let go
             os.write(write_end, file_of(target).encode())
         finally:
@@ -112,7 +107,7 @@ def test_on_existing_error_touches_nothing(reserved: bool, tmp_path: Path) -> No
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     storage = LocalStorage(tmp_path)
     if reserved:
-        storage.publish(reserve(storage).common_file, b"of the save that is refused")
+        storage.create(reserve(storage).commit.pending, b"of the save that is refused")
     # The directory is named as its user knows it, not as a class of ours.
     with pytest.raises(CheckpointExistsError, match=rf"^{re.escape(str(tmp_path))}: .* and on_existing"):
         open_target(storage, SaveOptions(on_existing="error"))
@@ -122,20 +117,13 @@ def test_on_existing_error_touches_nothing(reserved: bool, tmp_path: Path) -> No
 def test_a_failed_save_leaves_the_old_checkpoint_and_no_rubbish(tmp_path: Path) -> None:
     first = save(tmp_path, b"one")
     storage = LocalStorage(tmp_path)
-    storage.publish(reserve(storage).common_file, b"two")
+    storage.create(reserve(storage).commit.pending, b"two")
     _, target, name = begin(tmp_path)
-    assert INCOMPLETE_MARKER in names(tmp_path)
+    assert note_name(target.commit.id) in names(tmp_path)
     discard(storage, [name])
-    abandon(storage, target)
+    target.commit.give_up()
     assert names(tmp_path) == {first, METADATA_FILE, COMMON_FILE}
     assert (tmp_path / COMMON_FILE).read_bytes() == b"one"
-
-
-def test_a_failed_first_save_stays_marked(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path)
-    target = open_target(storage, OPTIONS)
-    abandon(storage, target)
-    assert names(tmp_path) == {INCOMPLETE_MARKER}
 
 
 def test_what_a_killed_save_left_is_removed_by_the_next_and_nothing_else(tmp_path: Path) -> None:
@@ -155,44 +143,16 @@ def test_what_a_killed_save_left_is_removed_by_the_next_and_nothing_else(tmp_pat
 OTHER_SAVE = "0123456789abcdef"
 
 
-@pytest.mark.parametrize("replaces", [False, True])
-def test_what_others_have_made_stays_whatever_its_name(replaces: bool, tmp_path: Path) -> None:
-    """A save was killed; other savers, and people, keep files there. So does one that holds a claim, for its save."""
-    if replaces:
-        save(tmp_path)
-    killed = begin_and_be_killed(tmp_path)
-    others = {"__0_0.distcp", "foreign__0_77.distcp", "__9_9.distcp.note", "notes__0_0.txt", f"below/{killed}"}
-    others |= {f"__0_0.{OTHER_SAVE}.distcp", f"{killed}.bak", f"__0_0.{OTHER_SAVE[:-1]}.distcp"}
-    (tmp_path / "below").mkdir()
-    for name in others:
-        (tmp_path / name).write_bytes(b"by others")
-    parent = os.getppid()
-    living = replace(Owner.here(), save_id=OTHER_SAVE, pid=parent, started=lock._start_of(parent) or "")
-    LocalStorage(tmp_path).create(f"{INCOMPLETE_MARKER}.{OTHER_SAVE}", living.encode())
-    for _ in range(2):
-        last = save(tmp_path)
-    assert {name for name in others if (tmp_path / name).exists()} == others
-    assert {file.name for file in tmp_path.glob("*.distcp")} == {last, *(n for n in others if n.endswith("distcp"))} - {
-        f"below/{killed}"
-    }
-
-
-@pytest.mark.parametrize("killed_at", ["before the publish", "after it"])
 @pytest.mark.parametrize("old", ["of this format", "of stock"])
-def test_a_replaced_checkpoint_goes_when_the_new_one_is_there_and_not_before(
-    old: str, killed_at: str, tmp_path: Path
-) -> None:
-    """Names of stock do not tell whose they are: the save that replaces them has noted them."""
+def test_a_replaced_checkpoint_goes_when_the_new_one_is_there_and_not_before(old: str, tmp_path: Path) -> None:
     first = save_as_stock(tmp_path) if old == "of stock" else save(tmp_path)
     killed = begin_and_be_killed(tmp_path)
     (tmp_path / killed).write_bytes(b"data")
     (tmp_path / "__5_5.distcp").write_bytes(b"by others")
-    if killed_at == "after it":
-        LocalStorage(tmp_path).publish(METADATA_FILE, metadata(killed))  # and no further
     storage = LocalStorage(tmp_path)
-    abandon(storage, open_target(storage, OPTIONS))
-    in_force = killed if killed_at == "after it" else first
-    assert names(tmp_path) == {in_force, METADATA_FILE, COMMON_FILE, "__5_5.distcp"}
+    open_target(storage, OPTIONS).commit.give_up()
+    assert names(tmp_path) >= {first, METADATA_FILE, COMMON_FILE, "__5_5.distcp"}
+    assert read_index(tmp_path).tensors.keys() == {first}
     last = save(tmp_path)
     assert names(tmp_path) == {last, METADATA_FILE, COMMON_FILE, "__5_5.distcp"}
 
@@ -200,7 +160,7 @@ def test_a_replaced_checkpoint_goes_when_the_new_one_is_there_and_not_before(
 def test_an_error_that_keeps_old_files_there_leaves_them_to_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = save_as_stock(tmp_path)
+    old = save(tmp_path)
 
     def fails(_: LocalStorage, name: str, missing_ok: bool = True) -> None:
         raise SaveError("for a test")
@@ -227,21 +187,6 @@ def test_an_error_of_a_moment_does_not_leave_stock_a_mix(tmp_path: Path, monkeyp
     save(tmp_path, b"two")
     assert (tmp_path / COMMON_FILE).read_bytes() == b"two"
     assert not errors
-
-
-def test_an_error_right_after_the_publish_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old `.metadata` comes back, and the ticket that has become the new one is gone; the directory is not."""
-    save(tmp_path)
-    sync = _durable.sync_directory
-
-    def fails(path: str) -> None:
-        if not list(tmp_path.glob("*.publish")):
-            raise OSError(5, os.strerror(5), path)
-        sync(path)
-
-    monkeypatch.setattr(_durable, "sync_directory", fails)
-    with pytest.raises(SaveError, match="EIO"):
-        save(tmp_path)
 
 
 def test_a_crash_right_after_the_publish_is_read_right_and_mended(tmp_path: Path) -> None:
@@ -275,9 +220,8 @@ def test_a_common_file_of_a_killed_save_is_not_put_beside_a_common_state_object(
     begin_and_be_killed(tmp_path, b"killed save's")
     storage, target, name = begin(tmp_path)
     content = metadata(name, objects=("common_state/shard_0_1",))
-    storage.publish(METADATA_FILE, content)  # and killed again: what the file holds must not be taken for its state
-    assert common_file_in_force(names(tmp_path), read_index(tmp_path)) is None
     publish(storage, target, content, has_common_state=True)
+    assert common_file_in_force(names(tmp_path), read_index(tmp_path)) is None
     assert names(tmp_path) == {name, METADATA_FILE}
 
 
@@ -307,14 +251,6 @@ def test_a_pending_common_state_is_found_by_the_id_in_the_manifest(tmp_path: Pat
     assert names(tmp_path) == {name, METADATA_FILE, COMMON_FILE}
 
 
-def test_what_an_older_version_has_left_is_nobodys_common_state(tmp_path: Path) -> None:
-    save(tmp_path, b"one")
-    (tmp_path / "common.pt.pending").write_bytes(b"killed save's")
-    save(tmp_path, b"two")
-    assert (tmp_path / COMMON_FILE).read_bytes() == b"two"
-    assert "common.pt.pending" not in names(tmp_path)
-
-
 @pytest.mark.parametrize("in_data_files", [False, True])
 def test_a_new_common_state_follows_the_new_metadata_at_once(in_data_files: bool, tmp_path: Path) -> None:
     """Between the two stock readers see a mix: nothing is listed, looked for or removed meanwhile."""
@@ -323,7 +259,7 @@ def test_a_new_common_state_follows_the_new_metadata_at_once(in_data_files: bool
     storage: Any = FaultyStorage(LocalStorage(tmp_path), faults)
     storage.list = lambda: faults.before("list", "") or LocalStorage(tmp_path).list()
     if not in_data_files:
-        LocalStorage(tmp_path).publish(reserve(storage).common_file, b"two")
+        LocalStorage(tmp_path).create(reserve(storage).commit.pending, b"two")
     target = open_target(storage, OPTIONS)
     name = file_of(target)
     (tmp_path / name).write_bytes(b"data")
@@ -331,24 +267,28 @@ def test_a_new_common_state_follows_the_new_metadata_at_once(in_data_files: bool
     content = metadata(name, objects=("common_state/shard_0_1",) if in_data_files else ())
     publish(storage, target, content, has_common_state=in_data_files)
     done = [(operation, name) for operation, name, _ in faults.operations]
-    published = next(number for number, (_, name) in enumerate(done) if name.startswith(METADATA_FILE))
-    pending = target.pending_common.replace(target.lock.owner.save_id, "ID")
+    published = next(number for number, (_, name) in enumerate(done) if name.endswith(f"-> {METADATA_FILE}"))
+    pending = target.commit.pending.replace(target.commit.id, "ID")
     renamed = f"{pending} -> {COMMON_FILE}"
-    assert done[published + 1] == (("delete", COMMON_FILE) if in_data_files else ("move", renamed))
+    assert done[published + 1] == ("sync", "")
+    after = [("move", renamed), ("delete", COMMON_FILE)] if in_data_files else [("move", renamed)]
+    assert done[published + 2 : published + 2 + len(after)] == after
 
 
 def test_what_a_foreign_strategy_saves_beside_a_common_state_is_settled(tmp_path: Path) -> None:
     """Megatron may save the sharded part by a strategy that is not ours."""
-    save(tmp_path, b"one")
+    first = save(tmp_path, b"one")
     storage = LocalStorage(tmp_path)
-    storage.publish(reserve(storage).common_file, b"two")
+    write_common(storage, b"two")
     stock = data_file_name(0, 0)
     (tmp_path / stock).write_bytes(b"data")
     (tmp_path / METADATA_FILE).write_bytes(metadata(stock))
     settle(storage)
     settle(storage)
-    assert names(tmp_path) == {stock, METADATA_FILE, COMMON_FILE}
+    assert names(tmp_path) == {first, stock, METADATA_FILE, COMMON_FILE}
     assert (tmp_path / COMMON_FILE).read_bytes() == b"two"
+    last = save(tmp_path)
+    assert names(tmp_path) == {last, METADATA_FILE, COMMON_FILE}
 
 
 def test_checkpoints_in_directories_below_are_no_remains_of_a_failed_save(tmp_path: Path) -> None:
@@ -358,19 +298,12 @@ def test_checkpoints_in_directories_below_are_no_remains_of_a_failed_save(tmp_pa
     assert (tmp_path / "iter_0000001" / below).exists()
 
 
-def test_an_unreadable_old_checkpoint_is_replaced_but_its_files_stay(tmp_path: Path) -> None:
-    first = save(tmp_path)
-    (tmp_path / METADATA_FILE).write_bytes(b"\x80\x04not a pickle")
-    second = save(tmp_path)
-    assert {first, second} <= names(tmp_path)
-    assert read_index(tmp_path).tensors.keys() == {second}
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["larger than any index", "a pipe"])
 def test_what_cannot_be_an_index_is_not_read_for_one(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (tmp_path / "__0_0.distcp").write_bytes(b"of whatever it was")
     if kind == "a pipe":
         os.mkfifo(tmp_path / METADATA_FILE)
     else:
@@ -393,13 +326,13 @@ def test_a_pending_common_state_is_in_force_only_beside_the_metadata_of_its_own_
     save(tmp_path, b"one")
     storage = LocalStorage(tmp_path)
     lost = reserve(storage)
-    storage.publish(lost.common_file, b"of a save that did not publish")
+    storage.create(lost.commit.pending, b"of a save that did not publish")
     name = data_file_name(0, 0)
     (tmp_path / name).write_bytes(b"data")
     storage.publish(METADATA_FILE, sealed(name, b"x" * 16))
     assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == COMMON_FILE
     storage.publish(METADATA_FILE, sealed(name, lost.save_id))
-    assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == lost.common_file
+    assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == lost.commit.pending
 
 
 def test_a_listing_that_still_names_a_common_state_that_was_renamed_harms_nothing(
@@ -412,108 +345,13 @@ def test_a_listing_that_still_names_a_common_state_that_was_renamed_harms_nothin
     (tmp_path / name).write_bytes(b"data")
     (tmp_path / COMMON_FILE).write_bytes(b"two")
     storage.publish(METADATA_FILE, sealed(name, earlier.save_id))
-    earlier.lock.release()
+    earlier.commit.give_up()
     listed = LocalStorage.list
-    monkeypatch.setattr(LocalStorage, "list", lambda self: [*listed(self), earlier.common_file])
-    assert common_file_in_force(storage.list(), read_index(tmp_path)) == earlier.common_file
+    monkeypatch.setattr(LocalStorage, "list", lambda self: [*listed(self), earlier.commit.pending])
+    assert common_file_in_force(storage.list(), read_index(tmp_path)) == earlier.commit.pending
     save(tmp_path, b"three")
     monkeypatch.undo()
     assert (tmp_path / COMMON_FILE).read_bytes() == b"three"
-
-
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_common_state_is_not_written_where_another_save_has_taken_over(
-    exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Held up between its claim and its writing for longer than its lease, a save finds another's checkpoint."""
-    if exists:
-        save(tmp_path, b"one")
-    publish_really = LocalStorage.publish
-
-    def publish_late(storage: LocalStorage, name: str, content: bytes, *, through: str | None = None) -> None:
-        if name.startswith(COMMON_FILE):
-            monkeypatch.setattr(LocalStorage, "publish", publish_really)
-            taken_over_from(tmp_path)
-            save(tmp_path, b"of the other")
-        publish_really(storage, name, content, through=through)
-
-    monkeypatch.setattr(LocalStorage, "publish", publish_late)
-    with pytest.raises(SaveError, match="has lost the directory"):
-        write_common(LocalStorage(tmp_path), b"of the one that was held up")
-    monkeypatch.undo()
-    assert (tmp_path / COMMON_FILE).read_bytes() == b"of the other"
-    assert not [name for name in names(tmp_path) if "pending" in name]
-
-
-def taken_over_from(path: Path) -> None:
-    """What another save does to the holder of the directory that it takes for gone; then it lets the directory go."""
-    for file in path.glob(INCOMPLETE_MARKER + "*"):
-        file.unlink()
-    target_module._reserved.clear()
-
-
-def test_a_save_that_is_stopped_while_it_looks_removes_nothing_of_the_one_that_took_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has asked whether there is an index, and lists what has been saved since."""
-    list_really = LocalStorage.list
-    saved: list[str] = []
-
-    def list_late(storage: LocalStorage) -> list[str]:
-        monkeypatch.setattr(LocalStorage, "list", list_really)
-        taken_over_from(tmp_path)
-        saved.append(save(tmp_path, b"of the other"))
-        return list_really(storage)
-
-    monkeypatch.setattr(LocalStorage, "list", list_late)
-    storage = LocalStorage(tmp_path)
-    target = open_target(storage, OPTIONS)
-    with pytest.raises(SaveError, match="has lost the directory"):
-        publish(storage, target, metadata(file_of(target)), has_common_state=False)
-    abandon(storage, target)
-    assert {*saved, METADATA_FILE, COMMON_FILE} <= names(tmp_path)
-
-
-def test_a_save_that_is_stopped_before_it_removes_what_is_left_leaves_it_to_who_took_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A copy that was interrupted is resumed meanwhile, and published: its data files carry the id of no lock here."""
-    name = with_id(data_file_name(0, 0), bytes(range(16)))
-    (tmp_path / name).write_bytes(b"data")
-    look_really = _leftovers.look
-
-    def look_and_be_held_up(storage: Storage, *arguments: Any) -> InForce:
-        found = look_really(storage, *arguments)
-        taken_over_from(tmp_path)
-        storage.publish(METADATA_FILE, metadata(name))
-        return found
-
-    monkeypatch.setattr(_leftovers, "look", look_and_be_held_up)
-    with pytest.raises(SaveError, match="has lost the directory"):
-        open_target(LocalStorage(tmp_path), OPTIONS)
-    assert names(tmp_path) == {METADATA_FILE, name}
-
-
-def test_a_save_that_lost_its_reserved_directory_is_not_begun_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its common state is gone: published with that of another save, it would be a mix."""
-    storage = LocalStorage(tmp_path)
-    write_common(storage, b"mine")
-    for file in tmp_path.glob(INCOMPLETE_MARKER + "*"):
-        file.unlink()
-    (tmp_path / COMMON_FILE).write_bytes(b"of the other")
-    with pytest.raises(SaveError, match="has lost the directory"):
-        open_target(storage, OPTIONS)
-    assert (tmp_path / COMMON_FILE).read_bytes() == b"of the other"
-
-
-def test_a_failed_save_leaves_a_common_file_that_it_has_not_written(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path)
-    write_common(storage, b"mine")
-    storage.publish(COMMON_FILE, b"of the other")
-    abandon(storage, open_target(storage, OPTIONS))
-    assert (tmp_path / COMMON_FILE).read_bytes() == b"of the other"
 
 
 def test_files_that_others_write_below_the_directory_do_not_hold_up_a_save(
@@ -533,22 +371,35 @@ def test_files_that_others_write_below_the_directory_do_not_hold_up_a_save(
     assert read_index(tmp_path).tensors.keys() == {name}
 
 
-def test_tensors_are_not_removed_from_a_checkpoint_that_another_save_has_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Held up for longer than its lease, the removal must not put the old index over the new one."""
-    first = save(tmp_path)
-    read_really = remove.read_index
+# --- two savers -------------------------------------------------------------------------------------------------------
 
-    def read_and_be_held_up(path: Path) -> CheckpointIndex:
-        index = read_really(path)
-        taken_over_from(path)
-        save(path)
-        return index
 
-    monkeypatch.setattr(remove, "read_index", read_and_be_held_up)
-    with pytest.raises(SaveError, match="has lost the directory"):
-        remove.remove_tensors(tmp_path, first)
-    (second,) = read_index(tmp_path).tensors
-    assert second != first
-    assert (tmp_path / second).exists()
+def written(storage: LocalStorage, common: bytes) -> tuple[Target, str]:
+    """A save that has been begun and has written its files."""
+    write_common(storage, common)
+    target = open_target(storage, OPTIONS)
+    (Path(storage.location) / file_of(target)).write_bytes(b"data")
+    return target, file_of(target)
+
+
+@pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No save sees the note of another: it began at the same moment, or on a host that is not to be seen."""
+    monkeypatch.setattr(Owner, "process_state", lambda _: "gone")
+
+
+@pytest.mark.usefixtures("unseen")
+@pytest.mark.parametrize("exists", [False, True])
+def test_of_two_saves_that_do_not_see_each_other_one_wins_and_the_other_is_told(exists: bool, tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    if exists:
+        save(tmp_path, b"before")
+    slow, _ = written(storage, b"slow")
+    fast, name = written(storage, b"fast")
+    publish(storage, fast, metadata(name), has_common_state=False)
+    with pytest.raises(SaveError, match=r"another save .* has been published in this directory"):
+        publish(storage, slow, metadata(file_of(slow)), has_common_state=False)
+    slow.commit.give_up()
+    discard(storage, [file_of(slow)])
+    assert names(tmp_path) == {name, METADATA_FILE, COMMON_FILE}
+    assert (tmp_path / COMMON_FILE).read_bytes() == b"fast"

@@ -5,7 +5,6 @@ The end is made in a forked child: its main thread has stopped, and no thread ca
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +17,6 @@ from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, SaveOptions
-from mcore_ckpt.directory.lock import LEASE_S, DirectoryLock, holders
-from mcore_ckpt.storage._local import LocalStorage
 from tests.megatron.trap_ranks import check, installed, state
 from tests.support.forked import in_child
 
@@ -69,20 +66,6 @@ def test_saves_and_loads_need_no_threads_at_the_end_of_the_interpreter(tmp_path:
     in_child(at_the_end)
     assert {path.name for path in tmp_path.iterdir()} >= {"plain", "megatron"}
     assert not list(tmp_path.rglob(".mcore_ckpt_incomplete*"))
-
-
-def test_a_claim_that_has_no_thread_is_renewed_when_it_is_asked_for(tmp_path: Path) -> None:
-    def at_the_end() -> None:
-        end_the_interpreter()
-        with DirectoryLock.take(LocalStorage(tmp_path)) as claim:
-            assert holders(LocalStorage(tmp_path))[-1].lease_s > LEASE_S  # who cannot see the process waits for longer
-            ticket = tmp_path / f".mcore_ckpt_incomplete.{claim.owner.save_id}"
-            os.utime(ticket, (0, 0))
-            claim.check()
-            assert ticket.stat().st_mtime > 0
-
-    in_child(at_the_end)
-    assert not list(tmp_path.iterdir())
 
 
 def test_threads_that_the_end_waits_for_save_and_load_to_their_end(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from mcore_ckpt import (
     TorchDistLoadStrategy,
     TorchDistSaveStrategy,
 )
-from mcore_ckpt.directory.lock import DirectoryLock
+from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.save import transaction
 from mcore_ckpt.storage._local import LocalStorage
 from tests.support.forked import in_child
@@ -179,7 +179,7 @@ def test_a_save_that_does_not_come_about_leaves_no_common_state(
             names = sorted(os.listdir(directory))
             assert common_files(directory) == [name for name in before if name.startswith("common.pt")]
             assert [name for name in names if not name.startswith(".mcore_ckpt_incomplete")] == before
-            in_child(lambda: DirectoryLock.take(LocalStorage(directory)).release())  # it is free, for another job, too
+            in_child(lambda: Commit.begin(LocalStorage(directory)).give_up())  # it is free, for another job, too
             dist_checkpointing.save(state(3), str(directory))
             assert_holds(directory, 3)
 

@@ -15,7 +15,7 @@ import torch
 from mcore_ckpt import copy_checkpoint, verify_checkpoint
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError, LoadError, OptionError, SaveError
-from mcore_ckpt.directory.lock import DirectoryLock
+from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.format.metadata_read import TRACKER_FILE
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
@@ -169,13 +169,13 @@ def test_a_target_that_has_appeared_stays_whatever_comes_after(
 def test_a_target_that_has_appeared_stays_when_the_run_is_interrupted(
     source: Path, object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = DirectoryLock.publish
+    publish = Commit.publish
 
     def interrupted(*given: Any, **more: Any) -> None:
         publish(*given, **more)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(DirectoryLock, "publish", interrupted)
+    monkeypatch.setattr(Commit, "publish", interrupted)
     with pytest.raises(KeyboardInterrupt):
         reshard_checkpoint(source, object_directory.url, tp=2, pp=1)
     assert verify_checkpoint(object_directory.url).whole

@@ -26,11 +26,11 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.dcp import writer as dcp_writer
 from mcore_ckpt.directory import copying
+from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.drain import give_up, there_now
 from mcore_ckpt.directory.drain_note import DrainNote, is_drain_note, noted_saves
 from mcore_ckpt.directory.in_force import common_file_in_force
 from mcore_ckpt.directory.iterations import tracked_name
-from mcore_ckpt.directory.lock import DirectoryLock
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
@@ -619,7 +619,7 @@ def test_parts_of_what_a_later_job_removes_are_removed(tmp_path: Path) -> None:
     assert not (far / NAME).exists()
 
 
-_CHANGING = "create delete delete_through lock move move_over open_writer publish revoke".split()
+_CHANGING = "create delete claim move move_new open_writer overwrite publish".split()
 _OTHERS = ("tokenizer/vocab.json", "train_dataloader_dprank000.pt", COMMON_FILE, CONFIG_FILE)
 
 
@@ -695,11 +695,12 @@ def test_what_is_given_up_takes_nothing_from_a_commit(tmp_path: Path) -> None:
     note = note_of(_save_alone(tmp_path / "near", far, 1, 1.0))
     storage = storage_at(far / NAME)
     storage.ensure()
-    with DirectoryLock.take(storage):
-        storage.publish(CONFIG_FILE, b"{}")  # of a checkpoint that is being committed
-        with pytest.raises(SaveError):
-            give_up(note)
-        assert storage.exists(CONFIG_FILE)
+    commit = Commit.begin(storage)
+    storage.publish(CONFIG_FILE, b"{}")  # of a checkpoint that is being committed
+    with pytest.raises(SaveError):
+        give_up(note)
+    assert storage.exists(CONFIG_FILE)
+    commit.give_up()
     give_up(note)
     assert not (far / NAME).exists()
 

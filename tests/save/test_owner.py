@@ -29,7 +29,8 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from mcore_ckpt.core.errors import CheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory import lock, publish
+from mcore_ckpt.directory import note, publish
+from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, INCOMPLETE_MARKER, METADATA_FILE
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron import common_state
@@ -274,11 +275,8 @@ def test_a_job_that_runs_is_not_robbed_by_one_that_was_started_beside_it(tmp_pat
 
 
 def _be_cut_off(tmp_path: Path, ending: str, told: int) -> None:
-    """A job on another host that is stopped after its files are written, and goes on when its lock is lost."""
-    lock.platform = SimpleNamespace(node=lambda: "another-host")  # type: ignore[assignment]
-    lock.BEAT_S, lock.LEASE_S = 3600.0, 0.3  # type: ignore[misc]
-    real = lock.Owner.encode
-    lock.Owner.encode = lambda self: real(self).replace(b'"beat_s": 3600.0', b'"beat_s": 0.05')  # type: ignore[method-assign]
+    """A job on another host that is stopped after its files are written, and goes on when another has saved."""
+    note.platform = SimpleNamespace(node=lambda: "another-host")  # type: ignore[assignment]
     queue = AsyncCallsQueue()
     request = strategy().async_save(state(1), tmp_path)
     queue.schedule_async_request(request)
@@ -295,7 +293,9 @@ def _be_cut_off(tmp_path: Path, ending: str, told: int) -> None:
 
 @pytest.mark.parametrize("ending", ["commit", "abort"])
 @pytest.mark.parametrize("exists", [False, True])
-def test_a_job_that_was_taken_for_gone_cannot_harm_the_one_after_it(tmp_path: Path, ending: str, exists: bool) -> None:
+def test_a_job_that_was_stopped_and_goes_on_cannot_harm_the_one_after_it(
+    tmp_path: Path, ending: str, exists: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if exists:
         strategy().save(state(5), tmp_path)
     told_here, told = os.pipe()
@@ -306,13 +306,17 @@ def test_a_job_that_was_taken_for_gone_cannot_harm_the_one_after_it(tmp_path: Pa
             _be_cut_off(tmp_path, ending, told)
             code = 0
         except SaveError as error:
-            code = 3 if "lost the directory" in str(error) else 98
+            code = 3 if "has lost: another save" in str(error) else 98
         except BaseException:
             traceback.print_exc()
             raise
         finally:
             os._exit(code)
+    os.close(told)
     os.read(told_here, 1)
+    with pytest.raises(SaveError, match=r"on host another-host.*cannot be seen from here.*save again in \d+ s"):
+        strategy().save(state(2), tmp_path)
+    monkeypatch.setattr(note, "YOUNG_S", 0.0)
     strategy().save(state(2), tmp_path)  # on this host, after a restart
     (tmp_path / "go on").touch()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -329,40 +333,18 @@ class Config:
     sharded_backend: str
 
 
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_job_that_was_taken_for_gone_does_not_write_its_config_over_that_of_the_one_after_it(
-    tmp_path: Path, exists: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has published, and is held up while it writes `metadata.json`."""
-    if exists:
-        (tmp_path / CONFIG_FILE).write_text('{"sharded_backend": "of the job before"}')
+def test_a_job_that_was_stopped_does_not_write_its_config_over_that_of_the_one_after_it(tmp_path: Path) -> None:
+    """It has published, and is held up before it writes `metadata.json`."""
     strategy().save(state(1), tmp_path)
 
-    def held_up(do_it: Any, storage: LocalStorage, name: str, *args: Any, **how: Any) -> Any:
-        if name == CONFIG_FILE:
-            monkeypatch.undo()
-            for file in tmp_path.glob(INCOMPLETE_MARKER + "*"):
-                file.unlink()  # as who takes over does
+    def another() -> None:
+        strategy().save(state(2), tmp_path)
+        common_state.save_config(Config("of the other"), tmp_path)
 
-            def another() -> None:
-                strategy().save(state(2), tmp_path)
-                common_state.save_config(Config("of the other"), tmp_path)
-
-            assert exit_code(fork(another)) == 0
-        return do_it(storage, name, *args, **how)
-
-    for method in ("publish", "publish_new"):
-        if hasattr(LocalStorage, method):
-            monkeypatch.setattr(LocalStorage, method, held_up_by(held_up, getattr(LocalStorage, method)))
-    with contextlib.suppress(SaveError):
-        common_state.save_config(Config("of the one that was held up"), tmp_path)
+    assert exit_code(fork(another)) == 0
+    common_state.save_config(Config("of the one that was held up"), tmp_path)
     assert loaded(tmp_path) == 2
     assert json.loads((tmp_path / CONFIG_FILE).read_text()) == {"sharded_backend": "of the other"}
-
-
-def held_up_by(wait: Any, do_it: Any) -> Any:
-    """A method that waits first."""
-    return lambda storage, *args, **how: wait(do_it, storage, *args, **how)
 
 
 @pytest.mark.parametrize("before", [None, "the same", "another"])
@@ -374,16 +356,6 @@ def test_a_config_is_written_beside_the_checkpoint_and_nothing_else(tmp_path: Pa
     common_state.save_config(Config("the same"), tmp_path)
     assert names(tmp_path) == was | {CONFIG_FILE}
     assert json.loads((tmp_path / CONFIG_FILE).read_text()) == {"sharded_backend": "the same"}
-
-
-def test_a_config_is_not_replaced_while_another_save_is_at_work(tmp_path: Path) -> None:
-    (tmp_path / CONFIG_FILE).write_text('{"sharded_backend": "of the job before"}')
-    strategy().save(state(1), tmp_path)
-    with lock.DirectoryLock.take(LocalStorage(tmp_path)):
-        common_state.save_config(Config("new"), tmp_path)
-    assert json.loads((tmp_path / CONFIG_FILE).read_text()) == {"sharded_backend": "of the job before"}
-    common_state.save_config(Config("new"), tmp_path)
-    assert json.loads((tmp_path / CONFIG_FILE).read_text()) == {"sharded_backend": "new"}
 
 
 def test_jobs_that_race_leave_a_checkpoint_of_one_of_them(tmp_path: Path) -> None:
@@ -402,7 +374,7 @@ def test_jobs_that_race_leave_a_checkpoint_of_one_of_them(tmp_path: Path) -> Non
                     strategy().save(state(value), directory)
                     code = 0
                 except SaveError as error:
-                    code = 3 if "another save holds" in str(error) else 98
+                    code = 3 if "another save" in str(error) else 98
                 finally:
                     os._exit(code)
             children.append(child)
@@ -435,9 +407,9 @@ def state_of_rank(value: float) -> dict[str, Any]:
 
 
 def test_every_rank_hears_who_holds_the_directory(tmp_path: Path) -> None:
-    held = lock.DirectoryLock.take(LocalStorage(tmp_path))
+    held = Commit.begin(LocalStorage(tmp_path))
     texts = run_ranks(_refused, 2, str(tmp_path))
-    held.release()
+    held.give_up()
     for text in texts:
         assert f"process {os.getpid()} on host" in text
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
-from mcore_ckpt.storage import _durable, direct_io
+from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage._local_reader import BouncePool, LocalReader
 from mcore_ckpt.storage.base import DirectIo
@@ -274,41 +274,6 @@ def test_a_failed_publish_keeps_the_old_content(
     assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
     assert (tmp_path / ".metadata").read_bytes() == b"old"
     assert open_fds() == before
-
-
-@pytest.mark.parametrize("existed", [True, False])
-def test_a_publish_that_may_not_last_is_taken_back(
-    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path, existed: bool
-) -> None:
-    """Who hears of the failure removes the files that the new content names."""
-    if existed:
-        local.publish(".metadata", b"old")
-    real_fsync = os.fsync
-
-    def fsync(fd: int) -> None:
-        if os.path.isdir(f"/proc/self/fd/{fd}"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        real_fsync(fd)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(SaveError, match=r"\.metadata: publishing it failed.*EIO"):
-        local.publish(".metadata", b"new")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == ({".metadata": b"old"} if existed else {})
-
-
-def test_publish_removes_what_a_process_that_died_in_it_left(
-    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "..metadata.0123456789abcdef.tmp").write_bytes(b"half")
-    local.publish(".metadata", b"of a process that may still be at it")
-    assert len(list(tmp_path.iterdir())) == 2
-    (tmp_path / "token").write_bytes(b"")
-    local.publish(".metadata", b"of the one that holds the directory", through="token")
-    assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
-    (tmp_path / "..metadata.0123456789abcdef.tmp").write_bytes(b"half")
-    monkeypatch.setattr(_durable, "_OTHERS_S", 0.0)
-    local.publish(".metadata", b"new")
-    assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
 
 
 def test_two_that_publish_under_one_name_take_nothing_from_each_other(

@@ -11,7 +11,6 @@ import random
 import secrets
 import shutil
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -312,65 +311,53 @@ class StorageConformance(ABC):
         assert self.get(directory, ".metadata") == b"new and longer"
         assert self.names(directory) == [".metadata"]
 
-    def test_the_right_to_publish_can_be_taken_away(self, storage: Storage, directory: Path) -> None:
-        storage.publish(".metadata", b"old")
-        storage.create("token", b"")
-        storage.revoke("token")
-        with pytest.raises(SaveError, match=r"\.metadata: publishing it failed"):
-            storage.publish(".metadata", b"new", through="token")
-        assert self.get(directory, ".metadata") == b"old"
-        storage.create("token", b"")
-        storage.publish(".metadata", b"new", through="token")
-        assert self.get(directory, ".metadata") == b"new"
-        assert self.names(directory) == [".metadata"], "it is used up"
-
     def test_a_name_that_is_taken_is_left_as_it_is(self, storage: Storage, directory: Path) -> None:
         storage.create("lease", b"mine")
         self.put(directory, "taken", b"of others")
-        assert not storage.publish_new("taken", b"mine")
-        assert not storage.lock("taken", "lease")
         assert not storage.move_new("lease", "taken")
         with pytest.raises(SaveError, match="EEXIST"):
             storage.create("taken", b"mine")
         assert self.get(directory, "taken") == b"of others"
-        assert storage.publish_new("new", b"mine")
-        assert storage.lock("locked", "lease")
         assert storage.move_new("lease", "moved")
-        names = ["locked", "moved", "new"]
-        assert [self.get(directory, name) for name in names] == [b"mine"] * 3
-        assert self.names(directory) == sorted([*names, "taken"])
+        assert self.get(directory, "moved") == b"mine"
+        assert self.names(directory) == ["moved", "taken"]
 
-    def test_of_all_who_lock_at_once_one_succeeds(self, storage: Storage, directory: Path) -> None:
-        leases = [f"lease-{number}" for number in range(8)]
-        for lease in leases:
-            storage.create(lease, lease.encode())
+    def test_of_all_who_would_be_first_one_succeeds(self, storage: Storage, directory: Path) -> None:
+        def claim(name: str, own: str) -> bool:
+            return storage.claim(name, own) == own and storage.claimed(name) == own
+
+        def replace(name: str, own: str) -> bool:
+            return storage.replace_if(name, own.encode(), None) is not None
+
         for attempt in range(10):
-            gate, won, name = threading.Barrier(len(leases)), list[str](), f"locked-{attempt}"
+            gate, won, name = threading.Barrier(8), list[str](), f"first-{attempt}"
 
-            def work(lease: str, gate: threading.Barrier = gate, won: list[str] = won, name: str = name) -> None:
+            def work(own: str, gate: threading.Barrier = gate, won: list[str] = won, name: str = name) -> None:
                 gate.wait()
-                if storage.lock(name, lease):
-                    won.append(lease)
+                if storage.made_by(renamed=claim, in_place=replace)(name, own):
+                    won.append(own)
 
-            threads = [threading.Thread(target=work, args=(lease,)) for lease in leases]
+            threads = [threading.Thread(target=work, args=(f"owner-{number}",)) for number in range(8)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-            assert [self.get(directory, name)] == [lease.encode() for lease in won]
+            assert len(won) == 1
+            there = storage.made_by(renamed=storage.claimed, in_place=lambda name: self.get(directory, name).decode())
+            assert there(name) == won[0]
 
-    def test_a_lease_is_renewed_as_long_as_it_is_there(self, storage: Storage) -> None:
-        storage.create("lease", b"mine")
-        before = storage.version("lease")
-        assert before is not None
-        time.sleep(self.tick_s)
-        assert storage.renew("lease")
-        after = storage.version("lease")
-        assert after is not None
-        assert after.modified_ns > before.modified_ns
-        storage.delete("lease")
-        assert not storage.renew("lease")
-        assert storage.version("lease") is None
+    def test_only_the_version_that_was_seen_is_replaced(self, storage: Storage, directory: Path) -> None:
+        if storage.made_by(renamed=True, in_place=False):
+            assert storage.claimed("next") is None
+            return
+        assert storage.replace_if("file", b"one", None) is not None
+        first = storage.version("file")
+        assert storage.replace_if("file", b"two", None) is None
+        second = storage.replace_if("file", b"two", first)
+        assert second is not None
+        assert storage.version("file") == second._replace(modified_ns=storage.version("file").modified_ns)  # type: ignore[union-attr]
+        assert storage.replace_if("file", b"three", first) is None
+        assert self.get(directory, "file") == b"two"
 
     def test_bytes_are_changed_in_place(self, storage: Storage, directory: Path) -> None:
         self.put(directory, "file", b"0123456789")

@@ -243,7 +243,9 @@ def run(scenario: Scenario, base: Path) -> None:
         outcome = attempt(scenario, new, directory, Faults(in_writer=faults) if scenario.in_writer else faults)
         found = look(scenario, directory)
         print(f"at {k} ({operation}): the save ended with {outcome}, the directory holds {found}")
-        allowed = {_SAVED: {new}, _REFUSED: {old if scenario.exists else _ABSENT}}
+        # (Where nothing can be written any more, what is in force cannot be made durable, nor taken back.)
+        refused = {old if scenario.exists else _ABSENT, *([new] if scenario.faults.sticky else [])}
+        allowed = {_SAVED: {new}, _REFUSED: refused}
         crashed = {old, new} if scenario.exists else {_ABSENT, new}
         if outcome == _BROKEN or found not in allowed.get(outcome, crashed):
             raise AssertionError(f"at {k} ({operation}): the save ended with {outcome}, the directory holds {found}")

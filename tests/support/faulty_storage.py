@@ -137,35 +137,29 @@ class FaultyStorage(Storage):
     def is_in_use(self, name: str) -> bool:
         return self.inner.is_in_use(name)
 
-    def open_writer(
-        self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", through: str | None = None
-    ) -> RangeWriter:
+    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
         self.faults.before("open_writer", _without_id(name), size_bytes or 0)
-        writer = self.inner.open_writer(name, size_bytes=size_bytes, direct=direct, through=through)
+        writer = self.inner.open_writer(name, size_bytes=size_bytes, direct=direct)
         return _FaultyWriter(writer, name, self.faults)
 
     def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
-        self.faults.before("overwrite", name, len(content))
+        self.faults.before("overwrite", _without_id(name), len(content))
         return self.inner.overwrite(name, offset, content, is_end=is_end)
 
-    def publish(self, name: str, content: bytes, *, through: str | None = None) -> None:
+    def publish(self, name: str, content: bytes) -> None:
         self.faults.before("publish", _without_id(name), len(content))
-        self.inner.publish(name, content, through=through)
-
-    def publish_new(self, name: str, content: bytes) -> bool:
-        self.faults.before("publish", _without_id(name), len(content))
-        return self.inner.publish_new(name, content)
+        self.inner.publish(name, content)
 
     def create(self, name: str, content: bytes) -> None:
         self.faults.before("create", _without_id(name), len(content))
         self.inner.create(name, content)
 
-    def lock(self, name: str, lease: str, content: bytes | None = None) -> bool:
-        self.faults.before("lock", _without_id(name))
-        return self.inner.lock(name, lease, content)
+    def claim(self, name: str, owner: str) -> str:
+        self.faults.before("claim", _without_id(name))
+        return self.inner.claim(name, owner)
 
-    def renew(self, name: str) -> bool:
-        return self.inner.renew(name)  # comes whenever its time has come, so that it has no place in the order
+    def claimed(self, name: str) -> str | None:
+        return self.inner.claimed(name)
 
     def move(self, source: str, name: str) -> None:
         self.faults.before("move", f"{_without_id(source)} -> {_without_id(name)}")
@@ -178,14 +172,6 @@ class FaultyStorage(Storage):
     def delete(self, name: str, missing_ok: bool = True) -> None:
         self.faults.before("delete", _without_id(name))
         self.inner.delete(name, missing_ok)
-
-    def delete_through(self, name: str, through: str) -> None:
-        self.faults.before("delete", _without_id(name))
-        self.inner.delete_through(name, through)
-
-    def revoke(self, name: str) -> None:
-        self.faults.before("delete", _without_id(name))
-        self.inner.revoke(name)
 
     def made_by(self, *, renamed: Any, in_place: Any) -> Any:
         return self.inner.made_by(renamed=renamed, in_place=in_place)

@@ -38,14 +38,14 @@ _MAX_WRITE: Final = 1024 * 1024
 _O_DIRECT: Final = os.O_DIRECT
 _MNT_DETACH: Final = 2
 _OPERATIONS: Final = {
-    1: "lookup", 2: "forget", 3: "getattr", 4: "setattr", 8: "mknod", 9: "mkdir", 10: "unlink", 11: "rmdir",
-    12: "rename", 13: "link", 14: "open", 15: "read", 16: "write", 17: "statfs", 18: "release", 20: "fsync",
-    25: "flush", 26: "init", 27: "opendir", 28: "readdir", 29: "releasedir", 30: "fsyncdir", 34: "access",
-    35: "create", 36: "interrupt", 42: "batch_forget", 43: "fallocate", 45: "rename2",
+    1: "lookup", 2: "forget", 3: "getattr", 4: "setattr", 5: "readlink", 6: "symlink", 8: "mknod", 9: "mkdir",
+    10: "unlink", 11: "rmdir", 12: "rename", 13: "link", 14: "open", 15: "read", 16: "write", 17: "statfs",
+    18: "release", 20: "fsync", 25: "flush", 26: "init", 27: "opendir", 28: "readdir", 29: "releasedir",
+    30: "fsyncdir", 34: "access", 35: "create", 36: "interrupt", 42: "batch_forget", 43: "fallocate", 45: "rename2",
 }  # fmt: skip
 _CHANGES: Final = frozenset(
-    {"setattr", "mknod", "mkdir", "unlink", "rmdir", "rename", "link", "write", "fsync", "fsyncdir", "create",
-     "fallocate", "rename2"}
+    {"setattr", "symlink", "mknod", "mkdir", "unlink", "rmdir", "rename", "link", "write", "fsync", "fsyncdir",
+     "create", "fallocate", "rename2"}
 )  # fmt: skip
 _UNANSWERED: Final = frozenset({"forget", "interrupt", "batch_forget"})
 
@@ -100,7 +100,7 @@ class _Node:
         self.frozen = None
 
 
-Tree = dict[str, bytes | None]  # path -> content; None for a directory
+Tree = dict[str, bytes | str | None]  # path -> content; where a symbolic link leads to; None for a directory
 
 
 class _Server:
@@ -201,6 +201,8 @@ class _Server:
             if node.is_directory:
                 tree[path + name] = None
                 self._walk(node, f"{path}{name}/", tree, variant)
+            elif stat.S_ISLNK(node.mode):
+                tree[path + name] = node.data.decode()
             else:
                 tree[path + name] = node.content() if variant == "crash" else node.synced
 
@@ -274,6 +276,15 @@ class _Server:
     def _mkdir(self, parent: int, body: bytes) -> bytes:
         mode = struct.unpack_from("<I", body)[0]
         return self._entry(self._make(stat.S_IFDIR | stat.S_IMODE(mode), parent, _name(body[8:])))
+
+    def _symlink(self, parent: int, body: bytes) -> bytes:
+        name, target = body.split(b"\0")[:2]
+        node = self._make(stat.S_IFLNK | 0o777, parent, name.decode())
+        node.data.extend(target)
+        return self._entry(node)
+
+    def _readlink(self, number: int, _: bytes) -> bytes:
+        return bytes(self._nodes[number].data)
 
     def _mknod(self, parent: int, body: bytes) -> bytes:
         mode = struct.unpack_from("<I", body)[0]
@@ -439,6 +450,9 @@ def write_tree(tree: Tree, path: Path) -> None:
         content = tree[name]
         if content is None:
             (path / name).mkdir(parents=True, exist_ok=True)
+        elif isinstance(content, str):
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).symlink_to(content)
         else:
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / name).write_bytes(content)

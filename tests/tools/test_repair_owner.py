@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, SaveError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory.lock import DirectoryLock, Owner, is_lock_file
+from mcore_ckpt.directory.commit import Commit
+from mcore_ckpt.directory.note import Owner, is_note
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.reader import FileSystemReader
@@ -53,7 +54,7 @@ def value_of(path: Path) -> float:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if not is_lock_file(path.name)}
+    return {path.name: path.read_bytes() for path in directory.iterdir() if not is_note(path.name)}
 
 
 def damage_index(directory: Path) -> None:
@@ -118,7 +119,7 @@ def test_an_index_that_came_from_the_copy_does_not_make_it_the_same_save(checkpo
     [damage_index, damage_common, damage_item, lambda directory: (directory / MISSING).unlink()],
     ids=["index", "common state", "item", "file"],
 )
-def test_a_repair_that_was_taken_for_gone_changes_nothing_of_the_save_after_it(
+def test_a_repair_that_was_stopped_changes_nothing_of_the_save_after_it(
     checkpoint: Path, copy: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object]
 ) -> None:
     damage(checkpoint)
@@ -144,7 +145,7 @@ def test_a_repair_that_was_taken_for_gone_changes_nothing_of_the_save_after_it(
 
     monkeypatch.setattr(repair, "_take_index", late_index)
     monkeypatch.setattr(repair, "_is_same_save", late_items)
-    with pytest.raises(SaveError, match="has lost the directory"):
+    with pytest.raises(SaveError, match="has lost: another save"):
         repair_checkpoint(verify_checkpoint(checkpoint), copy)
     assert contents(checkpoint) == after[0]
     assert value_of(checkpoint) == 2.0
@@ -153,12 +154,11 @@ def test_a_repair_that_was_taken_for_gone_changes_nothing_of_the_save_after_it(
 def test_what_a_killed_repair_has_left_goes(checkpoint: Path, copy: Path) -> None:
     (checkpoint / MISSING).unlink()
     (checkpoint / f".{MISSING}.0123456789abcdef.repair").write_bytes(b"half")
-    kept: list[DirectoryLock] = []
-    in_child(lambda: kept.append(DirectoryLock.take(LocalStorage(checkpoint), common_ahead=True)))  # and dies
+    kept: list[Commit] = []
+    in_child(lambda: kept.append(Commit.begin(LocalStorage(checkpoint))))  # and dies
     assert list(checkpoint.glob(f"{INCOMPLETE_MARKER}*"))
     report = repair_checkpoint(verify_checkpoint(checkpoint), copy)
     assert report.whole
     assert report.repaired == (MISSING,)
     assert contents(checkpoint) == contents(copy)
-    assert not list(checkpoint.glob(f"{INCOMPLETE_MARKER}*"))
     assert_same(read_all(checkpoint), model_tensors())

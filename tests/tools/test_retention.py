@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,15 +25,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, OptionError, SaveError
-from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory import lock as lock_module
 from mcore_ckpt.directory import retention
+from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.folders import files_below
-from mcore_ckpt.directory.lock import DirectoryLock
+from mcore_ckpt.directory.note import Owner
 from mcore_ckpt.directory.retention import PruneReport, prune_run
-from mcore_ckpt.directory.target import open_target
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.reader import FileSystemReader
@@ -41,6 +40,7 @@ from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.run_listing import list_run
+from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.gcs_server import ObjectDirectory
 from tests.support.model_like import write_model
 from tests.support.object_server import Proxy
@@ -247,7 +247,7 @@ def test_the_newest_cannot_be_given_up(run: Path, arguments: dict[str, Any]) -> 
         prune_run(run, remove=True, **arguments)
 
 
-@pytest.mark.parametrize("name", [INCOMPLETE_MARKER, INCOMPLETE_MARKER + ".0123456789abcdef"])
+@pytest.mark.parametrize("name", [INCOMPLETE_MARKER + ".0123456789abcdef"])
 def test_a_directory_that_a_save_has_marked_stays(run: Path, name: str) -> None:
     (run / name_of(100) / name).write_text("{}")
     report = prune_run(run, keep_last=1, remove=True)
@@ -419,95 +419,50 @@ def test_a_removal_that_is_interrupted_looks_like_no_checkpoint_and_is_finished(
     run: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     """Stopped after each of its steps: no listing, load or verify takes what is left for a checkpoint."""
-    original = LocalStorage.delete_through
+    original = LocalStorage.delete
     count = 0
 
-    def delete(self: LocalStorage, name: str, through: str) -> None:
+    def delete(self: LocalStorage, name: str, missing_ok: bool = True) -> None:
         nonlocal count
-        if not name.startswith(".metadata"):
+        if self.root.name.startswith(".mcore_ckpt_removed"):
             if count == after:
                 raise SaveError(f"{name}: Input/output error")
             count += 1
-        original(self, name, through)
+        original(self, name, missing_ok)
 
     with monkeypatch.context() as patched:
-        patched.setattr(LocalStorage, "delete_through", delete)
+        patched.setattr(LocalStorage, "delete", delete)
         with pytest.raises(SaveError, match="no checkpoint any more"):
             prune_run(run, keep_last=4, remove=True)
     half = run / name_of(100)
-    assert half.exists()
-    assert not (half / ".metadata").exists()
+    assert not half.exists()
     with pytest.raises(CheckpointNotFoundError):
         main(["verify", str(half), "--debug"])
     assert left(run) == [200, 300, 400, 500]
-    report = prune_run(run, keep_last=4)
-    assert why(report, 100) == "a removal was interrupted"
     assert going(prune_run(run, keep_last=4, remove=True)) == [100]
     assert not half.exists()
+    assert not list(run.glob(".mcore*"))
 
 
-def test_a_save_into_what_was_half_removed_is_left_alone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = LocalStorage.delete_through
-
-    def fail(self: LocalStorage, name: str, through: str) -> None:
-        if not name.startswith(".metadata"):
-            raise SaveError(f"{name}: Input/output error")
-        original(self, name, through)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalStorage, "delete_through", fail)
-        with pytest.raises(SaveError):
-            prune_run(run, keep_last=4, remove=True)
-    time.sleep(0.05)
-    fresh = run / name_of(100) / "__0_0.distcp"
-    fresh.write_bytes(b"a save of stock, which has begun again at this iteration")
-    report = prune_run(run, keep_last=4, remove=True)
-    assert "a save may be at work" in why(report, 100)
-    assert fresh.exists()
-    # It publishes: a checkpoint like any other now.
-    shutil.rmtree(run / name_of(100))
-    shutil.copytree(run / name_of(200), run / name_of(100))
-    assert left(run) == [100, 200, 300, 400, 500]
-
-
-def test_a_save_cannot_begin_where_a_checkpoint_is_being_removed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused in the middle of a removal; afterwards it finds an empty place, and nothing removes its files."""
-    original = LocalStorage.delete_through
-    refused = []
-
-    def delete(self: LocalStorage, name: str, through: str) -> None:
-        if name.endswith(".distcp") and self.root.name == name_of(100):
-            with pytest.raises(SaveError, match="save"):
-                open_target(LocalStorage(run / name_of(100)), SaveOptions())
-            refused.append(name)
-        original(self, name, through)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalStorage, "delete_through", delete)
-        prune_run(run, keep_last=4, remove=True)
-    assert refused
-    assert not (run / name_of(100)).exists()
-
-
-def test_a_checkpoint_that_a_save_has_locked_or_published_since_it_was_chosen_stays(
+def test_a_checkpoint_that_a_save_has_begun_to_replace_or_published_since_it_was_chosen_stays(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Locked while prune looked at it; or published again, and released."""
-    take = DirectoryLock.take
+    """A save began while prune looked at it; or published again, and ended."""
+    begin = Commit.begin
 
-    def after_a_save(storage: LocalStorage, noted: Any = None) -> DirectoryLock:
+    def after_a_save(storage: LocalStorage, noted: Any = None) -> Commit:
         if storage.root.name == name_of(200):
             (storage.root / ".metadata").write_bytes((storage.root / ".metadata").read_bytes())
             os.utime(storage.root / ".metadata", (0, 0))
         if storage.root.name == name_of(100):
-            locks.append(take(storage))
-        return take(storage, noted)
+            begun.append(begin(storage))
+        return begin(storage, noted)
 
-    locks: list[DirectoryLock] = []
-    monkeypatch.setattr(DirectoryLock, "take", after_a_save)
+    begun: list[Commit] = []
+    monkeypatch.setattr(Commit, "begin", after_a_save)
     before = everything(run / name_of(200)).keys()
     report = prune_run(run, keep_last=2, remove=True)
-    locks[0].release()
+    begun[0].give_up()
     assert "a save is at work" in why(report, 100)
     assert "saved again" in why(report, 200)
     assert going(report) == [300]
@@ -517,71 +472,75 @@ def test_a_checkpoint_that_a_save_has_locked_or_published_since_it_was_chosen_st
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3])
 def test_a_removal_that_was_killed_is_finished(run: Path, after: int) -> None:
-    """Its claim stays behind: before it has removed anything, or in the middle."""
+    """Before it has removed anything, or in the middle."""
     killed = f"""
 import os
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.directory.retention import prune_run
-delete, count = LocalStorage.delete_through, 0
-def dying(self, name, through):
+delete, count = LocalStorage.delete, 0
+def dying(self, name, missing_ok=True):
     global count
     if count == {after}:
         os._exit(9)
     count += 1
-    delete(self, name, through)
-LocalStorage.delete_through = dying
+    delete(self, name, missing_ok)
+LocalStorage.delete = dying
 prune_run({str(run)!r}, keep_last=4, remove=True)
 """
     assert subprocess.run([sys.executable, "-c", killed], timeout=60, check=False).returncode == 9
-    half = run / name_of(100)
-    assert any(path.name.startswith(INCOMPLETE_MARKER) for path in half.iterdir())
+    assert list(run.glob(".mcore_ckpt_removed.*"))
     assert going(prune_run(run, keep_last=4, remove=True)) == [100]
-    assert not half.exists()
+    assert not (run / name_of(100)).exists()
+    assert not list(run.glob(".mcore*"))
 
 
-@pytest.mark.parametrize("stopped", ["before its first step", "in its first step", "later"])
-@pytest.mark.parametrize("place", ["directory", "store"])
-def test_a_removal_that_was_held_up_leaves_what_has_been_saved_meanwhile(
-    place: str, stopped: str, tmp_path: Path, object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
+def test_what_was_saved_after_it_was_judged_comes_back_from_a_removal_that_was_killed(run: Path) -> None:
+    judged = hashlib.sha256(b"another").hexdigest()[:16]
+    (run / name_of(200)).rename(run / f".mcore_ckpt_removed.{judged}.{'ab' * 8}.{name_of(200)}")
+    prune_run(run, keep_last=5, remove=True)
+    assert left(run) == [100, 200, 300, 400, 500]
+
+
+class At(Faults):
+    """Calls `do` right before the operation number `at`, once."""
+
+    do: Callable[[], object] = staticmethod(lambda: None)
+
+    def before(self, operation: str, name: str, size: int = 0, tear: Callable[[], None] | None = None) -> None:
+        self.operations.append((operation, name, size))
+        if len(self.operations) - 1 == self.at:
+            self.do()
+
+
+def test_a_removal_that_is_stopped_at_any_step_takes_nothing_away_that_was_saved_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lease runs out; a job takes the directory over, and saves into it. Then the removal resumes."""
-    root = str(tmp_path) if place == "directory" else object_directory.url
-    for iteration in (1, 2):
-        save(f"{root}/{name_of(iteration)}", float(iteration))
-    kind = type(storage_at(root))
-    delete, unfinished = kind.delete_through, kind.unfinished
-    steps: list[str] = []
+    def fresh(name: str) -> Path:
+        for iteration in (1, 2):
+            save(str(tmp_path / name / name_of(iteration)), 1.0)
+        return tmp_path / name
 
-    def job_saves() -> None:
-        monkeypatch.undo()
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(lock_module, "_wait_until_gone", lambda *_: None)
-            save(f"{root}/{name_of(1)}", 11.0)
+    def prune(run: Path, faults: At) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(retention, "storage_at", lambda path: FaultyStorage(LocalStorage(path), faults))
+            patched.setattr(Owner, "process_state", lambda _: "gone")
+            with suppress(SaveError):
+                prune_run(run, keep_last=1, remove=True, saved_last=name_of(2))
 
-    def at_the_first_step(storage: Any) -> Any:
-        job_saves()
-        return unfinished(storage)
-
-    def within_a_step(storage: Any, name: str, through: str) -> None:
-        steps.append(name)
-        at = ".metadata" if stopped == "in its first step" else "metadata.json"
-        if name == at:
-            job_saves()
-        delete(storage, name, through)
-
-    storage_at(f"{root}/{name_of(1)}").create("metadata.json", encode_config())
-    with monkeypatch.context() as patched:
-        monkeypatch = patched
-        if stopped == "before its first step":
-            patched.setattr(kind, "unfinished", at_the_first_step)
-        else:
-            patched.setattr(kind, "delete_through", within_a_step)
-        with pytest.raises(SaveError, match="has lost the directory"):
-            prune_run(root, keep_last=1, remove=True, saved_last=name_of(2))
-    assert storage_at(f"{root}/{name_of(1)}").exists("metadata.json")
-    loaded = {"w": torch.zeros(10)}
-    dcp.load(loaded, storage_reader=FileSystemReader(f"{root}/{name_of(1)}"), no_dist=True)
-    assert loaded["w"].tolist() == [11.0] * 10
+    counted = At()
+    prune(fresh("counted"), counted)
+    assert len(counted.operations) > 3
+    assert not (tmp_path / "counted" / name_of(1)).exists()
+    for at in range(len(counted.operations)):
+        run, faults = fresh(str(at)), At(at=at)
+        directory = run / name_of(1)
+        faults.do = lambda directory=directory: save(str(directory), 11.0)  # type: ignore[misc]
+        prune(run, faults)
+        loaded = {"w": torch.zeros(10)}
+        dcp.load(loaded, storage_reader=FileSystemReader(directory), no_dist=True)
+        assert loaded["w"].tolist() == [11.0] * 10
+        prune_run(run, keep_last=2, remove=True)
+        assert sorted(path.name for path in run.iterdir()) == [name_of(1), name_of(2)]
 
 
 def save(path: str, value: float) -> None:
@@ -589,7 +548,7 @@ def save(path: str, value: float) -> None:
 
 
 def test_a_full_file_system_does_not_keep_prune_from_making_room(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A claim takes space, too: where there is none, the first file goes ahead of it."""
+    """A note takes space, too: where there is none, it goes without."""
     create = LocalStorage.create
 
     def full(self: LocalStorage, name: str, content: bytes) -> None:
@@ -603,36 +562,31 @@ def test_a_full_file_system_does_not_keep_prune_from_making_room(run: Path, monk
 
 
 def test_a_list_tells_a_save_at_work_from_one_that_is_gone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One at work; one that has failed and left its marker; one whose process has died; one elsewhere, then silent."""
-    at_work = DirectoryLock.take(LocalStorage(run / name_of(100)))
-    DirectoryLock.take(LocalStorage(run / name_of(200))).release(remove_marker=False)
+    """One at work; one whose process has died; one elsewhere, then silent."""
+    at_work = Commit.begin(LocalStorage(run / name_of(100)))
     died = f"""
 import os
-from mcore_ckpt.directory import lock as lock_module
-from mcore_ckpt.directory import retention
-from mcore_ckpt.directory.folders import files_below
-from mcore_ckpt.directory.lock import DirectoryLock
+from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.storage._local import LocalStorage
-claim = DirectoryLock.take(LocalStorage({str(run / name_of(300))!r}))
+commit = Commit.begin(LocalStorage({str(run / name_of(300))!r}))
 os._exit(0)
 """
     subprocess.run([sys.executable, "-c", died], timeout=60, check=True)
     elsewhere = run / name_of(400) / f"{INCOMPLETE_MARKER}.{'ab' * 8}"
-    elsewhere.write_bytes(replace(at_work.owner, host="another", save_id="ab" * 8).encode())
-    os.link(elsewhere, run / name_of(400) / INCOMPLETE_MARKER)
+    elsewhere.write_bytes(replace(at_work.owner, host="another", save="ab" * 8).encode())
 
     def states() -> list[str]:
         main(["list", str(run)])
         rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("iter_")]
         return ["written" if "being written" in row else "gone" if "is gone" in row else "" for row in rows]
 
-    assert states() == ["written", "gone", "gone", "written", ""]
+    assert states() == ["written", "", "gone", "written", ""]
     os.utime(elsewhere, (time.time() - 86400, time.time() - 86400))
-    at_work.release(remove_marker=False)
-    assert states() == ["gone", "gone", "gone", "gone", ""]
+    at_work.give_up()
+    assert states() == ["", "", "gone", "gone", ""]
     main(["list", str(run), "--json"])
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert [(row["locked"], row["abandoned"]) for row in rows] == [(True, True)] * 4 + [(False, False)]
+    assert [row["locked"] for row in rows] == [row["abandoned"] for row in rows] == [False, False, True, True, False]
 
 
 def test_a_list_for_people(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -693,14 +647,14 @@ def die_in_a_save(directory: Path) -> None:
 import os
 from pathlib import Path
 from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.directory.lock import DirectoryLock
+from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.storage.resolve import storage_at
 storage = storage_at(checkpoint_path({str(directory)!r}))
 storage.ensure()
-lock = DirectoryLock.take(storage)
+commit = Commit.begin(storage)
 storage.create("metadata.json", b"{{}}") if not storage.exists("metadata.json") else None
-storage.create(f"__0_0.{{lock.owner.save_id}}.distcp", bytes(100))
-writer = storage.open_writer(f"__0_1.{{lock.owner.save_id}}.distcp", size_bytes=32 << 20)
+storage.create(f"__0_0.{{commit.id}}.distcp", bytes(100))
+writer = storage.open_writer(f"__0_1.{{commit.id}}.distcp", size_bytes=32 << 20)
 writer.write(0, memoryview(bytes(16 << 20)))
 os._exit(0)
 """
@@ -771,15 +725,15 @@ def test_what_others_have_made_stays_where_a_save_died(run: Path, other: str, mo
 def test_what_cannot_be_taken_up_is_said_and_tried_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "_RECENT_NS", -(10**12))
     die_in_a_save(run / name_of(150))
-    delete = LocalStorage.delete_through
+    delete = LocalStorage.delete
     failing = ["__0_0"]
 
-    def refused(self: LocalStorage, name: str, through: str) -> None:
+    def refused(self: LocalStorage, name: str, missing_ok: bool = True) -> None:
         if failing and name.startswith(failing[0]):
             raise SaveError(f"{name}: an I/O error")
-        delete(self, name, through)
+        delete(self, name, missing_ok)
 
-    monkeypatch.setattr(LocalStorage, "delete_through", refused)
+    monkeypatch.setattr(LocalStorage, "delete", refused)
     report = prune_run(run, keep_last=9, remove=True)
     assert going(report) == []
     assert "cannot be removed: __0_0" in why(report, 150)
@@ -800,15 +754,20 @@ def test_a_load_that_begins_as_its_checkpoint_is_to_go_keeps_it(
     storage = storage_at(root / name_of(1))
     before = storage.list()
     load = ExitStack()
-    delete_through = type(storage).delete_through
+    replace_if = type(storage).replace_if
 
-    def begin_a_load(self: Any, name: str, through: str) -> None:
-        if name == ".metadata":
-            load.enter_context(storage.in_use(".metadata"))
-        delete_through(self, name, through)
+    def begin_a_load(self: Any, *arguments: Any) -> Any:
+        patched.undo()
+        load.enter_context(storage.in_use(".metadata"))
+        return replace_if(self, *arguments)
+
+    def named(length: int) -> str:
+        load.enter_context(storage.in_use(".metadata"))
+        return "ab" * length
 
     with load, monkeypatch.context() as patched:
-        patched.setattr(type(storage), "delete_through", begin_a_load)
+        patched.setattr(type(storage), "replace_if", begin_a_load)
+        patched.setattr(retention, "secrets", SimpleNamespace(token_hex=named))
         report = prune_run(root, keep_last=1, remove=True)
         assert why(report, 1) == "a load is reading it"
         assert going(report) == []

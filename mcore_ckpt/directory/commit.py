@@ -1,0 +1,457 @@
+"""The commit: `.metadata` is replaced only if it is still the one that was there when the save began.
+
+Any number of savers may work in one directory, on whatever hosts, and be stopped at any moment. `.metadata`
+is the one commit point, and one compare-and-swap decides which saver comes into force. There is no lease in it, and no
+clock. A saver whose base has been replaced has lost, for ever: no `.metadata` comes back.
+
+**In a file system**, where a rename cannot be made conditional:
+
+1. *Base*: the identity of `.metadata`, read before anything is written.
+2. *Claims on the base* are completed first (7), if their save can still be published. Then the base's own common state
+   is renamed into place, if it is still pending, so that nobody does so late, over a newer one.
+3. The note `.mcore_ckpt_incomplete.ID` is made, then data files, and `common.pt.ID.pending`. All names are made once.
+   At the commit the index is written into the note, in place, and all is synced.
+4. The directory is listed. Only what is in this list may be removed after the commit (8).
+5. *Claim*: the symbolic link `.mcore_ckpt_next.TOKEN` to the note. TOKEN stands for the base: one save has it.
+   Another save that finds a claim whose note is there completes it. A claim whose note is gone is dead: its save can
+   never be published. The next claim is then made on a token of both, the base and the dead claim. No claim on a base
+   that is in force is ever removed.
+6. *Second look*, after the claim: if `.metadata` is still the base, nobody else can replace it. Else this save has
+   lost.
+7. *Publish*: the note is renamed to `.metadata`, the directory is synced, the pending common state is renamed. The
+   saver does so, or who has found its claim; each rename uses up a name that is never made again. Without a base the
+   common state goes first. A saver that has an error before the rename removes its note: nothing of it is published.
+8. What was in the list of 4 and is of other saves is removed, and last the claim.
+
+**In an object store** the put of `.metadata` is conditional itself: on the version of the base. If the store does not
+say what has become of it, the save fails, its files stay, and the next save removes them after its own commit: then the
+put is refused, however late it arrives.
+
+`tests/directory/commit_model.py` explores all interleavings, crashes and power cuts, and what each rule prevents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from mcore_ckpt.core.console import logger_of
+from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
+from mcore_ckpt.core.threads import in_parallel
+from mcore_ckpt.directory.in_force import index_files, is_pending, pending_name, read_in_force, saves_of
+from mcore_ckpt.directory.note import CLAIM, NOTE, Owner, at_work, is_note, note_name, refuse_others
+from mcore_ckpt.format.file_names import data_file_of
+from mcore_ckpt.format.manifest import Identity, identity_of
+from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
+from mcore_ckpt.storage.base import FileVersion, OutcomeUnknownError, Storage
+
+_logger = logger_of(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What `.metadata` holds in a store while its checkpoint is removed: no save begins while that is young."""
+
+    content: bytes = b"removed by mcore-ckpt\n"
+    young_s: float = 60.0
+
+
+REMOVED: Final = _Mark()
+_NONE: Final = "none"  # the token of a directory without `.metadata`
+_ATTEMPTS: Final = 1000
+_RENAMES: Final = 5
+_RETRY_S: Final = 0.05
+# What a process has left that died while it wrote a small file.
+_TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+_INDEX_OF_RANK: Final = re.compile(r"__\d+" + re.escape(METADATA_FILE))
+
+
+class Commit:
+    """One save on its way into force; made by `begin`, ended by `publish` or `give_up`.
+
+    Attributes:
+        owner: this process, with the save's id.
+        storage: the directory.
+        base: which `.metadata` there was; None: none.
+        is_over: it was published, given up or lost.
+        is_undecided: `publish` has failed, and it may come into force all the same.
+        pending: name under which the new common state waits for the commit.
+        published: in a store, the version of `.metadata` that it has put in force.
+    """
+
+    def __init__(self, storage: Storage, owner: Owner, base: Identity | None) -> None:
+        self.storage = storage
+        self.owner = owner
+        self.base = base
+        self.pending = pending_name(owner.save)
+        self.is_undecided = False
+        self.published: FileVersion | None = None
+        self.is_over = False
+        self._own: Identity | None = None  # in a file system: what its `.metadata` is
+        at_work[owner.save] = self
+
+    @classmethod
+    def begin(cls, storage: Storage, noted: Mapping[str, Any] | None = None) -> Commit:
+        """Begin a save into a directory, which must exist, before anything is written there.
+
+        `noted` are more entries of the note, in JSON's types. Raises `SaveError` if another save is at work, by its
+        note.
+        """
+        commit = cls(storage, Owner.here(noted), _settled(storage))
+        try:
+            storage.create(commit._note, commit.owner.encode())
+            refuse_others(storage, commit.owner, storage.list())
+            commit._refuse_removal()
+        except BaseException:
+            commit.give_up()
+            raise
+        return commit
+
+    @property
+    def id(self) -> str:
+        """Of the save, as the names of its files show it."""
+        return self.owner.save
+
+    @property
+    def _note(self) -> str:
+        return note_name(self.id)
+
+    def check(self) -> None:
+        """Raise `SaveError` if it has lost already: another save has been published since it began."""
+        if identity_in_force(self.storage) != self.base or self.storage.version(self._note) is None:
+            raise self._lost()
+
+    def say(self, noted: Mapping[str, Any]) -> None:
+        """Say more in the note."""
+        self.owner = replace(self.owner, noted=noted)
+        if not self.storage.overwrite(self._note, 0, self.owner.encode(), is_end=True):
+            raise self._lost()
+
+    def publish(self, metadata: bytes, *, needed: Collection[str] = (), stale: Collection[str] = ()) -> None:
+        """Make `metadata` the content of `.metadata`, then remove what is left of other saves. All files that it names
+        must be there, and their content durable.
+
+        `needed`: data files of other saves that it names. `stale`: files of the checkpoint that it replaces, by names
+        that others may use, too. Raises `SaveError`: nothing is published, unless `is_undecided`.
+        """
+        way = self.storage.made_by(renamed=self._publish_by_claim, in_place=self._publish_by_condition)
+        listed, claim = way(metadata)
+        try:
+            self._remove_stale(stale)
+            left = [name for name in listed if self._is_of_another_save(name, needed) and name != claim]
+            in_parallel(left, self.storage.delete, self.storage.asks_at_once)
+            self.storage.delete(claim)
+            self.storage.sync()
+        except (SaveError, LoadError, OSError) as error:
+            # The new checkpoint is complete and in force; the next save into the directory removes what is left over.
+            _logger.warning(
+                "%s: the checkpoint is published, but not everything old could be removed: %s", self.storage, error
+            )
+
+    def give_up(self) -> None:
+        """Remove what this save has next to its data files. After `publish`, it does nothing."""
+        if self.is_over:
+            return
+        self.is_over = True
+        for name in (self._note, self.pending):
+            try:
+                self.storage.delete(name)
+            except (SaveError, LoadError, OSError) as error:
+                _logger.warning("%s: could not clean up after a failed save: %s", self.storage, error)
+                return  # as long as the note is there, it may be completed
+
+    def _refuse_removal(self) -> None:
+        """Raise `SaveError` where a checkpoint is just being removed from a store."""
+        version = None if self.base is None else self.base.version
+        if version is None or version.size_bytes != len(REMOVED.content):
+            return
+        mine = self.storage.version(self._note)
+        is_mark = self.storage.read(METADATA_FILE) == REMOVED.content
+        if is_mark and mine is not None and mine.modified_ns - version.modified_ns < REMOVED.young_s * 1e9:
+            raise SaveError(
+                f"{self.storage}: the checkpoint in this directory is just being removed; save again in "
+                f"{REMOVED.young_s:.0f} s, or into another directory"
+            )
+
+    def remove_left(self) -> None:
+        """Remove what is left of other saves in a directory that holds no checkpoint, and is not going to."""
+        for name in self._listed():
+            if self._is_of_another_save(name, ()) and not name.startswith(CLAIM):
+                self.storage.delete(name)
+
+    def leave(self) -> None:
+        """Leave the note for the next save, which finds there what else it says."""
+        self.is_over = True
+
+    def _lost(self) -> SaveError:
+        now = identity_in_force(self.storage)
+        if now is None or now == self.base:
+            what = "its files were removed by another process, or the directory was"
+        else:
+            what = f"another save ({now.save or 'not of this package'}) has been published in this directory since then"
+        return SaveError(
+            f"{self.storage}: this save ({self.owner}) has lost: {what}. Nothing of it is published, and nothing of "
+            "the other was changed. Are two jobs saving into one directory?"
+        )
+
+    # In a file system
+
+    def _publish_by_claim(self, metadata: bytes) -> tuple[list[str], str]:
+        storage = self.storage
+        try:
+            if not storage.overwrite(self._note, 0, metadata, is_end=True):
+                raise self._lost()
+            self._own = _identity(storage, self._note)
+            storage.sync(parents=self.base is None)  # (the directory may be new)
+            listed = self._listed()
+            claim = self._claim()
+            now = identity_in_force(storage)
+            if now == self.base and self._own is not None:
+                if not _publish(storage, self.id, self._own, self.base):
+                    raise self._lost()
+            elif now != self._own:
+                raise self._lost()
+            else:  # completed by another
+                _finish(storage, self.pending)
+        except BaseException as error:
+            if self._is_withdrawn():
+                raise
+            self.is_over = True
+            if not isinstance(error, Exception):
+                raise
+            _logger.warning("%s: published, after an error: %s", storage, error)
+            _finish(storage, self.pending)
+        self.is_over = True
+        return listed, claim
+
+    def _claim(self) -> str:
+        """Claim the base; returns the claim's name. Raises `SaveError` if another save has it."""
+        for _ in range(_ATTEMPTS):
+            name, claimant = _end_of_claims(self.storage, self.base, self.id)
+            if claimant is not None and identity_in_force(self.storage) == self.base:
+                _publish(self.storage, *claimant, self.base)
+            if name is None:
+                raise self._lost()
+            if self.storage.claim(name, self._note) == self._note:
+                return name
+        raise SaveError(f"{self.storage}: other saves claim the directory all the time; save again")
+
+    def _is_withdrawn(self) -> bool:
+        """After an error: whether this save can never be published any more. What would become `.metadata` goes."""
+        storage = self.storage
+        try:
+            storage.delete(self._note, missing_ok=False)
+        except SaveError as error:
+            if not _is_missing(error):
+                self.is_undecided = self.is_over = True
+                return True
+            if self._own is not None and identity_in_force(storage) == self._own:
+                return False
+        # It may have been in force, and what has replaced it not be on the disk yet: its files go next.
+        with contextlib.suppress(SaveError):
+            storage.sync()
+        return True
+
+    # In an object store
+
+    def _publish_by_condition(self, metadata: bytes) -> tuple[list[str], str]:
+        storage = self.storage
+        listed = self._listed()
+        try:
+            put = storage.replace_if(METADATA_FILE, metadata, None if self.base is None else self.base.version)
+        except BaseException as error:
+            if not isinstance(error, SaveError) or isinstance(error, OutcomeUnknownError):  # or interrupted
+                self.is_undecided = self.is_over = True
+            raise
+        if put is None:
+            raise self._lost()
+        self.is_over = True
+        self.published = put
+        _place_in_store(storage, self.pending, put)
+        return listed, self._note
+
+    # What is left of others
+
+    def _listed(self) -> list[str]:
+        """What may be removed after the commit, among it files of the base that show no id."""
+        names = self.storage.list()
+        self._unnamed: frozenset[str] = frozenset()
+        without_id = [name for name in names if (found := data_file_of(name)) is not None and found.save is None]
+        if without_id and self.base is not None and not any(map(_INDEX_OF_RANK.fullmatch, names)):
+            index = read_in_force(self.storage)
+            self._unnamed = frozenset(without_id) & (frozenset() if index is None else index_files(index))
+        return names
+
+    def _is_of_another_save(self, name: str, needed: Collection[str]) -> bool:
+        found = data_file_of(name)
+        if found is not None:
+            is_old = name in self._unnamed if found.save is None else found.save != self.id
+            return is_old and name not in needed
+        if is_note(name) or is_pending(name):
+            return name not in (self._note, self.pending)
+        return _TEMPORARY.fullmatch(name) is not None
+
+    def _remove_stale(self, names: Iterable[str]) -> None:
+        for name in names:
+            # (a listing may lag behind)
+            if self.storage.version(name) is not None and self.is_in_force():
+                self.storage.delete(name)
+
+    def is_in_force(self) -> bool:
+        """Whether it has been published, and no other save since."""
+        if self.published is None:
+            return identity_in_force(self.storage) == self._own
+        now = self.storage.version(METADATA_FILE)
+        return now is not None and now.number == self.published.number
+
+
+def _settled(storage: Storage) -> Identity | None:
+    """The base of a new save: what is in force, when all that has been decided is done."""
+    for _ in range(_ATTEMPTS):
+        base = identity_in_force(storage)
+        is_settled = storage.made_by(renamed=_are_claims_settled, in_place=_always)(storage, base)
+        if is_settled:
+            save = None if base is None else base.save or _save_of_foreign(storage)
+            if base is not None and save is not None and storage.version(pending_name(save)) is not None:
+                _place_common_of(storage, pending_name(save), base)
+            return base
+    raise SaveError(f"{storage}: other saves are published all the time; save again")
+
+
+def _always(storage: Storage, base: Identity | None) -> bool:
+    return True
+
+
+def _are_claims_settled(storage: Storage, base: Identity | None) -> bool:
+    name, claimant = _end_of_claims(storage, base)
+    if claimant is not None and identity_in_force(storage) == base:
+        _publish(storage, *claimant, base)
+    return name is not None
+
+
+def _save_of_foreign(storage: Storage) -> str | None:
+    """The save whose common state waits for its name next to a `.metadata` that has no manifest; None if none does."""
+    waiting = [name for name in storage.list() if is_pending(name)]
+    index = read_in_force(storage) if waiting else None
+    saves = set() if index is None else saves_of(index)
+    return next((save for save in saves if pending_name(save) in waiting), None)
+
+
+def _place_common_of(storage: Storage, pending: str, base: Identity) -> None:
+    def in_directory() -> None:
+        storage.sync()  # first: else a power cut may leave the index before it with this common state
+        _place_common(storage, pending)
+
+    def in_store() -> None:
+        if base.version is not None:
+            _place_in_store(storage, pending, base.version)
+
+    storage.made_by(renamed=in_directory, in_place=in_store)()
+
+
+def identity_in_force(storage: Storage) -> Identity | None:
+    """Which `.metadata` a directory holds; None if none."""
+    return _identity(storage, METADATA_FILE)
+
+
+def _identity(storage: Storage, name: str) -> Identity | None:
+    try:
+        with storage.open_reader(name, direct="off") as reader:
+            return identity_of(reader)
+    except CheckpointNotFoundError:
+        return None
+    except LoadError:
+        there = storage.version(name)  # it may be a pipe, or a link
+        return None if there is None else Identity("-".join(f"{part:x}" for part in there), None, there)
+
+
+def _end_of_claims(
+    storage: Storage, base: Identity | None, own: str = ""
+) -> tuple[str | None, tuple[str, Identity] | None]:
+    """The name that the next claim on a base has; or who has a claim that is alive (its id, and what its note is). With
+    neither, the base is not in force any more.
+    """
+    token = _NONE if base is None else base.token
+    for _ in range(_ATTEMPTS):
+        name = CLAIM + token
+        noted = storage.claimed(name)
+        if noted is None or noted == note_name(own):
+            return name, None
+        save = noted.removeprefix(NOTE)
+        claimant = _identity(storage, noted)
+        if claimant is not None:
+            return None, (save, claimant)
+        if identity_in_force(storage) != base:
+            return None, None
+        # Dead. Its common state must not be placed late; but a power cut must not bring its note back without that.
+        storage.sync()
+        storage.delete(pending_name(save))
+        token = hashlib.sha256(f"{token} {save}".encode()).hexdigest()[:16]
+    raise SaveError(f"{storage}: {_ATTEMPTS} saves into this directory have failed; remove {CLAIM}* there")
+
+
+def _publish(storage: Storage, save: str, identity: Identity, base: Identity | None) -> bool:
+    """Bring a save into force that has claimed the base, which was in force after that; False if it was withdrawn.
+    Late, or again, it does nothing.
+    """
+    pending = pending_name(identity.save or save)
+    if base is None:
+        _place_common(storage, pending)  # no reader is harmed by it
+    try:
+        storage.move(note_name(save), METADATA_FILE)
+    except SaveError as error:
+        if not _is_missing(error):
+            raise
+        if identity_in_force(storage) != identity:
+            return False
+    _finish(storage, pending)
+    return True
+
+
+def _finish(storage: Storage, pending: str) -> None:
+    storage.sync()  # before all else: else a power cut may leave the index before it with this common state
+    try:
+        _place_common(storage, pending)
+    except SaveError as error:
+        _logger.warning("%s: published; the next save puts its common state in place: %s", storage, error)
+
+
+def _place_common(storage: Storage, pending: str) -> None:
+    """Give the pending common state its name; an error of a moment must not leave stock readers the old one."""
+    for left in reversed(range(_RENAMES)):
+        try:
+            storage.move(pending, COMMON_FILE)
+            return
+        except SaveError as error:
+            if _is_missing(error):
+                return
+            if not left:
+                raise
+            _logger.warning("%s: %s; it is tried again", storage, error)
+            time.sleep(_RETRY_S)
+
+
+def _place_in_store(storage: Storage, pending: str, version: FileVersion) -> None:
+    """As `_place_common`, as long as that version of `.metadata` is in force: each put replaces only what was there
+    before that was asked, so one that is late is refused.
+    """
+    for _ in range(_ATTEMPTS):
+        try:
+            content = storage.read(pending)
+        except CheckpointNotFoundError:
+            return
+        before, now = storage.version(COMMON_FILE), storage.version(METADATA_FILE)
+        if now is None or now.number != version.number:
+            return
+        if storage.replace_if(COMMON_FILE, content, before) is not None:
+            storage.delete(pending)
+            return
+
+
+def _is_missing(error: SaveError) -> bool:
+    return isinstance(error.__cause__, FileNotFoundError)
