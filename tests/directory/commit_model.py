@@ -481,8 +481,16 @@ def main():
     check("store: 2 savers and a reader", s2 + R, **store)
     for flag in ("412 is believed", "gives up, and removes its files", "list after the publish"):
         bad(flag, s2, flag, **store)
-    bad("a dead claim is removed", S("AB") + f, "a dead claim is removed", "coarse")
-    bad("pending of a dead claim stays", S("AB") + f, "pending of a dead claim stays", "coarse", base=NONE)
+    if LIMIT > 810_000:  # as many states does it take to find that one
+        bad("a dead claim is removed", S("AB") + f, "a dead claim is removed", "coarse")
+    bad(
+        "pending of a dead claim stays",
+        S("AB") + f,
+        "pending of a dead claim stays",
+        "coarse",
+        base=NONE,
+        limit=200_000,
+    )
     bad("no sync of a dead claim", S("A") + f, "power", "no sync of a dead claim")
     bad("common state of one that failed", S("A") + f, "common state of one that failed")
     for flag in ("no sync before 2", "no sync before the claim", "no sync after the rename"):

@@ -250,7 +250,9 @@ def test_a_note_that_says_nothing_is_in_nobodys_way(
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.crash
+@pytest.mark.timeout(600)
 def test_the_protocol_holds_in_all_interleavings_and_needs_each_of_its_rules() -> None:
     """Crashes and power cuts after each operation of two savers, a reader and one that fails; see `commit_model`."""
     told = subprocess.run(

@@ -448,7 +448,7 @@ def check_errors_of_tool(
     mount.behave(Misbehaviour())
     assert use(ranks, name, source, probe).ok
     changes = mount.changes()
-    assert len(changes) >= 8
+    assert len(changes) >= 6
     sticky = code in _STICKY
     refused = 0
     for number in range(0, len(changes), step):
