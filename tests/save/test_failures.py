@@ -555,21 +555,21 @@ def test_no_rank_waits_for_one_that_is_interrupted_in_a_finalization(tmp_path: P
 
 
 def _interrupted_after_publishing(rank: int, directory: str) -> None:
-    from mcore_ckpt.directory import publish
+    from mcore_ckpt.directory.commit import Commit
 
     strategy = TorchDistSaveStrategy(options=_PERSISTENT)
     strategy.save(_state(rank, 1), directory)
     dist.barrier()
     before = len(list(Path(directory).glob("*.distcp")))
-    tidy_up = publish._tidy_up
+    tidy_up = Commit._remove_stale
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    publish._tidy_up = interrupted
+    Commit._remove_stale = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt if rank == 0 else SaveError):
         strategy.save(_state(rank, 2), directory)
-    publish._tidy_up = tidy_up
+    Commit._remove_stale = tidy_up  # type: ignore[method-assign]
     dist.barrier()
     _check(rank, directory, 2)
     strategy.save(_state(rank, 3), directory)
