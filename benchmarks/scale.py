@@ -24,7 +24,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from mcore_ckpt.layout.buckets import RankLayout, TensorSpec, lay_out_rank
+from mcore_ckpt.save.buckets import RankLayout, TensorSpec, lay_out_rank
 
 __all__ = ["Gpt", "Job", "Layout", "Network", "Ours", "Stock", "measure_ours", "measure_stock", "shard_of"]
 
@@ -295,7 +295,7 @@ def _lay_out(job: Job, rank: int) -> RankLayout:
 
 
 def _ours(job: Job) -> Ours:
-    from mcore_ckpt.layout.plan_check import global_plan
+    from mcore_ckpt.save.plan_check import global_plan
 
     ranks = job.layout.ranks
     encoded: list[tuple[bytes, dict[str, tuple[int, ...]]]] = []
@@ -344,7 +344,7 @@ def _encoded(job: Job, rank: int) -> RankLayout:
 
 def _compare_s(specs: Sequence[TensorSpec]) -> float:
     """To walk a state dict that is as it was, and to compare what it holds."""
-    from mcore_ckpt.save.rank_state import NOTHING, collect
+    from mcore_ckpt.save.planner import NOTHING, collect
 
     state = {spec.key + str(spec.offsets): shard_of(spec) for spec in specs}
     known = collect(state, NOTHING).described
@@ -364,8 +364,8 @@ def shard_of(spec: TensorSpec) -> Any:
 def _metadata(plan: Any, files: Sequence[Sequence[tuple[str, Any, int]]]) -> tuple[bytes, float, int]:
     """`.metadata`, the seconds that it took, and the bytes of what the ranks have told of their files."""
     from mcore_ckpt.format.file_names import with_id
-    from mcore_ckpt.layout.file_image import WrittenFile
-    from mcore_ckpt.layout.save_index import metadata_of_save
+    from mcore_ckpt.save.buckets import WrittenFile
+    from mcore_ckpt.save.save_index import metadata_of_save
 
     written = []
     for of_rank in files:

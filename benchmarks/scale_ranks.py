@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from benchmarks.scale import Job, Layout, Network, Ours, shard_of
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
-from mcore_ckpt.save._planning import SavePlan, Structure, agree
-from mcore_ckpt.save.rank_state import RankState, collect
+from mcore_ckpt.save.planner import RankState, SavePlan, Structure, agree, collect
 from tests.support.standing_ranks import standing_ranks
 
 __all__ = ["Measured", "measure_message_s", "measure_ranks"]

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from mcore_ckpt.dcp.planners import MCoreLoadPlanner, MCoreSavePlanner
     from mcore_ckpt.dcp.writer import FileSystemWriterAsync
     from mcore_ckpt.directory.retention import PruneReport, prune_run
-    from mcore_ckpt.layout.fingerprint import fingerprint
     from mcore_ckpt.load.reader import FileSystemReader
     from mcore_ckpt.megatron.install import install, uninstall
     from mcore_ckpt.megatron.optimizer_state import load_sharded_optimizer_state
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.reshard.conversion import ConversionReport
     from mcore_ckpt.reshard.reshard import reshard_checkpoint
     from mcore_ckpt.save.async_queue import AsyncCallsQueue
+    from mcore_ckpt.state.fingerprint import fingerprint
     from mcore_ckpt.tools.checkpoint import Checkpoint, LazyTensor, open_checkpoint
     from mcore_ckpt.tools.copy import CopyReport, copy_checkpoint
     from mcore_ckpt.tools.diff import DiffReport, diff_checkpoints
@@ -61,7 +61,7 @@ _HOME = {
     "copy_checkpoint": "tools.copy",
     "diff_checkpoints": "tools.diff",
     "export_checkpoint": "models.conversions",
-    "fingerprint": "layout.fingerprint",
+    "fingerprint": "state.fingerprint",
     "get_strategy": "megatron.registry",
     "import_checkpoint": "models.conversions",
     "install": "megatron.install",

@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.scale import Gpt, Job, Layout
 from benchmarks.whole_calls import CALLS, OURS, STOCK
-from mcore_ckpt.layout.buckets import lay_out_rank
-from mcore_ckpt.layout.plan_check import global_plan
+from mcore_ckpt.save.buckets import lay_out_rank
+from mcore_ckpt.save.plan_check import global_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 

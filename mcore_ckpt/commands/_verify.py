@@ -12,7 +12,7 @@ from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import OptionError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.items.item_checks import Problem
+    from mcore_ckpt.load.item_checks import Problem
 
 _SHOWN = 50
 _SHOWN_OF_A_FILE = 5

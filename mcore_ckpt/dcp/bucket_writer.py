@@ -27,11 +27,9 @@ from mcore_ckpt.core.fingerprints import part_of_run
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.format.file_names import DATA_SUFFIX, with_id
 from mcore_ckpt.format.footer import NO_SAVE_ID, ManifestFile
-from mcore_ckpt.layout.buckets import TensorSpec, WriteBucket, fill_bucket, lay_out_file, split_buckets
-from mcore_ckpt.layout.dense_tensors import check_memory
-from mcore_ckpt.layout.file_image import WrittenFile
-from mcore_ckpt.layout.torch_classes import dtype_name, storage_info
+from mcore_ckpt.save.buckets import TensorSpec, WriteBucket, WrittenFile, fill_bucket, lay_out_file, split_buckets
 from mcore_ckpt.save.staging import write_in_process
+from mcore_ckpt.state.torch_classes import check_memory, dtype_name, storage_info
 from mcore_ckpt.storage.resolve import storage_at
 
 

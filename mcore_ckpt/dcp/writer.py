@@ -53,12 +53,11 @@ from mcore_ckpt.directory.publish import check_files, publish
 from mcore_ckpt.directory.target import Target, open_target
 from mcore_ckpt.format.footer import SAVE_ID_BYTES, ManifestFile, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
-from mcore_ckpt.layout.buckets import check_hint
-from mcore_ckpt.layout.dcp_tensors import carry_layout
-from mcore_ckpt.layout.dense_tensors import check_memory
-from mcore_ckpt.layout.shards import is_sharded_object, is_sharded_tensor
-from mcore_ckpt.layout.torch_classes import WrittenSums, encoded_metadata, storage_meta
+from mcore_ckpt.save.buckets import check_hint
 from mcore_ckpt.save.upkeep import check_second_tier, checkpoint_published, note_drain
+from mcore_ckpt.state.dcp_tensors import carry_layout
+from mcore_ckpt.state.shards import is_sharded_object, is_sharded_tensor
+from mcore_ckpt.state.torch_classes import WrittenSums, check_memory, encoded_metadata, storage_meta
 from mcore_ckpt.storage.resolve import storage_at
 
 

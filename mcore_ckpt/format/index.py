@@ -330,3 +330,15 @@ def parse_object_key(fqn: str) -> ObjectShard | None:
     if len(shape) + 1 == len(offset):
         shape = (*shape, -1)
     return ObjectShard(key, offset, shape) if len(shape) == len(offset) else None
+
+
+def of_different_offsets(chunks: Sequence[StoredChunk]) -> list[int]:
+    """Positions of the chunks of one tensor that stay, if not all do: one for each offset, as readers look them up.
+
+    Only an empty chunk can lie where another one begins; it holds nothing that could be missed.
+    """
+    kept: dict[tuple[int, ...], int] = {}
+    for position, chunk in enumerate(chunks):
+        if chunk.offsets not in kept or all(chunk.sizes):
+            kept[chunk.offsets] = position
+    return [] if len(kept) == len(chunks) else list(kept.values())

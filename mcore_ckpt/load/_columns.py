@@ -28,10 +28,10 @@ from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.crc import crc32s
 from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, TensorForm
 from mcore_ckpt.format.item_layout import tensor_template
-from mcore_ckpt.items.ranges import CHEAP_GAP_BYTES, Extent, coalesce
-from mcore_ckpt.layout.torch_classes import torch_dtype
 from mcore_ckpt.load._placement import ReadBuffer, Want, address_of, memory_at
 from mcore_ckpt.load._wanted_items import FEW_CHUNKS, WantedItem, only_box
+from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES, Extent, coalesce
+from mcore_ckpt.state.torch_classes import torch_dtype
 from mcore_ckpt.storage.base import RangeReader
 
 # Up to here, an item is read with its neighbours and copied out of the buffer: a copy at memory speed costs less than

@@ -24,12 +24,12 @@ from mcore_ckpt.core.fingerprints import may_begin_at, rows_to_sum
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.footer import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.format.item_layout import tensor_template
-from mcore_ckpt.items.checksums import BlockSums, RecordSum, checksum_error, contiguous_around, whole_blocks
-from mcore_ckpt.items.ranges import CHEAP_GAP_BYTES, MAX_WASTE, ChunkPart, Extent, cluster_boxes, split_box
-from mcore_ckpt.layout.torch_classes import dtype_name
 from mcore_ckpt.load._columns import MAX_COLUMN_BYTES
 from mcore_ckpt.load._placement import Want, alignment_for
 from mcore_ckpt.load._wanted_items import WantedItem
+from mcore_ckpt.load.checksums import BlockSums, RecordSum, checksum_error, contiguous_around, whole_blocks
+from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES, MAX_WASTE, ChunkPart, Extent, cluster_boxes, split_box
+from mcore_ckpt.state.torch_classes import dtype_name
 from mcore_ckpt.storage.base import align_up
 
 # From here on a part goes straight into its destination rather than through a buffer that it shares with others.

@@ -16,8 +16,8 @@ from mcore_ckpt.core.threads import Crew, Task
 from mcore_ckpt.format.index import StoredItem
 from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming, using
 from mcore_ckpt.load._wanted_items import WantedItem
+from mcore_ckpt.load.open_files import OpenFiles, ReadStats, naming, using
 from mcore_ckpt.storage.base import RangeReader
 
 # Items located by one task, with nine small reads where they lie side by side.

@@ -31,8 +31,6 @@ from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor_in
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming, padded_range, using
-from mcore_ckpt.items.ranges import Extent, Span, coalesce
 from mcore_ckpt.load._columns import ColumnSpan, cut, place, scatter, spans_of
 from mcore_ckpt.load._extents import Ends, Extents, PartRead, PayloadPlace, damaged, own_place
 from mcore_ckpt.load._item_locations import ItemLocations
@@ -40,6 +38,8 @@ from mcore_ckpt.load._placement import HostBytes, ReadBuffer, memory_at, narrow,
 from mcore_ckpt.load._wanted_items import WantedItem
 from mcore_ckpt.load.arrivals import Arrivals
 from mcore_ckpt.load.item_decoding import ItemDecoder
+from mcore_ckpt.load.open_files import OpenFiles, ReadStats, naming, padded_range, using
+from mcore_ckpt.load.ranges import Extent, Span, coalesce
 from mcore_ckpt.load.read_requests import LoadPlan
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader
 

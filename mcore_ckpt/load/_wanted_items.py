@@ -10,9 +10,9 @@ import torch
 
 from mcore_ckpt.format.index import StoredChunk, StoredItem
 from mcore_ckpt.format.item_reading import LocatedTensor
-from mcore_ckpt.items.checks import check_located, chunk_name
-from mcore_ckpt.layout.torch_classes import dtype_name
 from mcore_ckpt.load._placement import Want
+from mcore_ckpt.load.checks import check_located, chunk_name
+from mcore_ckpt.state.torch_classes import dtype_name
 
 # Up to here a look at every chunk of a tensor is cheaper than an index of them.
 FEW_CHUNKS = 8

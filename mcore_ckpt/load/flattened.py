@@ -1,6 +1,6 @@
 """Stretches of flattened tensors: how Megatron-Core 0.12 to 0.15 kept optimizer state, to be read by any version.
 
-`layout/shards.py` says how they are stored. Reading goes from any stored form to any wanted one: the same grid
+`state/shards.py` says how they are stored. Reading goes from any stored form to any wanted one: the same grid
 directly; another grid, or none, through the parameter's own coordinates.
 """
 
@@ -19,11 +19,11 @@ from mcore_ckpt.core.boxes import Box, flat_boxes, intersect, relative, strides_
 from mcore_ckpt.core.errors import CorruptCheckpointError, ShapeMismatchError
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.layout.shards import StoredForm, local_box, original_shape, stored_form
 from mcore_ckpt.load._placement import narrow
 from mcore_ckpt.load.arrivals import noted_now, noting_nothing
 from mcore_ckpt.load.read_requests import LoadPlan, ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.state.shards import StoredForm, local_box, original_shape, stored_form
 
 # Pieces of stored stretches that are held at once while they are spread over their destinations.
 _BATCH_BYTES = 64 * 1024 * 1024

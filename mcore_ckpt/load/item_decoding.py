@@ -24,10 +24,10 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.threads import together
 from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem
 from mcore_ckpt.format.safe_pickle import load_object
-from mcore_ckpt.items.checks import check_proportion, chunk_name, item_name
-from mcore_ckpt.items.checksums import check_records, checksum_error
-from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming, using
-from mcore_ckpt.items.ranges import Extent, Span, coalesce
+from mcore_ckpt.load.checks import check_proportion, chunk_name, item_name
+from mcore_ckpt.load.checksums import check_records, checksum_error
+from mcore_ckpt.load.open_files import OpenFiles, ReadStats, naming, using
+from mcore_ckpt.load.ranges import Extent, Span, coalesce
 
 _logger = logger_of(__name__)
 

@@ -29,14 +29,14 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
-from mcore_ckpt.items.checks import missing_key
-from mcore_ckpt.layout.dcp_tensors import local_chunks
-from mcore_ckpt.layout.torch_classes import torch_dtype
 from mcore_ckpt.load._columns import Columns, UsualRequest
 from mcore_ckpt.load._overlaps import may_overlap, overlapping
 from mcore_ckpt.load._placement import Want, address_of, can_be_filled, memory_of, narrow
 from mcore_ckpt.load._wanted_items import FEW_CHUNKS, WantedItem, only_box
+from mcore_ckpt.load.checks import missing_key
 from mcore_ckpt.load.dtype_conversions import DtypeConversions
+from mcore_ckpt.state.dcp_tensors import local_chunks
+from mcore_ckpt.state.torch_classes import torch_dtype
 
 
 class ReadRequest(NamedTuple):

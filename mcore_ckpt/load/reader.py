@@ -39,17 +39,17 @@ from mcore_ckpt.format.footer import shown_id
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
 from mcore_ckpt.format.metadata_read import METADATA_FILE, index_name, open_index, read_index
 from mcore_ckpt.format.safe_pickle import load_object
-from mcore_ckpt.items.checks import check_apart, missing_key, of_one_save, replaced_error
-from mcore_ckpt.items.file_footers import FileFooters
-from mcore_ckpt.items.nearest import NearestFiles
-from mcore_ckpt.items.open_files import BUFFER_BYTES, OpenFiles, ReadStats, naming
-from mcore_ckpt.items.ranges import batches
 from mcore_ckpt.load._columns import UsualRequest, are_apart
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._tensor_reads import TensorReads
 from mcore_ckpt.load.arrivals import noted_now
+from mcore_ckpt.load.checks import check_apart, missing_key, of_one_save, replaced_error
 from mcore_ckpt.load.dtype_conversions import DtypeConversions
+from mcore_ckpt.load.file_footers import FileFooters
 from mcore_ckpt.load.item_decoding import ItemDecoder
+from mcore_ckpt.load.nearest import NearestFiles
+from mcore_ckpt.load.open_files import BUFFER_BYTES, OpenFiles, ReadStats, naming
+from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.read_requests import LoadPlan, ReadRequest, check_planned, stored_dtype, tensor_entry
 from mcore_ckpt.storage.base import FileVersion, Storage
 from mcore_ckpt.storage.resolve import storage_at
@@ -342,7 +342,7 @@ class FileSystemReader(StorageReader):
     def dcp_metadata(self) -> Metadata:
         """DCP's `Metadata` of the index in force, which is read if there is none. Raises as `index`."""
         if self._metadata is None:
-            from mcore_ckpt.layout.torch_classes import to_dcp_metadata
+            from mcore_ckpt.state.torch_classes import to_dcp_metadata
 
             self._metadata = to_dcp_metadata(self.index)
         if self._metadata.storage_meta is None:
@@ -372,7 +372,7 @@ class FileSystemReader(StorageReader):
         """
         index = self._index
         if index is None or metadata is not self._metadata or not _has_keys_of(metadata, index):
-            from mcore_ckpt.layout.torch_classes import from_dcp_metadata
+            from mcore_ckpt.state.torch_classes import from_dcp_metadata
 
             index = from_dcp_metadata(metadata, self.path)
             check_apart(index)

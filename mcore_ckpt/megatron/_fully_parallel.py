@@ -2,7 +2,7 @@
 
 Megatron gathers every shard of every rank of the parallelization group on every rank, at each save, and all
 run the same choice on that. Here the ranks tell the group's coordinator in columns, what many say alike is sent once,
-and the coordinator alone chooses, as Megatron does (`layout/distribution.py`). Each rank is told of its own
+and the coordinator alone chooses, as Megatron does (`megatron/_distribution.py`). Each rank is told of its own
 shards, and an unchanged structure exchanges a few bytes.
 
 Megatron's own code runs where `distribution="megatron"` says so, behind another strategy, and in wrappers that keep the
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
-from mcore_ckpt.layout.distribution import (
+from mcore_ckpt.megatron._distribution import (
     Columns,
     columns_of,
     flags_of,
@@ -35,7 +35,6 @@ from mcore_ckpt.layout.distribution import (
     own_of_each_rank,
     tell,
 )
-from mcore_ckpt.layout.shards import is_sharded_tensor, leaves
 from mcore_ckpt.megatron._errors import MegatronErrors
 from mcore_ckpt.megatron._validation import (
     come_to_exchange_within,
@@ -45,6 +44,7 @@ from mcore_ckpt.megatron._validation import (
     tell_other_groups,
 )
 from mcore_ckpt.megatron._versions import differences, megatron_module, patches
+from mcore_ckpt.state.shards import is_sharded_tensor, leaves
 
 _WHAT = "distribute the save over the ranks"
 

@@ -19,7 +19,7 @@ from mcore_ckpt.format.footer import shown_id
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.manifest import Manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
-from mcore_ckpt.items.checks import replaced_error
+from mcore_ckpt.load.checks import replaced_error
 from mcore_ckpt.storage.resolve import storage_at
 
 # Of each directory whose common state the load in progress has read: which save that was of. None outside of a load.

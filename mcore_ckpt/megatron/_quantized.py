@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt.items.ranges import batches
 from mcore_ckpt.load.arrivals import noting_nothing
+from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.megatron._versions import quantized_test
 
 # Scratch that is held at once, in bytes; more only where a single tensor is larger.

@@ -2,7 +2,7 @@
 
 Megatron gathers all shards of all ranks on every rank, at each save and load, and sends the common state of rank 0 to
 all. Within a save of ours it is asked for here, and done when the strategy agrees with the other ranks on the plan
-(`save/_planning.py`): main replicas have to tile each tensor as that check says, and what has not changed since it was
+(`save/planner.py`): main replicas have to tile each tensor as that check says, and what has not changed since it was
 checked is not checked again. Within a load the ranks tell the coordinator in columns. Elsewhere (another strategy,
 local checkpoints, `validation="megatron"`) Megatron's own functions run.
 """
@@ -23,11 +23,10 @@ from mcore_ckpt.core.errors import CheckpointError, PlanError, SaveError
 from mcore_ckpt.core.failures import attempt
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, mark_as_told, reached_every_rank
-from mcore_ckpt.layout.accesses import Accesses
-from mcore_ckpt.layout.plan_check import check_requests
 from mcore_ckpt.megatron._errors import MegatronErrors
 from mcore_ckpt.megatron._joint_load import joint_load
 from mcore_ckpt.megatron._versions import CHECKPOINTING, megatron_module, patches
+from mcore_ckpt.save.plan_check import Accesses, check_requests
 from mcore_ckpt.save.transaction import Validation
 
 # Under this name Megatron warns of a common state that differs.

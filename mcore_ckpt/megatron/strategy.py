@@ -28,19 +28,9 @@ from mcore_ckpt.core.threads import together
 from mcore_ckpt.core.torch_modes import without_modes
 from mcore_ckpt.directory.remove import remove_tensors
 from mcore_ckpt.format.metadata_read import METADATA_FILE
-from mcore_ckpt.items.checks import replaced_error
-from mcore_ckpt.items.open_files import ReadStats
-from mcore_ckpt.layout.buckets import check_hint
-from mcore_ckpt.layout.saved_layout import LoadedCheckpoint
-from mcore_ckpt.layout.shards import (
-    is_main_replica,
-    is_sharded_object,
-    is_sharded_tensor,
-    leaves,
-    original_shape,
-    replace_leaves,
-)
+from mcore_ckpt.load.checks import replaced_error
 from mcore_ckpt.load.flattened import read_shards
+from mcore_ckpt.load.open_files import ReadStats
 from mcore_ckpt.load.reader import FileSystemReader, ranks_that_load_here
 from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
 from mcore_ckpt.megatron._joint_load import joint_load
@@ -60,6 +50,8 @@ from mcore_ckpt.megatron._versions import (
     sharded_tensor_of,
 )
 from mcore_ckpt.megatron.fixed_layouts import advice_on
+from mcore_ckpt.save.buckets import check_hint
+from mcore_ckpt.save.save_index import LoadedCheckpoint
 from mcore_ckpt.save.staging_buffers import warm_up_buffer
 from mcore_ckpt.save.transaction import (
     BucketWriter,
@@ -69,6 +61,14 @@ from mcore_ckpt.save.transaction import (
     begin_save,
 )
 from mcore_ckpt.save.upkeep import run_loaded
+from mcore_ckpt.state.shards import (
+    is_main_replica,
+    is_sharded_object,
+    is_sharded_tensor,
+    leaves,
+    original_shape,
+    replace_leaves,
+)
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of(__name__)

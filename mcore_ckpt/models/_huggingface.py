@@ -47,19 +47,19 @@ from mcore_ckpt.models.families._registry import (
 from mcore_ckpt.models.families._table import Family, Link, Model, Naming, Relation, relate
 from mcore_ckpt.models.options import ExportOptions, ImportOptions
 from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, arguments_of, in_dtype
+from mcore_ckpt.reshard.derived import RegroupedPayloads, cast_payloads
 from mcore_ckpt.reshard.names import EMBEDDING, expert_of, extra_states, is_expert_key, layer_of, prefix_of, split_half
 from mcore_ckpt.reshard.plan import target_dtype, token_count
+from mcore_ckpt.reshard.safetensors import Exported, plan_safetensors
+from mcore_ckpt.reshard.slices import Part, TensorView
+from mcore_ckpt.reshard.source_files import SourceFiles
+from mcore_ckpt.reshard.state_pickle import encode_state
+from mcore_ckpt.reshard.target_files import TargetFiles
+from mcore_ckpt.reshard.view_payloads import ViewPayloads
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.target.safetensors import Exported, plan_safetensors
-from mcore_ckpt.target.state_pickle import encode_state
-from mcore_ckpt.target.target_files import TargetFiles
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 from mcore_ckpt.tools.plain_state import read_plain_state
-from mcore_ckpt.view.derived import RegroupedPayloads, cast_payloads
-from mcore_ckpt.view.payloads import ViewPayloads
-from mcore_ckpt.view.slices import Part, TensorView
-from mcore_ckpt.view.source_files import SourceFiles
 
 _MODEL_CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"

@@ -11,12 +11,12 @@ from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan,
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, make_plan
 from mcore_ckpt.reshard.rules import PartitionRule
-from mcore_ckpt.target.state_pickle import encode_state
-from mcore_ckpt.target.target_files import TargetFiles
+from mcore_ckpt.reshard.slices import TensorView
+from mcore_ckpt.reshard.source_files import SourceFiles
+from mcore_ckpt.reshard.state_pickle import encode_state
+from mcore_ckpt.reshard.target_files import TargetFiles
+from mcore_ckpt.reshard.view_payloads import ViewPayloads
 from mcore_ckpt.tools.payloads import StoredPayloads
-from mcore_ckpt.view.payloads import ViewPayloads
-from mcore_ckpt.view.slices import TensorView
-from mcore_ckpt.view.source_files import SourceFiles
 
 _UNDIVIDED = TargetLayout(1, 1)
 

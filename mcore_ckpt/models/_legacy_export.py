@@ -37,14 +37,14 @@ from mcore_ckpt.reshard.names import (
 )
 from mcore_ckpt.reshard.partition import Partitioner, shard_slices
 from mcore_ckpt.reshard.plan import padded_vocabulary, token_count
-from mcore_ckpt.target.state_pickle import SavedTensor, decode_state
-from mcore_ckpt.target.torch_files import plan_state_files
+from mcore_ckpt.reshard.slices import Part, TensorView
+from mcore_ckpt.reshard.source_files import SourceFiles
+from mcore_ckpt.reshard.state_pickle import SavedTensor, decode_state
+from mcore_ckpt.reshard.torch_files import plan_state_files
+from mcore_ckpt.reshard.view_payloads import ViewPayloads
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 from mcore_ckpt.tools.plain_state import read_object, stored_common_state, unwrapped
-from mcore_ckpt.view.payloads import ViewPayloads
-from mcore_ckpt.view.slices import Part, TensorView
-from mcore_ckpt.view.source_files import SourceFiles
 
 # Arguments by which the stages of a pipeline get different numbers of layers, and what they are where none does.
 _UNEVEN = {

@@ -18,9 +18,9 @@ from typing import Any
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.state_file import StateFile, StateRecord
 from mcore_ckpt.models._torch_files import read_state
+from mcore_ckpt.reshard.state_pickle import taken_over
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.target.state_pickle import taken_over
 
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")

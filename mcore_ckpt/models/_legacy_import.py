@@ -29,6 +29,7 @@ from mcore_ckpt.models._legacy_optimizer import is_buffer, is_distributed, main_
 from mcore_ckpt.models._torch_files import file_range
 from mcore_ckpt.models.options import ImportOptions
 from mcore_ckpt.reshard.conversion import Conversion, KeyPlan
+from mcore_ckpt.reshard.file_payloads import FilePayloads, FileRange
 from mcore_ckpt.reshard.names import (
     EMBEDDING,
     EXTRA_STATE,
@@ -43,12 +44,11 @@ from mcore_ckpt.reshard.names import (
 )
 from mcore_ckpt.reshard.partition import Partition, Partitioner, shard_slices
 from mcore_ckpt.reshard.plan import TargetLayout, target_dtype
+from mcore_ckpt.reshard.slices import Part, TensorView
+from mcore_ckpt.reshard.state_pickle import SavedTensor, encode_state
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.target.state_pickle import SavedTensor, encode_state
 from mcore_ckpt.tools.dtype_cast import cast_floats
 from mcore_ckpt.tools.payloads import StoredPayload
-from mcore_ckpt.view.file_payloads import FilePayloads, FileRange
-from mcore_ckpt.view.slices import Part, TensorView
 
 _MODEL_CHUNK = re.compile(r"model(\d{0,4})")
 _CARRIED = ("checkpoint_version", "iteration", "opt_param_scheduler", "num_floating_point_operations_so_far")

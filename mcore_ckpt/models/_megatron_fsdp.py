@@ -38,15 +38,15 @@ from mcore_ckpt.reshard.names import (
     layer_of,
     local_norms,
 )
-from mcore_ckpt.target.slots import TargetPlan
-from mcore_ckpt.target.state_pickle import encode_state
-from mcore_ckpt.target.torch_dist import DividedTensor, plan_torch_dist
+from mcore_ckpt.reshard.slices import Part, TensorView
+from mcore_ckpt.reshard.slots import TargetPlan
+from mcore_ckpt.reshard.source_files import SourceFiles
+from mcore_ckpt.reshard.state_pickle import encode_state
+from mcore_ckpt.reshard.torch_dist import DividedTensor, plan_torch_dist
+from mcore_ckpt.reshard.view_payloads import ViewPayloads
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.parallel_layout import optimizer_layout
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
-from mcore_ckpt.view.payloads import ViewPayloads
-from mcore_ckpt.view.slices import Part, TensorView
-from mcore_ckpt.view.source_files import SourceFiles
 
 FSDP_DTENSOR: Final = "fsdp_dtensor"
 

@@ -56,10 +56,10 @@ from mcore_ckpt.reshard.names import (
 )
 from mcore_ckpt.reshard.partition import shard_slices
 from mcore_ckpt.reshard.plan import padded_vocabulary, target_dtype
+from mcore_ckpt.reshard.slices import Part, TensorView
+from mcore_ckpt.reshard.state_pickle import encode_state
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.target.state_pickle import encode_state
 from mcore_ckpt.tools.plain_state import read_object, read_plain_object
-from mcore_ckpt.view.slices import Part, TensorView
 
 _MOST_LAYERS = 1_000_000
 # Megatron-DeepSpeed's names, and of its pipelines those of modules by their number.

@@ -16,9 +16,9 @@ import numpy as np
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.reshard.derived import DerivedPayloads
 from mcore_ckpt.tools.dtype_cast import as_numbers
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads, read_box
-from mcore_ckpt.view.derived import DerivedPayloads
 
 _SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 _PER_BLOCK: Final = 32

@@ -11,9 +11,9 @@ from typing import Any
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format.dtypes import DTYPES
 from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.reshard.file_payloads import FileRange
+from mcore_ckpt.reshard.safetensors import METADATA_KEY
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.target.safetensors import METADATA_KEY
-from mcore_ckpt.view.file_payloads import FileRange
 
 _MAX_NUMBER = 2**63
 _MAX_AXES = 64

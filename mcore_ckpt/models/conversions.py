@@ -17,7 +17,7 @@ from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, parse_object_key
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.items.item_checks import check_file
+from mcore_ckpt.load.item_checks import check_file
 from mcore_ckpt.models._huggingface import export_model, import_model
 from mcore_ckpt.models._imports import import_conversion, layout_of
 from mcore_ckpt.models._legacy_export import legacy_export
@@ -31,16 +31,16 @@ from mcore_ckpt.reshard.options import ConversionOptions
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, make_plan
 from mcore_ckpt.reshard.rules import PartitionRule, RenameRule, rename_keys
+from mcore_ckpt.reshard.safetensors import Exported, plan_safetensors
+from mcore_ckpt.reshard.slots import TargetPlan
+from mcore_ckpt.reshard.source_files import SourceFiles
+from mcore_ckpt.reshard.state_pickle import encode_state
+from mcore_ckpt.reshard.target_directory import refuse_target
+from mcore_ckpt.reshard.torch_files import plan_torch_files
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.target.directory import refuse_target
-from mcore_ckpt.target.safetensors import Exported, plan_safetensors
-from mcore_ckpt.target.slots import TargetPlan
-from mcore_ckpt.target.state_pickle import encode_state
-from mcore_ckpt.target.torch_files import plan_torch_files
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 from mcore_ckpt.tools.run_folders import places_of
-from mcore_ckpt.view.source_files import SourceFiles
 
 TargetKind = Literal["safetensors", "torch", "dcp", "hf", "fsdp_dtensor", "megatron-legacy"]
 SourceKind = Literal["files", "hf", "dcp", "ucp", "megatron-legacy"]

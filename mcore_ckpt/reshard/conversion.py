@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
+from mcore_ckpt.reshard.build import build_target
+from mcore_ckpt.reshard.derived import cast_payloads
 from mcore_ckpt.reshard.options import ConversionOptions
 from mcore_ckpt.reshard.plan import target_dtype
-from mcore_ckpt.target.build import build_target
-from mcore_ckpt.target.slots import TargetPlan
-from mcore_ckpt.target.target_files import TargetFiles
+from mcore_ckpt.reshard.slots import TargetPlan
+from mcore_ckpt.reshard.source_files import SourceFiles
+from mcore_ckpt.reshard.target_files import TargetFiles
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.run_folders import Places
-from mcore_ckpt.view.derived import cast_payloads
-from mcore_ckpt.view.source_files import SourceFiles
 
 
 @dataclass(frozen=True, slots=True)

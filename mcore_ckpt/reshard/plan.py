@@ -18,8 +18,8 @@ from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, TensorEntry, p
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.reshard.names import expert_of
 from mcore_ckpt.reshard.partition import Partition, Partitioner, divide, divides
-from mcore_ckpt.target.slots import TargetPlan
-from mcore_ckpt.target.torch_dist import DividedTensor, plan_torch_dist
+from mcore_ckpt.reshard.slots import TargetPlan
+from mcore_ckpt.reshard.torch_dist import DividedTensor, plan_torch_dist
 from mcore_ckpt.tools.keys import is_optimizer_key, layer_number, model_key, stacked_axes
 from mcore_ckpt.tools.parallel_layout import data_file_rank
 

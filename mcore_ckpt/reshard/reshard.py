@@ -28,7 +28,7 @@ from mcore_ckpt.format.metadata_read import (
     read_index,
     read_small_file,
 )
-from mcore_ckpt.items.item_checks import check_file
+from mcore_ckpt.load.item_checks import check_file
 from mcore_ckpt.reshard._optimizer_layout import convert_optimizer
 from mcore_ckpt.reshard.conversion import (
     Conversion,
@@ -43,9 +43,11 @@ from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, ReshardOptions
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import Decision, ReshardPlan, TargetLayout, make_plan
 from mcore_ckpt.reshard.rules import PartitionRule
+from mcore_ckpt.reshard.source_files import SourceFiles, replaced_error
+from mcore_ckpt.reshard.target_directory import refuse_target
+from mcore_ckpt.reshard.target_files import TargetFiles
+from mcore_ckpt.reshard.view_payloads import ViewPayloads
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.target.directory import refuse_target
-from mcore_ckpt.target.target_files import TargetFiles
 from mcore_ckpt.tools.inspection import checkpoint_directory, index_version
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
 from mcore_ckpt.tools.parallel_layout import (
@@ -58,8 +60,6 @@ from mcore_ckpt.tools.parallel_layout import (
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 from mcore_ckpt.tools.plain_state import read_plain_state
 from mcore_ckpt.tools.run_folders import copy_stream, places_of
-from mcore_ckpt.view.payloads import ViewPayloads
-from mcore_ckpt.view.source_files import SourceFiles, replaced_error
 
 _FIXED_LAYOUTS = ("dp_reshardable", "dp_zero_gather_scatter")
 

@@ -29,7 +29,7 @@ from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.directory.iterations import iteration_of, look_at, tracked_name
 from mcore_ckpt.directory.retention import prune_run
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, METADATA_FILE, TRACKER_FILE
-from mcore_ckpt.items.item_checks import check_data_files
+from mcore_ckpt.load.item_checks import check_data_files
 from mcore_ckpt.storage.resolve import storage_at
 
 # Megatron writes the tracker file after the save has been published, a moment later. Before that, it names the

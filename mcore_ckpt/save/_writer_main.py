@@ -19,8 +19,8 @@ from typing import Any
 from mcore_ckpt.core.failures import FailureReport, describe
 from mcore_ckpt.core.process import die_with_parent, lower_priority, until_parent_is_gone
 from mcore_ckpt.core.signals import leave_signals_to_parent
-from mcore_ckpt.layout.file_image import FileImage, Fill, Window
 from mcore_ckpt.save._writer_messages import Inbox, Kind, StatusPage, pack
+from mcore_ckpt.save.buckets import FileImage, Fill, Window
 from mcore_ckpt.save.writer import JobResult, Ring, WriterJob, run_job, with_images
 
 

@@ -29,14 +29,13 @@ from mcore_ckpt.core.boxes import flat_boxes
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.layout.buckets import WriteBucket
-from mcore_ckpt.layout.dense_tensors import pointer_of
-from mcore_ckpt.layout.file_image import Fill, PlannedFile, Window, WrittenFile, check_results, plan_windows
-from mcore_ckpt.layout.plans import GlobalPlan
+from mcore_ckpt.save.buckets import Fill, PlannedFile, Window, WriteBucket, WrittenFile, check_results, plan_windows
+from mcore_ckpt.save.plans import GlobalPlan
 from mcore_ckpt.save.staging_buffers import BufferLease, StagingBuffer, lease_buffer
 from mcore_ckpt.save.supervised_child import Job
 from mcore_ckpt.save.writer import JobResult, Ring, WriterJob, run_job, write_files
 from mcore_ckpt.save.writer_process import fill_ring, shared_writer
+from mcore_ckpt.state.torch_classes import pointer_of
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, Storage, align_up
 
 # The side stream of each device, for the saves of this process.

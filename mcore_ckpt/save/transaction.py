@@ -39,17 +39,14 @@ from mcore_ckpt.directory.target import Target, discard, give_back, open_target
 from mcore_ckpt.format.file_names import id_in_names, with_id
 from mcore_ckpt.format.footer import ManifestFile, shown_id
 from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry
-from mcore_ckpt.layout.buckets import WriteBucket, prepare_write_data
-from mcore_ckpt.layout.file_image import PlannedFile, WrittenFile, check_results
-from mcore_ckpt.layout.replicas import ReplicaDigest, ReplicaSums, held_slices, replica_sums
-from mcore_ckpt.layout.save_index import metadata_of_save
-from mcore_ckpt.layout.saved_layout import LoadedCheckpoint
-from mcore_ckpt.save._planning import Planned, SavePlan, agree
-from mcore_ckpt.save._planning import Structure as Structure
-from mcore_ckpt.save._planning import Validation as Validation
 from mcore_ckpt.save._report import FileReport, SaveReport, Span, Took, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
-from mcore_ckpt.save.rank_state import RankState, collect
+from mcore_ckpt.save.buckets import PlannedFile, WriteBucket, WrittenFile, check_results, prepare_write_data
+from mcore_ckpt.save.planner import Planned, RankState, SavePlan, agree, collect
+from mcore_ckpt.save.planner import Structure as Structure
+from mcore_ckpt.save.planner import Validation as Validation
+from mcore_ckpt.save.replicas import ReplicaDigest, ReplicaSums, held_slices, replica_sums
+from mcore_ckpt.save.save_index import LoadedCheckpoint, metadata_of_save
 from mcore_ckpt.save.staging import log_choice, start_writing, write_in_process
 from mcore_ckpt.save.staging_buffers import is_busy
 from mcore_ckpt.save.supervised_child import Job

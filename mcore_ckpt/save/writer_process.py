@@ -25,8 +25,8 @@ from typing import Any, Final
 from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.core.process import exit_text, kernel_can_watch
 from mcore_ckpt.core.signals import signals_held_back
-from mcore_ckpt.layout.file_image import FileImage
 from mcore_ckpt.save._writer_messages import Inbox, Kind, StatusPage, pack
+from mcore_ckpt.save.buckets import FileImage
 from mcore_ckpt.save.supervised_child import TRAINING_FIRST_NICE, Job, JobWatch, SupervisedChild
 from mcore_ckpt.save.writer import Ring, WriterJob, without_images
 

@@ -27,7 +27,7 @@ from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import verify_records
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import Opaque, read_plain
-from mcore_ckpt.items.checks import check_apart
+from mcore_ckpt.load.checks import check_apart
 from mcore_ckpt.storage.base import FileVersion
 from mcore_ckpt.tools._plain_compare import SIMPLE_KEYS, Verdict, compare
 from mcore_ckpt.tools.dtype_cast import as_numbers

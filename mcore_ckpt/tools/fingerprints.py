@@ -16,7 +16,7 @@ from mcore_ckpt.core.fingerprints import StateFingerprint, TensorFingerprint, st
 from mcore_ckpt.core.threads import in_parallel
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.items.fingerprints import global_shape, part_of_chunk
+from mcore_ckpt.load.stored_fingerprints import global_shape, part_of_chunk
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled

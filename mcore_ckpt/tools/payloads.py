@@ -27,11 +27,11 @@ from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.items.checks import check_apart, check_located, check_proportion, chunk_name
-from mcore_ckpt.items.checksums import BlockSums, checksum_error, contiguous_around, range_crc, whole_blocks
-from mcore_ckpt.items.file_footers import FileFooters
-from mcore_ckpt.items.open_files import OpenFiles, ReadStats, naming
-from mcore_ckpt.items.ranges import split_box
+from mcore_ckpt.load.checks import check_apart, check_located, check_proportion, chunk_name
+from mcore_ckpt.load.checksums import BlockSums, checksum_error, contiguous_around, range_crc, whole_blocks
+from mcore_ckpt.load.file_footers import FileFooters
+from mcore_ckpt.load.open_files import OpenFiles, ReadStats, naming
+from mcore_ckpt.load.ranges import split_box
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.dtype_cast import carrier

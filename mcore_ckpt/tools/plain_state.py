@@ -16,8 +16,8 @@ from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, ObjectEntry
 from mcore_ckpt.format.safe_pickle import Opaque, read_plain
-from mcore_ckpt.items.checksums import check_records, checksum_error
-from mcore_ckpt.items.file_footers import FileFooters
+from mcore_ckpt.load.checksums import check_records, checksum_error
+from mcore_ckpt.load.file_footers import FileFooters
 from mcore_ckpt.storage.resolve import storage_at
 
 

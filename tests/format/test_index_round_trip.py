@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import parse_index
 from mcore_ckpt.format.metadata_write import FORMAT_VERSION, MetadataEncoder, encode_metadata
-from mcore_ckpt.layout.torch_classes import from_dcp_metadata, to_dcp_metadata
+from mcore_ckpt.state.torch_classes import from_dcp_metadata, to_dcp_metadata
 
 names = st.text(min_size=0, max_size=300)
 numbers = st.one_of(st.integers(0, 300), st.integers(2**16 - 2, 2**16 + 2), st.integers(2**31 - 2, 2**62))

@@ -30,7 +30,7 @@ from mcore_ckpt.format.item_layout import (
 )
 from mcore_ckpt.format.item_reading import LocatedTensor, RecordSpan, locate_tensor, locate_tensor_in, verify_records
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.layout.torch_classes import torch_dtype
+from mcore_ckpt.state.torch_classes import torch_dtype
 from tests.support.encoded_items import encode_tensor
 from tests.support.stored_layouts import rewritten
 

@@ -45,7 +45,7 @@ from mcore_ckpt.format.metadata_read import (
     read_index,
 )
 from mcore_ckpt.format.metadata_write import FORMAT_VERSION, MetadataEncoder, encode_metadata
-from mcore_ckpt.layout.torch_classes import from_dcp_metadata, storage_info, to_dcp_metadata
+from mcore_ckpt.state.torch_classes import from_dcp_metadata, storage_info, to_dcp_metadata
 
 
 def sample_metadata() -> Metadata:

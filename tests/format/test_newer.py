@@ -34,7 +34,7 @@ from mcore_ckpt.format.index_pickle import plainly_built
 from mcore_ckpt.format.manifest import Manifest, with_manifest
 from mcore_ckpt.format.metadata_read import parse_index, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.layout.torch_classes import dcp_dispatch_table, plans_of_index
+from mcore_ckpt.state.torch_classes import dcp_dispatch_table, plans_of_index
 
 GOLDEN = Path(__file__).parent / "golden"
 PLAIN = [None, 5, 0.5, True, "text", (4, 1), ()]

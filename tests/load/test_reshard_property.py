@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.items import ranges
 from mcore_ckpt.load import _extents as extents
+from mcore_ckpt.load import ranges
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 from tests.support.encoded_items import encode_tensor

@@ -22,7 +22,7 @@ from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format.footer import BLOCK_BYTES
 from mcore_ckpt.format.item_reading import locate_tensor
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.items.checksums import BlockSums, contiguous_around, whole_blocks
+from mcore_ckpt.load.checksums import BlockSums, contiguous_around, whole_blocks
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.tools.checkpoint import open_checkpoint

@@ -205,7 +205,7 @@ def _load_proven(rank: int, path: Path, dist_checkpointing: Any, case: Load) -> 
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
     from mcore_ckpt import LoadError, LoadOptions, TorchDistLoadStrategy
-    from mcore_ckpt.layout.shards import leaves
+    from mcore_ckpt.state.shards import leaves
 
     class Faulty(TorchDistLoadStrategy):  # type: ignore[misc]
         def load(self, state: Any, *args: Any, **kwargs: Any) -> Any:

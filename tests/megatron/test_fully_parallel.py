@@ -97,7 +97,7 @@ def _sharded(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shards(state: Any) -> list[Any]:
-    from mcore_ckpt.layout.shards import is_sharded_tensor, leaves
+    from mcore_ckpt.state.shards import is_sharded_tensor, leaves
 
     return [leaf for leaf in leaves(state) if is_sharded_tensor(leaf)]
 

@@ -24,7 +24,7 @@ RANKS = 4
 PATIENCE_S = 4.0
 # Where a rank stops: the function that it comes to, and what the others wait for it in.
 STOPS = {
-    "plan": ("mcore_ckpt.save._planning.lay_out_rank", "prepare the save|plan the save"),
+    "plan": ("mcore_ckpt.save.planner.lay_out_rank", "prepare the save|plan the save"),
     "results": ("mcore_ckpt.save.transaction.check_results", "write the data files"),
     "publish": ("mcore_ckpt.save.transaction.publish", "publish the checkpoint"),
     "load": ("mcore_ckpt.megatron.strategy.plan_shards", "plan the load"),

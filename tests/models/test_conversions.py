@@ -31,9 +31,9 @@ from mcore_ckpt.format.index import StoredChunk, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.models import _sources
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
+from mcore_ckpt.reshard import _slot_writer, build
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.reshard.rules import parse_rename_rules, rename_keys
-from mcore_ckpt.target import _writer, build
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
@@ -105,13 +105,13 @@ def test_as_many_tensors_are_in_progress_as_there_are_workers(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any
 ) -> None:
     begun: set[int] = set()
-    original = _writer._Worker._write_tensor
+    original = _slot_writer._Worker._write_tensor
 
     def write(self: Any, *arguments: Any) -> None:
         begun.add(self._number)
         original(self, *arguments)
 
-    monkeypatch.setattr(_writer._Worker, "_write_tensor", write)
+    monkeypatch.setattr(_slot_writer._Worker, "_write_tensor", write)
     for workers in (1, 3):
         begun.clear()
         export_checkpoint(checkpoint, tmp_path / str(workers), to=to, workers=workers)
@@ -443,7 +443,7 @@ class TestInterrupted:
             if error is None:
                 make()
             else:
-                patched.setattr(_writer, "_SYNC_BYTES", 1)
+                patched.setattr(_slot_writer, "_SYNC_BYTES", 1)
                 with pytest.raises(type(error)):
                     make()
         return calls

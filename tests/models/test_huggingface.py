@@ -27,9 +27,9 @@ from mcore_ckpt.models import _foreign, logits
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.models.families._registry import family_named
 from mcore_ckpt.models.families._table import Naming, relate
+from mcore_ckpt.reshard import torch_dist
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
-from mcore_ckpt.target import torch_dist
-from mcore_ckpt.target.safetensors import safetensors_header
+from mcore_ckpt.reshard.safetensors import safetensors_header
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.models.test_conversions import read_by_definition

@@ -31,9 +31,9 @@ from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.read_requests import ReadRequest, stored_dtype
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.models.conversions import import_checkpoint
+from mcore_ckpt.reshard import _slot_writer, build
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.reshard.rules import parse_partition_rules
-from mcore_ckpt.target import _writer, build
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.parallel_layout import data_file_rank
 from mcore_ckpt.tools.repair import repair_checkpoint
@@ -110,7 +110,7 @@ def test_the_same_tensors_under_another_layout(source: Path, tmp_path: Path, opt
 def test_payloads_that_stay_as_they_are_are_left_to_the_kernel(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel_copies: bool
 ) -> None:
-    monkeypatch.setattr(_writer, "_MIN_FILE_COPY_BYTES", 1)
+    monkeypatch.setattr(_slot_writer, "_MIN_FILE_COPY_BYTES", 1)
     copied: list[int] = []
     original = os.copy_file_range
 
@@ -312,7 +312,7 @@ class TestRefusals:
     def test_damage_is_seen_whatever_becomes_of_the_elements(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None, verify: bool
     ) -> None:
-        monkeypatch.setattr(_writer, "_MIN_FILE_COPY_BYTES", 1)
+        monkeypatch.setattr(_slot_writer, "_MIN_FILE_COPY_BYTES", 1)
         flip_byte(write_model(tmp_path / "s"), "output_layer.weight", at_fraction=0.5)
         options = {"tp": 2, "pp": 1, "dtype": dtype, "verify": verify}
         with pytest.raises(ChecksumError, match=r"output_layer\.weight"):
@@ -413,7 +413,7 @@ class TestInterruption:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         key = "decoder.layers.0.self_attention.linear_proj.weight"
-        monkeypatch.setattr(_writer, "_MIN_FILE_COPY_BYTES", 1)
+        monkeypatch.setattr(_slot_writer, "_MIN_FILE_COPY_BYTES", 1)
         write_model(tmp_path / "s", 1, tensors={key: torch.randn(64, 64)})
         flip_byte(read_index(tmp_path / "s"), key, at_fraction=0.5)
 
@@ -425,8 +425,8 @@ class TestInterruption:
     def test_what_was_done_is_not_done_again(
         self, tmp_path: Path, big: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(_writer, "_SYNC_BYTES", 4 * 1024**2)
-        original = _writer._Worker._write_tensor
+        monkeypatch.setattr(_slot_writer, "_SYNC_BYTES", 4 * 1024**2)
+        original = _slot_writer._Worker._write_tensor
         moved: list[str] = []
         fails_at = 17
 
@@ -436,7 +436,7 @@ class TestInterruption:
             moved.append(move.entry.fqn)  # type: ignore[attr-defined]
             original(self, streams, move)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(_writer._Worker, "_write_tensor", write)
+        monkeypatch.setattr(_slot_writer._Worker, "_write_tensor", write)
         options = {"tp": 1, "pp": 1, "workers": 1}
         with pytest.raises(SaveError, match="the disk is gone"):
             reshard_checkpoint(tmp_path / "s", tmp_path / "t", **options)
@@ -466,11 +466,11 @@ class TestInterruption:
         self, tmp_path: Path, big: dict[str, torch.Tensor], stop: signal.Signals
     ) -> None:
         code = (
-            "import sys, time\nfrom mcore_ckpt.target import _writer\n"
-            "_writer._SYNC_BYTES = 4 * 1024**2\n"
-            "original = _writer._Worker._write_tensor\n"
+            "import sys, time\nfrom mcore_ckpt.reshard import _slot_writer\n"
+            "_slot_writer._SYNC_BYTES = 4 * 1024**2\n"
+            "original = _slot_writer._Worker._write_tensor\n"
             "def slow(self, streams, move):\n    time.sleep(0.05)\n    original(self, streams, move)\n"
-            "_writer._Worker._write_tensor = slow\n"
+            "_slot_writer._Worker._write_tensor = slow\n"
             "from mcore_ckpt.commands.cli import main\nsys.exit(main(sys.argv[1:]))"
         )
         arguments = ["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--tp", "1", "--pp", "1"]
@@ -555,7 +555,7 @@ class TestChunksInEachOthersPlace:
     def test_are_refused(
         self, key: str, tp: int, copied: bool, fingerprinted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(_writer, "_MIN_FILE_COPY_BYTES", 1)
+        monkeypatch.setattr(_slot_writer, "_MIN_FILE_COPY_BYTES", 1)
         damaged = self.swapped(fingerprinted, tmp_path / "s", key)
         with pytest.raises(ChecksumError, match=f"{key}: what was written has the fingerprint"):
             reshard_checkpoint(damaged, tmp_path / "t", tp=tp, pp=1, file_copy=copied)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mcore_ckpt import SaveOptions
-from mcore_ckpt.layout.buckets import WriteBucket
 from mcore_ckpt.save import staging
+from mcore_ckpt.save.buckets import WriteBucket
 from mcore_ckpt.save.staging import BucketSource, DeviceCopies, start_writing
 from mcore_ckpt.save.staging_buffers import StagingBuffer
 from mcore_ckpt.storage._local import LocalStorage

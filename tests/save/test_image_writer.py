@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.errors import SaveError, WriteTimeoutError
-from mcore_ckpt.layout.file_image import FileImage, PlannedFile, Window, WrittenFile, plan_windows
+from mcore_ckpt.save.buckets import FileImage, PlannedFile, Window, WrittenFile, plan_windows
 from mcore_ckpt.save.writer import ImageWriter, WindowPool
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import RangeWriter

@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
-from mcore_ckpt.layout.file_image import Window, plan_windows
+from mcore_ckpt.save.buckets import Window, plan_windows
 from mcore_ckpt.save.forked_call import fork_call, fork_writer, report_progress
 from mcore_ckpt.save.writer import Ring
 from mcore_ckpt.save.writer_process import PersistentWriter, fill_ring

@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.layout.dense_tensors import check_memory
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
+from mcore_ckpt.state.torch_classes import check_memory
 from tests.support.tensor_specs import source_of
 
 # --- Megatron's persistent queue, or ours, with the writer of the same name -------------------------------------------

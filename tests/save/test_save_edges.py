@@ -13,13 +13,12 @@ from torch.distributed import checkpoint as dcp
 
 from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.layout.dense_tensors import pointer_of
-from mcore_ckpt.layout.plans import GlobalPlan
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
 from mcore_ckpt.save import staging_buffers
-from mcore_ckpt.save._planning import Planned
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
-from mcore_ckpt.save.rank_state import NOTHING, _answers, collect
+from mcore_ckpt.save.planner import NOTHING, Planned, _answers, collect
+from mcore_ckpt.save.plans import GlobalPlan
+from mcore_ckpt.state.torch_classes import pointer_of
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 

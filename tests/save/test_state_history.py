@@ -15,9 +15,8 @@ import torch
 from mcore_ckpt.core.crc import crc32_of_zeros
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.format.metadata_write import ChunkFactors
-from mcore_ckpt.layout.replicas import ReplicaDigest, digest_of
 from mcore_ckpt.save import transaction
-from mcore_ckpt.save._state_history import StateHistory
+from mcore_ckpt.save.replicas import ReplicaDigest, StateHistory, digest_of
 from tests.support.gloo_ranks import run_megatron_ranks
 
 MOMENTS = ((1, "exp_avg.w", crc32_of_zeros(16)), (2, "exp_avg.unused", crc32_of_zeros(8)))

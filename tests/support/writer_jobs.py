@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.layout.file_image import FileImage, PlannedFile
+from mcore_ckpt.save.buckets import FileImage, PlannedFile
 from mcore_ckpt.save.writer import WriterJob
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import RangeWriter, align_up

@@ -13,8 +13,8 @@ import torch
 from mcore_ckpt import ChecksumError, checkpoint_fingerprint, diff_checkpoints, open_checkpoint
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.layout.shards import original_shape
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
+from mcore_ckpt.state.shards import original_shape
 from tests.support.model_like import model_tensors, write_model
 
 GOLDEN = Path(__file__).parents[1] / "format" / "golden"

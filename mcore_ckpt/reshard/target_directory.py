@@ -1,0 +1,407 @@
+"""A target's directory: it appears by one rename, when everything in it is complete, and replaces nothing.
+
+    TARGET.partial/<id>/          the files, while they are written
+    TARGET.partial/<id>.journal   how far they are; the lock on it shows that a run is at work
+    TARGET                        a rename of the folder, which fails where there is something already
+
+A run locks its journal before it makes its folder, and removes the journal after the rename. So a folder whose journal
+is missing or not locked belongs to a run that has ended. The next run resumes it, if it is the same work, or removes
+it. A folder is renamed before it is removed: if its run is at work after all (another host, no locks), that run finds
+nothing to give the target's name to.
+
+In an object store, where nothing can be renamed, the files are written at their place, next to the note of a save.
+None appears before all bytes of all of them are there; then they do one by one, and last the file that names the others
+or without which they are not read: `.metadata`, the index of several safetensors or torch files, `config.json`. A run
+says the names of its files in its note before it makes the first. What a run that was killed has left is removed
+by the next one, which begins again. Files that no run has noted are of others, and stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from mcore_ckpt.core.console import logger_of
+from mcore_ckpt.core.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    OptionError,
+    SaveError,
+)
+from mcore_ckpt.core.paths import PARTIAL
+from mcore_ckpt.directory.commit import Commit
+from mcore_ckpt.directory.folders import NO_NAMES
+from mcore_ckpt.directory.note import Owner, is_note, note_name, notes
+from mcore_ckpt.format.metadata_read import METADATA_FILE
+from mcore_ckpt.reshard._journal import FileJournal, InUseError, Journal
+from mcore_ckpt.reshard.target_files import LocalFiles, StoreFiles, TargetFiles
+from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.storage.resolve import path_in_file_system, storage_at
+
+_logger = logger_of(__name__)
+
+_ENTRY = re.compile(r"(?P<id>[0-9a-f]{16})(?P<kind>\.journal|\.gone)?")
+# In the note in a store: files of the target that is being made there.
+_NOTED: Final = "target"
+_EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A target that is being written."""
+
+    files: TargetFiles
+    journal: Journal  # how far the files are
+    publish: Callable[[str, bytes], None]  # puts the file that comes after all others; raises `SaveError`
+    note: Callable[[Sequence[str]], None]  # the names of all files but `.metadata`, before the first is made
+
+
+class _Way(NamedTuple):
+    """How a directory is made: see the module."""
+
+    refuse_existing: Callable[[Path], None]
+    open: Callable[[Path, str, bool], AbstractContextManager[Target]]
+
+
+def partial_directory(target: Path) -> Path:
+    """Where a target is written until it is complete."""
+    return target.with_name(target.name + PARTIAL)
+
+
+def refuse_target(source: Path, target: Path) -> None:
+    """Raise unless `target` is free, and not inside the source."""
+    _refuse_existing(target)
+    here, there = (f"{storage_at(place).location.rstrip('/')}/" for place in (source, target))
+    if there.startswith(here):
+        raise OptionError(f"{target}: lies inside the source {source}, which is never written to")
+
+
+def _way(target: Path) -> _Way:
+    renamed, in_place = _Way(_refuse_anything, _renamed), _Way(_refuse_checkpoint, _in_place)
+    return storage_at(target).made_by(renamed=renamed, in_place=in_place)
+
+
+def _refuse_existing(target: Path) -> None:
+    _way(target).refuse_existing(target)
+
+
+def _refuse_anything(target: Path) -> None:
+    target = path_in_file_system(target)
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        raise _exists(target)
+    if target.name in ("", ".."):
+        raise OptionError(
+            f"{target}: is no name of a directory; the target is written next to its place, and renamed in the end: "
+            "expected a path that ends with the directory's own name"
+        )
+    if target.exists() and _is_mount_point(target):
+        raise OptionError(
+            f"{target}: a file system is mounted there, and a directory that is complete cannot get the name of a "
+            f"mount point; nothing has been written. Choose a new directory in it, such as {target / 'checkpoint'}"
+        )
+
+
+def _is_mount_point(directory: Path) -> bool:
+    """Whether a file system, or a directory of the same one (/proc tells that), is mounted there, or a subvolume is:
+    no rename replaces these.
+    """
+    return _mount_of(directory) != _mount_of(directory / "..")
+
+
+def _mount_of(directory: Path) -> tuple[int, str]:
+    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        mount = ""
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii").splitlines()
+            mount = next((line for line in lines if line.startswith("mnt_id:")), "")
+        return os.fstat(fd).st_dev, mount
+    finally:
+        os.close(fd)
+
+
+def _refuse_checkpoint(target: Path) -> None:
+    """What else lies there may be what a killed run has left: that is looked at under the lock."""
+    if storage_at(target).exists(METADATA_FILE):
+        raise _exists(target)
+
+
+def _exists(target: Path) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"{target}: there is something already, and nothing is ever overwritten: choose another name"
+    )
+
+
+def target_folder(target: Path, fingerprint: str, *, restart: bool = False) -> AbstractContextManager[Target]:
+    """Files to write, which become `target` at the end of the block.
+
+    In a file system, what was done stays for a later run if this one is interrupted, or cannot write. Any other error
+    is one of the source or of the options: the folder is removed.
+
+    Raises:
+        OptionError: an earlier run has left other work and `restart` is not set, or the directory holds other files.
+        CheckpointExistsError: there is something at `target`.
+        SaveError: another run is making `target`; or it cannot be written.
+    """
+    return _way(target).open(target, fingerprint, restart)
+
+
+@contextmanager
+def _renamed(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
+    target = path_in_file_system(target)
+    folder, journal = _open(target, fingerprint, restart=restart)
+
+    def publish(name: str, content: bytes) -> None:
+        storage = storage_at(folder)
+        storage.sync()
+        storage.publish(name, content)
+
+    with journal:
+        kept = False
+        try:
+            yield Target(LocalFiles(folder), journal, publish, lambda _: None)
+            storage_at(folder).sync()
+            _appear(folder, target)
+        except CheckpointError as error:
+            kept = bool(journal.done) and isinstance(error, SaveError) and not isinstance(error, CheckpointExistsError)
+            raise
+        except BaseException as error:
+            kept = bool(journal.done)
+            if kept and isinstance(error, KeyboardInterrupt):
+                raise KeyboardInterrupt(f"{folder.parent} keeps what is done; the same command resumes it") from error
+            raise
+        finally:
+            if not kept:
+                shutil.rmtree(folder, ignore_errors=True)
+                journal.remove()
+                with contextlib.suppress(OSError):
+                    folder.parent.rmdir()
+
+
+@contextmanager
+def _in_place(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
+    """Nothing is resumed here: both arguments are of the other way."""
+    storage = storage_at(target)
+    storage.ensure()
+    if not _left_by_others(storage):
+        _refuse_others(target, storage)
+    commit = Commit.begin(storage, {_NOTED: []})
+    try:
+        _clear(target, commit)
+        making = _Making(commit, StoreFiles(target))
+        try:
+            yield Target(making.files, Journal(), making.publish, making.note)
+        except BaseException:
+            making.give_up()
+            raise
+    finally:
+        commit.give_up()
+
+
+def _clear(target: Path, commit: Commit) -> None:
+    """Remove what runs that were killed have left; if that fails it stays known, for the next run."""
+    storage = commit.storage
+    for owner in _left_by_others(storage):
+        if owner.save != commit.id:
+            if commit.base is None:
+                _remove_files(storage, _noted(owner))
+            storage.delete(note_name(owner.save))
+    _refuse_existing(target)
+    _refuse_others(target, storage)
+
+
+@dataclass(frozen=True, slots=True)
+class _Making:
+    """What a run makes at its place in a store."""
+
+    commit: Commit
+    files: StoreFiles
+    noted: list[str] = field(default_factory=list)
+    last: list[str] = field(default_factory=list)  # the file that comes after all others, once it is on its way
+
+    def note(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.commit.storage.path(name)  # refuses a name that there cannot be
+        self.noted.extend(names)
+        self.commit.say({_NOTED: self.noted})
+
+    def publish(self, name: str, content: bytes) -> None:
+        self.last.append(name)
+        if name == METADATA_FILE:
+            self.commit.publish(content, needed=self.noted)
+        elif self.commit.storage.replace_if(name, content, None) is None:
+            raise _exists(self.files.folder)
+
+    def give_up(self) -> None:
+        """Remove what was made, unless the last file is there, or may yet appear."""
+        storage = self.commit.storage
+        try:
+            if self.commit.is_undecided or any(storage.version(name) is not None for name in self.last):
+                return
+            self.files.abort()
+            _remove_files(storage, self.noted)
+        except CheckpointError:
+            self.commit.leave()  # the next run removes what is left
+
+
+def _left_by_others(storage: Storage) -> list[Owner]:
+    """Who has left a target that is not finished."""
+    return [owner for owner in notes(storage, storage.list()) if _NOTED in (owner.noted or {})]
+
+
+def _noted(owner: Owner) -> list[str]:
+    names = (owner.noted or {}).get(_NOTED)
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _folders(storage: Storage) -> Sequence[str]:
+    try:
+        return storage.folders()
+    except CheckpointNotFoundError:
+        return ()
+
+
+def _refuse_others(target: Path, storage: Storage) -> None:
+    if not all(map(is_note, storage.list())) or any(_has_files(target, name) for name in _folders(storage)):
+        raise _exists(target)
+
+
+def _has_files(directory: Path, folder: str) -> bool:
+    """Whether there is a file in a folder, or below it: some stores list folders that are empty."""
+    if folder in NO_NAMES:
+        return True
+    inner = directory / folder
+    storage = storage_at(inner)
+    return bool(storage.list()) or any(_has_files(inner, name) for name in _folders(storage))
+
+
+def _remove_files(storage: Storage, names: Iterable[str]) -> None:
+    """Remove what a run has noted as its own; never `.metadata`, nor a note."""
+    for name in names:
+        if name != METADATA_FILE and not is_note(name):
+            storage.delete(name)
+
+
+def _open(target: Path, fingerprint: str, *, restart: bool) -> tuple[Path, FileJournal]:
+    """The folder and the journal of this run; of two runs that begin at once, the second sees the first."""
+    try:
+        _refuse_existing(target)
+        partial = partial_directory(target)
+        with _alone_in(partial):
+            _refuse_existing(target)
+            found = _left(partial, fingerprint, restart=restart)
+            if found is None:
+                folder = partial / secrets.token_hex(8)
+                found = folder, FileJournal(folder.with_suffix(".journal"))
+            folder, journal = found
+            try:
+                if not journal.fingerprint:
+                    journal.begin(fingerprint)
+                folder.mkdir(exist_ok=True)
+            except BaseException:  # the lock must not outlive the attempt: the next one would take it for a run
+                if not journal.done:
+                    journal.remove()
+                journal.close()
+                raise
+            return found
+    except OSError as error:
+        raise SaveError(f"{target}.partial: the directory cannot be made: {error.strerror or error}") from error
+
+
+@contextmanager
+def _alone_in(partial: Path) -> Iterator[None]:
+    """No other run looks at the temporary directory meanwhile, where directories can be locked."""
+    while True:
+        partial.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            try:
+                if not os.path.samestat(os.fstat(fd), partial.stat()):
+                    continue
+            except FileNotFoundError:  # a run that has finished has removed it
+                continue
+            yield
+            return
+        finally:
+            os.close(fd)
+
+
+def _left(partial: Path, fingerprint: str, *, restart: bool) -> tuple[Path, FileJournal] | None:
+    """The folder of an earlier run that is resumed; what other runs have left is removed, or refused."""
+    names = sorted(path.name for path in partial.iterdir())
+    foreign = [name for name in names if not _ENTRY.fullmatch(name)]
+    if foreign:
+        raise OptionError(
+            f"{partial}: holds {foreign[0]}, which no command of mcore-ckpt has left there; remove that, or choose "
+            "another name for the target"
+        )
+    resumed: tuple[Path, FileJournal] | None = None
+    try:
+        for name in sorted({name[:16] for name in names}):
+            folder = partial / name
+            journal = _journal_of(folder, partial, restart=restart)
+            if journal is None:
+                continue
+            is_same = journal.fingerprint == fingerprint
+            is_begun = bool(journal.done) and not restart and folder.is_dir()
+            if is_begun and is_same and resumed is None:
+                resumed = folder, journal
+                continue
+            with journal:
+                if is_begun and not is_same:
+                    raise OptionError(
+                        f"{folder}: left by a run with another source, layout or set of options; repeat that command "
+                        "to finish it, or throw its work away with --restart"
+                    )
+                _remove(folder)
+                journal.remove()
+    except BaseException:
+        if resumed is not None:
+            resumed[1].close()
+        raise
+    return resumed
+
+
+def _journal_of(folder: Path, partial: Path, *, restart: bool) -> FileJournal | None:
+    """The journal of a run that has ended; None if it may be at work, and is to be left alone."""
+    try:
+        return FileJournal(folder.with_suffix(".journal"))
+    except InUseError as error:
+        if restart and not error.is_certain:
+            return None
+        raise SaveError(f"{partial}: another command is making this target: {error}") from error
+
+
+def _remove(folder: Path) -> None:
+    gone = folder.with_suffix(".gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _appear(folder: Path, target: Path) -> None:
+    """Give a complete directory its name, durably; a directory that is renamed replaces at most an empty one."""
+    try:
+        folder.rename(target)
+    except OSError as error:
+        if error.errno in _EXISTS:
+            raise _exists(target) from error
+        raise SaveError(f"{folder}: complete, but cannot be renamed to {target}: {error.strerror}") from error
+    storage_at(target.parent).sync()

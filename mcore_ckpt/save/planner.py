@@ -1,0 +1,571 @@
+"""From a sharded state dict to the plan that all ranks of a save agree on.
+
+`collect` finds what one rank writes: its main replicas, described, checked, and its objects serialized. All that can be
+wrong with one rank's state is found there, in one call, so that the other ranks are told of it in one exchange.
+
+What the ranks of a save agree on before a byte is written: every file, every offset, and that all of it fits.
+
+Layout and plan follow from the structure of the state alone (keys, dtypes, shapes, offsets), and are kept in a
+`Structure`. A further save of the same model is planned by one exchange of a few bytes. Every rank says which plan it
+can use again, by the id of the save that made it. If all name the same one, it is used. Otherwise all ranks plan again,
+so no rank waits in another exchange than the others. What has moved from one rank to another is planned again, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from mcore_ckpt.core.errors import OptionError, PlanError, SaveError
+from mcore_ckpt.core.failures import attempt, value_of
+from mcore_ckpt.core.ranks import RankGroup
+from mcore_ckpt.format.metadata_write import MetadataEncoder
+from mcore_ckpt.save.buckets import RankLayout, TensorSpec, lay_out_rank
+from mcore_ckpt.save.plan_check import Accesses, check_accesses, global_plan
+from mcore_ckpt.save.plans import GlobalPlan
+from mcore_ckpt.save.replicas import StateHistory
+from mcore_ckpt.save.save_index import LoadedCheckpoint, SavedLayout
+from mcore_ckpt.state.shards import StoredForm, main_replicas, stored_form
+from mcore_ckpt.state.torch_classes import check_memory, dtype_name, pointer_of
+
+# What the storage of a subclass holds is not known.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+# Each question to torch takes a tenth of a microsecond, and there may be tens of thousands of tensors: they are put by
+# loops of the interpreter's, to as many tensors as stay in the processor's cache from one question to the next.
+_QUESTIONS: Final[tuple[Callable[[Any], Any], ...]] = (
+    torch.Tensor.data_ptr,  # (`_ADDRESS`)
+    torch.Tensor.is_contiguous,
+    torch.Tensor.is_neg,
+    torch.Tensor.storage_offset,
+    *map(attrgetter, ("dtype", "nbytes", "is_cpu")),
+)
+_ANSWERS: Final = len(_QUESTIONS) + 2
+_ADDRESS: Final = 1  # (the first answer is the type)
+_ASKED_AT_ONCE: Final = 256
+
+
+class Described(NamedTuple):
+    """The shards of one save, in columns of an entry for each, for the next save to compare: what has not changed is
+    neither worked out nor checked again.
+    """
+
+    fields: tuple[list[Any], ...]  # what a specification follows from, except the data; see `_fields`
+    memory: tuple[Sequence[Any], ...]  # what was checked of each tensor's memory; see `_memory`
+    pointers: list[int]  # where each tensor's bytes lie in order in host memory, as an address; 0 where they do not
+    specs: tuple[TensorSpec, ...]  # the specifications
+
+
+NOTHING: Final = Described((), (), [], ())
+
+
+class RankState(NamedTuple):
+    """One rank's part of a save: tensors (detached, unless they are read by address), objects by key in serialized
+    form, and the tensors as the checkpoint will know them.
+    """
+
+    tensors: list[torch.Tensor]
+    objects: list[tuple[str, memoryview]]
+    described: Described
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors' specifications."""
+        return self.described.specs
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors and objects."""
+        return sum(spec.nbytes for spec in self.specs) + sum(self.object_bytes)
+
+    @property
+    def object_keys(self) -> list[str]:
+        """Keys of the objects."""
+        return [key for key, _ in self.objects]
+
+    @property
+    def object_bytes(self) -> list[int]:
+        """Sizes of the objects."""
+        return [len(data) for _, data in self.objects]
+
+
+def collect(sharded_state_dict: Any, known: Described) -> RankState:
+    """What this rank writes of a nested dict/list of Megatron's sharded tensors and objects. `PlanError`: a shard has
+    no data, or data that cannot be its own; serializing an object may raise anything.
+    """
+    shards, sharded_objects = main_replicas(sharded_state_dict)
+    tensors = [shard.data for shard in shards]
+    fields = _fields(shards)
+    described = known
+    if not shards or len(shards) != len(known.specs):
+        described = _described(shards, tensors, fields, NOTHING, range(len(shards)))
+    else:
+        others, elsewhere = _moved(tensors, known.memory)
+        others |= _changed(fields, known.fields)
+        if others or elsewhere:
+            described = _described(shards, tensors, fields, known, sorted(others), elsewhere)
+    if 0 in described.pointers:
+        pairs = zip(tensors, described.pointers, strict=True)
+        tensors = [tensor if pointer else tensor.detach() for tensor, pointer in pairs]
+    objects: dict[str, list[Any]] = {}
+    for leaf in sharded_objects:
+        objects.setdefault(leaf.unique_key, []).append(leaf.data)
+    serialized = [(key, memoryview(serialize_objects(values).getvalue())) for key, values in objects.items()]
+    return RankState(tensors, serialized, described)
+
+
+def _fields(shards: Sequence[Any]) -> tuple[list[Any], ...]:
+    """All that the specification of a shard follows from, except its data: cheap to get and to compare."""
+    return (
+        [shard.key for shard in shards],
+        list(map(tuple, [shard.global_shape for shard in shards])),
+        list(map(tuple, [shard.global_offset for shard in shards])),
+        list(map(tuple, [shard.local_shape for shard in shards])),
+        [shard.prepend_axis_num for shard in shards],
+        [shard.axis_fragmentations for shard in shards],
+        [getattr(shard, "flattened_range", None) for shard in shards],
+    )
+
+
+def _changed(fields: tuple[list[Any], ...], before: tuple[list[Any], ...]) -> set[int]:
+    """Which shards are not described as before."""
+    changed: set[int] = set()
+    for column, known in zip(fields, before, strict=True):
+        if column != known:
+            pairs = enumerate(zip(column, known, strict=True))
+            changed.update(index for index, (value, former) in pairs if value != former)
+    return changed
+
+
+def _answers(tensors: Sequence[Any]) -> Iterator[list[Any]]:
+    """What is compared of tensors that are read as they lie in memory, to know that this is as it was: where address,
+    length and place in the storage are as before, and so is what the storage holds, a tensor lies in it as before.
+    """
+    yield list(map(type, tensors))
+    for question in _QUESTIONS:
+        yield list(map(question, tensors))
+    yield list(map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors)))
+
+
+def _memory(some: Sequence[Any]) -> list[list[Any]]:
+    """The answers of tensors, in columns; one that is not read as it lies there has no type, which is no answer."""
+    if all(kind in _PLAIN for kind in map(type, some)):
+        with contextlib.suppress(RuntimeError):  # one has no memory that could be asked for
+            types, addresses, contiguous, negated, starts, dtypes, *others = _answers(some)
+            in_order = zip(types, contiguous, negated, dtypes, strict=True)
+            kept = [
+                kind if is_contiguous and not is_neg and not dtype.is_complex else None
+                for kind, is_contiguous, is_neg, dtype in in_order
+            ]
+            return [kept, addresses, contiguous, negated, starts, dtypes, *others]
+    if len(some) == 1:
+        return [[None] for _ in range(_ANSWERS)]
+    return [[answer for (answer,) in column] for column in zip(*(_memory([one]) for one in some), strict=True)]
+
+
+def _moved(tensors: Sequence[Any], before: tuple[Sequence[Any], ...]) -> tuple[set[int], dict[int, int]]:
+    """Which tensors' memory has to be checked again; and the addresses of those that only lie elsewhere: what a save is
+    given may be made for it, and then all of them do.
+    """
+    others: set[int] = set()
+    elsewhere: dict[int, int] = {}
+    for start in range(0, len(tensors), _ASKED_AT_ONCE):
+        _compare(tensors[start : start + _ASKED_AT_ONCE], before, start, others, elsewhere)
+    return others, elsewhere
+
+
+def _compare(
+    some: Sequence[Any], before: tuple[Sequence[Any], ...], start: int, others: set[int], elsewhere: dict[int, int]
+) -> None:
+    stop = start + len(some)
+    try:
+        # What is of another class may not be asked for anything.
+        answers = [] if list(map(type, some)) != before[0][start:stop] else list(_answers(some))
+    except RuntimeError:  # one has no memory that could be asked for
+        answers = []
+    if not answers and len(some) == 1:
+        others.add(start)
+    elif not answers:
+        for number, tensor in enumerate(some, start):
+            _compare([tensor], before, number, others, elsewhere)
+    for question, answered in enumerate(answers):
+        former = before[question][start:stop]
+        if answered != former:
+            pairs = enumerate(zip(answered, former, strict=True), start)
+            differing = [(index, answer) for index, (answer, known) in pairs if answer != known]
+            if question == _ADDRESS:
+                elsewhere.update(differing)
+            else:
+                others.update(index for index, _ in differing)
+
+
+def _described(
+    shards: Sequence[Any],
+    tensors: list[Any],
+    fields: tuple[list[Any], ...],
+    known: Described,
+    others: Sequence[int],
+    elsewhere: Mapping[int, int] = MappingProxyType({}),
+) -> Described:
+    """The shards as described before, but for addresses `elsewhere`, and for `others`, which are looked at; their data
+    in `tensors` are replaced.
+    """
+    number = len(shards)
+    specs: list[Any] = [*known.specs] or [None] * number
+    pointers = [*known.pointers] or [0] * number
+    memory = [[*column] for column in known.memory] or [[None] * number for _ in range(_ANSWERS)]
+    for index, address in elsewhere.items():
+        memory[_ADDRESS][index] = address
+        pointers[index] = pointers[index] and address  # (that of another device is none of the host's)
+    # Asked for once: data may be made when they are asked for, and then the next ones are others.
+    given = [tensors[index] for index in others]
+    for start in range(0, len(others), _ASKED_AT_ONCE):
+        some = others[start : start + _ASKED_AT_ONCE]
+        answers = _memory(given[start : start + _ASKED_AT_ONCE])
+        for column, answered in zip(memory, answers, strict=True):
+            for index, answer in zip(some, answered, strict=True):
+                column[index] = answer
+        for index, address in zip(some, _addresses(answers), strict=True):
+            if address:
+                pointers[index] = address
+            else:
+                tensors[index] = _own_data(shards[index], tensors[index])
+                pointers[index] = pointer_of(tensors[index])
+    for index in others:
+        same = bool(known.specs) and all(
+            column[index] == before[index] for column, before in zip(fields, known.fields, strict=True)
+        )
+        tensor = tensors[index]
+        if not same or (specs[index].dtype, specs[index].nbytes) != (dtype_name(tensor.dtype), tensor.nbytes):
+            specs[index] = _specified(shards[index], [column[index] for column in fields], tensor)
+    return Described(fields, tuple(memory), pointers, tuple(specs))
+
+
+def _addresses(answers: Sequence[Sequence[Any]]) -> list[int]:
+    """Of tensors with these answers, where each is read as it lies in host memory; 0 where it has to be looked at."""
+    return [
+        address if kind is not None and is_cpu and start * dtype.itemsize + nbytes <= held_bytes else 0
+        for kind, address, _, _, start, dtype, nbytes, is_cpu, held_bytes in zip(*answers, strict=True)
+    ]
+
+
+def _where(shard: Any) -> str:
+    return f"{shard.key} at offset {tuple(shard.global_offset)}"
+
+
+def _own_data(shard: Any, data: Any) -> torch.Tensor:
+    """The data of a shard as they lie in memory, which is read by address: so it has to be there, all of it."""
+    if data is None:
+        raise PlanError(f"{_where(shard)}: the shard has no data to save")
+    tensor: torch.Tensor = data.detach() if data.requires_grad else data
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise PlanError(
+            f"{_where(shard)}: expected a dense tensor with data, got one of layout {tensor.layout} on {tensor.device};"
+            " convert it before the save"
+        )
+    if type(data) in _PLAIN or tensor.is_cpu:
+        check_memory(tensor, partial(_where, shard))
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor
+
+
+def _specified(shard: Any, fields: Sequence[Any], tensor: torch.Tensor) -> TensorSpec:
+    key, shape, offsets, local_shape, prepended, _, stretch = fields
+    form = StoredForm(shape, offsets, (1,) * prepended + local_shape) if stretch is None else stored_form(shard)
+    if tensor.numel() != math.prod(form.sizes):
+        raise PlanError(
+            f"{_where(shard)}: expected {math.prod(form.sizes)} elements, as its sizes are {list(form.sizes)}, got data"
+            f" of shape {list(tensor.shape)}; the data were replaced after the shard was described"
+        )
+    dtype = dtype_name(tensor.dtype)
+    return TensorSpec(key, dtype, form.shape, form.offsets, form.sizes, tensor.nbytes, form.original_shape)
+
+
+def serialize_objects(values: list[Any]) -> io.BytesIO:
+    """Serialize the objects that share one key: `torch.save` of their list, which is what Megatron's readers expect."""
+    stream = io.BytesIO()
+    torch.save(values, stream)
+    return stream
+
+
+_SHOWN = 5
+
+
+@dataclass(slots=True)
+class Planned:
+    """On the coordinator: the checked plan of all ranks, and its encoder once a writer or a commit has made that."""
+
+    plan: GlobalPlan
+    encoder: MetadataEncoder | None = None
+    held: Sequence[bytes] = ()  # by rank, what it holds of what is to be compared (`held_slices`)
+    history: StateHistory = field(default_factory=StateHistory)
+
+    @property
+    def unencoded(self) -> GlobalPlan | None:
+        """What a writer has to make the encoder from; None if there is one."""
+        return self.plan if self.encoder is None else None
+
+
+@dataclass(slots=True)
+class Structure:
+    """What one strategy keeps between its saves."""
+
+    layout: RankLayout | None = None  # this rank's files
+    planned: Planned | None = None  # on the coordinator, every rank's plan
+    # The shards of the last save. To compare takes a fraction of the time of describing them.
+    described: Described = NOTHING
+    # Rank, number of ranks, `thread_count` and `fingerprints` when it was laid out: files and plans are of those. A
+    # restart inside the process may give it another place, and a setting may be changed between two saves.
+    laid_out_for: tuple[int, int, int, bool] | None = None
+    laid_out_in: bytes = b""
+    accesses: Accesses | None = None  # what was checked with it, if that was asked for
+
+
+class Validation(NamedTuple):
+    """What a save has to check besides the plan; the same on all ranks. (Megatron's validation of access integrity.)"""
+
+    accesses: Accesses  # all that this rank holds, main replicas or not
+    common_digest: bytes | None = None  # of the state that all ranks should have alike
+    compare_common: Callable[[RankGroup], None] | None = None  # called on all ranks where the digests are not the same
+    # The main replicas are what ranks save, though other ranks may save them than hold them.
+    mains_are_saved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """What one rank is going to write, and on the coordinator what all are; `reused`: it is the plan of the save
+    before.
+    """
+
+    layout: RankLayout
+    planned: Planned | None
+    save_id: bytes
+    reused: bool
+    resumed: bool = False  # it is the plan of the checkpoint that was loaded
+
+    @property
+    def unencoded(self) -> GlobalPlan | None:
+        """On the coordinator, what `.metadata` is still to be made from, during the writing."""
+        return None if self.planned is None else self.planned.unencoded
+
+
+def agree(
+    structure: Structure,
+    state: RankState | BaseException,
+    group: RankGroup,
+    open_directory: Callable[[], bytes],
+    is_left_out: Callable[[RankState], bool],
+    *,
+    name: str,
+    thread_count: int,
+    separation_hint: str | None,
+    drain_to: str | None,
+    fingerprints: bool,
+    loaded: LoadedCheckpoint | None = None,
+    validation: Validation | None = None,
+    held: Callable[[], bytes] | None = None,
+) -> tuple[SavePlan, RankState] | None:
+    """Open the directory and settle what all ranks write: as in the save before, if every rank can, or laid out again.
+    None, and nothing is touched, if a rank wants the save left out. What `state` carries as an error is raised on all
+    ranks, as is `PlanError`; `SaveError` unless all save to a directory of this name; and `OptionError` unless all have
+    the same second tier. `loaded`: what this job has loaded. `held`: what this rank holds, if replicas are to be
+    compared.
+    """
+    place = (group.rank, group.size, thread_count, fingerprints)
+    layout = structure.layout
+    unchanged = (
+        layout is not None
+        and not isinstance(state, BaseException)
+        and structure.laid_out_for == place
+        and (layout.separation_hint, layout.specs) == (separation_hint, state.specs)
+        and layout.has_room(state.object_keys, state.object_bytes)
+        and (validation is None or validation.accesses == structure.accesses)
+    )
+    lay_out = partial(_lay_out, rank=group.rank, hint=separation_hint, files=thread_count, fingerprints=fingerprints)
+    laid_out = None if unchanged else attempt(partial(lay_out, state))
+    if structure.laid_out_in:
+        loaded = None  # of an older state than that of the save before
+    saved = _same_as_loaded(loaded, laid_out, group)
+    resumed: list[Planned] = []
+
+    def prepare() -> _Prepared:
+        plan = structure.laid_out_in if unchanged else b"" if saved is None else saved.plan_id
+        common = None if validation is None else validation.common_digest
+        left_out = is_left_out(value_of(state))
+        return _Prepared(plan, left_out, frozenset([drain_to]), frozenset([common]), frozenset([name]))
+
+    def resume(plan: bytes) -> bytes:
+        if saved is not None and plan:
+            resumed.append(Planned(replace(saved.plan(), fingerprints=fingerprints)))
+        return plan
+
+    def open_unless_left_out(prepared: _Prepared) -> tuple[bytes, bytes, bool] | None:
+        if len(prepared.names) > 1:
+            # With a second tier each of them would pass for a node's own part of one checkpoint.
+            raise SaveError(
+                f"the ranks save to different checkpoints, {', '.join(sorted(prepared.names)[:_SHOWN])}: they are at "
+                "different iterations, or were given different directories"
+            )
+        if len(prepared.second_tiers) > 1:
+            raise OptionError(
+                f"drain_to differs between the ranks: {sorted(map(str, prepared.second_tiers))}; set "
+                "MCORE_CKPT_DRAIN_TO alike on all hosts, or nowhere"
+            )
+        if None in prepared.common and len(prepared.common) > 1:
+            raise OptionError(
+                "the access integrity is to be validated on some ranks of the save, and not on others: pass "
+                "validate_access_integrity alike on all"
+            )
+        if prepared.left_out:
+            return None
+        resume(prepared.plan)
+        return prepared.plan, open_directory(), len(prepared.common) > 1
+
+    agreed = group.run_merged("prepare the save", prepare, _both, open_unless_left_out, wrap=SaveError)
+    if agreed is None:
+        return None
+    plan, save_id, common_differs = agreed
+    if common_differs and validation is not None and validation.compare_common is not None:
+        validation.compare_common(group)
+    if plan and unchanged:
+        assert layout is not None
+        return SavePlan(layout, structure.planned, save_id, reused=True), value_of(state)
+    structure.layout = structure.planned = structure.accesses = None
+    accesses = None if validation is None else validation.accesses
+    laid_out = attempt(partial(lay_out, state)) if laid_out is None else laid_out
+    told = partial(_told, validation, state, held)
+    if plan:
+        planned = resumed[0] if resumed else None
+        if accesses is not None:
+            _check_accesses(told, planned, group)
+    else:
+        planned = _plan_together(value_of(state), laid_out, told, group, fingerprints=fingerprints)
+    if planned is not None and loaded is not None:
+        planned.history.expect(loaded.name, loaded.index.fingerprints)
+    structure.layout, structure.planned, structure.accesses = value_of(laid_out), planned, accesses
+    # Not the checkpoint that was resumed from: what has been checked besides the plan is of this save.
+    structure.laid_out_for, structure.laid_out_in = place, save_id
+    return SavePlan(structure.layout, structure.planned, save_id, reused=False, resumed=bool(plan)), value_of(state)
+
+
+def _same_as_loaded(
+    loaded: LoadedCheckpoint | None, laid_out: RankLayout | BaseException | None, group: RankGroup
+) -> SavedLayout | None:
+    """The layout of the loaded checkpoint, if this rank has just laid out the same, and no rank of it is missing."""
+    if loaded is None or not isinstance(laid_out, RankLayout):
+        return None
+    saved = SavedLayout.of(loaded.index)
+    if saved is None or saved.ranks > group.size or not saved.is_laid_out(laid_out.plan, group.rank):
+        return None
+    return saved
+
+
+class _Prepared(NamedTuple):
+    """What ranks say ahead of a save: the plan that they can use again, empty if there is none or there are several;
+    whether the save is to be left out; where it is to be copied to; digests of the common state; the name of its
+    directory.
+    """
+
+    plan: bytes
+    left_out: bool
+    second_tiers: frozenset[str | None]
+    common: frozenset[bytes | None]
+    names: frozenset[str]
+
+
+def _both(first: _Prepared, second: _Prepared) -> _Prepared:
+    return _Prepared(
+        _same_plan(first.plan, second.plan),
+        first.left_out or second.left_out,
+        first.second_tiers | second.second_tiers,
+        first.common | second.common,
+        first.names | second.names,
+    )
+
+
+def _same_plan(first: bytes, second: bytes) -> bytes:
+    return first if first == second else b""
+
+
+def _lay_out(
+    state: RankState | BaseException, *, rank: int, hint: str | None, files: int, fingerprints: bool
+) -> RankLayout:
+    own = value_of(state)
+    return lay_out_rank(
+        own.specs,
+        own.object_keys,
+        own.object_bytes,
+        rank=rank,
+        thread_count=files,
+        separation_hint=hint,
+        fingerprints=fingerprints,
+    )
+
+
+def _told(
+    validation: Validation | None,
+    state: RankState | BaseException,
+    held: Callable[[], bytes] | None,
+) -> list[bytes]:
+    """What this rank tells besides its plan: which slices it holds, and what `Accesses.told` says; where that is not
+    asked for, nothing.
+    """
+    slices = b"" if held is None else held()
+    if validation is None:
+        return [slices]
+    written = value_of(state).specs
+    return [slices, *validation.accesses.told(written, mains_are_written=validation.mains_are_saved)]
+
+
+def _check_accesses(told: Callable[[], list[bytes]], planned: Planned | None, group: RankGroup) -> None:
+    """Check what ranks hold besides what they write, of which the plan is known to be right."""
+    what = "check what ranks hold"
+    gathered = group.run_gather_parts(what, told, wrap=SaveError) or []
+
+    def check() -> None:
+        assert planned is not None
+        planned.held = [of_rank[0] for of_rank in gathered]
+        check_accesses([of_rank[1:] for of_rank in gathered], planned.plan)
+
+    group.run_on_coordinator(what, check, wrap=SaveError)
+
+
+def _plan_together(
+    state: RankState,
+    laid_out: RankLayout | BaseException,
+    told: Callable[[], list[bytes]],
+    group: RankGroup,
+    *,
+    fingerprints: bool,
+) -> Planned | None:
+    """Let the coordinator check the plans of all ranks; returns them there."""
+
+    def encode() -> list[bytes]:
+        """This rank's plan, and the shapes of parameters that are stored in another form; what it holds, to compare it;
+        then what else it holds, to check it.
+        """
+        own_shapes = {spec.key: spec.original_shape for spec in state.specs if spec.original_shape is not None}
+        return [pickle.dumps((value_of(laid_out).plan.encode(), own_shapes)), *told()]
+
+    gathered = group.run_gather_parts("plan the save", encode, wrap=SaveError) or []
+    planned: list[Planned] = []
+
+    def check() -> None:
+        plans = [pickle.loads(of_rank[0]) for of_rank in gathered]
+        others = [of_rank[2:] for of_rank in gathered]
+        plan = global_plan(plans, others if all(others) else ())
+        planned.append(Planned(replace(plan, fingerprints=fingerprints), held=[of_rank[1] for of_rank in gathered]))
+
+    group.run_on_coordinator("check the plan", check, wrap=SaveError)
+    return planned[0] if planned else None

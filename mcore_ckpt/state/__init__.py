@@ -1,0 +1,9 @@
+"""State dicts as they come: torch's classes and Megatron's sharded leaves, described without importing Megatron.
+
+In: tensors, DTensors, sharded tensors and objects.
+Out: dtypes, slices, DCP's metadata classes; fingerprints of tensors.
+Must not know: files.
+
+Modules: dcp_tensors, fingerprint, shards, torch_classes.
+With torch: dcp_tensors, fingerprint, torch_classes.
+"""

@@ -1,0 +1,349 @@
+"""The index and the plans as classes of torch.distributed.checkpoint, and back: for its planners and stock callers.
+
+Nothing that DCP reads is lost either way: index hints are the positions of the chunks, as stock writers set them, and
+take no part in comparing or hashing a `MetadataIndex`. Plans become DCP's where Megatron asks for those of a loaded
+checkpoint.
+
+Versions of torch differ in the fields of these classes. What one of them lacks is set all the same, and not read there;
+what is written is what the oldest one reads.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from mcore_ckpt.core.errors import CorruptCheckpointError, PlanError
+from mcore_ckpt.core.process import collector_paused
+from mcore_ckpt.format.file_names import data_file_of
+from mcore_ckpt.format.footer import ManifestFile
+from mcore_ckpt.format.index import (
+    CheckpointIndex,
+    ObjectEntry,
+    StoredChunk,
+    StoredItem,
+    TensorEntry,
+    of_different_offsets,
+    parse_shadow_key,
+)
+from mcore_ckpt.format.manifest import Manifest, split_metadata, with_manifest
+from mcore_ckpt.format.metadata_write import MetadataEncoder, manifest_of
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def pointer_of(tensor: torch.Tensor) -> int:
+    """Where a tensor's bytes lie in order in host memory; 0 if they cannot be copied from where they are."""
+    return tensor.data_ptr() if tensor.is_cpu and tensor.is_contiguous() else 0
+
+
+def check_memory(tensor: torch.Tensor, where: Callable[[], str]) -> None:
+    """Raise `PlanError` unless all of a dense tensor's memory is there, since it is read by address.
+
+    A storage can be cut under its tensors (`untyped_storage().resize_`), which is how some libraries offload. Meta and
+    fake tensors have none, nor have those that hold others. `where` tells key and offset.
+    """
+    storage = tensor.untyped_storage()
+    if storage.device.type == "meta":
+        raise PlanError(
+            f"{where()}: the tensor ({type(tensor).__name__}) is on the meta device and has no elements to save; put it"
+            " on a device and give it values before the save"
+        )
+    if type(tensor) not in _PLAIN and tensor.numel() and not tensor.data_ptr():
+        parts = getattr(tensor, "__tensor_flatten__", lambda: ((), None))()[0]
+        raise PlanError(
+            f"{where()}: a tensor of class {type(tensor).__module__}.{type(tensor).__qualname__} holds other tensors"
+            f" ({', '.join(parts)}) and has no elements of its own, by which a checkpoint is loaded under any layout;"
+            " save it as a plain tensor (`dequantize()`), or save what it holds under keys of their own"
+        )
+    held_bytes = storage.nbytes()
+    last = tensor.storage_offset() + tensor.numel() - 1
+    if not tensor.is_contiguous():
+        last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    if (last + 1) * tensor.itemsize > held_bytes and tensor.numel():
+        raise PlanError(
+            f"{where()}: the tensor's memory was given back ({held_bytes} bytes are left of"
+            f" {(last + 1) * tensor.itemsize}); bring it back, from where it was offloaded to, before the save"
+        )
+
+
+# What torch <= 2.14 reads of a pickled TensorProperties; 2.15 appends the strides, and reads five values as well.
+_PROPERTIES = 5
+
+
+def storage_info(file: str, offset: int, length: int, transforms: Sequence[str] | None = None) -> _StorageInfo:
+    """DCP's note of where an item lies."""
+    info = _StorageInfo(file, offset, length)
+    if transforms:  # no argument of torch 2.6, which knows no transforms; later ones pickle no None
+        info.transform_descriptors = list(transforms)
+    return info
+
+
+def storage_meta(fields: Mapping[str, Any]) -> StorageMeta:
+    """DCP's note of which save this is; where the installed torch lacks a field (`modules` in 2.6), nobody reads it."""
+    meta = StorageMeta()
+    vars(meta).update(fields)
+    return meta
+
+
+def dcp_dispatch_table() -> dict[type, Callable[[Any], Any]]:
+    """How classes of DCP are pickled, so that older versions of torch read them, too; as for `pickle.Pickler`."""
+    return {**copyreg.dispatch_table, TensorProperties: _reduced_properties}
+
+
+def _reduced_properties(properties: Any) -> tuple[Any, ...]:
+    return copyreg.__newobj__, (TensorProperties,), properties.__getstate__()[:_PROPERTIES]  # type: ignore[attr-defined]
+
+
+def _pickled_metadata(metadata: Metadata) -> bytes:
+    """`metadata` as DCP pickles it, in a form that older versions of torch read, too."""
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream)
+    pickler.dispatch_table = dcp_dispatch_table()
+    pickler.dump(metadata)
+    return stream.getvalue()
+
+
+@collector_paused()
+def to_dcp_metadata(index: CheckpointIndex) -> Metadata:
+    """`index` as DCP's `Metadata`; raises `CorruptCheckpointError` if the installed torch lacks one of the dtypes."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+
+    def info(item: StoredItem) -> _StorageInfo:
+        return storage_info(item.file, item.offset, item.length, item.transforms)
+
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    properties: dict[tuple[str, bool], TensorProperties] = {}
+    for fqn, entry in index.tensors.items():
+        kind = entry.dtype, entry.requires_grad
+        if kind not in properties:
+            dtype = getattr(torch, entry.dtype, None)
+            if not isinstance(dtype, torch.dtype):
+                raise CorruptCheckpointError(
+                    f"{index.path}: {fqn!r} is stored as {entry.dtype}, which torch {torch.__version__} does not have; "
+                    "load the checkpoint with a newer torch"
+                )
+            properties[kind] = TensorProperties(dtype=dtype, requires_grad=entry.requires_grad)
+        chunks = []
+        for number, chunk in enumerate(entry.chunks):
+            offsets = torch.Size(chunk.offsets)
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
+            places[MetadataIndex(fqn, offsets, number)] = info(chunk.item)
+        entries[fqn] = TensorStorageMetadata(properties[kind], torch.Size(entry.shape), chunks)
+    for fqn, stored in index.objects.items():
+        entries[fqn] = BytesStorageMetadata()
+        places[MetadataIndex(fqn)] = info(stored.item)
+    meta = index.storage_meta
+    metadata = Metadata(
+        entries,
+        planner_data=index.planner_data,
+        storage_data=places,
+        storage_meta=storage_meta(meta or {}),
+    )
+    # Neither is a field of every torch's Metadata; where it is not, it is an attribute that nobody reads.
+    metadata.version = index.version
+    if index.mcore_data:
+        metadata.mcore_data = index.mcore_data  # type: ignore[attr-defined]
+    if index.manifest is not None:
+        setattr(metadata, _SUMS, _plain_sums(index.manifest, index))
+    return metadata
+
+
+# Where the manifest travels through DCP, which may hand the coordinator's `Metadata` to all ranks: an
+# attribute of plain values.
+_SUMS = "mcore_ckpt_sums"
+
+
+def _plain_sums(manifest: Manifest, index: CheckpointIndex) -> dict[str, Any]:
+    items = [chunk.item for entry in index.tensors.values() for chunk in entry.chunks]
+    items += [stored.item for stored in index.objects.values()]
+    return {
+        "manifest": with_manifest(b"", replace(manifest, columns=None)),
+        "crcs": {(item.file, item.offset): item.crc32 for item in items},
+        "blocks": {place: sums.tolist() for place, sums in index.blocks.items()},
+    }
+
+
+@collector_paused()
+def from_dcp_metadata(metadata: Metadata, path: str | Path) -> CheckpointIndex:
+    """The index of the checkpoint in `path`, from a `Metadata` that DCP or Megatron-Core has read or planned.
+
+    Raises `CorruptCheckpointError` if a chunk or object has no place in `storage_data`.
+    """
+    sums = getattr(metadata, _SUMS, None) or {"manifest": b"", "crcs": {}, "blocks": {}}
+    manifest = split_metadata(sums["manifest"], str(path))[1]
+    blocks = {place: array("I", running) for place, running in sums["blocks"].items()}
+    return replace(_index_of(metadata, path, sums["crcs"]), manifest=manifest, blocks=blocks)
+
+
+@collector_paused()
+def encoded_metadata(
+    metadata: Metadata, path: str | Path, save_id: bytes, files: Mapping[str, ManifestFile], sums: Sequence[WrittenSums]
+) -> bytes:
+    """The content of `.metadata` for what DCP has planned and this package has written.
+
+    Where one of the items has no `sums`, there is no manifest.
+    """
+    if type(metadata).__name__ not in _KNOWN_METADATA or not _KNOWN_ATTRIBUTES.issuperset(vars(metadata)):
+        return _pickled_metadata(metadata)  # of a planner that keeps more in it than anybody knows
+    index = _index_of(metadata, path, {one.place: one.crc32 for one in sums})
+    tensors = dict(index.tensors)
+    for key, entry in tensors.items():
+        if len(entry.chunks) > 1 and (kept := of_different_offsets(entry.chunks)):
+            tensors[key] = entry._replace(chunks=tuple([entry.chunks[n] for n in kept]))
+    index = replace(index, tensors=tensors, blocks={one.place: one.blocks for one in sums if one.blocks})
+    index = index.with_fingerprints(_fingerprints(index, {one.place: one.part for one in sums}))
+    return MetadataEncoder(index).encode(
+        index.objects,
+        storage_meta=index.storage_meta,
+        local_plans=getattr(metadata, "all_local_plans", None),
+        dispatch_table=dcp_dispatch_table(),
+        manifest=manifest_of(index, save_id, files),
+    )
+
+
+_KNOWN_METADATA = {"Metadata", "MCoreMetadata"}
+_KNOWN_ATTRIBUTES = {
+    *("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
+    *("mcore_data", "all_local_plans"),
+}
+
+
+class WrittenSums(NamedTuple):
+    """The checksums of a written item."""
+
+    place: tuple[str, int]  # its file and offset
+    crc32: int  # of its payload; of an object or of what is transformed, of all of it
+    blocks: array[int]  # cumulative CRC-32 at each block boundary inside a long payload
+    part: int | None  # what it adds to the fingerprint of its tensor; None of others, and where that is not known
+
+
+def _fingerprints(index: CheckpointIndex, parts: Mapping[tuple[str, int], int | None]) -> dict[str, int]:
+    """Those of the tensors that were saved in their own shape, and of which each chunk was summed."""
+    found: dict[str, int] = {}
+    for key, entry in index.tensors.items():
+        if key in index.mcore_data or parse_shadow_key(key) is not None:
+            continue
+        total = 0
+        for chunk in entry.chunks:
+            part = parts.get((chunk.item.file, chunk.item.offset))
+            if part is None:
+                break
+            total ^= part
+        else:
+            found[key] = total
+    return found
+
+
+def _index_of(metadata: Metadata, path: str | Path, crcs: Mapping[tuple[str, int], int]) -> CheckpointIndex:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    if not isinstance(metadata.storage_data, dict):
+        raise CorruptCheckpointError(
+            f"{path}: the metadata holds no storage data of DCP's file system writer (got "
+            f"{type(metadata.storage_data).__name__}); expected a finished checkpoint of torch_dist or DCP"
+        )
+    items: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
+    for key, info in metadata.storage_data.items():
+        offsets = None if key.offset is None else tuple(key.offset)
+        transforms = tuple(getattr(info, "transform_descriptors", None) or ())
+        crc = crcs.get((info.relative_path, info.offset))
+        items[key.fqn, offsets] = StoredItem(info.relative_path, info.offset, info.length, transforms, crc)
+
+    def item_of(fqn: str, offsets: tuple[int, ...] | None) -> StoredItem:
+        item = items.get((fqn, offsets))
+        if item is None:
+            at = "" if offsets is None else f", chunk at {list(offsets)},"
+            raise CorruptCheckpointError(f"{path}: {fqn!r}{at} is in the index, but no file holds it")
+        return item
+
+    tensors: dict[str, TensorEntry] = {}
+    objects: dict[str, ObjectEntry] = {}
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            stored = []
+            for chunk in entry.chunks:
+                offsets = tuple(chunk.offsets)
+                stored.append(StoredChunk(offsets, tuple(chunk.sizes), item_of(fqn, offsets)))
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            tensors[fqn] = TensorEntry(
+                fqn, dtype, tuple(entry.size), tuple(stored), bool(entry.properties.requires_grad)
+            )
+        else:
+            objects[fqn] = ObjectEntry(fqn, item_of(fqn, None))
+    meta = getattr(metadata, "storage_meta", None)
+    fields = None
+    if meta is not None:
+        checkpoint_id = None if meta.checkpoint_id is None else str(meta.checkpoint_id)
+        fields = {
+            "checkpoint_id": checkpoint_id,
+            "save_id": meta.save_id,
+            "load_id": meta.load_id,
+            "modules": list(getattr(meta, "modules", ())),
+        }
+    return CheckpointIndex(
+        str(path),
+        tensors,
+        objects,
+        planner_data=metadata.planner_data,
+        mcore_data=getattr(metadata, "mcore_data", None) or {},
+        storage_meta=fields,
+        version=getattr(metadata, "version", None),
+        has_local_plans=getattr(metadata, "all_local_plans", None) is not None,
+    )
+
+
+def _write_item(
+    key: str, properties: TensorProperties, shape: torch.Size, offsets: torch.Size, sizes: torch.Size
+) -> WriteItem:
+    data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, shape)
+    return WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def plans_of_index(index: CheckpointIndex) -> list[SavePlan]:
+    """Every rank's `SavePlan` of a stored checkpoint, told by whose file each item lies in."""
+    items: dict[int, list[WriteItem]] = {}
+    for entry in index.tensors.values():
+        properties = TensorProperties(dtype=getattr(torch, entry.dtype))
+        for stored in entry.chunks:
+            sizes = (torch.Size(values) for values in (entry.shape, stored.offsets, stored.sizes))
+            item = _write_item(entry.fqn, properties, *sizes)
+            items.setdefault(_rank_of(stored.item.file), []).append(item)
+    for key, stored_object in index.objects.items():
+        item = WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
+        items.setdefault(_rank_of(stored_object.item.file), []).append(item)
+    return [SavePlan(items=items.get(rank, [])) for rank in range(max(items, default=-1) + 1)]
+
+
+def _rank_of(file: str) -> int:
+    found = data_file_of(file)
+    return 0 if found is None else found.rank
+
+
+@lru_cache(maxsize=256)
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype without `torch.`, as stored in the index."""
+    return str(dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=256)
+def torch_dtype(name: str) -> torch.dtype | None:
+    """The dtype of that name, or None if this torch does not have it."""
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else None

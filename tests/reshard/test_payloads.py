@@ -1,0 +1,238 @@
+"""Views of stored tensors: every element from its place, each stored byte compared with its checksum, read once."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_ckpt.core.boxes import Box, intersect
+from mcore_ckpt.core.crc import crc32
+from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
+from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.reshard import view_payloads
+from mcore_ckpt.reshard.derived import RegroupedPayloads
+from mcore_ckpt.reshard.file_payloads import FilePayloads, FileRange
+from mcore_ckpt.reshard.slices import Part, TensorView
+from mcore_ckpt.reshard.view_payloads import ViewPayloads
+from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
+from tests.support.model_like import assert_same
+from tests.support.stored_layouts import StoredTensor, write_checkpoint
+
+
+def random_cut(generator: random.Random, size: int) -> list[tuple[int, int]]:
+    """An axis divided into a few `(offset, size)`."""
+    cuts = sorted({0, size, *(generator.randrange(size + 1) for _ in range(2))})
+    return [(first, last - first) for first, last in pairwise(cuts)]
+
+
+def random_boxes(generator: random.Random, shape: tuple[int, ...]) -> list[Box]:
+    boxes = [Box((), ())]
+    for size in shape:
+        boxes = [
+            Box((*box.offsets, first), (*box.sizes, count))
+            for box in boxes
+            for first, count in random_cut(generator, size)
+        ]
+    return boxes
+
+
+class RandomView(NamedTuple):
+    """A view of slices of one stored tensor, one after another along an axis; what it holds, and of which slices."""
+
+    view: TensorView
+    expected: torch.Tensor
+    stored: list[Box]
+
+
+def random_view(generator: random.Random, key: str, values: torch.Tensor) -> RandomView:
+    axes = list(range(values.dim()))
+    if generator.random() < 0.5:
+        generator.shuffle(axes)
+    rest = tuple(values.shape[axis] for axis in axes[1:])
+    pairs = [(n - values.dim(), axis - values.dim()) for n, axis in enumerate(axes)]
+    found, parts, stored, rows = [], [], [], 0
+
+    def place(count: int) -> Box:
+        return Box((rows, *(0 for _ in rest)), (count, *rest))
+
+    for first, count in random_cut(generator, values.shape[axes[0]]):
+        if generator.random() < 0.3:
+            continue
+        offsets, sizes = [0] * values.dim(), list(values.shape)
+        offsets[axes[0]], sizes[axes[0]] = first, count
+        stored.append(Box(tuple(offsets), tuple(sizes)))
+        parts.append(Part(place(count), key, stored[-1], pairs))
+        found.append(values.narrow(axes[0], first, count).permute(axes))
+        rows += count
+    zeros = generator.randrange(1, 3)
+    parts.append(Part(place(zeros), None))
+    found.append(torch.zeros(zeros, *rest, dtype=values.dtype))
+    dtype = str(values.dtype).removeprefix("torch.")
+    return RandomView(TensorView((rows + zeros, *rest), parts, dtype), torch.cat(found), stored)
+
+
+def read_tensor(payloads: StoredPayloads, key: str, generator: random.Random, dtype: torch.dtype) -> torch.Tensor:
+    """All of a view's tensor, read in parts of random lengths as a target reads it."""
+    entry = payloads.index.tensors[key]
+    out = torch.zeros(entry.shape, dtype=dtype)
+    for chunk in entry.chunks:
+        payload = payloads.locate(entry, chunk)
+        content = memoryview(bytearray(payload.nbytes))
+        at = 0
+        while at < len(content):
+            stop = min(len(content), at + generator.randrange(1, 40))
+            payloads.read_into(payload, at, content[at:stop])
+            at = stop
+        payloads.was_read(entry, chunk, crc32(content))
+        if content:
+            where = tuple(slice(first, first + size) for first, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            out[where] = torch.frombuffer(content, dtype=dtype).view(chunk.sizes)
+    return out
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_element_comes_from_its_place(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = random.Random(seed)
+    torch.manual_seed(seed)
+    if seed % 2:
+        monkeypatch.setattr(view_payloads, "_COMPLETE_BYTES", 64)
+    stored = {}
+    for n in range(4):
+        shape = tuple(generator.randrange(1, 9) for _ in range(generator.randrange(1, 4)))
+        values = torch.randint(-1000, 1000, shape).to(generator.choice([torch.float32, torch.bfloat16, torch.int64]))
+        stored[f"t{n}"] = StoredTensor(values, random_boxes(generator, shape))
+    index = write_checkpoint(tmp_path, stored, files=2)
+    views = {key: random_view(generator, key, tensor) for key, (tensor, _) in stored.items()}
+
+    def read_everything() -> dict[str, torch.Tensor]:
+        with ViewPayloads(StoredPayloads(index), {f"of {key}": view.view for key, view in views.items()}) as payloads:
+            dtypes = {key: view.expected.dtype for key, view in views.items()}
+            found = {key: read_tensor(payloads, f"of {key}", generator, dtype) for key, dtype in dtypes.items()}
+            payloads.check_rest()
+            return found
+
+    assert_same(read_everything(), {key: view.expected for key, view in views.items()})
+    # A byte of a stored chunk that the view has an element of is compared with its checksum, whether it is read or not.
+    for key, view in views.items():
+        for chunk in index.tensors[key].chunks:
+            box = Box(chunk.offsets, chunk.sizes)
+            if not any(intersect(box, other) for other in view.stored):
+                continue
+            with StoredPayloads(index) as plain:
+                payload = plain.locate(index.tensors[key], chunk)
+            at = payload.offset + generator.randrange(payload.nbytes)
+            with flipped_byte(tmp_path / payload.file, at), pytest.raises(ChecksumError, match="source is damaged"):
+                read_everything()
+
+
+@contextmanager
+def flipped_byte(file: Path, at: int) -> Iterator[None]:
+    sound = file.read_bytes()
+    file.write_bytes(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
+    try:
+        yield
+    finally:
+        file.write_bytes(sound)
+
+
+def test_a_view_with_an_element_that_is_not_stored_is_refused(tmp_path: Path) -> None:
+    index = write_checkpoint(tmp_path, {"t": StoredTensor(torch.ones(3, 4), [Box((0, 0), (3, 3))])})
+    everything = Box((0, 0), (3, 4))
+    with pytest.raises(CorruptCheckpointError, match="do not make it up"):
+        ViewPayloads(StoredPayloads(index), {"v": TensorView((3, 4), [Part(everything, "t", everything)])})
+
+
+def test_two_threads_in_turns_gather_each_transposed_matrix_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view_payloads, "_GATHERED_BYTES", 100)
+    monkeypatch.setattr(view_payloads, "_COMPLETE_BYTES", 100)
+    content = torch.arange(2 * 40 * 30, dtype=torch.int16).view(2, 40, 30)
+    (tmp_path / "a").write_bytes(content.numpy().tobytes())
+    stored = {key: FileRange("a", 2400 * n, 2400, "int16", (40, 30)) for n, key in enumerate("xy")}
+    read_bytes = 0
+
+    class Counting(FilePayloads):
+        def read_into(self, payload: StoredPayload, start: int, view: memoryview) -> None:
+            nonlocal read_bytes
+            read_bytes += len(view)  # one thread gathers at a time
+            super().read_into(payload, start, view)
+
+    def transposed(key: str) -> TensorView:
+        return TensorView((30, 40), [Part(Box((0, 0), (30, 40)), key, Box((0, 0), (40, 30)), ((-2, -1), (-1, -2)))])
+
+    in_turns = threading.Barrier(2)
+    with ViewPayloads(Counting(tmp_path, stored), {key: transposed(key) for key in "xy"}) as payloads:
+
+        def read(key: str) -> bytes:
+            entry = payloads.index.tensors[key]
+            payload = payloads.locate(entry, entry.chunks[0])
+            found = bytearray(2400)
+            for at in range(0, 2400, 240):
+                in_turns.wait(60)
+                payloads.read_into(payload, at, memoryview(found)[at : at + 240])
+            return bytes(found)
+
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(read, "xy"))
+    assert found == [content[n].T.contiguous().numpy().tobytes() for n in range(2)]
+    assert read_bytes == 4800
+
+
+def test_elements_in_steps_are_gathered(tmp_path: Path) -> None:
+    values = np.arange(4 * 6, dtype=np.int32).reshape(4, 6)
+    (tmp_path / "a").write_bytes(values.tobytes())
+    ranges = {"t": FileRange("a", 4 * 2, 4 * 6, "int32", (3, 2), None, (1, 6))}  # columns 2 to 4 of rows 0 and 1
+    with FilePayloads(tmp_path, ranges) as payloads:
+        found = read_tensor(payloads, "t", random.Random(0), torch.int32)
+    assert found.tolist() == values[:2, 2:5].T.tolist()
+
+
+def test_of_what_is_decoded_in_memory_only_the_last_tensor_stays(tmp_path: Path) -> None:
+    """A view knows all its chunks, and holds the elements of none that its base may give up."""
+    (tmp_path / "a").write_bytes(bytes(4 * 4 * 6))
+    keys = [f"t{n}" for n in range(6)]
+    decoded: list[weakref.ref[memoryview]] = []
+
+    class Noting(FilePayloads):
+        def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
+            found = super()._locate(entry, chunk)
+            assert isinstance(found.decoded, memoryview)
+            decoded.append(weakref.ref(found.decoded))
+            return found
+
+    ranges = {key: FileRange("a", 0, 4 * 6, "int32", (3, 2), None, (1, 6)) for key in keys}
+    turned = Part(Box((0, 0), (2, 3)), None, Box((0, 0), (3, 2)), ((-2, -1), (-1, -2)))
+    views = {key: TensorView((2, 3), [turned._replace(key=key)]) for key in keys}
+    with ViewPayloads(Noting(tmp_path, ranges), views) as payloads:
+        for key in keys:
+            read_tensor(payloads, key, random.Random(0), torch.int32)
+        gc.collect()
+        assert len(decoded) >= len(keys)
+        assert sum(content() is not None for content in decoded) == 1
+
+
+def test_chunks_that_cut_through_pairs_are_refused(tmp_path: Path) -> None:
+    """GPT-OSS counts gate and up in pairs along one axis: a shard of a foreign checkpoint may not end in one."""
+    item = StoredItem("file", 0, 8)
+    chunks = (StoredChunk((0,), (2,), item), StoredChunk((2,), (2,), item))
+    for sizes, right in ((chunks, True), ((chunks[0]._replace(sizes=(1,)), StoredChunk((1,), (3,), item)), False)):
+        index = CheckpointIndex(str(tmp_path), {"k": TensorEntry("k", "float32", (4,), sizes)}, {})
+        if right:
+            regrouped = RegroupedPayloads(StoredPayloads(index), {"k": (2, 2)}).index.tensors["k"]
+            assert [(chunk.offsets, chunk.sizes) for chunk in regrouped.chunks] == [((0, 0), (1, 2)), ((1, 0), (1, 2))]
+        else:
+            with pytest.raises(OptionError, match=r"k: a chunk at \[0\] of sizes \[1\] cuts through what is counted"):
+                RegroupedPayloads(StoredPayloads(index), {"k": (2, 2)})

@@ -1,0 +1,221 @@
+"""Reading ahead: the same bytes, each read once, before they are asked for; bounded memory; errors in their place."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.reshard import _read_ahead
+from mcore_ckpt.reshard._read_ahead import AheadSource, ReadAhead
+from mcore_ckpt.tools.payloads import StoredPayload
+
+DEADLINE_S = 60
+PIECE = 16 * 1024
+PAGE = 4096
+
+
+class _Files:
+    """Files in memory; notes what is read, and fails or waits where it is told to."""
+
+    def __init__(self, **contents: bytes) -> None:
+        self.contents = contents
+        self.reads: list[tuple[str, int, int]] = []
+        self.changed = threading.Condition()
+        self.damaged: range = range(0)
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    @contextmanager
+    def reader(self, name: str) -> Iterator[_Reader]:
+        yield _Reader(self, name)
+
+    def close(self) -> None:
+        pass
+
+
+class _Reader:
+    def __init__(self, files: _Files, name: str) -> None:
+        self._files, self._name = files, name
+        self.size_bytes = len(files.contents[name])
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        files = self._files
+        with files.changed:
+            files.reads.append((self._name, offset, len(view)))
+            files.changed.notify_all()
+        assert files.may_go_on.wait(DEADLINE_S)
+        if offset < files.damaged.stop and files.damaged.start < offset + len(view):
+            raise LoadError(f"{self._name}: byte {files.damaged.start} cannot be read")
+        content = files.contents[self._name][offset : offset + len(view)]
+        assert len(content) == len(view)
+        view[:] = content
+
+
+class _Payloads:
+    """Payloads that do not lie plainly in a file."""
+
+    def read_into(self, payload: StoredPayload, start: int, view: memoryview) -> None:
+        view[:] = bytes([start % 251]) * len(view)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(_read_ahead, "_BLOCK_BYTES", PIECE)
+    monkeypatch.setattr(_read_ahead, "_BUFFER_BYTES", PIECE + 2 * PAGE)
+    monkeypatch.setattr(_read_ahead, "_MIN_BYTES", 3000)
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before  # none is left behind
+
+
+def ahead_of(files: _Files, **options: Any) -> ReadAhead:
+    return ReadAhead(files, **options)  # type: ignore[arg-type]
+
+
+def source(ahead: ReadAhead, payload: StoredPayload) -> AheadSource:
+    return AheadSource(ahead, _Payloads(), payload)  # type: ignore[arg-type]
+
+
+def whole(payload: StoredPayload) -> list[tuple[StoredPayload, int, int]]:
+    return [(payload, 0, payload.nbytes)]
+
+
+@pytest.mark.timeout(DEADLINE_S)
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_order_is_asked_for_gives_the_bytes_and_reads_none_twice(seed: int) -> None:
+    rng = random.Random(seed)
+    files = _Files(a=rng.randbytes(700_000), b=rng.randbytes(300_000))
+    payloads = []
+    for name, content in files.contents.items():
+        at = rng.randrange(100)
+        while at < len(content) - 100:
+            nbytes = min(rng.choice([10, 2000, 5000, 40_000, 150_000]), len(content) - at)
+            payloads.append(StoredPayload(f"{name} {at}", name, at, nbytes, None))
+            at += nbytes + rng.choice([0, 0, 0, 700, 9000])
+    rng.shuffle(payloads)
+    payloads.insert(3, StoredPayload("computed", "a", 0, 5000, None, computed=True))
+    wanted = 0
+    with ahead_of(files, buffers=rng.choice([1, 2, 4]), threads=rng.choice([1, 2, 3])) as ahead:
+        for payload in ahead.steps(payloads, whole):
+            given = source(ahead, payload)
+            if payload.computed:
+                memory = memoryview(bytearray(50))
+                given.read_into(7, memory)
+                assert bytes(memory) == b"\7" * 50
+                continue
+            expected = files.contents[payload.file][payload.offset : payload.offset + payload.nbytes]
+            left_out = payload.nbytes // 2 if rng.random() < 0.1 else payload.nbytes
+            at, content = 0, b""
+            while at < left_out:
+                nbytes = min(rng.choice([100, 9000, 200_000]), left_out - at)
+                view = given.lend(at, nbytes) if rng.random() < 0.5 else None
+                if view is None:
+                    view = memoryview(bytearray(nbytes))
+                    given.read_into(at, view)
+                content += bytes(view)
+                at += len(view)
+            assert content == expected[:left_out]
+            wanted += payload.nbytes
+    read = sum(nbytes for _, _, nbytes in files.reads)
+    assert read <= wanted + 2 * PAGE * len(payloads)
+
+
+@pytest.mark.timeout(DEADLINE_S)
+def test_reading_goes_ahead_of_who_asks_and_no_further_than_the_buffers() -> None:
+    files = _Files(a=bytes(40 * PIECE))
+    payloads = [StoredPayload(str(n), "a", n * PIECE, PIECE, None) for n in range(40)]
+    with ahead_of(files, buffers=4, threads=1) as ahead:
+        steps = ahead.steps(payloads, whole)
+        first = next(steps)
+        with files.changed:
+            assert files.changed.wait_for(lambda: len(files.reads) == 4, DEADLINE_S)  # though nothing was asked for
+        source(ahead, first).read_into(0, memoryview(bytearray(PIECE)))
+        next(steps)
+        with files.changed:
+            assert files.changed.wait_for(lambda: len(files.reads) == 5, DEADLINE_S)
+        assert [offset for _, offset, _ in files.reads] == [n * PIECE for n in range(5)]
+
+
+@pytest.mark.timeout(DEADLINE_S)
+def test_what_nobody_asks_for_does_not_stand_in_the_way() -> None:
+    content = random.Random(1).randbytes(40 * PIECE)
+    files = _Files(a=content)
+    payloads = [StoredPayload(str(n), "a", n * 2 * PIECE, 2 * PIECE - 5, None) for n in range(20)]
+    with ahead_of(files, buffers=2) as ahead:
+        for number, payload in enumerate(ahead.steps(payloads, whole)):
+            if number % 3:
+                continue
+            view = memoryview(bytearray(payload.nbytes))
+            source(ahead, payload).read_into(0, view)
+            assert bytes(view) == content[payload.offset : payload.offset + payload.nbytes]
+
+
+@pytest.mark.timeout(DEADLINE_S)
+def test_an_error_is_raised_where_the_bytes_are_missed() -> None:
+    content = random.Random(2).randbytes(8 * PIECE)
+    files = _Files(a=content)
+    files.damaged = range(3 * PIECE + 10, 3 * PIECE + 11)
+    payloads = [StoredPayload(str(n), "a", n * PIECE, PIECE, None) for n in range(8)]
+    failed = []
+    with ahead_of(files) as ahead:
+        for number, payload in enumerate(ahead.steps(payloads, whole)):
+            view = memoryview(bytearray(PIECE))
+            try:
+                source(ahead, payload).read_into(0, view)
+                assert bytes(view) == content[payload.offset :][:PIECE]
+            except LoadError:
+                failed.append(number)
+    assert failed == [3]
+
+
+@pytest.mark.timeout(DEADLINE_S)
+def test_an_error_of_whoever_asks_ends_the_threads() -> None:
+    files = _Files(a=bytes(8 * PIECE))
+    files.may_go_on.clear()
+    payload = StoredPayload("", "a", 0, 8 * PIECE, None)
+
+    def interrupted() -> None:
+        with ahead_of(files) as ahead:
+            next(ahead.steps([payload], whole))
+            with files.changed:
+                assert files.changed.wait_for(lambda: len(files.reads) == 2, DEADLINE_S)
+            files.may_go_on.set()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+
+
+def test_an_error_of_a_step_comes_after_the_steps_before_it() -> None:
+    files = _Files(a=bytes(8 * PIECE))
+
+    def failing() -> Iterator[StoredPayload]:
+        yield from (StoredPayload(str(n), "a", n * PIECE, PIECE, None) for n in range(3))
+        raise LoadError("the fourth is damaged")
+
+    with ahead_of(files) as ahead:
+        steps = ahead.steps(failing(), whole)
+        assert [next(steps).offset for _ in range(3)] == [0, PIECE, 2 * PIECE]
+        with pytest.raises(LoadError, match="fourth"):
+            next(steps)
+
+
+def test_elements_in_memory_are_followed_by_nothing() -> None:
+    """What had to be decoded as a whole is not to be in memory several times over."""
+    files = _Files(a=b"")
+    taken = []
+
+    def decoded() -> Iterator[StoredPayload]:
+        for number in range(3):
+            taken.append(number)
+            yield StoredPayload(str(number), "a", 0, 5000, None, bytes(5000))
+
+    with ahead_of(files) as ahead:
+        for number, _ in enumerate(ahead.steps(decoded(), whole)):
+            assert len(taken) == number + 1

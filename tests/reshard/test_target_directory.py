@@ -1,0 +1,258 @@
+"""The temporary directory of a target: whose folder is whose, what is resumed, what is removed, what appears."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError, OptionError, SaveError
+from mcore_ckpt.reshard._journal import FileJournal
+from mcore_ckpt.reshard.target_directory import target_folder
+
+WORK = "the fingerprint of some work"
+
+
+def left_by(target: Path, work: str, done: int = 1, name: str = "0123456789abcdef") -> Path:
+    """What a run that was killed has left."""
+    folder = target.with_name(target.name + ".partial") / name
+    folder.mkdir(parents=True)
+    (folder / "half").write_bytes(b"half of it")
+    with FileJournal(folder.with_suffix(".journal")) as journal:
+        journal.begin(work)
+        if done:
+            journal.record(0, done, {}, {"key": [(7, [])]})
+    return folder
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def make(target: Path, work: str = WORK, *, restart: bool = False) -> list[str]:
+    """Make a target; returns what was in its folder at first."""
+    with target_folder(target, work, restart=restart) as made:
+        found = names(made.files.folder)
+        assert bool(found) is bool(made.journal.done)
+        (made.files.folder / "all").write_bytes(b"all of it")
+    assert names(target.parent) == sorted({target.name} | set(names(target.parent)) - {f"{target.name}.partial"})
+    assert "all" in names(target)
+    return found
+
+
+def test_a_target_appears_and_nothing_else_stays(tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()  # empty
+    assert make(tmp_path / "t") == []
+    assert names(tmp_path) == ["t"]
+
+
+@pytest.mark.parametrize("name", [".", "", "below/.."])
+def test_a_target_without_a_name_of_its_own_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here" / ("below" if name != "below/.." else ""))
+    with pytest.raises((OptionError, CheckpointExistsError), match=r"expected a path that ends with|something already"):
+        make(Path(name))
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "here", tmp_path / "here" / "below"]
+
+
+@pytest.mark.parametrize("bound", [False, True], ids=["file system", "directory of the same one"])
+def test_a_mount_point_is_refused_before_anything_is_written(bound: bool, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "t").mkdir()
+    what = ["--bind", str(tmp_path / "other")] if bound else ["-t", "tmpfs", "tmpfs"]
+    if subprocess.run(["mount", *what, str(tmp_path / "t")], capture_output=True, check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        with pytest.raises(OptionError, match=r"a file system is mounted there.*such as .*t/checkpoint"):
+            make(tmp_path / "t")
+        assert names(tmp_path) == ["other", "t"]
+        assert names(tmp_path / "t") == []
+        assert make(tmp_path / "t" / "checkpoint") == []
+    finally:
+        subprocess.run(["umount", str(tmp_path / "t")], check=True)
+
+
+def test_a_link_to_an_empty_directory_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "t").symlink_to("empty")
+    (tmp_path / "u").symlink_to("nowhere")
+    for name in ("t", "u"):
+        with pytest.raises(CheckpointExistsError), target_folder(tmp_path / name, WORK):
+            pytest.fail("the work was begun")
+    assert names(tmp_path) == ["empty", "t", "u"]
+
+
+def test_the_same_work_is_resumed(tmp_path: Path) -> None:
+    folder = left_by(tmp_path / "t", WORK)
+    with folder.with_suffix(".journal").open("ab") as file:
+        file.write(b'{"worker": 1, "done"')  # torn
+    with target_folder(tmp_path / "t", WORK) as made:
+        assert made.files.folder == folder
+        assert (made.journal.done, made.journal.sums) == ({0: 1}, {"key": [(7, [])]})
+    assert names(tmp_path / "t") == ["half"]
+
+
+def test_other_work_is_refused_unless_it_is_to_be_thrown_away(tmp_path: Path) -> None:
+    folder = left_by(tmp_path / "t", "other work")
+    with pytest.raises(OptionError, match=r"0123456789abcdef: left by a run with another source.*--restart"):
+        make(tmp_path / "t")
+    assert (folder / "half").exists()
+    assert make(tmp_path / "t", restart=True) == []
+    left_by(tmp_path / "u", WORK)
+    assert make(tmp_path / "u", restart=True) == []
+
+
+@pytest.mark.parametrize("kind", ["nothing done", "no journal", "damaged journal", "of another version", "no folder"])
+def test_what_is_of_no_use_goes(tmp_path: Path, kind: str) -> None:
+    folder = left_by(tmp_path / "t", WORK, done=0 if kind == "nothing done" else 1)
+    journal = folder.with_suffix(".journal")
+    if kind == "no journal":
+        journal.unlink()
+    elif kind == "damaged journal":
+        journal.write_text('{"version": 4, "fingerprint": 5}\n{"worker": "x"}\n')
+    elif kind == "of another version":
+        journal.write_text(journal.read_text().replace('"version": ', '"version": 9'))
+    elif kind == "no folder":
+        (folder / "half").unlink()
+        folder.rmdir()
+    assert make(tmp_path / "t") == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", ".reshard_journal", "0123456789abcdef.gone0", "0123"])
+def test_what_no_command_has_left_is_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / "t.partial").mkdir()
+    (tmp_path / "t.partial" / name).write_bytes(b"hours of work")
+    with pytest.raises(OptionError, match=rf"holds {name}, which no command"):
+        make(tmp_path / "t", restart=True)
+    assert names(tmp_path / "t.partial") == [name]
+
+
+def test_the_second_run_is_refused_while_the_first_is_at_work(tmp_path: Path) -> None:
+    with target_folder(tmp_path / "t", WORK) as made:
+        made.journal.record(0, 1, {}, {})
+        for restart in (False, True):
+            with pytest.raises(SaveError, match="another command is making this target"):
+                make(tmp_path / "t", restart=restart)
+    (tmp_path / "t" / "x").write_text("")
+    with pytest.raises(CheckpointExistsError):
+        make(tmp_path / "t", restart=True)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SaveError("the disk is full"), CorruptCheckpointError("bad")])
+def test_what_is_done_stays_if_it_can_be_resumed(tmp_path: Path, error: BaseException) -> None:
+    def end_early() -> None:
+        with target_folder(tmp_path / "t", WORK) as made:
+            (made.files.folder / "half").write_bytes(b"half")
+            made.journal.record(0, 1, {}, {})
+            raise error
+
+    with pytest.raises(type(error)):
+        end_early()
+    resumed = not isinstance(error, CorruptCheckpointError)  # what is of a damaged source is of no use
+    assert names(tmp_path) == (["t.partial"] if resumed else [])
+    assert make(tmp_path / "t") == (["half"] if resumed else [])
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_folder_that_cannot_be_made_leaves_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: bool
+) -> None:
+    """The same process tries again: the first attempt is no other run at work."""
+    if left:
+        left_by(tmp_path / "t", WORK)
+    original = Path.mkdir
+
+    def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
+        if path.parent.name == "t.partial":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        original(path, *arguments, **options)
+
+    caught: list[BaseException] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "mkdir", mkdir)
+        try:
+            make(tmp_path / "t")
+        except SaveError as error:
+            caught.append(error)  # with its traceback, which holds what the attempt had open
+    assert len(caught) == 1
+    assert make(tmp_path / "t") == (["half"] if left else [])
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    def be_overtaken() -> None:
+        with target_folder(tmp_path / "t", WORK) as made:
+            made.journal.record(0, 1, {}, {})
+            if kind == "file":
+                (tmp_path / "t").write_text("somebody's")
+            else:
+                (tmp_path / "t").mkdir()
+                (tmp_path / "t" / "x").write_text("somebody's")
+
+    with pytest.raises(CheckpointExistsError):
+        be_overtaken()
+    assert names(tmp_path) == ["t"]
+    assert (tmp_path / "t" if kind == "file" else tmp_path / "t" / "x").read_text() == "somebody's"
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_run_that_was_taken_for_gone_harms_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: int
+) -> None:
+    """Locks hold on one host only: another one does the same work, and ends first."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+
+    def be_overtaken() -> None:
+        with target_folder(tmp_path / "t", WORK) as made:
+            (made.files.folder / "first").write_text("")
+            if done:
+                made.journal.record(0, done, {}, {})
+            make(tmp_path / "t")
+
+    with pytest.raises(SaveError):
+        be_overtaken()
+    assert names(tmp_path) == ["t"]
+    assert names(tmp_path / "t") == (["all", "first"] if done else ["all"])
+
+
+def test_without_locks_only_what_is_old_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    folder = left_by(tmp_path / "t", WORK)
+    with pytest.raises(SaveError, match="this file system has no locks"):
+        make(tmp_path / "t")
+    # Somebody may be at work there: it is not removed even if it is not wanted.
+    with target_folder(tmp_path / "t", WORK, restart=True) as made:
+        assert made.files.folder != folder
+    assert names(tmp_path / "t.partial") == [folder.name, f"{folder.name}.journal"]
+    (tmp_path / "t").rmdir()
+    day_ago = time.time() - 25 * 3600
+    os.utime(folder.with_suffix(".journal"), (day_ago, day_ago))
+    assert make(tmp_path / "t") == ["half"]
+
+
+def test_a_journal_is_no_link_and_of_no_absurd_size(tmp_path: Path) -> None:
+    folder = left_by(tmp_path / "t", WORK)
+    journal = folder.with_suffix(".journal")
+    journal.unlink()
+    journal.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SaveError, match="cannot be opened"):
+        make(tmp_path / "t")
+    journal.unlink()
+    with journal.open("wb") as file:
+        file.truncate(1024**3 + 1)
+    with pytest.raises(CorruptCheckpointError, match="expected at most"):
+        make(tmp_path / "t")
+    journal.write_text(json.dumps({"version": 4, "fingerprint": WORK}) + "\n" + "[" * 5000 + "\n")
+    assert make(tmp_path / "t") == []

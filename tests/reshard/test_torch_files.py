@@ -1,0 +1,106 @@
+"""Torch files that are laid out by hand: what `torch.load` reads, and their checksums, are as ever."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_ckpt.format.item_layout import ArchiveLayout
+from mcore_ckpt.reshard.build import build_target
+from mcore_ckpt.reshard.file_payloads import FilePayloads, FileRange
+from mcore_ckpt.reshard.safetensors import Exported
+from mcore_ckpt.reshard.source_files import SourceFiles
+from mcore_ckpt.reshard.state_pickle import SavedTensor, pickle_state
+from mcore_ckpt.reshard.torch_files import plan_torch_files
+
+TENSORS = {
+    "weight": torch.randn(1000, 33),
+    "bf16": torch.randn(7, 5).to(torch.bfloat16),
+    "scalar": torch.tensor(3.5, dtype=torch.float64),
+    "empty": torch.zeros(0, 4),
+    "flags": torch.tensor([True, False, True]),
+    "fp8": torch.randn(100).to(torch.float8_e4m3fn),
+    "complex": torch.randn(9, dtype=torch.complex64),
+    "longer than the buffer": torch.arange(3_000_000, dtype=torch.int64),
+}
+
+
+def write(target: Path, most_bytes: int = 1 << 40) -> None:
+    source = target.with_name("source")
+    source.mkdir()
+    ranges, content = {}, b""
+    for name, tensor in TENSORS.items():
+        elements = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        ranges[name] = FileRange("elements", len(content), len(elements), dtype, shape)
+        content += elements
+    (source / "elements").write_bytes(content)
+    payloads = FilePayloads(source, ranges)
+    exported = [Exported(name, entry) for name, entry in payloads.index.tensors.items()]
+    plan = plan_torch_files(exported, payloads.index, most_bytes)
+    with payloads:
+        build_target(payloads, plan, target, source=SourceFiles(payloads.index))
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_torch_reads_what_was_given(tmp_path: Path, mmap: bool) -> None:
+    write(tmp_path / "t")
+    loaded = torch.load(tmp_path / "t" / "pytorch_model.bin", weights_only=True, mmap=mmap)
+    assert list(loaded) == list(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert loaded[name].shape == tensor.shape
+        assert torch.equal(loaded[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+    assert [path.name for path in (tmp_path / "t").iterdir()] == ["pytorch_model.bin"]
+
+
+def test_every_record_has_its_checksum(tmp_path: Path) -> None:
+    write(tmp_path / "t")
+    with zipfile.ZipFile(tmp_path / "t" / "pytorch_model.bin") as archive:
+        assert archive.testzip() is None
+        stated = {info.filename: info.CRC for info in archive.infolist() if "/data/" in info.filename}
+    assert sum(value != 0 for value in stated.values()) == len(TENSORS) - 1
+    torch.save(TENSORS, tmp_path / "torch.bin")
+    with zipfile.ZipFile(tmp_path / "torch.bin") as archive:
+        by_torch = {info.filename: info.CRC for info in archive.infolist() if "/data/" in info.filename}
+    assert list(stated.values()) == list(by_torch.values())
+
+
+def test_shared_tensors_and_classes_that_are_not_there(tmp_path: Path) -> None:
+    """What stands for a tensor or a class is pickled as that, whatever is imported here."""
+    shared = SavedTensor("float32", (2,), b"\0\0\x80?\0\0\0@")
+    pickled, tensors = pickle_state({"a": [shared, shared], "b": (1, None, "x")})
+    assert tensors == [shared]
+    layout = ArchiveLayout(pickled, [8])
+    frame = layout.frame(0)
+    content = layout.begin + frame.head + b"\0\0\x80?\0\0\0@" + frame.tail_with(0) + layout.end([0])
+    assert len(content) == layout.size_bytes
+    (tmp_path / "x.pt").write_bytes(content)
+    loaded = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert loaded["b"] == (1, None, "x")
+    assert [tensor.tolist() for tensor in loaded["a"]] == [[1.0, 2.0]] * 2
+    assert loaded["a"][0] is loaded["a"][1]
+
+
+def test_an_archive_of_more_than_4_gib_is_one_that_torch_reads(tmp_path: Path) -> None:
+    """The file has holes: neither elements nor what lies behind them takes space."""
+    large = SavedTensor("uint8", (5 * 1024**3,), "large")
+    pickled, tensors = pickle_state({"large": large, "last": SavedTensor("int16", (2,), "last")})
+    layout = ArchiveLayout(pickled, [tensor.nbytes for tensor in tensors])
+    with (tmp_path / "x.pt").open("wb") as file:
+        file.write(layout.begin)
+        for number, (offset, tensor) in enumerate(zip(layout.offsets, tensors, strict=True)):
+            frame = layout.frame(number)
+            file.seek(offset)
+            file.write(frame.head)
+            file.seek(tensor.nbytes, 1)
+            file.write(frame.tail_with(0))
+        file.write(layout.end([0, 0]))
+    assert (tmp_path / "x.pt").stat().st_size == layout.size_bytes
+    loaded = torch.load(tmp_path / "x.pt", weights_only=True, mmap=True)
+    assert (loaded["large"].shape, loaded["last"].tolist()) == ((5 * 1024**3,), [0, 0])
+    with zipfile.ZipFile(tmp_path / "x.pt") as archive:
+        assert [info.file_size for info in archive.infolist() if "/data/" in info.filename] == [5 * 1024**3, 4]

@@ -1,0 +1,198 @@
+"""Buckets, layouts and the bytes that fill them, against a plain reference."""
+
+from __future__ import annotations
+
+import io
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from mcore_ckpt.core.errors import PlanError
+from mcore_ckpt.save.buckets import (
+    TensorSpec,
+    balance,
+    fill_bucket,
+    lay_out_file,
+    lay_out_rank,
+    place_objects,
+    region_bytes,
+    split_buckets,
+)
+from mcore_ckpt.save.plan_check import check_plans
+from mcore_ckpt.save.plans import LocalPlan, LocalPlanBuilder, index_tensors
+from mcore_ckpt.save.staging import BucketSource
+from mcore_ckpt.save.staging_buffers import StagingBuffer
+from tests.support.encoded_items import encode_tensor
+from tests.support.tensor_specs import specs_of
+
+
+@given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 7))
+def test_balance_loses_nothing_and_is_even(sizes: list[int], buckets: int) -> None:
+    chosen = balance(sizes, buckets)
+    assert sorted(index for indices in chosen for index in indices) == list(range(len(sizes)))
+    assert all(indices == sorted(indices) for indices in chosen)
+    totals = [sum(sizes[index] for index in indices) for indices in chosen]
+    # Largest first to the emptiest: no bucket exceeds another by more than the largest item.
+    assert max(totals) - min(totals) <= max(sizes, default=0)
+
+
+def test_hinted_keys_get_files_of_their_own() -> None:
+    keys = ["a", "ema.x", "b", "ema.y"]
+    chosen = split_buckets(keys, [5, 5, 5, 5], 4, "ema")
+    by_prefix: dict[str, list[int]] = {}
+    for prefix, indices in chosen:
+        by_prefix.setdefault(prefix, []).extend(indices)
+    assert sorted(by_prefix[""]) == [0, 2]
+    assert sorted(by_prefix["ema"]) == [1, 3]
+
+
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=20))
+def test_objects_fit_their_region_and_do_not_overlap(sizes: list[int]) -> None:
+    offsets = place_objects(sizes)
+    assert all(offset % 64 == 0 for offset in offsets)
+    ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+    assert all(end <= following for end, following in zip(ends, offsets[1:], strict=False))
+    assert ends[-1] <= region_bytes(sizes)
+    assert region_bytes(sizes) % 4096 == 0
+
+
+@st.composite
+def bucket_tensors(draw: st.DrawFn) -> list[torch.Tensor]:
+    tensors = []
+    for seed in range(draw(st.integers(0, 6))):
+        dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64]))
+        shape = draw(st.lists(st.integers(0, 5), max_size=3))
+        if draw(st.booleans()):
+            shape = [*shape, draw(st.integers(1, 400))]
+        generator = torch.Generator().manual_seed(seed)
+        tensor = torch.randint(0, 2, shape, generator=generator).to(dtype)
+        if tensor.dim() > 1 and draw(st.booleans()):
+            tensor = tensor.transpose(0, 1)
+        tensors.append(tensor)
+    if draw(st.booleans()):
+        tensors.insert(0, torch.arange(300_000, dtype=torch.float32))  # large: page-aligned
+    return tensors
+
+
+SAVE_ID = bytes(range(16))
+
+
+def payload(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+
+
+def source_of(tensors: list[torch.Tensor], objects: list[bytes]) -> tuple[BucketSource, bytes]:
+    """A source, and the file it must make, checksums left zero."""
+    keys = [f"object {number}" for number in range(len(objects))]
+    layout = lay_out_file("f", specs_of(tensors), keys, [len(data) for data in objects])
+    offsets = place_objects([len(data) for data in objects])
+    expected = bytearray(layout.image.size_bytes)
+    for offset, data in zip(offsets, objects, strict=True):
+        expected[offset : offset + len(data)] = data
+    for template, offset, tensor in zip(layout.templates, layout.item_offsets, tensors, strict=True):
+        item = template.head + payload(tensor) + template.tail
+        expected[offset : offset + len(item)] = item
+    places = zip(offsets, map(len, objects), strict=True)
+    expected[layout.footer_offset :], _ = layout.footer.fill(SAVE_ID, len(expected), places)
+    bucket = fill_bucket(layout, "f", SAVE_ID, [memoryview(data) for data in objects], tensors)
+    return BucketSource(bucket), bytes(expected)
+
+
+@given(bucket_tensors(), st.lists(st.binary(max_size=300), max_size=4), st.sampled_from([4096, 8192, 65536]))
+def test_any_window_of_a_file_is_filled_right_over_dirty_memory(
+    tensors: list[torch.Tensor], objects: list[bytes], window_bytes: int
+) -> None:
+    source, expected = source_of(tensors, objects)
+    made = bytearray()
+    for start in range(0, len(expected), window_bytes):
+        stop = min(start + window_bytes, len(expected))
+        buffer = bytearray(b"\xee" * (stop - start))
+        source.fill(start, stop, memoryview(buffer))
+        made += buffer
+    assert bytes(made) == expected
+
+
+@given(bucket_tensors(), st.lists(st.binary(max_size=300), max_size=4))
+def test_a_buffer_is_filled_right_first_and_again(tensors: list[torch.Tensor], objects: list[bytes]) -> None:
+    source, expected = source_of(tensors, objects)
+    buffer = StagingBuffer()
+    view = buffer.reserve(max(len(expected), 1))
+    view[:] = b"\xee" * len(view)
+    source.fill_buffer(view, laid_out=False)
+    assert bytes(view[: len(expected)]) == expected
+    assert not any(view[len(expected) :])
+    again = [torch.zeros_like(tensor) for tensor in tensors]
+    source, expected = source_of(again, [bytes(len(data)) for data in objects])
+    source.fill_buffer(view, laid_out=True)
+    assert bytes(view[: len(expected)]) == expected
+    del view
+    buffer.close()
+
+
+@given(bucket_tensors(), st.lists(st.binary(max_size=300), max_size=4), st.integers(0, 3))
+def test_a_new_buffer_is_filled_by_writing_to_it(tensors: list[torch.Tensor], objects: list[bytes], large: int) -> None:
+    tensors = [*tensors, *(torch.randn(5000 * (n + 1)) for n in range(large))]
+    source, expected = source_of(tensors, objects)
+    buffer = StagingBuffer()
+    view = buffer.reserve(max(len(expected), 1), touch=False)
+    assert not buffer.is_touched
+    source.fill_buffer(view, False, buffer.write)
+    assert bytes(view[: len(expected)]) == expected
+    buffer.touch_meanwhile(len(expected))
+    assert bytes(buffer.reserve(len(expected) or 1)[: len(expected)]) == expected
+    del view
+    buffer.close()
+
+
+def test_an_item_is_what_torch_load_reads() -> None:
+    tensor = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
+    item = encode_tensor("bfloat16", (3, 4), payload(tensor))
+    assert torch.equal(torch.load(io.BytesIO(item), weights_only=True), tensor)
+
+
+def spec(key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> TensorSpec:
+    return TensorSpec(key, "float32", shape, offsets, sizes, 4 * sizes[0])
+
+
+def plan_of(*specs: TensorSpec, rank: int = 0) -> LocalPlan:
+    return lay_out_rank(specs, [], [], rank=rank, thread_count=2).plan
+
+
+def test_plans_travel_as_columns_and_make_the_index() -> None:
+    plans = [plan_of(spec("a", (4 * r,), (4,), (8,)), rank=r) for r in range(2)]
+    entries, _ = index_tensors([LocalPlan.decode(plan.encode()) for plan in plans])
+    assert [chunk.offsets for chunk in entries["a"].chunks] == [(0,), (4,)]
+    assert [chunk.item.file for chunk in entries["a"].chunks] == ["__0_0.distcp", "__1_0.distcp"]
+
+
+@pytest.mark.parametrize(
+    ("second", "problem"),
+    [
+        (spec("a", (4,), (3,), (8,)), "a: "),  # a gap
+        (spec("a", (3,), (5,), (8,)), "a: "),  # an overlap
+        (spec("a", (4,), (5,), (8,)), "a: "),  # out of bounds
+        (spec("a", (4,), (4,), (9,)), "rank 1"),  # another shape
+        (TensorSpec("a", "bfloat16", (8,), (4,), (4,), 8), "rank 1"),  # another dtype
+    ],
+)
+def test_plans_that_do_not_fit_together_are_refused(second: TensorSpec, problem: str) -> None:
+    with pytest.raises(PlanError, match=problem):
+        check_plans([plan_of(spec("a", (0,), (4,), (8,))), plan_of(second, rank=1)])
+
+
+def test_zero_axes_and_empty_plans_travel() -> None:
+    builder = LocalPlanBuilder()
+    builder.begin_file("__0_0.distcp", 1000)
+    builder.add("scalar", "float64", (), (), (), 0, 500)
+    entries, _ = index_tensors([LocalPlan.decode(builder.build().encode()), LocalPlanBuilder().build()])
+    assert entries["scalar"].shape == ()
+    assert entries["scalar"].chunks[0].item.length == 500
+
+
+def test_objects_that_outgrow_their_region_ask_for_a_new_layout() -> None:
+    layout = lay_out_rank([], ["x/shard_0_1"], [100], rank=0, thread_count=2)
+    assert layout.has_room(["x/shard_0_1"], [4000])
+    assert not layout.has_room(["x/shard_0_1"], [5000])
+    assert not lay_out_rank([], [], [], rank=0, thread_count=2).has_room(["x"], [1])

@@ -1,0 +1,117 @@
+"""The check of whole columns against numpy, which counts for every element in how many chunks it lies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.errors import PlanError
+from mcore_ckpt.save.plan_check import check_plans
+from mcore_ckpt.save.plans import LocalPlan, LocalPlanBuilder
+from tests.support.tilings import tilings
+
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+Tensors = dict[str, tuple[tuple[int, ...], list[Box]]]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A shape, and boxes that tile it; sometimes one is moved, lost or doubled."""
+    shape = draw(SHAPES)
+    boxes = draw(tilings(shape, empty=True).flatmap(st.permutations))
+    damage = draw(st.sampled_from(["none", "none", "lost", "doubled", "moved"]))
+    victim = draw(st.integers(0, len(boxes) - 1))
+    if damage == "lost":
+        del boxes[victim]
+    elif damage == "doubled":
+        boxes.append(boxes[victim])
+    elif damage == "moved" and shape:
+        axis = draw(st.integers(0, len(shape) - 1))
+        offsets = list(boxes[victim].offsets)
+        offsets[axis] += draw(st.sampled_from([-1, 1]))
+        boxes[victim] = Box(tuple(offsets), boxes[victim].sizes)
+    return shape, boxes
+
+
+def _tiles(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+    counts = np.zeros(shape, dtype=int)
+    for offsets, sizes in boxes:
+        if any(start < 0 or start + size > outer for start, size, outer in zip(offsets, sizes, shape, strict=True)):
+            return False
+        counts[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] += 1
+    return bool((counts == 1).all())
+
+
+def _plans(tensors: Tensors, ranks: int) -> list[LocalPlan]:
+    builders = [LocalPlanBuilder() for _ in range(ranks)]
+    for rank, builder in enumerate(builders):
+        builder.begin_file(f"__{rank}_0.distcp", 0)
+    turn = 0
+    for key, (shape, boxes) in tensors.items():
+        for box in boxes:
+            builders[turn % ranks].add(key, "float32", shape, box.offsets, box.sizes, 0, 1)
+            turn += 1
+    return [builder.build() for builder in builders]
+
+
+@given(st.lists(tensors(), min_size=1, max_size=4), st.integers(1, 3))
+@example([((4, 4), [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))])], 1)  # in a row, and a column is missing
+@example([((4, 4), [Box((0, 0), (2, 4)), Box((2, 0), (2, 3))])], 2)
+def test_plans_pass_exactly_if_every_element_lies_in_one_chunk(
+    drawn: list[tuple[tuple[int, ...], list[Box]]], ranks: int
+) -> None:
+    tensors = {f"t{n}": (shape, boxes) for n, (shape, boxes) in enumerate(drawn) if boxes}
+    plans = _plans(tensors, ranks)
+    wrong = [key for key, (shape, boxes) in tensors.items() if not _tiles(shape, boxes)]
+    if not wrong:
+        check_plans(plans)
+        return
+    with pytest.raises(PlanError) as caught:
+        check_plans(plans)
+    assert str(caught.value).split(":")[0] in wrong
+
+
+@given(st.lists(tensors(), min_size=1, max_size=3), st.data())
+def test_ranks_that_disagree_are_named(drawn: list[tuple[tuple[int, ...], list[Box]]], data: st.DataObject) -> None:
+    tensors = {f"t{n}": (shape, [Box((0,) * len(shape), shape)]) for n, (shape, _) in enumerate(drawn)}
+    key = data.draw(st.sampled_from(sorted(tensors)))
+    shape = tensors[key][0]
+    other_dtype = data.draw(st.booleans())
+    other_shape = shape if other_dtype else (*shape, 1)
+    builder = LocalPlanBuilder()
+    builder.begin_file("__1_0.distcp", 0)
+    dtype = "bfloat16" if other_dtype else "float32"
+    builder.add(key, dtype, other_shape, (0,) * len(other_shape), other_shape, 0, 1)
+    with pytest.raises(PlanError, match=rf"^{key}: rank 0 saves float32 of .*, rank 1 {dtype} of "):
+        check_plans([*_plans(tensors, 1), builder.build()])
+
+
+def test_a_gap_names_the_ranks_that_hold_chunks() -> None:
+    whole, gap = ((4,), [Box((0,), (2,)), Box((2,), (2,))]), ((6,), [Box((0,), (2,)), Box((4,), (2,))])
+    with pytest.raises(
+        PlanError, match=r"^b: element \[2\] of \[6\] lies in 0 chunks.* chunks of it are on rank 1, 2$"
+    ):
+        check_plans([*_plans({"a": whole}, 1), *_plans({"b": gap}, 2)])
+
+
+def test_a_shadow_copy_need_not_be_complete() -> None:
+    whole = ((4, 4), [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))])
+    part = ((4, 4), [Box((2, 0), (2, 4))])
+    check_plans(_plans({"w": whole, "__shadow_1__w": part, "__shadow_2__w": whole}, 3))
+    check_plans(_plans({"__shadow_1__w": part, "w": whole}, 1))
+    for wrong, message in (
+        ({"w": part, "__shadow_1__w": whole}, "^w: element"),
+        ({"w": whole, "__shadow_1__v": part}, "^__shadow_1__v: rank 0 saves a shadow copy of a tensor that no rank"),
+        ({"w": whole, "__shadow_1__w": ((2, 4), [Box((0, 0), (2, 4))])}, "^__shadow_1__w: rank 0 .*, rank 0 float32"),
+        ({"w": whole, "__shadow_1__w": ((4, 4), [Box((3, 0), (2, 4))])}, r"^__shadow_1__w: .* does not lie inside"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            check_plans(_plans(wrong, 1))
+
+
+def test_no_plan_at_all_is_in_order() -> None:
+    check_plans([])
+    check_plans([LocalPlanBuilder().build()] * 2)
