@@ -177,7 +177,6 @@ NOT_QUICK = {
     "reshard/test_reshard.py::test_a_process_that_is_stopped",
     "reshard/test_reshard_megatron.py",
     "reshard/test_torch_files.py",
-    "core/test_boxes.py::test_a_hundred_thousand_chunks_are_checked_in_linear_time",
     "core/test_boxes.py::test_boxes_made_to_be_costly_are_refused_in_bounded_time",
     "dcp/test_state_dicts.py",
     "directory/test_fault_sweeps.py",

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt.megatron._versions import TESTED_VERSIONS
-from scripts.words import ALLOWED, problems
 from tests.conftest import NOT_QUICK
 from tests.support.shown_launches import shown_launches
 
@@ -87,11 +86,6 @@ def test_megatron_versions_are_one_list() -> None:
     assert shown == [f"{by_ci[0]} on Python 3.11, {by_ci[1]} on 3.12", f"{rest[0]} to {rest[-1]}"]
 
 
-def test_each_target_says_what_it_does() -> None:
-    explained = set(re.findall(r"^([\w-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert explained == targets() - {"help"}
-
-
 @pytest.mark.parametrize("left_out", sorted(NOT_QUICK))
 def test_what_the_quick_core_leaves_out_is_there(left_out: str) -> None:
     """A name that has moved would silently be part of the core again."""
@@ -99,12 +93,6 @@ def test_what_the_quick_core_leaves_out_is_there(left_out: str) -> None:
     path = ROOT / "tests" / file
     assert path.is_file()
     assert not test or f"def {test}(" in path.read_text()
-
-
-def test_a_commit_is_held_against_the_quick_core() -> None:
-    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
-    assert "entry: make test-quick" in hooks
-    assert "stages:" not in hooks
 
 
 def test_launches_that_pages_show_save_as_they_say() -> None:
@@ -115,10 +103,3 @@ def test_launches_that_pages_show_save_as_they_say() -> None:
     for page, launches in shown.items():
         for words in launches:
             assert ("--async-save" in words) <= ("--use-persistent-ckpt-worker" in words), f"{page}: {words}"
-
-
-def test_words_are_found_across_lines_and_where_they_are_right_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "# a save is held\n    # against its plan\ntake_ahead = 1\nnew = of(anew)\n"
-    assert [line for line, _ in problems("a.py", text)] == [1, 4]
-    monkeypatch.setitem(ALLOWED, "a.py", ("anew",))
-    assert [line for line, _ in problems("a.py", text)] == [1]

@@ -6,7 +6,6 @@ import inspect
 import shutil
 import subprocess
 import sys
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ import pytest
 
 import mcore_ckpt
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.models.options import ExportOptions, ImportOptions
-from mcore_ckpt.reshard.options import ReshardOptions
 
 PUBLIC = [
     "AsyncCallsQueue",
@@ -77,20 +74,6 @@ PUBLIC = [
     "verify_checkpoint",
 ]
 NEED_MEGATRON = {"TorchDistLoadStrategy", "TorchDistSaveStrategy"}
-# The functions behind the commands, and what each returns.
-OF_THE_COMMANDS = {
-    "copy_checkpoint": "CopyReport",
-    "diff_checkpoints": "DiffReport",
-    "export_checkpoint": "ConversionReport",
-    "import_checkpoint": "ConversionReport",
-    "list_run": "RunReport",
-    "open_checkpoint": "Checkpoint",
-    "prune_run": "PruneReport",
-    "repair_checkpoint": "VerifyReport",
-    "reshard_checkpoint": "ConversionReport",
-    "summarize_checkpoint": "CheckpointSummary",
-    "verify_checkpoint": "VerifyReport",
-}
 GOLDEN = Path(__file__).parent / "format" / "golden" / "ours-0.1.0"
 
 WITHOUT_MEGATRON = """
@@ -120,12 +103,7 @@ def test_the_list_is_exact() -> None:
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_name_can_be_imported(name: str) -> None:
-    assert getattr(mcore_ckpt, name) is not None
-
-
-def test_other_names_are_refused() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'FileSystemWriter'"):
-        mcore_ckpt.FileSystemWriter  # noqa: B018
+    assert inspect.getdoc(getattr(mcore_ckpt, name))
 
 
 def test_without_megatron_all_can_be_imported_but_what_needs_it_and_that_says_so() -> None:
@@ -134,31 +112,6 @@ def test_without_megatron_all_can_be_imported_but_what_needs_it_and_that_says_so
     for message in messages:
         assert "megatron-core is not installed" in message
         assert "pip install" in message
-
-
-@pytest.mark.parametrize("name", sorted(set(PUBLIC) - {"__version__"}))
-def test_every_name_says_what_it_is(name: str) -> None:
-    assert inspect.getdoc(getattr(mcore_ckpt, name))
-
-
-@pytest.mark.parametrize(("name", "result"), OF_THE_COMMANDS.items())
-def test_the_functions_of_the_commands_have_one_kind_of_signature(name: str, result: str) -> None:
-    """Paths first, whatever `os.fspath` takes; all else by name; a named result that cannot be changed; errors said."""
-    function = getattr(mcore_ckpt, name)
-    signature = inspect.signature(function)
-    assert signature.return_annotation == result
-    paths = [
-        parameter.annotation == "str | os.PathLike[str]" or parameter.annotation == "VerifyReport"
-        for parameter in signature.parameters.values()
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.annotation != "LoadOptions | None"
-    ]
-    assert paths
-    assert all(paths)
-    assert "Raises:" in (function.__doc__ or "")
-    made = getattr(mcore_ckpt, result)
-    if result != "Checkpoint":
-        assert is_dataclass(made)
-        assert made.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
 class PathLike:
@@ -241,27 +194,6 @@ def test_function_and_command_make_the_same_of_a_run_and_a_job_loads_it(
     assert (tmp_path / "python" / "latest_checkpointed_iteration.txt").read_text() == "9"
     function(run_of_seven / "iter_0000007", tmp_path / "python" / "iter_0000008", **keywords)
     assert (tmp_path / "python" / "latest_checkpointed_iteration.txt").read_text() == "9"
-
-
-@pytest.mark.parametrize(
-    ("function", "options", "more"),
-    [
-        (mcore_ckpt.reshard_checkpoint, ReshardOptions, set()),
-        (mcore_ckpt.export_checkpoint, ExportOptions, {"to"}),
-        (mcore_ckpt.import_checkpoint, ImportOptions, {"kind"}),
-    ],
-)
-def test_the_conversions_say_in_their_signatures_what_they_take(function: Any, options: Any, more: set[str]) -> None:
-    """As an editor shows them, with the command's options and their defaults."""
-    named = {
-        name: parameter
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    }
-    assert named.keys() - more - {"dry_run", "progress"} == {field.name for field in fields(options)}
-    for field in fields(options):
-        assert named[field.name].default == field.default, field.name
-        assert f"{field.name}: " in function.__doc__ or f"{field.name}, " in function.__doc__, field.name
 
 
 @pytest.mark.parametrize(

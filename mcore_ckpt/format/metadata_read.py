@@ -6,7 +6,7 @@ package wrote is read from the columns of its manifest. A pickle is read with in
 names, and every field of theirs is checked before it counts. A chunk costs about ten microseconds in all; where the
 code is less plain than it could be, that is why.
 
-`metadata_write` makes such a file; `layout.torch_classes` turns the index into DCP's own classes.
+`metadata_write` makes such a file; `state.torch_classes` turns the index into DCP's own classes.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import pytest
 import mcore_ckpt
 from mcore_ckpt.commands.cli import main, make_parser
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.core.sizes import parse_size, shown_size
+from mcore_ckpt.core.sizes import parse_size
 from tests.support.model_like import reshard_killed, write_model
 
 COMMANDS = ["list", "inspect", "verify", "cat", "diff", "copy", "repair", "prune", "reshard", "export", "import"]
@@ -56,14 +56,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=" ".join)
+@pytest.mark.parametrize("command", [[], ["reshard"]], ids=" ".join)
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     assert imported_by([*command, "--help"]) == set()
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["inspect"], ["inspect", "--json", "--tensors"], ["inspect", "--items"], ["inspect", "--files"], ["verify"]],
+    [["inspect", "--json", "--tensors"], ["verify"]],
     ids=" ".join,
 )
 def test_looking_and_verifying_need_neither_torch_nor_numpy(checkpoint: Path, arguments: list[str]) -> None:
@@ -123,11 +123,6 @@ def test_a_size_that_is_none_is_refused(given: str) -> None:
         parse_size(given)
 
 
-@pytest.mark.parametrize("size_bytes", [1, 1000, 1024, 5 * 1000**3, 384 * 1024**2, 1234567])
-def test_a_shown_size_reads_back(size_bytes: int) -> None:
-    assert parse_size(shown_size(size_bytes)) == size_bytes
-
-
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
@@ -149,14 +144,6 @@ def test_a_misspelled_word_is_told_what_it_is_like(
     assert complaint.endswith(f"; did you mean {meant}?") if meant else "did you mean" not in complaint
 
 
-def test_list_says_when_it_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["list", "--help"])
-    shown = capsys.readouterr().out
-    assert "  0  all are complete, but for what a save is writing or a killed one has left\n" in shown
-    assert "  1  one that no save has marked is incomplete, or the tracker file names none that is complete\n" in shown
-
-
 def test_a_mistake_of_ours_is_no_bad_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(_arguments: object) -> None:
         raise RuntimeError("a mistake")
@@ -166,26 +153,9 @@ def test_a_mistake_of_ours_is_no_bad_usage(monkeypatch: pytest.MonkeyPatch, caps
     assert "RuntimeError: a mistake (this should not happen" in capsys.readouterr().err
 
 
-def test_a_repair_that_is_tried_out_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_model(tmp_path / "c")
-    write_model(tmp_path / "copy")
-    damaged = tmp_path / "c" / "__0_0.distcp"
-    damaged.write_bytes(damaged.read_bytes()[:-100])
-    before = damaged.read_bytes()
-    words = ["repair", str(tmp_path / "c"), "--from", str(tmp_path / "copy")]
-    assert main([*words, "-n"]) == 1
-    assert "nothing was written" in capsys.readouterr().out
-    assert damaged.read_bytes() == before
-    assert main(words) == 0
-    assert main(["verify", str(tmp_path / "c")]) == 0
-    assert main(words[:2]) == 2
-    assert "--from OTHER" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", [["mcore_ckpt", "launch"], ["mcore_ckpt.launch"]], ids=" ".join)
-def test_launch_explains_itself(command: list[str]) -> None:
+def test_launch_explains_itself() -> None:
     def run(*words: str) -> tuple[int, str, str]:
-        line = [sys.executable, "-m", *command, *words]
+        line = [sys.executable, "-m", "mcore_ckpt.launch", *words]
         ended = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=60)
         return ended.returncode, ended.stdout, ended.stderr
 
@@ -254,6 +224,7 @@ def test_the_command_alone_shows_its_commands(capsys: pytest.CaptureFixture[str]
     assert main([]) == 2
     shown = capsys.readouterr().err
     assert all(f"\n  {command} " in shown for command in COMMANDS)
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def on_terminal(columns: int, *words: str) -> list[str]:
@@ -274,18 +245,12 @@ def on_terminal(columns: int, *words: str) -> list[str]:
     return shown.decode().replace("\r\n", "\n").splitlines()
 
 
-@pytest.mark.parametrize("columns", [50, 80])
-@pytest.mark.parametrize("view", [[], ["--tensors"], ["--files"], ["--items"]], ids=str)
+@pytest.mark.parametrize(("columns", "view"), [(50, ["--tensors"]), (50, ["--items"]), (80, []), (80, ["--files"])])
 def test_what_is_shown_fits_the_terminal(checkpoint: Path, view: list[str], columns: int) -> None:
     lines = on_terminal(columns, "inspect", str(checkpoint), *view)
     assert len(lines) > 5
     # What cannot be divided, as a key, is longer than a narrow terminal.
     assert [line for line in lines if len(line) > columns and len(line.split()) > 2] == []
-
-
-def test_the_overview_fits_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    main([])
-    assert max(map(len, capsys.readouterr().err.splitlines())) <= 80
 
 
 def test_list_names_what_an_interrupted_conversion_has_left(
@@ -300,14 +265,6 @@ def test_list_names_what_an_interrupted_conversion_has_left(
     listed = json.loads(capsys.readouterr().out)
     assert listed["unfinished"] == ["iter_0000007.partial"]
     assert [found["name"] for found in listed["checkpoints"]] == ["iter_0000001"]
-
-
-def test_help_of_the_small_run_writes_nothing(tmp_path: Path) -> None:
-    script = ROOT / "examples" / "small_run.py"
-    for words, code in ((["--help"], 0), ([], 2)):
-        ended = subprocess.run([sys.executable, script, *words], cwd=tmp_path, capture_output=True, timeout=120)
-        assert ended.returncode == code
-        assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -339,11 +296,6 @@ def test_a_wrong_path_is_one_line_and_2(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_directory_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(tmp_path)]) == 2
-    assert ".metadata" in capsys.readouterr().err
-
-
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         main(["inspect", str(tmp_path / "gone"), "--debug"])
@@ -373,14 +325,6 @@ def test_json_is_one_document(checkpoint: Path, tmp_path: Path, capsys: pytest.C
         assert captured.err == ""
 
 
-def test_nothing_is_drawn_where_output_is_piped(checkpoint: Path, tmp_path: Path) -> None:
-    arguments = ["reshard", str(checkpoint), str(tmp_path / "r"), "--tp", "1", "--pp", "1"]
-    command = [sys.executable, "-m", "mcore_ckpt", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr == ""
-
-
 @pytest.mark.parametrize(("command", "reader", "code"), [("inspect", "head -n 1", 0), ("verify", "true", 1)])
 def test_a_reader_that_goes_away_changes_nothing(tmp_path: Path, command: str, reader: str, code: int) -> None:
     write_model(tmp_path / "c")
@@ -395,7 +339,7 @@ def test_scripts_reshard_is_the_command(checkpoint: Path, tmp_path: Path) -> Non
     script = ROOT / "scripts" / "reshard.py"
     command = [sys.executable, str(script), str(checkpoint), str(tmp_path / "r"), "--tp", "1", "--pp", "1"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert ended.returncode == 0, ended.stderr
+    assert (ended.returncode, ended.stderr) == (0, "")  # no progress is drawn where output is piped
     assert (tmp_path / "r" / ".metadata").exists()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 import zlib
 
@@ -11,7 +10,7 @@ import pytest
 from mcore_ckpt.core import crc
 from mcore_ckpt.core.crc import crc32, crc32_combine
 
-SIZES = [0, 1, 7, 8, 63, 64, 65, 4095, 4096, 100_003]
+SIZES = [0, 1, 7, 64, 4095, 100_003]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -19,12 +18,6 @@ def test_is_the_crc32_of_zip_archives(size: int) -> None:
     content = random.Random(size).randbytes(size)
     assert crc32(content) == zlib.crc32(content)
     assert crc32(memoryview(bytearray(content))) == zlib.crc32(content)
-
-
-def test_goes_on_from_a_first_part() -> None:
-    content = random.Random(1).randbytes(10_000)
-    for cut in (0, 1, 5000, 9999, 10_000):
-        assert crc32(content[cut:], crc32(content[:cut])) == zlib.crc32(content)
 
 
 @pytest.mark.parametrize("has_its_own", [True, False])
@@ -42,31 +35,3 @@ def test_parts_of_many_gigabytes_combine() -> None:
     # Appending zeros in two steps is appending them in one; no buffer of that size is needed to say so.
     half = crc32_combine(first, crc32_combine(0, 0, zeros // 2), zeros // 2)
     assert crc32_combine(half, 0, zeros - zeros // 2) == crc32_combine(first, 0, zeros)
-
-
-@pytest.mark.parametrize("name", crc._CANDIDATES)
-def test_every_implementation_agrees(name: str) -> None:
-    module = pytest.importorskip(name)
-    content = random.Random(2).randbytes(70_001)
-    assert module.crc32(content) == zlib.crc32(content)
-    assert module.crc32(content, 77) == zlib.crc32(content, 77)
-
-
-def test_falls_back_to_zlib_where_nothing_faster_is_installed() -> None:
-    name, function, combine = crc._fastest(("mcore_ckpt_no_such_module.crc", "json", "zlib"))
-    assert name == "zlib"
-    assert combine is None
-    assert function(b"abc") == zlib.crc32(b"abc")
-
-
-def test_takes_the_first_that_is_installed() -> None:
-    installed = [name for name in crc._CANDIDATES if _importable(name)]
-    assert installed[0] == crc.IMPLEMENTATION
-
-
-def _importable(name: str) -> bool:
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        return False
-    return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -151,12 +151,6 @@ def test_what_cannot_work_is_refused(options: Any, values: dict[str, Any], messa
     with pytest.raises(OptionError, match=message) as caught:
         options(**values)
     assert isinstance(caught.value, ValueError)
-
-
-@pytest.mark.parametrize("options", [SaveOptions(), LoadOptions()])
-def test_options_do_not_change(options: Any) -> None:
-    with pytest.raises(FrozenInstanceError):
-        options.io_threads = 3
 
 
 def test_a_misspelled_variable_is_found() -> None:

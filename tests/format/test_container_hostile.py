@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import io
 import os
-import random
 import struct
-import tracemalloc
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,21 +95,13 @@ def _decodes_right_or_not_at_all(item: bytes) -> bool:
 
 
 @pytest.mark.parametrize("name", ITEMS)
-def test_truncated_anywhere_is_corrupt(name: str) -> None:
+def test_a_part_of_an_item_is_corrupt(name: str) -> None:
+    """Its begin, as in a truncated file, and its end, as when an index gives offsets of another file."""
     item = ITEMS[name]
-    for length in range(len(item)):
-        for outcome in locations(item[:length]):
-            assert isinstance(outcome, CorruptCheckpointError), f"{length} bytes"
+    for at in range(1, len(item)):
+        for outcome in (*locations(item[:at]), *locations(item[at:])):
+            assert isinstance(outcome, CorruptCheckpointError), f"cut at byte {at}"
             assert "w: " in str(outcome)
-
-
-@pytest.mark.parametrize("name", ITEMS)
-def test_the_end_alone_is_corrupt(name: str) -> None:
-    """As when an index gives offsets of another file."""
-    item = ITEMS[name]
-    for start in range(1, len(item)):
-        for outcome in locations(item[start:]):
-            assert isinstance(outcome, CorruptCheckpointError), f"from byte {start}"
 
 
 @pytest.mark.parametrize("name", ITEMS)
@@ -124,36 +114,6 @@ def test_no_flipped_byte_makes_wrong_bytes_right(name: str, flipped: int) -> Non
         damaged = bytearray(item)
         damaged[position] ^= flipped
         assert is_taken_for_right_only_if_it_is(bytes(damaged)), f"byte {position}"
-
-
-@pytest.mark.parametrize("name", ITEMS)
-def test_no_overwritten_stretch_makes_wrong_bytes_right(name: str) -> None:
-    item = ITEMS[name]
-    generator = random.Random(name)
-    payload_at = item.find(PAYLOAD)
-    for _ in range(3000):
-        damaged = bytearray(item)
-        for _ in range(generator.randint(1, 4)):
-            at, length = generator.randrange(len(item)), generator.choice([1, 2, 4, 8, 64])
-            filling = generator.choice([b"\0", b"\xff", b"P", b"K"])
-            damaged[at : at + length] = filling * len(damaged[at : at + length])
-        if name == "view":
-            damaged[payload_at : payload_at + len(PAYLOAD)] = PAYLOAD
-        assert is_taken_for_right_only_if_it_is(bytes(damaged))
-
-
-def test_damage_costs_no_memory() -> None:
-    generator = random.Random(5)
-    tracemalloc.start()
-    for item in ITEMS.values():
-        for _ in range(500):
-            damaged = bytearray(item)
-            at = generator.randrange(len(item) - 8)
-            damaged[at : at + 8] = generator.choice([b"\xff" * 8, b"\xff\xff\xff\x7f" * 2, generator.randbytes(8)])
-            list(locations(bytes(damaged)))
-    _, peak_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak_bytes < 4 * 1024 * 1024
 
 
 def test_damage_to_the_description_is_a_checksum_error_that_says_where() -> None:
@@ -343,10 +303,6 @@ def test_items_written_long_ago_are_located(path: Path) -> None:
         assert outcome.crc32 == crc32(content)
         assert content == expected.view(torch.uint8).numpy().tobytes()
     assert torch.equal(torch.load(path, weights_only=True), expected.view(20, 30))
-
-
-def test_there_are_frozen_items() -> None:
-    assert len(list(FROZEN.glob("*.pt"))) >= 3
 
 
 def test_our_own_items_are_the_same_bytes_as_ever() -> None:

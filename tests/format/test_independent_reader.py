@@ -6,12 +6,10 @@ import hashlib
 import json
 import math
 import pickle
-import random
 import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -113,14 +111,6 @@ class TestOurs:
             tensors = {key: value for key, value in state.items() if key != "o"}
             compare(tmp_path, tensors, {"o": state["o"]})
 
-    def test_a_file_of_another_save_is_refused(self, tmp_path: Path) -> None:
-        for name in ("a", "b"):
-            write(tmp_path / name, {"t": torch.arange(5)})
-        (file,), (own,) = ((tmp_path / name).glob("*.distcp") for name in ("a", "b"))
-        shutil.copy(file, own)
-        with pytest.raises(independent.CorruptError, match="not the file that"):
-            independent.read_checkpoint(tmp_path / "b")
-
     def test_without_the_seal_of_metadata_the_tables_of_the_files_tell(self, tmp_path: Path) -> None:
         state = {"t": torch.arange(5), "u": torch.arange(5) + 5, "o": "x"}
         write(tmp_path, state, thread_count=1)
@@ -134,58 +124,6 @@ class TestOurs:
         shutil.copy(data_file(tmp_path / "other"), data_file(tmp_path))
         with pytest.raises(independent.CorruptError, match="the table of"):
             independent.read_checkpoint(tmp_path)
-
-    def test_links_are_refused(self, tmp_path: Path) -> None:
-        write(tmp_path / "a", {"t": torch.arange(5)})
-        (file,) = (tmp_path / "a").glob("*.distcp")
-        file.rename(tmp_path / "elsewhere")
-        file.symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(independent.CorruptError, match="not a regular file"):
-            independent.read_checkpoint(tmp_path / "a")
-
-    def test_a_flipped_bit_is_found_or_harmless(self, tmp_path: Path) -> None:
-        seed = random.randrange(1 << 32)
-        print("seed", seed)
-        source = random.Random(seed)
-        state = {f"small.{i}": torch.full((i % 5,), float(i), dtype=torch.bfloat16) for i in range(12)}
-        state |= {"large": torch.randn(540_000), "scalar": torch.tensor(3)}
-        write(tmp_path, {**state, "object": [1, "two"], "plain": "text" * 50})
-        whole = independent.read_checkpoint(tmp_path)
-        files = sorted(file for file in tmp_path.iterdir() if file.name == ".metadata" or file.suffix == ".distcp")
-        assert len(files) == 3
-        refused = dict.fromkeys((file.name for file in files), 0)
-        for flip in range(300):
-            file = files[flip % len(files)]
-            with open(file, "r+b") as stream:
-                size = file.stat().st_size
-                near = min(size, 4096)  # an end: half of the flips hit where heads, tails and seals are
-                at = source.choice((0, size - near)) + source.randrange(near) if flip % 2 else source.randrange(size)
-                stream.seek(at)
-                before = stream.read(1)[0]
-                stream.seek(at)
-                stream.write(bytes([before ^ 1 << source.randrange(8)]))
-                stream.flush()
-                try:
-                    read = independent.read_checkpoint(tmp_path)
-                except (independent.CorruptError, independent.UnsupportedError):
-                    refused[file.name] += 1
-                else:
-                    same_bits(read, whole, f"{file.name} at {at}, seed {seed}")
-                stream.seek(at)
-                stream.write(bytes([before]))
-        print(refused)
-        assert refused[".metadata"] == 100
-        assert all(refused.values())
-        same_bits(independent.read_checkpoint(tmp_path), whole, "restored")
-
-
-def same_bits(read: independent.Checkpoint, whole: independent.Checkpoint, what: str) -> None:
-    assert read.objects == whole.objects, what
-    assert read.tensors.keys() == whole.tensors.keys(), what
-    for key, array in whole.tensors.items():
-        assert read.tensors[key].dtype == array.dtype, what
-        assert read.tensors[key].shape == array.shape, what
-        assert np.array_equal(read.tensors[key].reshape(-1).view("u1"), array.reshape(-1).view("u1")), what
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.name)

@@ -20,11 +20,9 @@ from mcore_ckpt.format.footer import ManifestFile
 from mcore_ckpt.format.index import (
     CheckpointIndex,
     ObjectEntry,
-    PackedTensors,
     StoredChunk,
     StoredItem,
     TensorEntry,
-    TensorForm,
 )
 from mcore_ckpt.format.manifest import Manifest, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_read import parse_index, pickle_differs
@@ -157,24 +155,6 @@ def test_what_columns_cannot_say_is_in_the_pickle_alone(change: Callable[[Checkp
     assert (found.planner_data, found.mcore_data) == (index.planner_data, index.mcore_data)
 
 
-def test_an_encoder_takes_new_objects_and_file_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    index = sample(20, 0)
-    encoder = MetadataEncoder(index)
-    crcs = [chunk.item.crc32 for entry in index.tensors.values() for chunk in entry.chunks]
-    for save, objects in enumerate((0, 3)):
-        names = {f"__{n}_0.distcp": f"__{n}_0.{save}.distcp" for n in range(2)}
-        stored = {
-            f"o{n}": ObjectEntry(f"o{n}", StoredItem(f"__2_0.{save}.distcp", n, 1, (), 50 + n)) for n in range(objects)
-        }
-        # In another order than that of the tensors, as writers sort them.
-        files = {name: ManifestFile(9, 5, SAVE_ID) for name in (f"__2_0.{save}.distcp", *reversed(names.values()))}
-        seal = Manifest(SAVE_ID, files, array("I", [*crcs, *range(50, 50 + objects)]))
-        data = encoder.encode(stored, files=names, storage_meta=META, manifest=seal)
-        found = read(data, monkeypatch)
-        assert found == unpickled(data)
-        assert {chunk.item.file for entry in found.tensors.values() for chunk in entry.chunks} == set(names.values())
-
-
 # --------------------------------------------------------------------------------------------------------- not trusted
 
 
@@ -264,23 +244,6 @@ def test_two_chunks_in_one_place_are_refused() -> None:
 def test_axes_that_cannot_be_multiplied_are_refused() -> None:
     with pytest.raises(CorruptCheckpointError, match="cannot be multiplied"):
         parse_index(sealed(one_tensor((0, 2**62, 2**62)), files=1), "a")
-
-
-def test_shapes_of_one_hash_are_refused_before_all_are_compared_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    modulus = 2**61 - 1  # of an int's hash
-    starts = [tuple(modulus * (n >> axis & 1) for axis in range(5)) for n in range(1, 32)]
-    assert len({hash(start) for start in starts}) == 1
-    chunks = [
-        StoredChunk(start, (1,) * 5, StoredItem("__0_0.distcp", 700 * n, 700, (), 1)) for n, start in enumerate(starts)
-    ]
-    for few, refused in ((10, False), (31, True)):
-        entry = TensorEntry("w", "float32", (2**62,) * 5, tuple(chunks[:few]))
-        data = sealed(CheckpointIndex("a", {"w": entry}, {}))
-        if refused:
-            with pytest.raises(CorruptCheckpointError, match="shapes that nobody has"):
-                parse_index(data, "a")
-        else:
-            read(data, monkeypatch)
 
 
 def test_a_key_that_is_there_twice_is_refused() -> None:
@@ -390,28 +353,3 @@ def test_verify_names_what_columns_and_pickle_say_differently(
 
 
 # ------------------------------------------------------------------------------------------------- what is made of them
-
-
-def test_columns_do_not_depend_on_hashes_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = sample(40, 0).tensors
-
-    def hashed(_: TensorForm) -> int:
-        raise AssertionError("a form was hashed by its numbers")
-
-    monkeypatch.setattr(TensorForm, "__hash__", hashed, raising=False)
-    packed = PackedTensors.of(tensors)
-    assert packed == tensors
-    assert packed is not None
-    assert len(set(map(id, packed.forms))) < len(packed)
-
-
-def test_entries_made_one_by_one_and_together_are_the_same() -> None:
-    wanted = sample()
-    index = parse_index(sealed(wanted), "a")
-    one_by_one = {key: index.tensors[key] for key in reversed(list(index.tensors))}
-    assert one_by_one == wanted.tensors
-    assert list(index.tensors.values()) == list(wanted.tensors.values())
-    assert index.tensors["layer.2xx"] == wanted.tensors["layer.2xx"]
-    assert index.tensors.get("nowhere") is None
-    assert "nowhere" not in index.tensors
-    assert {**index.tensors} == wanted.tensors

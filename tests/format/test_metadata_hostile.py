@@ -57,9 +57,8 @@ class TestDamaged:
     @pytest.mark.parametrize(
         ("content", "mask"),
         [
-            *itertools.product([SMALL, OURS], [0x01, 0x80, 0xFF]),
-            (MEGATRON, 0x01),
-            *(pytest.param(MEGATRON, mask, marks=pytest.mark.long) for mask in (0x80, 0xFF)),
+            *itertools.product([SMALL, OURS], [0x01, 0xFF]),
+            pytest.param(MEGATRON, 0x80, marks=pytest.mark.long),
         ],
         ids=lambda value: NAMES[value] if isinstance(value, bytes) else hex(value),
     )
@@ -76,11 +75,8 @@ class TestDamaged:
                 assert_well_formed(index)
             damaged[position] ^= mask
 
-    def test_empty(self) -> None:
-        refused(b"")
-
     @pytest.mark.parametrize(
-        "content", [b"PK\x03\x04 a zip archive", b"\x00" * 100, b"\x80\x04", b"not a pickle at all"]
+        "content", [b"", b"PK\x03\x04 a zip archive", b"\x00" * 100, b"\x80\x04", b"not a pickle at all"]
     )
     def test_not_a_pickle(self, content: bytes) -> None:
         refused(content)
@@ -218,11 +214,6 @@ class TestBombs:
         refused(content)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
 
-    def test_memo_numbers_in_the_size_of_the_file_are_fine(self) -> None:
-        value = {str(number): (number,) for number in range(500)}
-        content = pickle.dumps(Metadata({}, planner_data=value, storage_data={}), 2)  # LONG_BINPUT from 256 on
-        assert parse_index(content, "/ckpt").planner_data == value
-
     def test_nested_references(self) -> None:
         """60 lists, each holding the last one twice: 2**60 elements to anyone who walks them."""
         value: Any = ["x"]
@@ -241,12 +232,6 @@ class TestBombs:
         nested = b"]" * 200_000 + b"a" * 199_999
         # The frame's length covers what came after it before; more may follow.
         refused(inside[:start] + nested + inside[start + 7 :])
-
-    def test_cycles(self) -> None:
-        value: dict[str, Any] = {"a": 1}
-        value["self"] = [value]
-        index = parse_index(pickle.dumps(Metadata({}, planner_data=value, storage_data={})), "/ckpt")
-        assert index.planner_data["self"][0] is index.planner_data
 
 
 def _text(value: str) -> bytes:

@@ -14,7 +14,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import types
 import zipfile
 from collections.abc import Callable
@@ -336,24 +335,6 @@ class TestSources:
         stream = io.BytesIO(self.CONTENT)
         assert load_object(stream)["a"].x.sum() == 1
         assert not stream.closed
-
-    def test_threads_do_not_disturb_each_other(self) -> None:
-        """torch's list of allowed classes is one for the whole process."""
-        failures: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                for _ in range(30):
-                    assert load_object(self.CONTENT)["a"].x.sum() == 1
-            except BaseException as error:  # noqa: BLE001  (the thread's failure is the test's)
-                failures.append(error)
-
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures
 
 
 def test_without_imports_megatrons_classes_are_named() -> None:

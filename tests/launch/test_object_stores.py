@@ -49,16 +49,3 @@ def test_goes_on_in_an_object_store(msc_profile: str, s3_directory: S3Directory,
     assert by_stock.losses == pytest.approx(later, rel=2e-6)
     assert from_stock.losses == by_stock.losses
     assert not list(launches.rglob("msc:*")), "a folder of that name was made in a working directory"
-
-
-def test_a_launch_is_drained_and_resumed_from_the_second_tier(launches: Path) -> None:
-    """Saved in one directory, copied to another, resumed from that by Megatron-Core."""
-    far = launches / "drained-far"
-    variant = Variant("drained", RESHARDABLE.arguments, options={"MCORE_CKPT_DRAIN_TO": str(far)})
-    ours, near = trained("ours", variant, launches)
-    assert list_run(far).tracked == list_run(near).tracked == "iter_0000006"
-    assert [found.checkpoint.name for found in list_run(far).checkpoints] == ["iter_0000003", "iter_0000006"]
-    for found in list_run(far).checkpoints:
-        assert_whole(found.checkpoint.path)
-    on = resumed("stock", Variant("drained", RESHARDABLE.arguments), far, launches / "drained-on")
-    assert on.losses == {iteration: loss for iteration, loss in ours.losses.items() if iteration > 3}

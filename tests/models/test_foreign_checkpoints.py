@@ -95,15 +95,6 @@ def test_half_of_an_optimizer_is_left_out_and_named(fsdp: Path, tmp_path: Path) 
     assert "optimizer" not in common_of(tmp_path / "c")
 
 
-def test_a_dry_run_names_the_stored_keys(fsdp: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["import", str(fsdp / "wrapped"), "unused", "--from", "dcp", "--hf-config", str(fsdp), "--dry-run"]
-    assert main([*words, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert {key["source"] for key in document["keys"]} == {f"app.model.{key}" for key in model_tensors()}
-    assert "app.epoch (no tensor)" in document["left_out"]
-    assert not Path("unused").exists()
-
-
 def test_what_is_not_the_models_is_named(fsdp: Path, tmp_path: Path) -> None:
     rules = tmp_path / "rules"
     rules.write_text(r"layers\.0\.input_layernorm  layers.0.renamed")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -483,16 +481,6 @@ def test_the_commands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert not list(tmp_path.glob("x*"))
 
 
-def test_an_import_takes_no_torch_which_takes_seconds(model: Path, tmp_path: Path) -> None:
-    code = "import sys; sys.modules['torch'] = None; from mcore_ckpt.commands.cli import main; sys.exit(main())"
-    words = ["import", str(model), str(tmp_path / "c"), "--from", "hf", "--tp", "2", "-q"]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    common = torch.load(tmp_path / "c" / "common.pt", weights_only=False)
-    assert common["args"].num_layers == LAYERS
-    assert common["iteration"] == 0
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_output_layer_that_is_to_be_tied_and_is_another_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
@@ -529,15 +517,6 @@ def test_a_tokenizer_is_stored_only_where_there_is_one(
         import_checkpoint(source, target, kind="hf", hf_config=hf_config)
         arguments = vars(torch.load(f"{target}/common.pt", weights_only=False)["args"])
         assert {name: value for name, value in arguments.items() if name.startswith("tokenizer")} == stored, target
-
-
-def test_the_end_of_document_of_a_null_tokenizer_is_taken_along(model: Path, tmp_path: Path) -> None:
-    import_checkpoint(model, tmp_path / "c", kind="hf")
-    for said, rows in ((VOCABULARY - 1, VOCABULARY), (128, 128)):
-        change_arguments(tmp_path / "c", tokenizer_type="NullTokenizer", padded_vocab_size=128, vocab_size=said)
-        export_checkpoint(tmp_path / "c", tmp_path / f"e{rows}", to="hf")
-        assert json.loads((tmp_path / f"e{rows}" / "config.json").read_text())["vocab_size"] == rows
-    assert_same(read_by_definition(tmp_path / f"e{VOCABULARY}" / "model.safetensors"), model_tensors())
 
 
 def change_arguments(checkpoint: Path, **changed: Any) -> None:
@@ -579,19 +558,6 @@ def test_what_a_check_needs_is_found_out_before_anything_is_written(
     assert not (tmp_path / "target").exists()
 
 
-def test_a_model_that_memory_does_not_hold_is_written_and_not_checked(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(logits, "_NEEDED", {})
-    monkeypatch.setattr(logits, "free_host_bytes", lambda: 1024**2)
-    target = tmp_path / "target"
-    assert main(["import", str(model), str(target), "--from", "hf", "--check-logits"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"mcore-ckpt: {target} was written, but not checked: the models run in float32, which takes")
-    assert said.count("\n") == 1
-    assert verify_checkpoint(target).whole
-
-
 @pytest.mark.parametrize("factor", [torch.float32, torch.bfloat16])
 def test_matrices_of_8_bit_floats_arrive_as_what_they_stand_for(tmp_path: Path, factor: torch.dtype) -> None:
     """Values times the factor of their block, in blocks that do not divide the matrices; some tensors are plain."""
@@ -620,71 +586,3 @@ def test_matrices_of_8_bit_floats_arrive_as_what_they_stand_for(tmp_path: Path, 
     wrong = write_hf(tmp_path / "wrong", stored, config)
     expected = r"up_proj\.weight_scale_inv: float32 \[1, 1\] .* expected float32 or bfloat16 \[2, 3\]"
     refused(wrong, OptionError, expected, dtype="bf16")
-
-
-def gpt_oss(directory: Path, *, in_blocks: bool) -> Path:
-    """A random model; its experts in MXFP4, or as the plain tensors that these stand for."""
-    generator = torch.Generator().manual_seed(3)
-    experts, hidden, ffn, heads, groups, head = 3, 64, 32, 4, 2, 16
-    config = {
-        "model_type": "gpt_oss",
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": 2,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "head_dim": head,
-        "vocab_size": 50,
-        "max_position_embeddings": 64,
-        "num_local_experts": experts,
-        "num_experts_per_tok": 2,
-        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16},
-    }
-
-    def make(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).bfloat16()
-
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    found = {"model.embed_tokens.weight": make(50, hidden), "lm_head.weight": make(50, hidden)}
-    for layer in range(2):
-        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
-        for name, rows in (("q", heads * head), ("k", groups * head), ("v", groups * head)):
-            found |= {f"{attention}{name}_proj.weight": make(rows, hidden), f"{attention}{name}_proj.bias": make(rows)}
-        found |= {
-            f"{attention}o_proj.weight": make(hidden, heads * head),
-            f"{attention}o_proj.bias": make(hidden),
-            f"{attention}sinks": make(heads),
-            f"model.layers.{layer}.input_layernorm.weight": make(hidden),
-            f"model.layers.{layer}.post_attention_layernorm.weight": make(hidden),
-            f"{mlp}router.weight": make(experts, hidden),
-            f"{mlp}router.bias": make(experts),
-            f"{mlp}experts.gate_up_proj_bias": make(experts, 2 * ffn),
-            f"{mlp}experts.down_proj_bias": make(experts, hidden),
-        }
-        for name, outputs, inputs in (("gate_up_proj", 2 * ffn, hidden), ("down_proj", hidden, ffn)):
-            codes = torch.randint(16, (experts, outputs, inputs), generator=generator)
-            codes[codes == 8] = 1  # no negative zeros: two ways of writing the same value
-            scales = torch.randint(120, 130, (experts, outputs, inputs // 32), generator=generator)
-            if in_blocks:
-                packed = (codes[..., ::2] + 16 * codes[..., 1::2]).reshape(experts, outputs, inputs // 32, 16)
-                found[f"{mlp}experts.{name}_blocks"] = packed.to(torch.uint8)
-                found[f"{mlp}experts.{name}_scales"] = scales.to(torch.uint8)
-            else:
-                factors = 2.0 ** (scales - 127.0)
-                plain = values[codes] * factors.repeat_interleave(32, -1)
-                found[f"{mlp}experts.{name}"] = plain.transpose(1, 2).contiguous().bfloat16()
-    return write_hf(directory, {**found, "model.norm.weight": make(hidden)}, config)
-
-
-def test_experts_of_4_bit_floats_arrive_as_what_they_stand_for(tmp_path: Path) -> None:
-    plain = gpt_oss(tmp_path / "plain", in_blocks=False)
-    import_checkpoint(plain, tmp_path / "expected", kind="hf", tp=2)
-    import_checkpoint(
-        gpt_oss(tmp_path / "mxfp4", in_blocks=True), tmp_path / "target", kind="hf", tp=2, numbered_layers=True
-    )
-    given = read_by_definition(plain / "model.safetensors")
-    for name in ("target", "expected"):
-        assert_same(exported(tmp_path / name, tmp_path / f"{name}-hf"), given)
-    found = read_all(tmp_path / "expected")["decoder.layers.mlp.experts.experts.linear_fc1.weight"][1, 2]
-    pairs = given["model.layers.1.mlp.experts.gate_up_proj"][2]
-    assert torch.equal(found, torch.cat([pairs[:, ::2].T, pairs[:, 1::2].T]))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shutil
-from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,246 +15,13 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointError, ChecksumError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import load_object
-from mcore_ckpt.models._legacy_optimizer import FlatLayout, flat_places
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.cpu_megatron import pretend_cuda
 from tests.support.gloo_ranks import run_ranks
+from tests.support.legacy_files import EMBEDDING, FFN, HEADS, HIDDEN, LAYER, LAYERS, ROWS, Model
 from tests.support.shared_groups import share_groups
-
-HIDDEN, FFN, LAYERS, ROWS, HEADS = 8, 12, 4, 16, 4
-EMBEDDING = "embedding.word_embeddings.weight"
-# Axis along which tensor parallel ranks divide a parameter (None: all have it), and whether it has two halves.
-LAYER = {
-    "input_layernorm.weight": ((HIDDEN,), None, False),
-    "self_attention.core_attention.softmax_offset": ((HEADS,), 0, False),
-    "self_attention.linear_proj.weight": ((HIDDEN, HIDDEN), 1, False),
-    "self_attention.linear_qkv.weight": ((3 * HIDDEN, HIDDEN), 0, False),
-    "self_attention.linear_qkv.bias": ((3 * HIDDEN,), 0, False),
-    "pre_mlp_layernorm.weight": ((HIDDEN,), None, False),
-    "mlp.linear_fc1.weight": ((2 * FFN, HIDDEN), 0, True),
-    "mlp.linear_fc2.weight": ((HIDDEN, FFN), 1, False),
-}
-EXPERTS = 4
-# Layers of experts have these instead of an MLP; each expert has what `EXPERT` says.
-ROUTER = {"mlp.router.weight": ((EXPERTS, HIDDEN), None, False)}
-EXPERT = {name.removeprefix("mlp."): how for name, how in LAYER.items() if name.startswith("mlp.")}
-AT_TARGET = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
-
-
-class Parameter:
-    """A parameter of the whole model, and its states."""
-
-    def __init__(self, shape: tuple[int, ...], axis: int | None, gated: bool, dtype: torch.dtype) -> None:
-        self.axis, self.gated = axis, gated
-        main = torch.randn(shape)
-        self.states = {"main": main, "exp_avg": torch.randn(shape), "exp_avg_sq": torch.rand(shape)}
-        self.model = main.to(dtype)
-        if dtype == torch.float32:
-            self.states["main"] = self.model
-
-    def part(self, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-        if self.axis is None:
-            return tensor
-        halves = tensor.chunk(2 if self.gated else 1, self.axis)
-        return torch.cat([half.chunk(ranks, self.axis)[rank] for half in halves], self.axis).contiguous()
-
-
-class Model:
-    """Writes the files of all ranks, and knows what has to come of them."""
-
-    def __init__(self, tp: int, pp: int, dtype: torch.dtype, *, vpp: int = 1, ep: int = 0) -> None:
-        torch.manual_seed(tp * 10 + pp)
-        self.tp, self.pp, self.vpp, self.dtype = tp, pp, vpp, dtype
-        self.experts, self.ep = (EXPERTS if ep else 0), max(1, ep)
-        self.outer = {
-            EMBEDDING: Parameter((ROWS, HIDDEN), 0, False, dtype),
-            "decoder.final_layernorm.weight": Parameter((HIDDEN,), None, False, dtype),
-        }
-        layer: dict[str, Any] = dict(LAYER)
-        if ep:
-            layer = {name: how for name, how in LAYER.items() if not name.startswith("mlp.")} | ROUTER
-            names = [f"mlp.experts.local_experts.{e}." for e in range(EXPERTS)]
-            layer |= {prefix + name: how for prefix in names for name, how in EXPERT.items()}
-        self.kinds = layer
-        self.layers = [{name: Parameter(*how, dtype) for name, how in layer.items()} for _ in range(LAYERS)]
-
-    def own(self, ep: int) -> dict[str, str]:
-        """What an expert parallel rank has of a layer, and what it calls that."""
-        found = {}
-        count = max(1, self.experts // self.ep)
-        for name in self.kinds:
-            parts = name.split(".")
-            if parts[1] == "experts":
-                number = int(parts[3])
-                if number // count != ep:
-                    continue
-                parts[3] = str(number % count)
-            found[name] = ".".join(parts)
-        return found
-
-    def chunks(self, stage: int, ep: int = 0) -> list[dict[str, Parameter]]:
-        """The parameters of a stage by their local keys, in the model's order; tied, the last one has the embedding."""
-        found = []
-        size = LAYERS // self.pp // self.vpp
-        for chunk in range(self.vpp):
-            first = (chunk * self.pp + stage) * size
-            state: dict[str, Parameter] = {}
-            if stage == 0 and chunk == 0:
-                state[EMBEDDING] = self.outer[EMBEDDING]
-            for local, layer in enumerate(self.layers[first : first + size]):
-                state |= {f"decoder.layers.{local}.{own}": layer[name] for name, own in self.own(ep).items()}
-            if stage == self.pp - 1 and chunk == self.vpp - 1:
-                state["decoder.final_layernorm.weight"] = self.outer["decoder.final_layernorm.weight"]
-                if self.pp > 1:
-                    state["output_layer.weight"] = self.outer[EMBEDDING]
-            found.append(state)
-        return found
-
-    def arguments(self, **more: Any) -> Namespace:
-        sizes = {"tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp}
-        shape = {"num_layers": LAYERS, "hidden_size": HIDDEN, "swiglu": True}
-        more = {"padded_vocab_size": ROWS, **more}
-        how = {"transformer_impl": "local", "params_dtype": self.dtype, "accumulate_allreduce_grads_in_fp32": True}
-        if self.experts:
-            sizes |= {"expert_model_parallel_size": self.ep, "num_experts": EXPERTS, "data_parallel_size": self.ep}
-        return Namespace(**sizes, **shape, **how, untie_embeddings_and_output_weights=False, **more)
-
-    def save(self, directory: Path, optimizer: str, **more: Any) -> Path:
-        """Write all files; the optimizer's are `"none"`, `"plain"` or `"distributed"`."""
-        for stage, ep, rank in itertools.product(range(self.pp), range(self.ep), range(self.tp)):
-            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if self.pp > 1 else "")
-            folder = directory / (name + (f"_{ep:03d}" if self.ep > 1 else ""))
-            folder.mkdir(parents=True)
-            chunks = self.chunks(stage, ep)
-            state: dict[str, Any] = {
-                "args": self.arguments(**more),
-                "checkpoint_version": 3.0,
-                "iteration": 7,
-                "opt_param_scheduler": {"num_steps": 3},
-                "rng_state": [{"torch_rng_state": torch.full((4,), 10 * stage + rank, dtype=torch.uint8)}],
-            }
-            for number, chunk in enumerate(chunks):
-                holder = torch.nn.Module()  # whose state dict carries `_metadata`, as a model's does
-                saved = holder.state_dict()
-                saved |= {key: p.part(p.model, rank, self.tp) for key, p in chunk.items()}
-                for local in range(LAYERS // self.pp // self.vpp):
-                    saved[f"decoder.layers.{local}.self_attention.linear_qkv._extra_state"] = None
-                state["model" if self.vpp == 1 else f"model{number}"] = saved
-            parts = self.optimizers(chunks)
-            several = len(parts) > 1
-            if optimizer == "plain":
-                made = [self.plain_optimizer(part, rank, expert=n > 0) for n, part in enumerate(parts)]
-                state["optimizer"] = made if several else made[0]
-            elif optimizer == "distributed":
-                decays = [(1.0, 0.0), (1.0,)]
-                groups = [
-                    [{"wd_mult": wd, "is_expert_parallel": n > 0, "step": 7} for wd in decays[n]]
-                    for n in range(len(parts))
-                ]
-                made = [{"optimizer": {"param_groups": group}} for group in groups]
-                state["optimizer"] = made if several else made[0]
-                # The first data parallel rank has the first optimizer's.
-                flat = [self.flat_buffers(part, rank) if n or not ep else None for n, part in enumerate(parts)]
-                torch.save(flat if several else flat[0], folder / "distrib_optim.pt")
-            torch.save(state, folder / "model_optim_rng.pt")
-        return directory
-
-    def optimizers(self, chunks: list[dict[str, Parameter]]) -> list[list[dict[str, Parameter]]]:
-        """The parameters of each optimizer: experts on several ranks have one of their own."""
-        if self.ep == 1:
-            return [chunks]
-        return [
-            [{key: p for key, p in chunk.items() if (".experts." in key) is expert} for chunk in chunks]
-            for expert in (False, True)
-        ]
-
-    def plain_optimizer(self, chunks: list[dict[str, Parameter]], rank: int, *, expert: bool) -> dict[str, Any]:
-        parameters = [parameter for chunk in chunks for parameter in chunk.values()]
-        decayed = [p for p in parameters if p.model.dim() > 1]
-        groups, state, copies, number = [], {}, [], 0
-        for wd, members in ((1.0, decayed), (0.0, [p for p in parameters if p.model.dim() == 1])):
-            if expert and not members:
-                continue
-            numbers = list(range(number, number + len(members)))
-            number += len(members)
-            groups.append({"wd_mult": wd, "is_expert_parallel": expert, "lr": 0.1, "params": numbers})
-            copies.append([p.part(p.states["main"], rank, self.tp) for p in members])
-            for place, p in zip(numbers, members, strict=True):
-                state[place] = {name: p.part(p.states[name], rank, self.tp) for name in ("exp_avg", "exp_avg_sq")}
-                state[place]["step"] = torch.tensor(7.0)
-        inner = {"state": state, "param_groups": groups}
-        if self.dtype == torch.float32:
-            return inner
-        return {"optimizer": inner, "fp32_from_fp16_params": copies}
-
-    def flat_buffers(self, chunks: list[dict[str, Parameter]], rank: int) -> dict[Any, Any]:
-        found: dict[Any, Any] = {"buckets_coalesced": True}
-        for number, chunk in enumerate(chunks):
-            buckets: list[list[torch.Tensor]] = [[]]
-            inside = 0
-            for key, parameter in reversed(chunk.items()):
-                alone = self.pp > 1 and parameter is self.outer[EMBEDDING]
-                inside += -inside % 64
-                if alone and inside:
-                    buckets.append([])
-                    inside = 0
-                size = parameter.part(parameter.model, rank, self.tp).numel()
-                buckets[-1].append((key, inside, size))  # type: ignore[arg-type]
-                inside += size
-                if alone:
-                    buckets.append([])
-                    inside = 0
-            tensors: dict[str, Any] = {}
-            for name, state in (("param", "main"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-                flats = []
-                for at, bucket in enumerate(buckets):
-                    if not bucket:
-                        continue
-                    key, start, size = bucket[-1]
-                    # What comes behind the last one is its alignment, where a bucket ends because of the next.
-                    end = start + size
-                    end += -end % 64 if at + 1 < len(buckets) and buckets[at + 1] and at == 0 and self.pp > 1 else 0
-                    flat = torch.zeros(end)
-                    for key, start, size in bucket:
-                        part = chunk[key].part(chunk[key].states[state], rank, self.tp)
-                        flat[start : start + size] = part.reshape(-1).float()
-                    flats.append(flat)
-                tensors[name] = torch.cat(flats)
-            tensors["numel_unpadded"] = tensors["param"].numel()
-            found[number] = {(self.dtype, torch.float32): tensors}
-        return found
-
-    def expected(self, main: str | None) -> dict[str, torch.Tensor]:
-        """The target's tensors; `main` is what it calls the optimizer's own copy, None if it has none."""
-        found = {key: parameter.model for key, parameter in self.outer.items()}
-        keys = {name: f"decoder.layers.{AT_TARGET.get(name, name)}" for name in self.kinds if ".experts." not in name}
-
-        def stacked(get: Callable[[Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
-            made = {key: torch.stack([get(layer[name]) for layer in self.layers]) for name, key in keys.items()}
-            for name in EXPERT if self.experts else ():
-                experts = [[f"mlp.experts.local_experts.{e}.{name}" for e in range(EXPERTS)]] * LAYERS
-                made[f"decoder.layers.mlp.experts.experts.{name}"] = torch.stack(
-                    [
-                        torch.stack([get(layer[one]) for one in names])
-                        for names, layer in zip(experts, self.layers, strict=True)
-                    ]
-                )
-            return made
-
-        found |= stacked(lambda parameter: parameter.model)
-        if main == "model alone":
-            return found
-        for state in ("exp_avg", "exp_avg_sq", *(["main"] if main else [])):
-            called = main if state == "main" else state
-            found |= {f"optimizer.state.{called}.{key}": p.states[state] for key, p in self.outer.items()}
-            made = stacked(lambda parameter, state=state: parameter.states[state])  # type: ignore[misc]
-            found |= {f"optimizer.state.{called}.{key}": tensor for key, tensor in made.items()}
-        return found
 
 
 def imported(model: Model, place: Path, optimizer: str = "none", **more: Any) -> Path:
@@ -297,7 +61,6 @@ def assert_holds(directory: Path, expected: dict[str, torch.Tensor]) -> None:
     [
         (2, 1, 1, torch.float32, "plain", None),
         (2, 2, 1, torch.bfloat16, "plain", "fp32_param"),
-        (1, 1, 1, torch.bfloat16, "distributed", "param"),
         (2, 2, 1, torch.bfloat16, "distributed", "param"),
         (1, 2, 2, torch.bfloat16, "distributed", "param"),
     ],
@@ -439,21 +202,14 @@ def test_a_run_becomes_a_run_on_both_ways(tmp_path: Path) -> None:
         assert (tmp_path / made / "iter_0000007" / name).exists()
 
 
-def test_back_at_another_layout_and_here_again(tmp_path: Path) -> None:
-    model = Model(2, 2, torch.bfloat16)
-    report = export_checkpoint(
-        imported(model, tmp_path, "distributed"), tmp_path / "other", to="megatron-legacy", tp=4, pp=1
-    )
-    random, optimizer = report.left_out
-    assert random == "rng_state (of another number of ranks; a job has to be given --no-load-rng)"
-    assert "keys of the optimizer's state" in optimizer
-    assert len(report.files) == 4
-    import_checkpoint(tmp_path / "other", tmp_path / "second", kind="megatron-legacy")
-    assert_holds(tmp_path / "second", model.expected("model alone"))
-
-
-@pytest.mark.parametrize("to", [["--ep", "1"], ["--tp", "2", "--ep", "4", "--etp", "1"], ["--tp", "2", "--ep", "2"]])
-@pytest.mark.parametrize(("ep", "optimizer"), [(1, "distributed"), (2, "plain")])
+@pytest.mark.parametrize(
+    ("ep", "optimizer", "to"),
+    [
+        (2, "plain", ["--ep", "1"]),
+        (1, "distributed", ["--tp", "2", "--ep", "4", "--etp", "1"]),
+        (2, "plain", ["--tp", "2", "--ep", "2"]),
+    ],
+)
 def test_experts_at_another_layout_and_here_again(ep: int, optimizer: str, to: list[str], tmp_path: Path) -> None:
     model = Model(1, 1, torch.bfloat16, ep=ep)
     checkpoint = imported(model, tmp_path, optimizer)
@@ -465,23 +221,6 @@ def test_experts_at_another_layout_and_here_again(ep: int, optimizer: str, to: l
         ]
     import_checkpoint(tmp_path / "other", tmp_path / "second", kind="megatron-legacy", tp=1, ep=1)
     assert_holds(tmp_path / "second", model.expected("model alone"))
-
-
-def test_a_dry_run_of_the_way_back_lists_source_transform_and_target(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = Model(1, 1, torch.bfloat16, ep=1)
-    checkpoint = imported(model, tmp_path, "distributed")
-    assert exported(checkpoint, "--dry-run", "--tp", "2", "--ep", "2", "--pp", "2", "--vpp", "2") == 0
-    assert not (tmp_path / "other").exists()
-    lines = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
-    rows = {row[0]: row[1:] for row in lines if len(row) == 6}
-    assert rows.keys() - {"source", "-" * max(map(len, rows))} == model.expected("model alone").keys()
-    pieces, transform, target, shape, dtype = rows["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
-    assert transform == "divided along axis 0, each half by itself, taken apart"
-    assert target == "decoder.layers.*.mlp.experts.local_experts.*.linear_fc1.weight"
-    assert (pieces, shape, dtype) == (str(LAYERS * EXPERTS * 2), f"[{FFN}, {HIDDEN}]", "bfloat16")
-    assert any(line[0].startswith("megatron-legacy: TP 2 PP 2 VPP 2 EP 2: ") for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -501,15 +240,6 @@ def test_sizes_that_cannot_be_are_refused(
     assert not (tmp_path / "other").exists()
 
 
-def test_stages_of_unlike_numbers_of_layers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = {"decoder_first_pipeline_num_layers": 1, "account_for_loss_in_pipeline_split": False}
-    checkpoint = imported(Model(1, 1, torch.float32), tmp_path, **more)
-    assert exported(checkpoint, "--pp", "2") == 2
-    assert "decoder_first_pipeline_num_layers is 1" in capsys.readouterr().err
-    assert exported(checkpoint) == 0
-    assert states_in(tmp_path / "other")[0]["args"].decoder_first_pipeline_num_layers is None
-
-
 def test_what_the_final_norm_of_transformer_engine_keeps_comes_back(tmp_path: Path) -> None:
     source = Model(1, 2, torch.float32).save(tmp_path / "iter_0000007", "none")
     kept = "decoder.final_layernorm._extra_state"
@@ -527,14 +257,6 @@ def test_what_ranks_keep_several_tensors_in_is_refused(
     monkeypatch.setitem(LAYER, name, ((8 * HEADS, HIDDEN), 0, False))
     source = Model(tp, 1, torch.float32).save(tmp_path / "iter_0000007", "none")
     refused(source, OptionError, rf"{re.escape(name)}: layers of Mamba and of linear attention")
-
-
-def test_what_is_kept_in_several_tensors_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_ckpt.models._legacy_import.holds_several", lambda key: False)
-    monkeypatch.setitem(LAYER, "mixer.in_proj.weight.z", ((8, HIDDEN), 0, False))
-    checkpoint = imported(Model(1, 1, torch.float32), tmp_path)
-    with pytest.raises(OptionError, match=r"mixer\.in_proj\.weight\.z: layers of Mamba"):
-        export_checkpoint(checkpoint, tmp_path / "back", to="megatron-legacy")
 
 
 @pytest.mark.parametrize(
@@ -559,12 +281,6 @@ def test_the_vocabulary_is_padded_as_a_launch_pads_it(said: dict[str, Any], tp: 
     whole = torch.cat(parts)
     assert torch.equal(whole[:ROWS], model.outer[EMBEDDING].model[:rows])
     assert not whole[ROWS:].any()
-
-
-def test_a_vocabulary_that_a_launch_may_pad_less_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exported(imported(Model(2, 1, torch.float32), tmp_path, make_vocab_size_divisible_by=8)) == 0
-    assert "its 16 rows stay; a job at this size that pads it to fewer needs" in capsys.readouterr().out
-    assert states_in(tmp_path / "other")[0]["model"][EMBEDDING].shape[0] == ROWS
 
 
 def _changed(source: Path, folder: str, change: Any, file: str = "model_optim_rng.pt") -> None:
@@ -685,11 +401,3 @@ def test_a_damaged_buffer_is_noticed_though_it_is_read_in_parts(tmp_path: Path) 
     content[at] ^= 1
     path.write_bytes(bytes(content))
     refused(source, ChecksumError, r"distrib_optim\.pt")
-
-
-def test_places_in_a_flat_buffer() -> None:
-    sizes = {0: 100, 1: 64, 2: 30}
-    assert flat_places(sizes, (), FlatLayout(64, None)) == ({2: 0, 1: 64, 0: 128}, 228)
-    assert flat_places(sizes, (), FlatLayout(64, 90)) == ({2: 0, 1: 64, 0: 128}, 228)
-    assert flat_places(sizes, (), FlatLayout(64, 30)) == ({2: 0, 1: 30, 0: 94}, 194)
-    assert flat_places(sizes, (0,), FlatLayout(1, None)) == ({2: 0, 1: 30, 0: 94}, 194)

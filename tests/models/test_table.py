@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ast
-import copy
 import importlib.util
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +24,6 @@ from mcore_ckpt.models.families._registry import (
     family_of_config,
     launch_notes,
 )
-from mcore_ckpt.models.families._rotary import yarn_scales
 from mcore_ckpt.models.families._table import Family, Naming, relate
 
 SMALL: dict[str, Any] = {
@@ -191,20 +187,11 @@ def test_a_configuration_that_cannot_be_is_refused(settings: dict[str, Any], wor
     [
         ("llama", {"attention_bias": True}, "attention_bias=True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        (
-            "llama",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 2.0}},
-            "multiplies cosines",
-        ),
         ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-        ("qwen2-moe", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope'"),
-        ("gpt-oss", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'linear'"),
-        ("deepseek-v3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
         ("qwen3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "partial"),
         ("llama", {"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}}, r"low_freq_factor=2\.0"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "high_freq_factor=None"),
-        ("llama", {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": None}}, "expected a positive"),
         (
             "llama",
             {"rope_scaling": {**LLAMA3, "orignal_max_position_embeddings": 32}},
@@ -229,7 +216,6 @@ def test_a_configuration_that_cannot_be_is_refused(settings: dict[str, Any], wor
             {"rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.0}},
             r"mscale=0\.707, mscale_all",
         ),
-        ("deepseek-v3", {"rope_scaling": {**YARN, "mscale": 0.0}}, r"mscale=0\.0, mscale_all_dim=1\.0"),
         ("deepseek-v3", {"rope_scaling": {**YARN, "mscale": 0.0, "mscale_all_dim": 0.0}}, "by 1.36889 .* by 1 "),
         ("deepseek-v2", {"rope_scaling": {**YARN, "mscale": None}}, "mscale=None, mscale_all_dim=1.0"),
         ("deepseek-v3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate=False"),
@@ -253,15 +239,12 @@ def test_a_configuration_that_cannot_be_is_refused(settings: dict[str, Any], wor
         ),
         ("gemma", {"hidden_act": "silu"}, "hidden_act='silu'"),
         ("starcoder2", {"use_bias": False}, "use_bias=False"),
-        ("starcoder2", {"hidden_act": "silu"}, "hidden_act='silu'"),
         ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5"),
         ("gpt-oss", {"rope_scaling": None, "rope_parameters": {"rope_theta": 1e4}}, "'default': expected 'yarn'"),
         ("gpt-oss", {"rope_scaling": {**YARN, "mscale": None, "attention_factor": 1.2}}, r"attention_factor=1\.2"),
-        ("gpt-oss", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
         ("deepseek-v3", {"norm_topk_prob": False}, "norm_topk_prob=False, num_experts_per_tok=4"),
         ("deepseek-v3", {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "num_experts_per_tok=1: Megatron"),
         ("deepseek-v2", {"routed_scaling_factor": 0.0}, "routed_scaling_factor=0"),
-        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
         ("qwen3-moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
         ("deepseek-v3", {"n_group": 4, "topk_group": 1}, "its best 2, Megatron-Core by its best 4 "),
     ],
@@ -332,125 +315,6 @@ def test_settings_from_anywhere_are_taken_or_refused(data: st.DataObject) -> Non
         family.model(family.config(arguments, 100))
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "arguments"),
-    [
-        (  # `rope_scaling` goes before the other, whose base is not read then
-            "llama",
-            {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": {"rope_theta": 1e6}},
-            {"rotary_base": 500000, "rotary_seq_len_interpolation_factor": 4.0},
-        ),
-        ("llama", {"rope_scaling": {}, "rope_parameters": {"rope_theta": 1e6}}, {"rotary_base": 1000000}),
-        ("llama", {"rope_scaling": LLAMA3}, {"rotary_base": 500000, "rope_scaling_factor": 8.0}),  # transformers 4, 5
-        ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 1e6}}, {"rotary_base": 1000000}),
-        (
-            "llama",
-            {
-                "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 32},
-                "original_max_position_embeddings": 8192,
-            },
-            {"use_rope_scaling": True, "rope_scaling_factor": 8.0},
-        ),
-        (
-            "llama",
-            {"rope_scaling": _without(LLAMA3, "original_max_position_embeddings"), "max_position_embeddings": 8192},
-            {"use_rope_scaling": True},
-        ),
-        (
-            "deepseek-v3",
-            {"rope_parameters": YARN, "original_max_position_embeddings": 4096},
-            {"original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32},
-        ),
-        (
-            "deepseek-v3",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 40.0, "beta_fast": None}},
-            {"original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.0, "beta_fast": 32},
-        ),
-        (
-            "deepseek-v2",
-            {"rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
-            {"mscale": 0.707, "mscale_all_dim": 0.707},
-        ),
-        (
-            "gpt-oss",
-            {"rope_scaling": None},
-            {"yarn_rotary_scaling_factor": 32.0, "yarn_correction_range_round_to_int": False},
-        ),
-        (
-            "gpt-oss",
-            {"rope_scaling": {**YARN, "mscale_all_dim": 0.707}, "original_max_position_embeddings": 4096},
-            {
-                "yarn_mscale": 1.0,
-                "yarn_mscale_all_dim": 0.707,
-                "yarn_original_max_position_embeddings": 4096,
-                "yarn_correction_range_round_to_int": True,
-            },
-        ),
-    ],
-)
-def test_rotary_settings_are_resolved_as_transformers_does(
-    name: str, settings: dict[str, Any], arguments: dict[str, Any]
-) -> None:
-    family = family_named(name)
-    found = family.arguments({**CONFIGS[name], **settings})
-    assert {name: found.get(name) for name in arguments} == arguments
-    assert family.arguments(family.config(found, 100)) == found
-
-
-@pytest.mark.parametrize(("name", "prefix"), [("deepseek-v2", ""), ("deepseek-v3", ""), ("gpt-oss", "yarn_")])
-@pytest.mark.parametrize("scales", [(1.0, 0.0), (0.707, 0.0), (0.707, 0.707), (0.0, 0.0), (0.0, 1.0), (1.0, 0.5)])
-def test_scales_of_yarn_come_back_from_arguments(name: str, prefix: str, scales: tuple[float, float]) -> None:
-    """Where `transformers` would make something else of them, the factor itself is written, which goes before them."""
-    family = family_named(name)
-    stored = {
-        **family.arguments({**CONFIGS[name], "rope_scaling": YARN}),
-        **dict(zip((f"{prefix}mscale", f"{prefix}mscale_all_dim"), scales, strict=True)),
-    }
-    config = family.config(stored, 100)
-    by_default = scales in [(1.0, 0.0), (0.707, 0.707), (1.0, 0.5)]
-    assert ("attention_factor" in config["rope_scaling"]) is not by_default
-    assert family.arguments(config) == stored
-    assert compare_settings(family, config, stored, "ckpt", given=False) == ()
-    config["rope_scaling"]["attention_factor"] = 1.5
-    with pytest.raises(OptionError, match=r"attention_factor=1\.5"):
-        compare_settings(family, config, stored, "ckpt", given=True)
-
-
-def test_softmax_is_scaled_in_latent_attention_whatever_the_kind_of_rotary_embedding() -> None:
-    family = family_named("deepseek-v3")
-    config = CONFIGS["deepseek-v3"]
-    plain = family.arguments(config)
-    scaled = {**plain, "rotary_scaling_factor": 40.0, "mscale_all_dim": 1.0}
-    with pytest.raises(OptionError, match=r"rope_type='rope', mscale_all_dim=1\.0.* scales softmax by 1\.87385 "):
-        family.config(scaled, 100)
-    with pytest.raises(OptionError, match=r"mscale_all_dim is 1\.0"):
-        compare_settings(family, config, scaled, "ckpt", given=True)
-    # A factor that nothing reads, and YaRN by a factor of one, which a launch has without `--rope-type`.
-    for same in (
-        {"rotary_scaling_factor": 40.0},
-        {"mscale_all_dim": 1.0},
-        {"rope_type": None, "rotary_scaling_factor": 1.0, "original_max_position_embeddings": 4096, "beta_fast": 32},
-    ):
-        stored = {**plain, **same}
-        assert compare_settings(family, family.config(stored, 100), stored, "ckpt", given=False) == ()
-        assert compare_settings(family, config, stored, "ckpt", given=True) == ()
-
-
-@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
-def test_groups_of_experts_all_of_which_are_chosen_change_nothing(name: str) -> None:
-    """Then it does not matter that Megatron-Core rates them otherwise."""
-    family = family_named(name)
-    config = {**CONFIGS[name], "topk_method": "group_limited_greedy" if name == "deepseek-v2" else "noaux_tc"}
-    arguments = family.arguments({**config, "n_group": 4, "topk_group": 4})
-    assert "moe_router_group_topk" not in arguments
-    for groups in ({"moe_router_num_groups": 4, "moe_router_group_topk": 4}, {"moe_router_num_groups": 4}):
-        stored = {**arguments, **groups}
-        back = family.config(stored, 100)
-        assert (back["n_group"], back["topk_group"]) in [(None, None), (1, 1)]
-        assert compare_settings(family, back, stored, "ckpt", given=False) == ()
-        assert compare_settings(family, {**config, "n_group": 2, "topk_group": 2}, stored, "ckpt", given=True) == ()
-
-
 def test_the_weight_of_a_single_expert_is_not_normalized_by_megatron() -> None:
     """Of a sigmoid's; and a factor of zero is none there."""
     deepseek = family_named("deepseek-v3")
@@ -481,31 +345,6 @@ def test_what_a_launch_does_not_take_from_a_checkpoint_is_said() -> None:
     options, *fixed = launch_notes(deepseek.arguments({**CONFIGS["deepseek-v3"], "rope_scaling": YARN}))
     assert "--rope-type yarn --rotary-scaling-factor 40.0 --mscale-all-dim 1.0" in options
     assert ["original_max_position_embeddings=16" in note for note in fixed] == [True]
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3-moe", "mistral", "gemma"])
-def test_yarn_comes_back_from_arguments(name: str) -> None:
-    family = family_named(name)
-    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    config = {**CONFIGS[name], "rope_theta": 1000000.0, "rope_scaling": scaling}
-    arguments = family.arguments(config)
-    assert (arguments["position_embedding_type"], arguments["yarn_original_max_position_embeddings"]) == ("yarn", 16)
-    assert family_of_arguments(arguments, "here") is family
-    back = family.config(arguments, 100)
-    assert scaling.items() <= back["rope_scaling"].items()
-    assert family.arguments(back) == arguments
-    assert compare_settings(family, back, arguments, "ckpt", given=False) == ()
-    with pytest.raises(OptionError, match="yarn_rotary_scaling_factor"):
-        compare_settings(family, {**config, "rope_scaling": {**scaling, "factor": 2.0}}, arguments, "ckpt", given=True)
-
-
-@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
-def test_yarn_of_other_models_is_none_of_latent_attention(name: str) -> None:
-    family = family_named(name)
-    stored = {**family.arguments(CONFIGS[name]), "position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0}
-    stored["yarn_original_max_position_embeddings"] = 16
-    with pytest.raises(OptionError, match="position_embedding_type='yarn'"):
-        compare_settings(family, family.config(stored, 100), stored, "ckpt", given=False)
 
 
 def test_unknown_names_are_answered_with_the_known_ones() -> None:
@@ -745,88 +584,3 @@ def test_defaults_are_those_of_transformers(family: Family) -> None:
     for name in sorted(asked.names & known.keys() - set(_SIZES.split()) | family.defaults.keys() & known.keys()):
         assert name in family.defaults, f"{name}: {there.__name__} has {known[name]!r} for it"
         assert family.defaults[name] == known[name], name
-
-
-_ROPES: tuple[dict[str, Any], ...] = (
-    {},
-    {"rope_theta": 5e5},
-    {"rope_parameters": {"rope_theta": 2e4}, "rope_theta": 5e5},
-    {"rope_parameters": {"rope_theta": 2e4}, "rope_scaling": {"type": "linear", "factor": 4.0}},
-    {"rope_parameters": {"rope_type": "linear", "factor": 2}, "rope_scaling": {}},
-    {"rope_scaling": LLAMA3},
-    {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 32}, "original_max_position_embeddings": 8192},
-    {"rope_parameters": _without(LLAMA3, "original_max_position_embeddings"), "max_position_embeddings": 8192},
-    {"rope_scaling": YARN},
-    {"rope_parameters": YARN, "original_max_position_embeddings": 48},
-    {"rope_parameters": _without(YARN, "original_max_position_embeddings", "beta_fast", "beta_slow")},
-    {"rope_scaling": _without(YARN, "mscale", "mscale_all_dim")},
-    {"rope_scaling": {**YARN, "beta_fast": None, "beta_slow": 0, "mscale": 0.707}},
-    {"rope_scaling": {**_without(YARN, "mscale"), "mscale_all_dim": 0.0}},
-    {"rope_scaling": {**YARN, "mscale_all_dim": 0.0}},
-    {"rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.0, "attention_factor": 0.0707 * math.log(40) + 1}},
-    {"rope_scaling": {**YARN, "truncate": False}},
-    {"rope_scaling": {**YARN, "truncate": None}},
-    {"rope_scaling": {**YARN, "factor": 0.5}},
-)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["llama", "deepseek-v2", "deepseek-v3", "gpt-oss"])
-def test_rotary_embeddings_are_those_that_transformers_computes(name: str) -> None:
-    """Frequencies and scales of its own functions, and those of what Megatron-Core makes of the arguments."""
-    pytest.importorskip("transformers")
-    from transformers import AutoConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
-
-    family = family_named(name)
-    compared = 0
-    for rope in _ROPES:
-        config = {**_without(CONFIGS[name], "rope_theta", "rope_scaling"), **copy.deepcopy(rope)}
-        try:
-            arguments = family.arguments(config)
-        except OptionError:
-            continue
-        there = AutoConfig.for_model(family.model_types[0], **copy.deepcopy(config))
-        exponents = np.arange(0, there.head_dim, 2) / there.head_dim
-        frequencies = 1 / arguments["rotary_base"] ** exponents
-        cosines, softmax = 1.0, 1.0
-        kind = there.rope_parameters["rope_type"]
-        expected = frequencies
-        if kind != "default":
-            found, attention = ROPE_INIT_FUNCTIONS[kind](there)
-            expected = found.numpy()
-            if kind == "linear":
-                frequencies /= arguments["rotary_seq_len_interpolation_factor"]
-            elif kind == "llama3":
-                assert arguments["use_rope_scaling"]
-                scaled = dict(there.rope_parameters)
-                assert {name: scaled.pop(name) for name in LLAMA3} == LLAMA3
-                assert scaled == {"rope_theta": arguments["rotary_base"]}
-                frequencies = expected
-            else:
-                prefix = "" if name.startswith("deepseek") else "yarn_"
-                frequencies = _yarn_frequencies(arguments, prefix, frequencies, exponents)
-                cosines, softmax = yarn_scales(arguments, prefix)
-            assert attention == pytest.approx(cosines, rel=1e-9)
-        assert there.rope_parameters["rope_theta"] == arguments["rotary_base"]
-        assert np.allclose(frequencies, expected, rtol=1e-6, atol=0)
-        if name.startswith("deepseek"):  # others leave softmax's scale as it is
-            assert yarn_apply_mscale(there.rope_parameters, 1.0) == pytest.approx(softmax**2, rel=1e-9)
-        compared += 1
-    assert compared >= 7, name
-
-
-def _yarn_frequencies(arguments: Mapping[str, Any], prefix: str, plain: Any, exponents: Any) -> Any:
-    """YaRN's, of Megatron's arguments: between two numbers of turns within the first length they go over."""
-    base, length = arguments["rotary_base"], arguments[f"{prefix}original_max_position_embeddings"]
-    dim = 2 * len(exponents)
-    low, high = (
-        dim * math.log(length / (arguments[prefix + name] * 2 * math.pi)) / (2 * math.log(base))
-        for name in ("beta_fast", "beta_slow")
-    )
-    if arguments.get("yarn_correction_range_round_to_int", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    ramp = np.clip((np.arange(dim // 2) - low) / (high - low if high != low else 0.001), 0, 1)
-    return plain / arguments[f"{prefix}rotary_scaling_factor"] * ramp + plain * (1 - ramp)

@@ -19,7 +19,6 @@ from mcore_ckpt.tools.inspection import (
     describe_items,
     file_rows,
     summarize_checkpoint,
-    tensor_rows,
 )
 from mcore_ckpt.tools.parallel_layout import layout_of_chunks
 from tests.support.model_like import model_tensors, write_model
@@ -81,13 +80,6 @@ def test_files_and_their_halves(checkpoint: Path) -> None:
     assert rows[0].bytes_data == (0, rows[0].object_bytes)
 
 
-def test_bytes_that_several_keys_share_are_used_once(checkpoint: Path) -> None:
-    index = read_index(checkpoint)
-    alone = [row.unused_bytes for row in file_rows(index)]
-    index.tensors["tied"] = index.tensors["output_layer.weight"]
-    assert [row.unused_bytes for row in file_rows(index)] == alone
-
-
 def test_a_checkpoint_of_this_package_is_not_called_megatrons(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,22 +88,6 @@ def test_a_checkpoint_of_this_package_is_not_called_megatrons(
     assert main(["inspect", str(tmp_path / "c")]) == 0
     assert "written by  mcore_ckpt, in the format of Megatron-Core\n" in capsys.readouterr().out
     assert summarize_checkpoint(tmp_path / "c").written_by == "mcore_ckpt"
-
-
-def test_patterns(checkpoint: Path) -> None:
-    index = read_index(checkpoint)
-    assert {row.fqn for row in tensor_rows(index, "layers.1.mlp")} == {
-        key for key in model_tensors() if "layers.1.mlp" in key
-    }
-    assert [row.fqn for row in tensor_rows(index, "output_layer.*")] == ["output_layer.weight"]
-    (row,) = tensor_rows(index, "decoder.layers.0.mlp.linear_fc1.weight*")
-    assert (row.grid, row.chunks, row.shape) == ((4, 1), 4, (64, 16))
-
-
-def test_a_directory_with_a_tracker(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (checkpoint.parent / "latest_checkpointed_iteration.txt").write_text("7\n")
-    assert main(["inspect", str(checkpoint.parent), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["path"] == str(checkpoint)
 
 
 def test_a_missing_file_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

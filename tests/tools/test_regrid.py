@@ -12,7 +12,7 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.tools import regrid
 from mcore_ckpt.tools.regrid import Walk, reads_of
-from mcore_ckpt.tools.tilings import blocks, slabs
+from mcore_ckpt.tools.tilings import blocks
 from tests.support.tilings import tilings
 
 SHAPES = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)
@@ -92,23 +92,3 @@ def test_any_tiling_to_any_other(
     assert sorted(seen_sources) == list(range(len(source_boxes)))
     assert [sink.content for sink in sinks] == [part(box) for box in target_boxes]
     assert all(count == 1 for source in sources for count in source.reads)
-
-
-@given(shape=SHAPES.filter(len), slab_bytes=st.integers(1, 300))
-def test_slabs_tile_a_box_in_order_and_are_contiguous(shape: tuple[int, ...], slab_bytes: int) -> None:
-    array = np.arange(int(np.prod(shape)))
-    flat = []
-    for slab in slabs(Box((0,) * len(shape), shape), 1, slab_bytes):
-        assert np.prod(slab.sizes) <= max(slab_bytes, 1)
-        cut = tuple(slice(start, start + size) for start, size in zip(slab.offsets, slab.sizes, strict=True))
-        flat += array.reshape(shape)[cut].ravel().tolist()
-    assert flat == array.tolist()
-
-
-def test_stacked_experts_fall_into_many_blocks_quickly() -> None:
-    layers, experts = 48, 64
-    boxes = [Box((n, e, 0), (1, 1, 8)) for n in range(layers) for e in range(experts)]
-    halves = [Box((n, e, h), (1, 1, 4)) for n in range(layers) for e in range(experts) for h in (0, 4)]
-    found = list(blocks(boxes, halves))
-    assert len(found) == layers * experts
-    assert all(len(block.sources) == 1 and len(block.targets) == 2 for block in found)
