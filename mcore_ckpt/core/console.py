@@ -75,7 +75,9 @@ def _is_stuck() -> bool:
 
 
 class _Logger(logging.Logger):
-    """The logger of its name, whose handlers run aside. Lines that come while one of them is stuck are dropped."""
+    """The logger of its name, whose handlers run aside. Lines that come while one of them is stuck are dropped. Names
+    that are no UTF-8 are escaped, since a handler could not write them.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -85,7 +87,12 @@ class _Logger(logging.Logger):
         return self._named.isEnabledFor(level)
 
     def handle(self, record: logging.LogRecord) -> None:
-        _show_in_turn(partial(self._named.handle, record))
+        _show_in_turn(partial(self._hand_on, record))
+
+    def _hand_on(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        record.msg, record.args = message.encode("utf-8", "backslashreplace").decode(), None
+        self._named.handle(record)
 
 
 def logger_of(name: str) -> logging.Logger:
