@@ -174,38 +174,6 @@ def test_a_checkpoint_is_not_copied_into_itself(
     assert loaded(f"{url}-2") == 1.0
 
 
-def test_a_folder_that_only_a_marker_stands_for_is_empty(
-    saved: Path, s3_directory: S3Directory, tmp_path: Path
-) -> None:
-    url = s3_directory.url
-    copy_checkpoint(saved, url)
-    s3_directory.put("tokenizer/", b"")
-    s3_directory.put("logs/", b"")
-    copy_checkpoint(url, tmp_path / "copy")
-    assert contents(tmp_path / "copy") == contents(saved)
-
-
-@pytest.mark.timeout(60)
-def test_a_copy_into_a_store_ends_when_a_part_cannot_be_read(
-    tmp_path: Path, s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those behind it wait for it, as parts are sent in turn."""
-    dcp.save(
-        {"weight": torch.zeros(15_000_000)}, storage_writer=FileSystemWriterAsync(tmp_path / "saved"), no_dist=True
-    )
-    read_into = LocalReader.read_into
-
-    def fail_in_the_second(self: LocalReader, offset: int, view: memoryview, *more: Any) -> None:
-        if offset == 8 * 1024**2:
-            raise LoadError("the second piece cannot be read")
-        read_into(self, offset, view, *more)
-
-    monkeypatch.setattr(LocalReader, "read_into", fail_in_the_second)
-    with pytest.raises(LoadError, match="the second piece"):
-        copy_checkpoint(tmp_path / "saved", s3_directory.url)
-    assert not [name for name in s3_directory.names() if name.endswith(".distcp")]
-
-
 def test_a_copy_that_was_interrupted_is_resumed(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "copy"
     finish = LocalWriter.finish
@@ -240,8 +208,10 @@ def test_what_was_left_damaged_is_copied_again(saved: Path, tmp_path: Path) -> N
     assert verify_checkpoint(target).whole
 
 
-@pytest.mark.parametrize("folder", [".", "modelopt_state"])
-@pytest.mark.parametrize("how", ["a bit", "a bit in the table", "cut", "empty", "gone"])
+@pytest.mark.parametrize(
+    ("how", "folder"),
+    [("a bit", "."), ("a bit in the table", "modelopt_state"), ("cut", "."), ("gone", "modelopt_state")],
+)
 def test_a_damaged_checkpoint_replaces_no_intact_copy(
     how: str, folder: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,7 +223,7 @@ def test_a_damaged_checkpoint_replaces_no_intact_copy(
     content[-FOOTER_BYTES - 8 if how == "a bit in the table" else len(content) // 2] ^= 1
     damaged.unlink()
     if how != "gone":
-        damaged.write_bytes({"cut": content[: len(content) // 2], "empty": b""}.get(how, content))
+        damaged.write_bytes({"cut": content[: len(content) // 2]}.get(how, content))
     for place in (target, tmp_path / "first copy"):
         capsys.readouterr()
         assert main(["copy", str(saved), str(place)]) != 0

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import LoadPlan
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, OptionError, SaveError
+from mcore_ckpt.core.errors import CorruptCheckpointError, SaveError
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory import retention
@@ -35,7 +35,6 @@ from mcore_ckpt.directory.retention import PruneReport, prune_run
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.storage import _object_readers
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.checkpoint import open_checkpoint
@@ -43,7 +42,6 @@ from mcore_ckpt.tools.run_listing import list_run
 from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.gcs_server import ObjectDirectory
 from tests.support.model_like import write_model
-from tests.support.object_server import Proxy
 
 ITERATIONS = (100, 200, 300, 400, 500)
 
@@ -107,18 +105,6 @@ def test_old_checkpoints_go_and_others_stay_as_they_are(run: Path, capsys: pytes
     assert everything(run) == kept
 
 
-def test_json_says_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prune", str(run), "--keep-last", "4", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert (document["removed"], document["freed_bytes"] > 0) == (False, True)
-    assert [row["keep"] for row in document["checkpoints"]] == [False, True, True, True, True]
-    assert main(["list", str(run), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["tracked"] == name_of(500)
-    assert [row["iteration"] for row in document["checkpoints"]] == list(ITERATIONS)
-    assert document["checkpoints"][0]["layout"]["tp"] == 2
-
-
 def test_what_the_tracker_names_stays(run: Path) -> None:
     (run / TRACKER_FILE).write_text("100")
     assert going(prune_run(run, keep_last=1, remove=True)) == [200, 300, 400]
@@ -178,18 +164,6 @@ def test_a_tracker_that_cannot_be_read_stops_everything(run: Path) -> None:
     assert everything(run) == before
 
 
-def test_only_whole_checkpoints_count(run: Path) -> None:
-    """The newest is damaged: the newest whole one stays, and so does the damaged one, which a person may repair."""
-    (run / TRACKER_FILE).unlink()
-    (run / name_of(500) / "__0_0.distcp").unlink()
-    os.truncate(run / name_of(400) / "__0_0.distcp", 10)
-    report = prune_run(run, keep_last=1, remove=True)
-    assert going(report) == [100, 200]
-    assert left(run) == [300]
-    assert (run / name_of(400) / ".metadata").exists()
-    assert (run / name_of(500) / ".metadata").exists()
-
-
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 100)
 
@@ -205,8 +179,9 @@ def flip_in_footer(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("tracked", [True, False])
-@pytest.mark.parametrize("damage", [cut, extend, Path.unlink, flip_in_footer])
+@pytest.mark.parametrize(
+    ("damage", "tracked"), [(cut, True), (extend, False), (Path.unlink, True), (flip_in_footer, False)]
+)
 def test_a_complete_checkpoint_stays_where_the_newest_has_lost_a_part_of_a_file(
     damage: Callable[[Path], None], tracked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,46 +205,8 @@ def test_a_complete_checkpoint_stays_where_the_newest_has_lost_a_part_of_a_file(
     assert torch.equal(loaded["w"], torch.full((10,), 200.0))
 
 
-def test_where_nothing_is_whole_nothing_goes(run: Path) -> None:
-    for iteration in ITERATIONS:
-        (run / name_of(iteration) / "__0_0.distcp").unlink()
-    assert going(prune_run(run, keep_last=1, remove=True)) == []
-
-
-def test_fewer_than_are_to_be_kept(run: Path) -> None:
-    assert going(prune_run(run, keep_last=6, remove=True)) == []
-    assert going(prune_run(run, keep_last=5, remove=True)) == []
-
-
-@pytest.mark.parametrize("arguments", [{"keep_last": 0}, {"keep_last": -1}, {"keep_last": 1, "keep_every": 0}])
-def test_the_newest_cannot_be_given_up(run: Path, arguments: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match="at least 1"):
-        prune_run(run, remove=True, **arguments)
-
-
-@pytest.mark.parametrize("name", [INCOMPLETE_MARKER + ".0123456789abcdef"])
-def test_a_directory_that_a_save_has_marked_stays(run: Path, name: str) -> None:
-    (run / name_of(100) / name).write_text("{}")
-    report = prune_run(run, keep_last=1, remove=True)
-    assert "a save is at work" in why(report, 100)
-    assert left(run) == [100, 500]
-
-
 def test_a_directory_that_stock_is_writing_to_stays(run: Path) -> None:
     """Stock marks nothing: a data file that is newer than the index is all there is to see."""
-    path = run / name_of(100) / "__0_0.distcp"
-    os.utime(path, (time.time() + 5, time.time() + 5))
-    report = prune_run(run, keep_last=1, remove=True)
-    assert "a save may be at work" in why(report, 100)
-    assert left(run) == [100, 500]
-
-
-@pytest.mark.parametrize("ahead_s", [-7200.0, 7200.0])
-def test_so_it_does_whatever_the_clock_of_the_host_says(
-    ahead_s: float, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The clock by which files have their times counts."""
-    monkeypatch.setattr(retention, "time", SimpleNamespace(time_ns=lambda: int((time.time() + ahead_s) * 1e9)))
     path = run / name_of(100) / "__0_0.distcp"
     os.utime(path, (time.time() + 5, time.time() + 5))
     report = prune_run(run, keep_last=1, remove=True)
@@ -313,47 +250,6 @@ def holding_files(root: str | Path) -> list[str]:
     return sorted({name.split("/")[0] for name in files_below(checkpoint_path(root))})
 
 
-def test_folders_that_only_a_marker_stands_for_go_with_their_checkpoint(object_directory: ObjectDirectory) -> None:
-    for iteration in (1, 2):
-        save(f"{object_directory.url}/{name_of(iteration)}", float(iteration))
-    for marker in ("", "tokenizer/", "modelopt_state/"):
-        object_directory.put(f"{name_of(1)}/{marker}", b"")
-    assert going(prune_run(object_directory.url, keep_last=1, remove=True)) == [1]
-    assert not [name for name in object_directory.names() if name.startswith(name_of(1))]
-
-
-def test_a_folder_that_cannot_be_listed_stops_a_removal_before_it_has_begun(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (run / name_of(100) / "tokenizer").mkdir()
-    before = sorted((run / name_of(100)).iterdir())
-    sizes = LocalStorage.sizes
-
-    def fail_in_the_folder(self: LocalStorage) -> dict[str, int]:
-        if self.location.endswith("tokenizer"):
-            raise LoadError("cannot be listed")
-        return sizes(self)
-
-    monkeypatch.setattr(LocalStorage, "sizes", fail_in_the_folder)
-    with pytest.raises(SaveError, match=r"cannot be removed: cannot be listed$"):
-        prune_run(run, keep_last=4, remove=True)
-    assert sorted((run / name_of(100)).iterdir()) == before
-
-
-def test_a_folder_of_megatrons_name_with_links_stays(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "file").write_text("precious")
-    for name in (100, 200):
-        target = run / name_of(name) / "tokenizer"
-        if name == 200:
-            target.mkdir()
-            target /= "inner"
-        target.symlink_to(tmp_path / "elsewhere")
-    report = prune_run(run, keep_last=3, remove=True)
-    assert [decision.left for decision in report.decisions[:2]] == [("tokenizer",)] * 2
-    assert (tmp_path / "elsewhere" / "file").read_text() == "precious"
-
-
 def test_release_and_links_and_what_has_no_index_stay(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / name_of(100), run / "release")
     (run / name_of(200)).rename(tmp_path / "elsewhere")
@@ -365,23 +261,6 @@ def test_release_and_links_and_what_has_no_index_stay(run: Path, tmp_path: Path)
     assert (run / "release" / ".metadata").exists()
     assert (run / name_of(300) / "__0_0.distcp").exists()
     assert "no index" in why(report, 300)
-
-
-def test_a_link_is_none_of_the_newest_by_a_profile_of_files_either(
-    run: Path, msc_of_files: str, tmp_path: Path
-) -> None:
-    (run / TRACKER_FILE).unlink()
-    for name, newer_s in ((100, 0), (500, 1)):
-        place = tmp_path / f"elsewhere{name}"
-        (run / name_of(name)).rename(place)
-        (run / name_of(name)).symlink_to(place)
-        os.utime(place / ".metadata", (time.time() + newer_s,) * 2)
-    by_path = prune_run(run, keep_last=1)
-    report = prune_run(f"{msc_of_files}/run", keep_last=1, remove=True)
-    assert going(report) == going(by_path) == [200, 300]
-    assert left(run) == [100, 400, 500]
-    assert "a link" in why(report, 100)
-    assert "a link" in why(report, 500)
 
 
 @pytest.mark.parametrize("link", ["release", "best", name_of(900), name_of(400)])
@@ -414,36 +293,6 @@ def test_a_link_below_a_checkpoint_is_not_followed(run: Path, tmp_path: Path) ->
     assert (other / "__0_0.distcp").read_bytes() == b"precious"
 
 
-@pytest.mark.parametrize("after", range(6))
-def test_a_removal_that_is_interrupted_looks_like_no_checkpoint_and_is_finished(
-    run: Path, monkeypatch: pytest.MonkeyPatch, after: int
-) -> None:
-    """Stopped after each of its steps: no listing, load or verify takes what is left for a checkpoint."""
-    original = LocalStorage.delete
-    count = 0
-
-    def delete(self: LocalStorage, name: str, missing_ok: bool = True) -> None:
-        nonlocal count
-        if self.root.name.startswith(".mcore_ckpt_removed"):
-            if count == after:
-                raise SaveError(f"{name}: Input/output error")
-            count += 1
-        original(self, name, missing_ok)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalStorage, "delete", delete)
-        with pytest.raises(SaveError, match="no checkpoint any more"):
-            prune_run(run, keep_last=4, remove=True)
-    half = run / name_of(100)
-    assert not half.exists()
-    with pytest.raises(CheckpointNotFoundError):
-        main(["verify", str(half), "--debug"])
-    assert left(run) == [200, 300, 400, 500]
-    assert going(prune_run(run, keep_last=4, remove=True)) == [100]
-    assert not half.exists()
-    assert not list(run.glob(".mcore*"))
-
-
 def test_a_checkpoint_that_a_save_has_begun_to_replace_or_published_since_it_was_chosen_stays(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,7 +319,7 @@ def test_a_checkpoint_that_a_save_has_begun_to_replace_or_published_since_it_was
     assert everything(run / name_of(200)).keys() == before
 
 
-@pytest.mark.parametrize("after", [0, 1, 2, 3])
+@pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_removal_that_was_killed_is_finished(run: Path, after: int) -> None:
     """Before it has removed anything, or in the middle."""
     killed = f"""
@@ -489,6 +338,8 @@ prune_run({str(run)!r}, keep_last=4, remove=True)
 """
     assert subprocess.run([sys.executable, "-c", killed], timeout=60, check=False).returncode == 9
     assert list(run.glob(".mcore_ckpt_removed.*"))
+    assert left(run) == [200, 300, 400, 500]
+    assert main(["verify", str(run / name_of(100))]) == 2
     assert going(prune_run(run, keep_last=4, remove=True)) == [100]
     assert not (run / name_of(100)).exists()
     assert not list(run.glob(".mcore*"))
@@ -605,14 +456,6 @@ def test_a_list_for_people(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert f"it names {name_of(600)}, which is not there" in shown
 
 
-@pytest.mark.parametrize("command", [["list"], ["prune", "--keep-last", "1"]])
-def test_what_is_no_run(tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty").mkdir()
-    for name in ("gone", "empty"):
-        assert main([command[0], str(tmp_path / name), *command[1:]]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
-
-
 @pytest.mark.parametrize("place", ["directory", "store"])
 def test_what_a_load_reads_stays(place: str, tmp_path: Path, object_directory: ObjectDirectory) -> None:
     """As long as it does, by DCP here; each strategy's load does the same."""
@@ -722,27 +565,6 @@ def test_what_others_have_made_stays_where_a_save_died(run: Path, other: str, mo
     assert everything(run) == before
 
 
-def test_what_cannot_be_taken_up_is_said_and_tried_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "_RECENT_NS", -(10**12))
-    die_in_a_save(run / name_of(150))
-    delete = LocalStorage.delete
-    failing = ["__0_0"]
-
-    def refused(self: LocalStorage, name: str, missing_ok: bool = True) -> None:
-        if failing and name.startswith(failing[0]):
-            raise SaveError(f"{name}: an I/O error")
-        delete(self, name, missing_ok)
-
-    monkeypatch.setattr(LocalStorage, "delete", refused)
-    report = prune_run(run, keep_last=9, remove=True)
-    assert going(report) == []
-    assert "cannot be removed: __0_0" in why(report, 150)
-    assert report.freed_bytes == 0
-    failing.clear()
-    assert going(prune_run(run, keep_last=9, remove=True)) == [150]
-    assert not (run / name_of(150)).exists()
-
-
 @pytest.mark.parametrize("place", ["directory", "store"])
 def test_a_load_that_begins_as_its_checkpoint_is_to_go_keeps_it(
     place: str, tmp_path: Path, object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
@@ -775,44 +597,3 @@ def test_a_load_that_begins_as_its_checkpoint_is_to_go_keeps_it(
     loaded = {"w": torch.zeros(10)}
     dcp.load(loaded, storage_reader=FileSystemReader(root / name_of(1)), no_dist=True)
     assert loaded["w"].tolist() == [1.0] * 10
-
-
-def test_a_reader_that_was_killed_keeps_nothing_for_long(
-    object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for iteration in (1, 2):
-        save(f"{object_directory.url}/{name_of(iteration)}", 1.0)
-    object_directory.put(f"{name_of(1)}/{_object_readers._PREFIX}0123456789abcdef", b"1")
-    assert why(prune_run(object_directory.url, keep_last=1, remove=True), 1) == "a load is reading it"
-    monkeypatch.setattr(_object_readers, "_COUNTS_FOR_S", 0.0)
-    assert going(prune_run(object_directory.url, keep_last=1, remove=True)) == [1]
-    assert {name.split("/")[0] for name in object_directory.names()} == {name_of(2)}
-
-
-def test_the_end_of_a_load_does_not_wait_for_a_store_that_is_gone(
-    object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_object_readers, "_JOIN_S", 0.2)
-    with ExitStack() as load:
-        with Proxy(object_directory.server) as proxy:
-            monkeypatch.setenv(object_directory.variable, proxy.url)
-            load.enter_context(storage_at(object_directory.url).in_use("file"))
-        began_s = time.monotonic()
-    assert time.monotonic() - began_s < 10.0
-
-
-def test_a_long_load_in_a_store_renews_what_says_so(
-    object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_object_readers, "_RENEWED_EVERY_S", 0.05)
-    with Proxy(object_directory.server) as proxy:
-        monkeypatch.setenv(object_directory.variable, proxy.url)
-        storage = storage_at(object_directory.url)
-        with storage.in_use("file"):
-            until_s = time.monotonic() + 30
-            while len(proxy.changes()) < 4:
-                assert time.monotonic() < until_s
-                time.sleep(0.01)
-        assert not storage.is_in_use("file")
-    assert all(request.makes for request in proxy.changes()[:-1])
-    assert object_directory.names() == []
