@@ -88,7 +88,9 @@ def export_checkpoint(
         only: keys to carry (shell pattern, or a part of the key). `safetensors`, `torch`, `dcp`.
         arch: the model's family; `auto`: as arguments or `config.json` say. `hf`.
         hf_config: directory to take `config.json` and tokenizer files from; checked against shapes. `hf`.
-        tp, pp, ep: tensor, pipeline and expert parallel size. `megatron-legacy`.
+        tp: tensor parallel size. `megatron-legacy`.
+        pp: pipeline parallel size. `megatron-legacy`.
+        ep: expert parallel size. `megatron-legacy`.
         etp: tensor parallel size of experts, 1 or as `tp`; None: as `tp`. `megatron-legacy`.
         vpp: chunks of the model that each pipeline stage has. `megatron-legacy`.
         dtype: convert the model's floating-point tensors: `bf16`, `fp16`, `fp32`, or torch's names.
@@ -185,8 +187,10 @@ def import_checkpoint(
             Face model. `"dcp"`, `"ucp"`: a checkpoint of FSDP2, Megatron-FSDP, DeepSpeed or Megatron-DeepSpeed, with
             Hugging Face's names where `hf_config` is given, otherwise with Megatron's. `"megatron-legacy"`: what a
             job has saved with `--ckpt-format torch`.
-        tp, pp, ep: tensor, pipeline and expert parallel size of the target's files; a job loads them under others.
-            None: 1, of `megatron-legacy` those of the source.
+        tp: tensor parallel size of the target's files, which a job loads under others, too. None: 1, of
+            `megatron-legacy` that of the source.
+        pp: pipeline parallel size, likewise.
+        ep: expert parallel size, likewise.
         etp: tensor parallel size of experts; None: as `tp`. Not with `files`.
         rename: rules, or a file of lines: key pattern (regular expression), replacement or `-` to drop the key.
             `files`, `dcp`, `ucp`.
