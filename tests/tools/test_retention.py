@@ -107,7 +107,9 @@ def test_old_checkpoints_go_and_others_stay_as_they_are(run: Path, capsys: pytes
 
 def test_what_the_tracker_names_stays(run: Path) -> None:
     (run / TRACKER_FILE).write_text("100")
-    assert going(prune_run(run, keep_last=1, remove=True)) == [200, 300, 400]
+    report = prune_run(run, keep_last=1, remove=True)
+    assert going(report) == [200, 300, 400]
+    assert why(report, 100) == "the tracker file names it"
     assert left(run) == [100, 500]
 
 
