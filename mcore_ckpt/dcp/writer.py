@@ -34,7 +34,7 @@ from torch.futures import Future
 
 from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.paths import checkpoint_path, is_supported
+from mcore_ckpt.core.paths import checkpoint_path, is_supported, store_url
 from mcore_ckpt.core.torch_modes import without_modes
 from mcore_ckpt.dcp.bucket_writer import (
     CopiedData,
@@ -173,10 +173,10 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """True if a checkpoint could be written there: to a known URL, or below a directory that is writable."""
+        """True for a known URL, which is not asked, and for a path below a directory that is writable."""
         if not is_supported(checkpoint_id):
             return False
-        return storage_at(checkpoint_path(checkpoint_id)).may_be_written()
+        return store_url(checkpoint_id) is not None or storage_at(checkpoint_path(checkpoint_id)).may_be_written()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, at `checkpoint_id` if that is given. One that was not finished is given up."""

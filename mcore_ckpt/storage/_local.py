@@ -22,6 +22,16 @@ from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWri
 T = TypeVar("T")
 
 
+def _leads_to(kind: Callable[[], bool]) -> bool:
+    """Whether an entry is of this kind. A link in a loop leads nowhere, as one to a name that is not there."""
+    try:
+        return kind()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False
+        raise
+
+
 class LocalStorage(Storage):
     """A directory `root` of the local file system.
 
@@ -47,15 +57,15 @@ class LocalStorage(Storage):
 
     def list(self) -> list[str]:
         try:
-            return sorted(self._listed(lambda entry: None if entry.is_dir() else 0))
+            return sorted(self._listed(lambda entry: None if _leads_to(entry.is_dir) else 0))
         except CheckpointNotFoundError:
             return []
 
     def sizes(self) -> dict[str, int]:
-        return self._listed(lambda entry: entry.stat().st_size if entry.is_file() else None)
+        return self._listed(lambda entry: entry.stat().st_size if _leads_to(entry.is_file) else None)
 
     def folders(self) -> Sequence[str]:
-        return sorted(self._listed(lambda entry: 0 if entry.is_dir() else None))
+        return sorted(self._listed(lambda entry: 0 if _leads_to(entry.is_dir) else None))
 
     def holds(self, other: Storage) -> bool:
         if not isinstance(other, LocalStorage):

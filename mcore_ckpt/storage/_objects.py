@@ -37,6 +37,8 @@ _END_BYTES: Final = 64 * 1024
 _MAX_SMALL_BYTES: Final = 1024**3
 _PIECE_BYTES: Final = 8 * 1024**2
 _ATTEMPTS: Final = 100
+# So often a store is asked what it holds after a put that it has answered.
+_LOOKS: Final = 3
 
 
 class ObjectStorage(Storage):
@@ -205,20 +207,33 @@ class ObjectStorage(Storage):
             try:
                 written = self._client.put(key, content, condition)
             except UndecidedError as error:
-                raise OutcomeUnknownError(
-                    f"{self.path(name)}: the store has not said whether it holds this now ({error.strerror}). It may "
-                    "still come into force: its files stay, until the next save into this directory"
-                ) from error
+                raise self._unknown(name, error) from error
             except OSError as error:
                 if error.errno not in (errno.EEXIST, errno.ENOENT):
                     raise
                 return None
             # What it replaces is removed next, so the answer alone is no proof.
-            state = self._client.head(key)
+            state = self._seen_after_put(name, key)
             if state is None or (state.version == condition and state.version != written):
                 text = "the store has answered that it holds this, and does not; what was there before is still valid"
                 raise OSError(errno.EREMOTEIO, text)
             return _version(state._replace(version=written, size_bytes=len(content)))
+
+    def _seen_after_put(self, name: str, key: str) -> ObjectState | None:
+        """What lies there after a put that the store has answered."""
+        for attempt in range(_LOOKS):
+            try:
+                return self._client.head(key)
+            except OSError as error:
+                if attempt + 1 == _LOOKS:
+                    raise self._unknown(name, error) from error
+        raise AssertionError("unreachable")
+
+    def _unknown(self, name: str, error: OSError) -> OutcomeUnknownError:
+        return OutcomeUnknownError(
+            f"{self.path(name)}: the store has not said whether it holds this now ({error.strerror}). It may still "
+            "come into force: its files stay, until the next save into this directory"
+        )
 
     def _replace(self, key: str, content: bytes) -> None:
         """Put what replaces the version that is there: an attempt that arrives after a later put is refused."""

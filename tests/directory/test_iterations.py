@@ -12,7 +12,8 @@ import torch
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.directory.iterations import RunCheckpoint, iteration_directories, iteration_of, look_at, tracked_name
-from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config
+from mcore_ckpt.directory.note import note_name
+from mcore_ckpt.format.metadata_read import TRACKER_FILE, encode_config
 from tests.support.model_like import write_model
 
 
@@ -80,7 +81,7 @@ def test_a_pipe_among_the_files_is_not_whole_and_does_not_block(tmp_path: Path) 
 
 def test_a_directory_that_a_save_has_marked(tmp_path: Path) -> None:
     path = write_iteration(tmp_path, "iter_0000001")
-    (path / INCOMPLETE_MARKER).write_text("{}")
+    (path / note_name("ab" * 8)).write_text("{}")
     (found,) = checkpoints_of_run(tmp_path)
     assert found.locked
     assert found.whole

@@ -279,6 +279,15 @@ def test_what_a_link_of_the_run_leads_to_stays(run: Path, link: str) -> None:
     assert (run / link / ".metadata").exists()
 
 
+@pytest.mark.parametrize("link", ["best", name_of(900)])
+def test_a_link_in_a_loop_hides_no_checkpoint(run: Path, link: str) -> None:
+    (run / link).symlink_to(link)
+    report = prune_run(run, keep_last=1, remove=True)
+    assert 200 in going(report)
+    assert (run / name_of(500)).exists()
+    assert name_of(500) in {found.checkpoint.name for found in list_run(run).checkpoints}
+
+
 def test_a_link_below_a_checkpoint_is_not_followed(run: Path, tmp_path: Path) -> None:
     """An index that names files behind a link must not remove them."""
     other = tmp_path / "other"
