@@ -4,9 +4,6 @@ Each rank holds as many shards as asked, of 1 KB each, and an object for each te
 parallel x tensor parallel: a tensor is divided between the tensor-parallel ranks, and its shards are replicated on the
 data-parallel ones, among which the wrappers distribute saves and loads. A call's cost is the processor time of all
 ranks, their writer processes among them. What is loaded is compared bit by bit.
-
-The ranks of this package run each call twice: with `distribution="megatron"`, too, which leaves the wrappers to
-Megatron-Core's own code.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from tests.support.standing_ranks import StandingRanks, standing_ranks
 
 __all__ = ["PARALLEL_CALLS", "PARALLEL_SIDES", "ParallelCall", "measure_parallel_calls"]
 
-_OURS, _LEFT, _STOCK = PARALLEL_SIDES = ("mcore_ckpt", 'mcore_ckpt, `distribution="megatron"`', "Megatron-Core")
+_OURS, _STOCK = PARALLEL_SIDES = ("mcore_ckpt", "Megatron-Core")
 PARALLEL_CALLS: Final = ("first save", "later save", "later save, constant structure", "load")
 _COLUMNS = 64  # of float32, in 4 rows: 1 KB
 _PRELOAD = {
@@ -110,6 +107,7 @@ _groups: list[Any] = []
 
 def _run(rank: int, call: str, side: str, directory: str, tensor_parallel: int, items: int) -> tuple[float, float]:
     from megatron.core import dist_checkpointing as dc
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
     if side != _STOCK:
@@ -121,7 +119,7 @@ def _run(rank: int, call: str, side: str, directory: str, tensor_parallel: int, 
         _groups.extend(dist.new_group(list(part)) for part in parts)
     group, constant = _groups[rank % tensor_parallel], call == PARALLEL_CALLS[2]
     if call == "load":
-        wrapped = FullyParallelLoadStrategyWrapper(_base("TorchDistLoadShardedStrategy", side), group)
+        wrapped = FullyParallelLoadStrategyWrapper(strategies.TorchDistLoadShardedStrategy(), group)
         state = _state(rank % tensor_parallel, rank // tensor_parallel, tensor_parallel, items, fill=False)
         loaded, cost = _timed(lambda: dc.load(state, f"{directory}/2", wrapped))
         _compare(loaded, rank % tensor_parallel, items)
@@ -136,26 +134,15 @@ def _run(rank: int, call: str, side: str, directory: str, tensor_parallel: int, 
 
 
 def _saving(side: str, items: int, group: Any, constant: bool) -> Any:
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
     known = _strategies.get((side, items, constant))
     if known is None:
-        base = _base("TorchDistSaveShardedStrategy", side)
+        base = strategies.TorchDistSaveShardedStrategy("torch_dist", 1)
         base.use_cached_ckpt_structure = constant
         known = _strategies[side, items, constant] = FullyParallelSaveStrategyWrapper(base, group, constant)
     return known
-
-
-def _base(name: str, side: str) -> Any:
-    from megatron.core.dist_checkpointing.strategies import torch as strategies
-
-    saves = "Save" in name
-    arguments = ("torch_dist", 1) if saves else ()
-    if side != _LEFT or not saves:
-        return getattr(strategies, name)(*arguments)
-    from mcore_ckpt.core.options import SaveOptions
-
-    return getattr(strategies, name)(*arguments, options=SaveOptions(distribution="megatron"))
 
 
 def _state(part: int, replica: int, parts: int, items: int, *, fill: bool) -> dict[str, Any]:

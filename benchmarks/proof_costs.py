@@ -111,7 +111,7 @@ def _round(state: dict[str, Any], folder: Path, name: str) -> _Round:
     random.shuffle(turns)
     saved = folder / "saved"
     if not saved.exists():
-        _save(state, saved, SaveOptions(progress=False))
+        _save(state, saved, SaveOptions())
     for part, way in turns:
         option, _, value = way.partition("=")
         options = {option: {"True": True, "False": False}.get(value, value.strip('"'))}
@@ -126,7 +126,7 @@ def _round(state: dict[str, Any], folder: Path, name: str) -> _Round:
             continue
         held = replicated if "replicas" in part and replicated is not None else state
         save = _async_call if part.startswith("async") else _save
-        found[part][way] = save(held, folder / "new", SaveOptions(progress=False, **options))  # type: ignore[arg-type]
+        found[part][way] = save(held, folder / "new", SaveOptions(**options))  # type: ignore[arg-type]
         shutil.rmtree(folder / "new")
     return found
 

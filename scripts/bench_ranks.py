@@ -92,7 +92,7 @@ def _wrapped_table(results: dict[str, Any]) -> str:
     lines = [
         f"{results['machine']['cpu']}; processor seconds of all ranks together.\n",
         f"| ranks x shards | call | {' | '.join(PARALLEL_SIDES)} |",
-        "| --- | --- | --- | --- | --- |",
+        "| --- | --- | --- | --- |",
     ]
     for layout in dict.fromkeys((call.data_parallel, call.tensor_parallel, call.items) for call in calls):
         of_layout = [call for call in calls if (call.data_parallel, call.tensor_parallel, call.items) == layout]

@@ -212,15 +212,11 @@ def test_variables_that_pages_and_examples_set_are_options() -> None:
         assert unknown <= {"MCORE_CKPT_STAGE"}, path
 
 
-# For tests, or for who measures: their docstrings tell.
-NOT_IN_THE_TABLE = {"fsync", "window_bytes", "max_gap_bytes", "buffer_bytes", "progress"}
-
-
 def test_each_option_has_a_row_with_its_default() -> None:
     text = (ROOT / "docs" / "usage.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text, re.MULTILINE))
     options = {field.name: field.default for kind in (SaveOptions, LoadOptions) for field in fields(kind)}
-    assert rows.keys() == options.keys() - NOT_IN_THE_TABLE
+    assert rows.keys() == options.keys()
     for name, default in options.items():
         if isinstance(default, str):
             assert rows[name] == f'`"{default}"`', name

@@ -30,10 +30,7 @@ _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "
 # And its number among all of the job.
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
-DirectIo = Literal["auto", "on", "off"]
-PageCache = Literal["auto", "on", "off"]
-Validation = Literal["mcore_ckpt", "megatron"]
-Distribution = Literal["auto", "megatron"]
+PageCache = Literal["auto", "on"]
 
 
 # By class: the values that its fields may have which are `Literal`.
@@ -56,11 +53,6 @@ def _at_least(name: str, value: float | None, minimum: float) -> None:
         raise OptionError(f"{name}={value!r}: expected at least {minimum}" + f" ({shown})" * (shown != str(minimum)))
 
 
-def _check_window(size_bytes: int) -> None:
-    if size_bytes < 64 * 1024 or size_bytes % 4096:
-        raise OptionError(f"window_bytes={size_bytes}: expected a multiple of 4096, at least 65536, such as 8MiB")
-
-
 def _check_directory(name: str, path: str | None) -> None:
     if path is not None:
         try:
@@ -80,10 +72,6 @@ class SaveOptions:
             buffers, or `"fork"`, one forked child for each save; into an object store by the former. A synchronous save
             is written by the trainer itself.
         thread_count: files each rank writes, at most (Megatron's and DCP's name for it).
-        io_threads: writes in flight at once, for each rank; None: 2, and 8 to an object store.
-        direct_io: O_DIRECT: `"auto"` probes the file system, `"on"` insists, `"off"` goes through the page cache.
-        fsync: make files and directory durable before the checkpoint is published.
-        window_bytes: size of one write, and of each buffer that a pipelined write uses.
         staging_budget_bytes: memory that the staging buffers of this rank may take together; None: a quarter of the
             host's free memory, divided among the ranks of the host. A larger save is pipelined through it.
         when_busy: what an async save does while another one of this rank is being written: `"wait"`, or
@@ -100,29 +88,15 @@ class SaveOptions:
             their own nodes.
         compare_replicas: compare the replicas of tensors that ranks hold (data-parallel ranks, tied weights) with those
             that are saved: `"always"` all, `"sample"` one in 16, which depend on the save, `"off"` none. Each rank
-            sums its own before the call returns.
-        on_diverged: what a save does if one differs: `"warn"` on rank 0, or `"raise"` `SaveError` on all ranks, before
-            the checkpoint is published.
+            sums its own before the call returns. Rank 0 warns of each that differs, before the checkpoint is published.
         fingerprints: store the fingerprint of each tensor, which a load with `prove`, `verify --state` and
             `diff --state` compare with, without reading the tensor. False does without.
-        validation: who validates access integrity in Megatron's `save`, after `install()`: `"mcore_ckpt"`, in the
-            exchange that a save makes anyway, once for each structure; or `"megatron"`, which gathers all shards on all
-            ranks. The same on all ranks.
-        distribution: which ranks save tensors that several ranks hold. `"auto"`: main replicas are saved, or what
-            Megatron's fully parallel wrapper chooses, whose choice this package makes then, after `install()`, as
-            Megatron does but without gathering all shards on all ranks. `"megatron"` leaves the wrapper to Megatron,
-            for where its own choice is needed. The same on all ranks.
         trace_path: directory for Chrome trace files, one for each rank and save; None writes none.
-        progress: show a progress bar while a person waits for a save on a terminal.
     """
 
     on_existing: Literal["replace", "error"] = "replace"
     writer: Literal["persistent", "fork"] = "persistent"
     thread_count: int = 2
-    io_threads: int | None = None
-    direct_io: DirectIo = "auto"
-    fsync: bool = True
-    window_bytes: int = 8 * _MIB
     staging_budget_bytes: int | None = None
     when_busy: Literal["wait", "skip"] = "wait"
     on_failure: Literal["raise", "warn"] = "raise"
@@ -131,17 +105,12 @@ class SaveOptions:
     keep_every: int | None = None
     drain_to: str | None = None
     compare_replicas: Literal["always", "sample", "off"] = "off"
-    on_diverged: Literal["warn", "raise"] = "warn"
     fingerprints: bool = True
-    validation: Validation = "mcore_ckpt"
-    distribution: Distribution = "auto"
     trace_path: str | None = None
-    progress: bool = True
 
     def __post_init__(self) -> None:
         _check_choices(self)
         _at_least("thread_count", self.thread_count, 1)
-        _at_least("io_threads", self.io_threads, 1)
         _at_least("keep_last", self.keep_last, 1)
         _at_least("keep_every", self.keep_every, 1)
         if self.keep_every is not None and self.keep_last is None:
@@ -154,7 +123,6 @@ class SaveOptions:
                 f"write_deadline_s={self.write_deadline_s!r}: expected at most {_LONGEST_DEADLINE_S:.0f}, a year; "
                 "None waits for ever"
             )
-        _check_window(self.window_bytes)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **explicit: Any) -> SaveOptions:
@@ -167,64 +135,38 @@ class LoadOptions:
     """How a checkpoint is read.
 
     Attributes:
-        verify_crc: check the CRC-32 of each record that is read completely.
-        verify_slices: check records of which a part is read, too, where the checkpoint has sums of their blocks (this
-            package's own have). `"auto"`: unless that takes reading much more than is read anyway: columns of a large
-            matrix are checked if they come from the device, not if they are copied out of the page cache; `"on"`:
-            always; `"off"`: never. Without `verify_crc`, never.
-        io_threads: reads in flight at once, for each rank; None: 4, and 8 from an object store.
         page_cache: `"auto"` takes from the page cache what it holds, and reads the rest with O_DIRECT, which leaves
             nothing there. `"on"` reads everything through the page cache, where it stays for the other ranks of this
-            host and for the next load. `"off"` reads everything with O_DIRECT, cached or not. A file system without
-            O_DIRECT serves all three through the page cache.
-        window_bytes: size of one read.
-        buffer_bytes: memory that all read buffers of this rank may take together; None: 32 MiB, and 64 MiB for an
-            object store.
+            host and for the next load. A file system without O_DIRECT serves both through the page cache.
         drain_to: as of `SaveOptions`: data files of the checkpoint that are missing are read in this second tier.
         local_tier: directory of the run on fast local storage: data files of the checkpoint that lie there, too, are
             read there.
-        max_gap_bytes: largest gap between two wanted ranges that is read and thrown away rather than skipped; in an
-            object store 1 MiB at least.
         on_dtype_mismatch: what to do with a tensor that is stored in another dtype than its destination's: `"convert"`
             as `torch.Tensor.copy_` does, as Megatron-Core and DCP do, with one warning for the load on rank 0; or
             `"raise"` `DtypeMismatchError` before anything is read.
         allowed_classes: classes that stored objects may contain, beyond the built-in allow-list, as
-            `"module.qualified_name"`.
+            `"module.qualified_name"`. `"*"`: any, so that the maker of the checkpoint can run code as you. For old
+            checkpoints of your own only, if nothing else helps.
         on_damaged: what a load by Megatron-Core does, after `install()`, if the checkpoint that is named is damaged:
             `"raise"`, or `"go_back"` to the newest older one of the run that is complete, with a warning on rank 0. All
             ranks must load together then.
         prove: after a load by Megatron-Core, after `install()`, compare the fingerprint of what is in memory with the
             checkpoint's: `"always"`, of all tensors; `"sample"`, of one in 16, which depend on the save; `"off"`. All
             ranks must load together then. Tensors that differ are named in a `LoadError` on all ranks.
-        validation: as of `SaveOptions`, for loads by Megatron-Core.
-        run_code_from_checkpoint: unpickle stored objects and the common state without any restriction, which lets
-            the maker of the checkpoint run code as you. For old checkpoints of your own only, if nothing else helps.
     """
 
-    verify_crc: bool = True
-    verify_slices: Literal["auto", "on", "off"] = "auto"
-    io_threads: int | None = None
     page_cache: PageCache = "auto"
-    window_bytes: int = 8 * _MIB
-    buffer_bytes: int | None = None
     drain_to: str | None = None
     local_tier: str | None = None
-    max_gap_bytes: int = 256 * 1024
     on_dtype_mismatch: Literal["convert", "raise"] = "convert"
     allowed_classes: tuple[str, ...] = field(default=())
     on_damaged: Literal["raise", "go_back"] = "raise"
     prove: Literal["always", "sample", "off"] = "off"
-    validation: Validation = "mcore_ckpt"
-    run_code_from_checkpoint: bool = False
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        _at_least("io_threads", self.io_threads, 1)
-        _at_least("max_gap_bytes", self.max_gap_bytes, 0)
         _check_directory("drain_to", self.drain_to)
         _check_directory("local_tier", self.local_tier)
-        _check_window(self.window_bytes)
-        _at_least("buffer_bytes", self.buffer_bytes, self.window_bytes)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **explicit: Any) -> LoadOptions:

@@ -354,8 +354,6 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
             value,
             self._options.allowed_classes,
             where=key,
-            verify_crc=self._options.verify_crc,
-            run_code=self._options.run_code_from_checkpoint,
         )
         shards = self._objects.get(key)
         if shards is None:

@@ -95,10 +95,9 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     Args:
         path: directory of the checkpoint, or its URL; a relative path is made absolute at once.
         single_file_per_rank: balanced buckets of many items; False writes each item into a file of its own.
-        sync_files: make files durable before the checkpoint is published.
+        sync_files: accepted for DCP's sake; files are durable before the checkpoint is published.
         thread_count: files that each rank writes, at most; None takes it from `options`.
-        per_thread_copy_ahead: bytes of device tensors that are copied to the host ahead of the writing, rounded up to
-            two windows.
+        per_thread_copy_ahead: accepted for DCP's sake; the writer copies one window ahead.
         cache_staged_state_dict: `stage` copies into the memory of its previous call.
         overwrite: replace a checkpoint that is there (safely); False raises `CheckpointExistsError`.
         _extensions: DCP's stream transforms. A transformed item is held in memory until it is written.
@@ -133,12 +132,9 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         if serialization_format is not None and getattr(serialization_format, "value", "") != "torch_save":
             raise OptionError(f"serialization_format={serialization_format}: only TORCH_SAVE is supported")
         options = SaveOptions.from_environment() if options is None else options
-        copy_ahead_windows = -(-per_thread_copy_ahead // 2 // 65536) * 65536
         self.options = dataclasses.replace(
             options,
             thread_count=options.thread_count if thread_count is None else thread_count,
-            fsync=options.fsync and sync_files,
-            window_bytes=min(options.window_bytes, max(1024 * 1024, copy_ahead_windows)),
             on_existing=options.on_existing if overwrite else "error",
         )
         self.thread_count = self.options.thread_count
@@ -369,7 +365,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             write_bucket: the bucket, its tensors on the host.
             results_queue: also receives `(local_proc_idx, results or exception)`, if given.
             count_queue: for callers in Megatron's manner: one entry is taken and marked done at the end.
-            use_fsync: make the file durable.
+            use_fsync: accepted for Megatron's sake; the file is durable in any case.
             **options: fields of `SaveOptions`.
 
         Raises:
@@ -378,7 +374,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         extensions = list(chain.from_iterable(getattr(t, "extensions", (t,)) for t in transform_list))
         outcome: list[WriteResult] | Exception
         try:
-            save_options = SaveOptions.from_environment(**{**options, "fsync": use_fsync})
+            save_options = SaveOptions.from_environment(**options)
             outcome = write_buckets([write_bucket], save_options, extensions)[0]
         except Exception as error:
             if results_queue is None:

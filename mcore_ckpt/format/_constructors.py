@@ -122,7 +122,7 @@ class ObjectRules:
         if full_name.startswith("torch._utils._rebuild_"):
             raise UnsafePickleError(
                 f"{self._where}: holds a tensor that {full_name:.100} makes; sparse, quantized and meta tensors are "
-                "not read. Save a dense tensor, or load with LoadOptions(run_code_from_checkpoint=True) if you trust it"
+                "not read. Save a dense tensor, or load with LoadOptions(allowed_classes=('*',)) if you trust it"
             )
         if full_name in self._extra:
             try:

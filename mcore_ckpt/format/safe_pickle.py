@@ -170,6 +170,8 @@ def _plain_content(archive: Archive, name: str) -> bytes:
 # -------------------------------------------------------------------------------------------------------------- objects
 
 _ANY_OBJECT = "a stored object"
+# Among the classes that are allowed: a pickle may call whatever it names.
+ANY_CLASS = "*"
 
 
 def load_object(
@@ -179,14 +181,13 @@ def load_object(
     where: str = _ANY_OBJECT,
     import_classes: bool = True,
     verify_crc: bool = True,
-    run_code: bool = False,
 ) -> Any:
     """Unpickle what `torch.save` wrote (bytes, file or path), building nothing outside the allow-list. Tensors land on
     the CPU.
 
-    `extra_allowed` classes (`"module.qualified_name"`) are imported when a pickle names them. Without `import_classes`,
-    classes of packages that are not imported yet become `Unavailable`. `verify_crc`: compare every CRC-32 before
-    anything is unpickled. `run_code`: let the pickle call whatever it names. Raises `UnsafePickleError`,
+    `extra_allowed` classes (`"module.qualified_name"`) are imported when a pickle names them; `ANY_CLASS`: let it call
+    whatever it names. Without `import_classes`, classes of packages that are not imported yet become `Unavailable`.
+    `verify_crc`: compare every CRC-32 before anything is unpickled. Raises `UnsafePickleError`,
     `CorruptCheckpointError`, `LoadError` if code that is allowed fails, or `OptionError` if a class of `extra_allowed`
     cannot be imported.
     """
@@ -200,14 +201,15 @@ def load_object(
             raise LoadError(f"{where}: cannot be read: {error.strerror or error}") from error
     else:
         content = bytes(source) if isinstance(source, bytes | bytearray | memoryview) else source.read()
+    extra_allowed = tuple(extra_allowed)
     try:
-        if run_code:
+        if ANY_CLASS in extra_allowed:
             return _run_anything(content, where)
         archive = _archive_of(content, where)
         if verify_crc:
             for record in archive.records.values():
                 archive.content(record)
-        return _load(archive, where, tuple(extra_allowed), import_classes)
+        return _load(archive, where, extra_allowed, import_classes)
     except OptionError:
         raise
     # Damaged archives and the objects that are built of them can fail in any way at all.
@@ -244,7 +246,7 @@ def _run(data: bytes, rules: ObjectRules, where: str) -> Any:
         if isinstance(error.__cause__, WrongArgumentsError):
             raise UnsafePickleError(
                 f"{error} If you trust the origin of this checkpoint, load it with "
-                "LoadOptions(run_code_from_checkpoint=True)"
+                "LoadOptions(allowed_classes=('*',)), which lets it run code as you"
             ) from error.__cause__
         if not rules.refused:
             raise
@@ -277,7 +279,7 @@ def _run_anything(content: bytes, where: str) -> Any:
     import torch
 
     _logger.warning(
-        "%s is unpickled without any restriction, because of run_code_from_checkpoint: it can do whatever you can do",
+        "%s is unpickled without any restriction, because allowed_classes holds '*': it can do whatever you can do",
         where,
     )
     try:

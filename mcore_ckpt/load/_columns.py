@@ -428,19 +428,17 @@ class ScatteredItems(NamedTuple):
     items: FileColumns
     around: memoryview
 
-    def are_sound(self, verify_crc: bool) -> bool:
-        """Whether all of them are just what is expected; `verify_crc`: compare the CRC-32 of the payloads, too."""
+    def are_sound(self) -> bool:
+        """Whether all of them are just what is expected, by the CRC-32 of the payloads, too."""
         items = self.items
         if bytes(self.around) != items.expected_around():
             return False
-        if not verify_crc:
-            return True
         starts = items.addresses - items.lowest
         parts = map(slice, starts.tolist(), (starts + items.payloads).tolist())
         return _same_sums(map(items.memory.__getitem__, parts), items)
 
 
-def place(span: ColumnSpan, view: memoryview, address: int, shift: int, verify_crc: bool) -> bool:
+def place(span: ColumnSpan, view: memoryview, address: int, shift: int) -> bool:
     """Check items in memory, and copy their payloads to where they belong; their file would begin at `shift`. False if
     one of them is not as expected; then nothing has been copied.
     """
@@ -454,7 +452,7 @@ def place(span: ColumnSpan, view: memoryview, address: int, shift: int, verify_c
     )
     if b"".join(map(view.__getitem__, parts)) != items.expected_around():
         return False
-    if verify_crc and not _same_sums(map(view.__getitem__, map(slice, sources, stops)), items):
+    if not _same_sums(map(view.__getitem__, map(slice, sources, stops)), items):
         return False
     for target, source, nbytes in zip(
         items.addresses.tolist(), (payloads + address).tolist(), items.payloads.tolist(), strict=True

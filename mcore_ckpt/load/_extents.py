@@ -21,7 +21,6 @@ from typing import NamedTuple
 from mcore_ckpt.core.boxes import Box, Stretch, intersect, relative, runs
 from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.core.fingerprints import may_begin_at, rows_to_sum
-from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.footer import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.load._columns import MAX_COLUMN_BYTES
@@ -97,25 +96,21 @@ class Extents:
 
     def __init__(
         self,
-        options: LoadOptions,
         sizes: Mapping[str, int],
         running: Mapping[tuple[str, int], Sequence[int]],
         columns_of: Callable[[WantedItem], Stretch | None] | None = None,
     ) -> None:
-        self._options = options
         self._sizes = sizes
         self._running = running
         self._columns_of = columns_of
-        self._checks_slices = options.verify_crc and options.verify_slices != "off"
-        self._checks_all = options.verify_crc and options.verify_slices == "on"
 
     def is_packed(self, wanted: WantedItem, needed_bytes: int) -> bool:
         """Whether an item is read with its neighbours, head and tail included; `needed_bytes` of it are requested."""
         item = wanted.chunk.item
         length = item.length
-        if length > MAX_COLUMN_BYTES or length > self._options.window_bytes:
+        if length > MAX_COLUMN_BYTES or length > self._sizes["window_bytes"]:
             return False
-        if item.crc32 is not None and self._checks_slices:
+        if item.crc32 is not None:
             return True  # all of it is a single block, or less
         return length <= CHEAP_GAP_BYTES or needed_bytes >= _MOSTLY * length
 
@@ -146,8 +141,7 @@ class Extents:
         """The parts of all of a payload, with the item's head and tail, if it is known what they have to be."""
         nbytes, sizes = wanted.payload_bytes, wanted.chunk.sizes
         whole = Box((0,) * len(sizes), sizes)
-        checked = self._checks_slices or (self._options.verify_crc and any(want.whole for want in wanted.wants))
-        record = RecordSum(nbytes, place.crc32) if checked and place.crc32 is not None else None
+        record = None if place.crc32 is None else RecordSum(nbytes, place.crc32)
         if len(wanted.wants) == 1 and wanted.wants[0].whole and wanted.wants[0].address:
             extents = self._straight(wanted, place, whole, record)
         else:
@@ -171,7 +165,7 @@ class Extents:
         slice only the beginning counts.
         """
         nbytes, address = wanted.payload_bytes, wanted.wants[0].address
-        count = -(-nbytes // self._options.window_bytes)
+        count = -(-nbytes // self._sizes["window_bytes"])
         length = align_up(-(-nbytes // count))
         columns = None if self._columns_of is None or count == 1 else self._columns_of(wanted)
         rows = None if columns is None else rows_to_sum(columns)
@@ -201,13 +195,13 @@ class Extents:
         """What is read of an item to check a slice of it, and its sums; None if it is not to be checked."""
         item, nbytes = wanted.item, wanted.payload_bytes
         running = self._running.get((item.file, item.offset), ())
-        if item.crc32 is None or not self._checks_slices or len(running) != inner_blocks(nbytes):
+        if item.crc32 is None or len(running) != inner_blocks(nbytes):
             return None
         box, elem_bytes = contiguous_around(wanted.chunk.sizes, box), wanted.dtype.itemsize
         part_bytes = math.prod(box.sizes) * elem_bytes
         needed_bytes = sum(math.prod(want.box.sizes) for want in wants) * elem_bytes
         # Columns of a wide matrix take a read of all of it, which is too much for a check.
-        if self._options.verify_slices == "auto" and part_bytes > (1 + MAX_WASTE) * needed_bytes + BLOCK_BYTES:
+        if part_bytes > (1 + MAX_WASTE) * needed_bytes + BLOCK_BYTES:
             return None
         offset = place.start - item.offset
 
@@ -250,7 +244,7 @@ class Extents:
             **self._sizes,
         ):
             read_bytes, part_bytes = part.stop - part.start, math.prod(part.box.sizes) * elem_bytes
-            all_needed = exact or blocks is not None or (record is not None and self._checks_all)
+            all_needed = exact or blocks is not None
             needed_bytes = part_bytes if all_needed else _overlap_elems(part.box, wants) * elem_bytes
             fits = exact and part_bytes == read_bytes
             address = _address(wants[0], part.box, elem_bytes) if fits else 0

@@ -87,16 +87,16 @@ class TensorReads:
         self._located = located
         self._stats = stats
         self._decoder = decoder
-        self._sizes = files.read_sizes(options)
+        self._sizes = files.read_sizes()
         self._index = index
         self._arrivals = arrivals
         rows = None if arrivals is None else self._columns_of
-        self._planner = Extents(options, self._sizes, index.blocks, rows)
+        self._planner = Extents(self._sizes, index.blocks, rows)
         self._unfit: dict[tuple[str, int, str], WantedItem] = {}
         self._unranged: dict[tuple[str, int, str], tuple[WantedItem, str]] = {}
         self._forms: dict[tuple[torch.dtype, tuple[int, ...], int], ItemForm] = {}
         self._pinned = False
-        self._threads = files.reads_at_once(options)
+        self._threads = files.reads_at_once
         self._per_thread = threading.local()
         self._placing = threading.Lock()
         self._scattering = threading.BoundedSemaphore(_SCATTERING_THREADS)
@@ -236,10 +236,10 @@ class TensorReads:
                     self._scatter(reader, part)
 
     def _scatter(self, reader: RangeReader, span: ColumnSpan) -> None:
-        nbytes, verify = span.stop - span.start, self._options.verify_crc
+        nbytes = span.stop - span.start
         read = scatter(span, reader, self._buffer(nbytes))
-        if read is not None and read.are_sound(verify):
-            self._stats.add(reads=1, bytes_read=nbytes, records_checked=len(span.items.starts) if verify else 0)
+        if read is not None and read.are_sound():
+            self._stats.add(reads=1, bytes_read=nbytes, records_checked=len(span.items.starts))
         else:
             self._read_and_place(reader, span)
 
@@ -252,9 +252,8 @@ class TensorReads:
             raise _naming(error, span.items.first()) from error
         self._stats.add(reads=1, bytes_read=stop - start)
         with self._placing:
-            verify = self._options.verify_crc
-            if place(span, buffer.view, buffer.address, -start, verify):
-                checked = len(span.items.starts) if verify else 0
+            if place(span, buffer.view, buffer.address, -start):
+                checked = len(span.items.starts)
             else:  # each by itself: one of them is damaged, or not as this package writes it
                 checked = sum(self._place_packed(buffer, row.item.offset - start, row) for row in span.items.wanted())
         self._stats.add(records_checked=checked)
@@ -290,7 +289,7 @@ class TensorReads:
 
     def _buffer(self, needed_bytes: int) -> ReadBuffer:
         buffer: ReadBuffer | None = getattr(self._per_thread, "buffer", None)
-        size_bytes = max(needed_bytes, self._options.window_bytes) + 3 * ALIGNMENT_BYTES
+        size_bytes = max(needed_bytes, self._sizes["window_bytes"]) + 3 * ALIGNMENT_BYTES
         if buffer is None or buffer.size_bytes < size_bytes:
             self._per_thread.buffer = None  # freed before the larger one is made
             buffer = self._per_thread.buffer = ReadBuffer(size_bytes, self._pinned)
@@ -309,9 +308,9 @@ class TensorReads:
             stated = form.payload_crc32(view)
             start, stop = len(form.head), form.payload_stop
             known = stated is not None and (stated == chunk.item.crc32 or chunk.item.crc32 is None)
-            if known and (not self._options.verify_crc or crc32(view[start:stop]) == stated):
+            if known and crc32(view[start:stop]) == stated:
                 self._place_payload(buffer, at + start, stop - start, wanted)
-                return int(self._options.verify_crc)
+                return 1
         try:
             located = locate_tensor_in(view, wanted.fqn, wanted.expected)
             wanted.check(located)
@@ -320,7 +319,7 @@ class TensorReads:
             return 0
         except LoadError as error:
             raise _naming(error, wanted) from error
-        expected = located.record_crc32 if self._options.verify_crc else None
+        expected = located.record_crc32
         if located.crc32 is not None and len(self._forms) < _MAX_FORMS:
             form = form_of(view, located.payload_offset, located.payload_bytes, located.crc32)
             if form is not None:

@@ -58,7 +58,7 @@ class ItemDecoder:
         ]
         extents.sort(key=lambda extent: (extent.file, extent.start))
         with self._opened() as files:
-            spans = coalesce(extents, **files.read_sizes(self._options))
+            spans = coalesce(extents, **files.read_sizes())
             at_once = max(1, files.open_ahead)
             while few := list(islice(spans, at_once)):
                 contents = together(at_once, *(partial(self._read_span, files, span) for span in few))
@@ -91,9 +91,9 @@ class ItemDecoder:
         try:
             loaded = load_object(
                 content,
+                self._options.allowed_classes,
                 where=where,
-                verify_crc=False,  # compared above, if it is to be
-                run_code=self._options.run_code_from_checkpoint,
+                verify_crc=False,  # compared above
             )
         except CorruptCheckpointError:
             raise
@@ -127,13 +127,12 @@ class ItemDecoder:
         """The item's container: transforms undone, checksums compared."""
         where = item_name(fqn, item)
         # What is neither an object nor transformed has the CRC-32 of its payload alone in the index.
-        if self._options.verify_crc and item.crc32 is not None and (is_object or item.transforms):
+        if item.crc32 is not None and (is_object or item.transforms):
             got = crc32(stored)
             if got != item.crc32:
                 raise checksum_error(where, "its bytes have", got, item.crc32)
         content = self._undo_transforms(stored, item.transforms, where) if item.transforms else stored
-        if self._options.verify_crc:
-            self._verify(content, where)
+        self._verify(content, where)
         return content
 
     def _verify(self, content: bytes, where: str) -> None:

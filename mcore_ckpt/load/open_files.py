@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from mcore_ckpt.core.errors import LoadError
-from mcore_ckpt.core.options import LoadOptions, PageCache
+from mcore_ckpt.core.options import PageCache
 from mcore_ckpt.load.file_footers import FileFooters
 from mcore_ckpt.load.nearest import NearestFiles
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, Storage, align_up
@@ -20,11 +20,12 @@ from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, Stor
 # Threads work in neighbouring files, so few are in use at once; a reader of 1,000 ranks' files must not need 1,000 fds.
 _MAX_IDLE_FILES = 16
 
-# Of all buffers of a load, as long as nothing else is said (`LoadOptions.buffer_bytes`); and room for a read at least.
-BUFFER_BYTES = 32 * 1024 * 1024
-_WINDOW_BYTES = 8 * 1024 * 1024
+# Of one read, and of the buffer of each thread: long enough for a disk's full speed.
+WINDOW_BYTES = 8 * 1024 * 1024
+# The longest gap between two requested ranges that is read and thrown away: about what a disk delivers meanwhile.
+MAX_GAP_BYTES = 256 * 1024
 
-_DIRECT: dict[PageCache, DirectIo] = {"auto": "auto", "on": "off", "off": "on"}
+_DIRECT: dict[PageCache, DirectIo] = {"auto": "auto", "on": "off"}
 
 
 @dataclass(slots=True)
@@ -78,18 +79,17 @@ class OpenFiles:
         """How many files are opened ahead of the one that is read (`Storage`)."""
         return self._storage.open_ahead
 
-    def reads_at_once(self, options: LoadOptions) -> int:
-        """How many, as far as their buffers have room."""
-        at_once = self._storage.reads_at_once if options.io_threads is None else options.io_threads
-        most_bytes = options.buffer_bytes or max(BUFFER_BYTES, _WINDOW_BYTES * self._storage.reads_at_once)
-        return min(at_once, max(1, most_bytes // options.window_bytes))
+    @property
+    def reads_at_once(self) -> int:
+        """How many keep the storage busy (`Storage`)."""
+        return self._storage.reads_at_once
 
-    def read_sizes(self, options: LoadOptions) -> dict[str, int]:
+    def read_sizes(self) -> dict[str, int]:
         """Window and gaps, as `coalesce` and `split_box` take them."""
         request_bytes = self._storage.request_bytes
         return {
-            "window_bytes": options.window_bytes,
-            "max_gap_bytes": max(options.max_gap_bytes, request_bytes),
+            "window_bytes": WINDOW_BYTES,
+            "max_gap_bytes": max(MAX_GAP_BYTES, request_bytes),
             "request_bytes": request_bytes,
         }
 

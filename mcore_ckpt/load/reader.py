@@ -38,7 +38,8 @@ from mcore_ckpt.core.torch_modes import without_modes
 from mcore_ckpt.format.footer import shown_id
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
 from mcore_ckpt.format.metadata_read import METADATA_FILE, index_name, open_index, read_index
-from mcore_ckpt.format.safe_pickle import load_object
+from mcore_ckpt.format.safe_pickle import ANY_CLASS, load_object
+from mcore_ckpt.load import open_files
 from mcore_ckpt.load._columns import UsualRequest, are_apart
 from mcore_ckpt.load._item_locations import ItemLocations
 from mcore_ckpt.load._tensor_reads import TensorReads
@@ -48,13 +49,16 @@ from mcore_ckpt.load.dtype_conversions import DtypeConversions
 from mcore_ckpt.load.file_footers import FileFooters
 from mcore_ckpt.load.item_decoding import ItemDecoder
 from mcore_ckpt.load.nearest import NearestFiles
-from mcore_ckpt.load.open_files import BUFFER_BYTES, OpenFiles, ReadStats, naming
+from mcore_ckpt.load.open_files import OpenFiles, ReadStats, naming
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.read_requests import LoadPlan, ReadRequest, check_planned, stored_dtype, tensor_entry
 from mcore_ckpt.storage.base import FileVersion, Storage
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of(__name__)
+
+# Of the destinations that a planner makes buffers for at once.
+_BATCH_BYTES = 64 * 1024 * 1024
 
 
 class FileSystemReader(StorageReader):
@@ -186,14 +190,14 @@ class FileSystemReader(StorageReader):
 
     def plan(self) -> LoadPlan:
         """An empty plan, for `read`."""
-        return LoadPlan(self.index, self.conversions, self.options.window_bytes)
+        return LoadPlan(self.index, self.conversions, open_files.WINDOW_BYTES)
 
     @without_modes()
     def read_items(self, requests: Iterable[ReadRequest]) -> None:
         """Fill destinations with slices of global tensors, in any order.
 
-        Each stored byte is read once, however many destinations request it. Memory beyond the destinations stays within
-        `buffer_bytes`. When it raises, destinations may be filled in part.
+        Each stored byte is read once, however many destinations request it. Memory beyond the destinations stays
+        within a window for each read in flight. When it raises, destinations may be filled in part.
 
         Raises:
             MissingKeyError, KindMismatchError, ShapeMismatchError, DtypeMismatchError: the checkpoint does not hold
@@ -299,8 +303,7 @@ class FileSystemReader(StorageReader):
             content,
             self.options.allowed_classes,
             where=f"{fqn} in {self.path}",
-            verify_crc=False,  # compared when it was read, if it is to be
-            run_code=self.options.run_code_from_checkpoint,
+            verify_crc=False,  # compared when it was read
         )
 
     @without_modes()
@@ -446,7 +449,7 @@ class FileSystemReader(StorageReader):
         # of a few items at a time must do.
         in_place = _destinations_are_in_place(planner)
         with self.conversions.of_one_load():
-            batch_bytes = None if in_place else 2 * (self.options.buffer_bytes or BUFFER_BYTES)
+            batch_bytes = None if in_place else _BATCH_BYTES
             for batch in self._batches(tensors, batch_bytes):
                 destinations: list[torch.Tensor] = []
                 reads = self._planned(batch, planner, destinations, usual=in_place)
@@ -483,7 +486,7 @@ class FileSystemReader(StorageReader):
 
     def _hand_over_objects(self, objects: dict[str, list[ReadItem]], planner: LoadPlanner) -> None:
         for entry, content in self._object_contents(self._object_entry(fqn) for fqn in objects):
-            given = content if self.options.run_code_from_checkpoint else self._pickled_again(entry.fqn, content)
+            given = content if ANY_CLASS in self.options.allowed_classes else self._pickled_again(entry.fqn, content)
             for read_item in objects[entry.fqn]:
                 planner.load_bytes(read_item, io.BytesIO(given))
 

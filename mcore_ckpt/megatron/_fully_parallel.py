@@ -5,8 +5,8 @@ run the same choice on that. Here the ranks tell the group's coordinator in colu
 and the coordinator alone chooses, as Megatron does (`megatron/_distribution.py`). Each rank is told of its own
 shards, and an unchanged structure exchanges a few bytes.
 
-Megatron's own code runs where `distribution="megatron"` says so, behind another strategy, and in wrappers that keep the
-distribution (`do_cache_distribution`, or in files) or store replicas next to the main ones. It distributes all loads.
+Megatron's own code runs behind another strategy, and in wrappers that keep the distribution
+(`do_cache_distribution`, or in files) or store replicas next to the main ones. It distributes all loads.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _served_group(wrapper: Any) -> Callable[[], RankGroup] | None:
     To be called by all of them.
     """
     of_base = getattr(wrapper.base_strategy, "options", None)
-    if not isinstance(of_base, SaveOptions) or of_base.distribution == "megatron":
+    if not isinstance(of_base, SaveOptions):
         return None
     keeps = wrapper.do_cache_distribution or getattr(wrapper, "pg_cache_path", None) is not None
     if keeps or getattr(wrapper, "replicate_local_replicas", False):

@@ -84,7 +84,7 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _joined(call: Callable[..., Any], options: LoadOptions, joint: JointLoad | None, *args: Any, **kwargs: Any) -> Any:
-    with joined_load(joint), validation_of_load(options):
+    with joined_load(joint), validation_of_load():
         return call(*args, **kwargs)
 
 

@@ -109,7 +109,7 @@ def join(options: LoadOptions, goes_back: bool, arguments: dict[str, Any]) -> Jo
     _check_all_agree(goes_back, options, group)
     last: _Exchange = "options"
     if validates or gathers:
-        last = "check" if validates and options.validation == "mcore_ckpt" else "sync"
+        last = "check" if validates else "sync"
     if is_ours(strategy):
         # Behind a wrapper Megatron's exchange of tensors comes between reading and the proof.
         last = "proof" if options.prove != "off" and not is_wrapped else "load"
@@ -126,16 +126,12 @@ def is_ours(strategy: Any) -> bool:
 
 
 def _check_all_agree(goes_back: bool, options: LoadOptions, group: RankGroup) -> None:
-    """Raise `OptionError` on all ranks unless all go back, prove and validate alike: those that do otherwise exchange
+    """Raise `OptionError` on all ranks unless all go back and prove alike: those that do otherwise exchange
     other things, and one alone would wait for ever.
     """
-    values = [int(goes_back), ("off", "sample", "always").index(options.prove), int(options.validation == "megatron")]
+    values = [int(goes_back), ("off", "sample", "always").index(options.prove)]
     maxima = group.maximum("compare the options of a load", values + [-value for value in values], wrap=LoadError)
-    named = {
-        "on_damaged": "go_back" if goes_back else "raise",
-        "prove": options.prove,
-        "validation": options.validation,
-    }
+    named = {"on_damaged": "go_back" if goes_back else "raise", "prove": options.prove}
     for (name, value), highest, negated_lowest in zip(
         named.items(), maxima[: len(values)], maxima[len(values) :], strict=True
     ):

@@ -65,7 +65,7 @@ def _write_through(
         pending.put(number)
         path = str(directory / name)
         to_write = ItemBucket.of(path, name, bytes_data, tensor_data, save_id)
-        write([], number, to_write, reports, pending, options.fsync)
+        write([], number, to_write, reports, pending, True)
         _, outcome = reports.get_nowait()
         if isinstance(outcome, BaseException):
             raise SaveError(f"{path}: {type(outcome).__name__}: {outcome}") from outcome

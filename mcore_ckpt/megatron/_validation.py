@@ -4,7 +4,7 @@ Megatron gathers all shards of all ranks on every rank, at each save and load, a
 all. Within a save of ours it is asked for here, and done when the strategy agrees with the other ranks on the plan
 (`save/planner.py`): main replicas have to tile each tensor as that check says, and what has not changed since it was
 checked is not checked again. Within a load the ranks tell the coordinator in columns. Elsewhere (another strategy,
-local checkpoints, `validation="megatron"`) Megatron's own functions run.
+local checkpoints) Megatron's own functions run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointError, PlanError, SaveError
 from mcore_ckpt.core.failures import attempt
-from mcore_ckpt.core.options import LoadOptions, SaveOptions
+from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, mark_as_told, reached_every_rank
 from mcore_ckpt.megatron._errors import MegatronErrors
 from mcore_ckpt.megatron._joint_load import joint_load
@@ -76,14 +76,7 @@ def validation_of_save(strategy: Any, strategy_class: type, meets_in: Callable[[
         return
     options = getattr(strategy, "options", None) or SaveOptions.from_environment()
     # Ranks exchange or compare other things by other values. The exchange that comes first says whether they are alike.
-    alike = ("validation", "distribution", "compare_replicas", "on_diverged")
-    with carrying({name: getattr(options, name) for name in alike}):
-        if options.validation != "mcore_ckpt":
-            with MegatronErrors():
-                _meet_ahead(meets_in)
-            with _as_asked(None):
-                yield
-            return
+    with carrying({"compare_replicas": options.compare_replicas}):
         asked = _Asked(meets_in=meets_in)
         with _as_asked(asked):
             try:
@@ -102,18 +95,10 @@ def _as_asked(asked: _Asked | None) -> Iterator[None]:
         _of_save.reset(token)
 
 
-def _meet_ahead(meets_in: Callable[[], RankGroup] | None) -> None:
-    """Come together with all ranks ahead of Megatron's validation, in the exchanges that others may come to first."""
-    everyone = coordination_group()
-    if meets_in is not None:
-        meet(meets_in(), everyone)
-    meet(everyone, everyone)
-
-
 @contextmanager
-def validation_of_load(options: LoadOptions) -> Iterator[None]:
+def validation_of_load() -> Iterator[None]:
     """Within a call of Megatron's `load`."""
-    token = _of_load.set(options.validation == "mcore_ckpt")
+    token = _of_load.set(True)
     try:
         yield
     finally:

@@ -149,8 +149,6 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
         read_common_file(storage, file, manifest),
         options.allowed_classes,
         where=str(directory / file),
-        verify_crc=options.verify_crc,
-        run_code=options.run_code_from_checkpoint,
     )
     note_common(directory, SaveIdentity.of(manifest, version))
     return loaded

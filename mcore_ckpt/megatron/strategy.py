@@ -444,16 +444,16 @@ def _log_load(reader: FileSystemReader, before: ReadStats, took_s: float) -> Non
     """One line for each load of rank 0."""
     stats = reader.stats
     loaded_bytes, checked = stats.bytes_needed - before.bytes_needed, stats.records_checked - before.records_checked
-    checks = f"checksums of {checked} records compared" if reader.options.verify_crc else "no checksums (verify_crc)"
     _logger.log(
         line_level(loaded_bytes),
-        "rank 0 loaded %.3f GB from %s in %.3f s at %.2f GB/s, %.3f GB of it read from files; %s",
+        "rank 0 loaded %.3f GB from %s in %.3f s at %.2f GB/s, %.3f GB of it read from files; "
+        "checksums of %d records compared",
         loaded_bytes / 1e9,
         reader.path,
         took_s,
         loaded_bytes / 1e9 / max(took_s, 1e-9),
         (stats.bytes_read - before.bytes_read) / 1e9,
-        checks,
+        checked,
     )
 
 

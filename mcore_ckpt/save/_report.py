@@ -70,7 +70,6 @@ class SaveReport:
     # of a writer process.
     phases_s: dict[str, float]
     files: tuple[FileReport, ...]  # every rank's files
-    is_synced: bool = True  # files were made durable, and not only written
 
     @property
     def size_bytes(self) -> int:
@@ -100,10 +99,9 @@ class SaveReport:
         took = self.took
         synchronous = " (a synchronous save)" if "write" in self.phases_s else ""
         rate = f" at {self.size_bytes / _GB / took.writing_s:.2f} GB/s" if took.writing_s else ""
-        durable = "durable" if self.is_synced else "written"
         return (
             f"saved {self.size_bytes / _GB:.3f} GB in {len(self.files)} files to {self.directory}: "
-            f"training waited {took.waited_s:.3f} s{synchronous}, files {durable} after "
+            f"training waited {took.waited_s:.3f} s{synchronous}, files durable after "
             f"{took.durable_s:.3f} s{rate}, published after {self.published_s:.3f} s ({phases}){straggler}"
         )
 

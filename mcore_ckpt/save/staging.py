@@ -33,7 +33,7 @@ from mcore_ckpt.save.buckets import Fill, PlannedFile, Window, WriteBucket, Writ
 from mcore_ckpt.save.plans import GlobalPlan
 from mcore_ckpt.save.staging_buffers import BufferLease, StagingBuffer, lease_buffer
 from mcore_ckpt.save.supervised_child import Job
-from mcore_ckpt.save.writer import JobResult, Ring, WriterJob, run_job, write_files
+from mcore_ckpt.save.writer import WINDOW_BYTES, JobResult, Ring, WriterJob, run_job, write_files
 from mcore_ckpt.save.writer_process import fill_ring, shared_writer
 from mcore_ckpt.state.torch_classes import pointer_of
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, Storage, align_up
@@ -319,10 +319,6 @@ def write_in_process(storage: Storage, buckets: Sequence[WriteBucket], options: 
     results = write_files(
         storage,
         files,
-        window_bytes=storage.write_bytes or options.window_bytes,
-        io_threads=options.io_threads,
-        direct=options.direct_io,
-        fsync=options.fsync,
         deadline_s=options.write_deadline_s,
     )
     check_results([file for file, _ in files], results)
@@ -404,10 +400,6 @@ def _copy_and_dispatch(
     writer_job = WriterJob(
         storage=storage,
         files=tuple(files),
-        direct=options.direct_io,
-        fsync=options.fsync,
-        io_threads=options.io_threads,
-        piece_bytes=options.window_bytes,
         deadline_s=options.write_deadline_s,
         plan=plan,
     )
@@ -479,7 +471,7 @@ def _stream(
         )
     began_s = time.perf_counter()
     sources = [BucketSource(bucket) for bucket in buckets]
-    slot_bytes = min(options.window_bytes, lease.budget_bytes // _LEAST_SLOTS // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+    slot_bytes = min(WINDOW_BYTES, lease.budget_bytes // _LEAST_SLOTS // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
     ring = Ring(0, slot_bytes, lease.budget_bytes // slot_bytes)
     view = lease.buffer.reserve(ring.slots * slot_bytes)
     if any(source.on_device for source in sources):

@@ -348,7 +348,7 @@ class SaveTransaction(SaveCall):
         self._described: tuple[bytes, bool] | None = None
         if plan is not None:
             # One bar on a terminal is enough: the coordinator's.
-            self.bar_bytes = plan.layout.file_bytes if request.options.progress and group.is_coordinator else 0
+            self.bar_bytes = plan.layout.file_bytes if group.is_coordinator else 0
             # As long as the writing may continue, the directory is locked, even if the caller has lost this object.
             _begun.add(self)
 
@@ -505,9 +505,7 @@ class SaveTransaction(SaveCall):
         return self._described
 
     def _compare_replicas(self, plan: SavePlan, planned: Planned, gathered: list[Written]) -> bool:
-        """Say which replicas are not what is saved; raises `SaveError` if the options ask for it. False: nothing can be
-        said without the sums of all.
-        """
+        """Warn of replicas that are not what is saved. False: nothing can be said without the sums of all."""
         digests = [written.replicas for written in gathered if written.replicas is not None]
         files = [file for written in gathered for file in written.files]
         if not digests or not all(file.has_footer for file in files):
@@ -528,8 +526,6 @@ class SaveTransaction(SaveCall):
             + (f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
             + ". Ranks train different models: resume from a checkpoint in which they were equal"
         )
-        if self._options.on_diverged == "raise":
-            raise SaveError(f"{message}. It is not published (on_diverged)")
         _logger.warning("%s", message)
         return True
 
@@ -589,7 +585,7 @@ class SaveTransaction(SaveCall):
         took = replace(took, waited_s=took.waited_s + phases_s["gather"] + phases_s["commit"])
         published_s = time.monotonic() - self._spans[0].start_s
         path = str(self._directory.path)
-        return SaveReport(path, took, published_s, phases_s, files, self._options.fsync)
+        return SaveReport(path, took, published_s, phases_s, files)
 
     def _tell(self, report: SaveReport, mine: Written) -> None:
         """Write the trace, log a line."""

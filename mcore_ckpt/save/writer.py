@@ -45,11 +45,16 @@ from mcore_ckpt.format.footer import BLOCK_BYTES
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.save.buckets import FileImage, Fill, PlannedFile, Window, WrittenFile, plan_windows
 from mcore_ckpt.save.plans import GlobalPlan
-from mcore_ckpt.storage.base import DirectIo, RangeWriter, Storage, align_up
+from mcore_ckpt.storage.base import RangeWriter, Storage, align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer, copy_bytes, has_huge_pages
 
 if TYPE_CHECKING:
     from mcore_ckpt.core.fingerprints import StridedSums
+
+
+# Of one write, and of each buffer of a pipelined one: long enough for a disk's full speed, short enough to overlap
+# filling, summing and writing from the first milliseconds on.
+WINDOW_BYTES: Final = 8 * 1024 * 1024
 
 
 class WindowPool:
@@ -57,7 +62,7 @@ class WindowPool:
     keep both ends busy: one is filled, one is written, one is in between.
     """
 
-    def __init__(self, window_bytes: int = 8 * 1024 * 1024, windows: int = 3) -> None:
+    def __init__(self, window_bytes: int = WINDOW_BYTES, windows: int = 3) -> None:
         if window_bytes <= 0 or window_bytes % mmap.PAGESIZE or windows < 1:
             raise ValueError(f"window_bytes={window_bytes}, windows={windows}: expected whole pages and at least one")
         self.window_bytes = window_bytes
@@ -87,7 +92,6 @@ class WindowPool:
 
 # How long a Ctrl-C waits for a write in progress to end.
 _INTERRUPTED_JOIN_S: Final = 2.0
-_PIECE_BYTES: Final = 8 * 1024 * 1024
 _WINDOWS: Final = 3  # as `WindowPool` has it
 _CRC: Final = struct.Struct("<I")
 
@@ -243,7 +247,6 @@ class ImageWriter:
         piece_bytes: size of one write, a multiple of 4096, where no pool is given.
         through_windows: whether `write_image` copies into windows; None: if those lie in huge pages, and a device reads
             them.
-        fsync: make each file durable before it counts as finished.
         on_written: called with a number of bytes after each write, on the thread that wrote: a sign of life.
         deadline_s: seconds without the end of any write or fsync, while the caller waits for one, after which the
             device counts as stuck (`WriteTimeoutError`); None waits for ever.
@@ -254,8 +257,7 @@ class ImageWriter:
         *,
         io_threads: int = 2,
         pool: WindowPool | None = None,
-        piece_bytes: int = _PIECE_BYTES,
-        fsync: bool = True,
+        piece_bytes: int = WINDOW_BYTES,
         on_written: Callable[[int], None] | None = None,
         through_windows: bool | None = None,
         deadline_s: float | None = None,
@@ -270,7 +272,6 @@ class ImageWriter:
         )
         self._pool = pool
         self._piece_bytes = piece_bytes
-        self._fsync = fsync
         self._on_written = on_written
         self._through_windows = through_windows
         self._deadline_s = deadline_s
@@ -368,7 +369,7 @@ class ImageWriter:
 
     def _finish(self, file: _File) -> None:
         started = time.perf_counter()
-        file.writer.finish(file.size_bytes, self._fsync)
+        file.writer.finish(file.size_bytes)
         file.fsync_s = time.perf_counter() - started
         file.finished = True
 
@@ -428,41 +429,36 @@ def write_files(
     storage: Storage,
     files: Sequence[tuple[PlannedFile, Fill | memoryview]],
     *,
-    window_bytes: int,
-    io_threads: int | None = None,
-    direct: DirectIo = "auto",
-    fsync: bool = True,
+    window_bytes: int | None = None,
     on_written: Callable[[int], None] | None = None,
     deadline_s: float | None = None,
 ) -> list[WrittenFile]:
     """Write files and make them durable: all, or (with a `SaveError` that names file and errno) none stays. The bytes
-    of each are in memory, or a function puts them into windows. `io_threads`: None, as many as the storage wants.
+    of each are in memory, or a function puts them into windows. `window_bytes`: None, as the storage wants.
     """
-    if io_threads is None:
-        io_threads = storage.writes_at_once
+    window_bytes = window_bytes or storage.write_bytes or WINDOW_BYTES
     with (
         _kept_pool(window_bytes, max(_WINDOWS, storage.writes_at_once + 1)) as pool,
         ImageWriter(
-            io_threads=io_threads,
+            io_threads=storage.writes_at_once,
             pool=pool,
             piece_bytes=window_bytes,
-            fsync=fsync,
             on_written=on_written,
             deadline_s=deadline_s,
         ) as images,
     ):
         for planned, content in files:
-            write_preloaded_data(images, storage, planned, content, direct)
+            write_preloaded_data(images, storage, planned, content)
     return images.results
 
 
 def write_preloaded_data(
-    images: ImageWriter, storage: Storage, planned: PlannedFile, content: Fill | memoryview, direct: DirectIo
+    images: ImageWriter, storage: Storage, planned: PlannedFile, content: Fill | memoryview
 ) -> None:
     """Write the file of one bucket: its bytes_data, then its tensor_data, from the memory where they have been staged,
     or window by window. It is durable when `images` is left.
     """
-    writer = storage.open_writer(planned.name, size_bytes=planned.image.size_bytes, direct=direct)
+    writer = storage.open_writer(planned.name, size_bytes=planned.image.size_bytes)
     if isinstance(content, memoryview):
         images.write_image(writer, planned, content)
     else:
@@ -488,10 +484,6 @@ class WriterJob:
     storage: Storage  # where to; pickled, so it holds paths and not open files
     files: tuple[PlannedFile, ...]  # what
     ring: Ring | None = None  # set if the files do not lie in the staging buffer as a whole
-    direct: DirectIo = "auto"  # O_DIRECT, as in `SaveOptions.direct_io`
-    fsync: bool = True  # make each file durable
-    io_threads: int | None = None  # writes in flight at once; None: as many as the storage wants
-    piece_bytes: int = 8 * 1024 * 1024  # size of one write from the staging buffer
     # Seconds without progress after which the writer counts as stuck; None waits for ever.
     deadline_s: float | None = None
     # Of a new structure, on the coordinator: its index is to be put together during the writing.
@@ -538,10 +530,7 @@ def run_job(
         return write_files(
             job.storage,
             files,
-            window_bytes=(job.storage.write_bytes or job.piece_bytes) if job.ring is None else job.ring.slot_bytes,
-            io_threads=job.io_threads,
-            direct=job.direct,
-            fsync=job.fsync,
+            window_bytes=None if job.ring is None else job.ring.slot_bytes,
             on_written=on_written,
         )
 

@@ -107,7 +107,6 @@ class LocalReader(RangeReader):
         self, root: Path, name: str, direct: DirectIo, bounce: BouncePool, *, follow_links: bool = False
     ) -> None:
         self.name = os.path.join(root, name)
-        self._always_direct = direct == "on"
         self._bounce = bounce
         self._direct_fd: int | None = None
         self._residency: direct_io.Residency | None = None
@@ -117,7 +116,7 @@ class LocalReader(RangeReader):
             status = os.fstat(self._fd)
             self.size_bytes = status.st_size
             self.version = FileVersion(status.st_ino, status.st_size, status.st_mtime_ns)
-            if direct in ("auto", "on"):
+            if direct == "auto":
                 try:
                     self._direct_fd = open_regular(root, name, os.O_DIRECT, follow_links=follow_links)
                 except OSError as error:
@@ -189,7 +188,7 @@ class LocalReader(RangeReader):
     def _wants_direct(self, offset: int, nbytes: int) -> bool:
         if self._direct_fd is None:
             return False
-        return self._always_direct or (nbytes >= _MIN_DIRECT_BYTES and not self.is_cached(offset, nbytes))
+        return nbytes >= _MIN_DIRECT_BYTES and not self.is_cached(offset, nbytes)
 
     def _read_buffered(self, fd: int, offset: int, view: memoryview, arrived: _Arrived) -> None:
         done = 0

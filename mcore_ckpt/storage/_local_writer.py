@@ -35,7 +35,6 @@ class LocalWriter(RangeWriter):
     def __init__(self, path: str, size_bytes: int | None, direct: DirectIo) -> None:
         self.name = path
         self.direct = False
-        self._insist = direct == "on"
         self._keep = False
         self._lock = threading.Lock()
         self._buffered_fd: int | None = None
@@ -47,8 +46,6 @@ class LocalWriter(RangeWriter):
         try:
             if direct != "off":
                 self.direct = direct_io.enable(fd)
-                if not self.direct and self._insist:
-                    raise OSError(errno.EINVAL, 'the file system has no O_DIRECT, which direct_io="on" insists on')
             if size_bytes is not None:
                 direct_io.preallocate(fd, align_up(size_bytes) if self.direct else size_bytes)
         except BaseException:
@@ -80,7 +77,7 @@ class LocalWriter(RangeWriter):
                 direct_io.write_all(fd, view, offset, ALIGNMENT_BYTES)
                 return
             except OSError as error:
-                if error.errno != errno.EINVAL or self._insist:
+                if error.errno != errno.EINVAL:
                     raise
         self._write_buffered(self._buffered(), offset, view)
 
@@ -106,17 +103,16 @@ class LocalWriter(RangeWriter):
             direct_io.write_back(fd, *oldest, wait=True)
             direct_io.drop_cached(fd, *oldest)
 
-    def finish(self, size_bytes: int, fsync: bool = True) -> None:
+    def finish(self, size_bytes: int) -> None:
         try:
             fd = self._open_fd()
             if os.fstat(fd).st_size != size_bytes:
                 os.ftruncate(fd, size_bytes)
-            if fsync:
-                if self._buffered_fd is not None:
-                    os.fsync(self._buffered_fd)  # a failed write-back is reported to the fd that was open then
-                os.fsync(fd)
-                if self._unsynced or self._buffered_fd is not None:
-                    direct_io.drop_cached(fd)
+            if self._buffered_fd is not None:
+                os.fsync(self._buffered_fd)  # a failed write-back is reported to the fd that was open then
+            os.fsync(fd)
+            if self._unsynced or self._buffered_fd is not None:
+                direct_io.drop_cached(fd)
         except OSError as error:
             self._close(suppress=True)
             raise save_error(f"finishing the file at {size_bytes} bytes", self.name, error) from error

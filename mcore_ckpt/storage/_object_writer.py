@@ -94,7 +94,7 @@ class ObjectWriter(RangeWriter):
         sending = self._sending
         return "" if sending is None else f"byte {sending[0]} and on for {time.monotonic() - sending[1]:.1f} s"
 
-    def finish(self, size_bytes: int, fsync: bool = True) -> None:
+    def finish(self, size_bytes: int) -> None:
         with self._lock:
             if self._ended:
                 raise self._error("finishing it", _ended())

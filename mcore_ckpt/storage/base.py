@@ -27,7 +27,7 @@ from typing import Final, Literal, NamedTuple, TypeVar
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, SaveError
 
 T = TypeVar("T")
-DirectIo = Literal["auto", "on", "off", "keep"]
+DirectIo = Literal["auto", "off", "keep"]
 
 # Logical blocks are 512 or 4096 bytes on every disk in use, and pages are 4096 on x86-64: 4096 suits O_DIRECT on all.
 ALIGNMENT_BYTES: Final = 4096
@@ -183,8 +183,8 @@ class RangeWriter(ABC):
         return ""
 
     @abstractmethod
-    def finish(self, size_bytes: int, fsync: bool = True) -> None:
-        """Cut the file to `size_bytes`, make it durable (if `fsync`) and close it.
+    def finish(self, size_bytes: int) -> None:
+        """Cut the file to `size_bytes`, make it durable and close it.
 
         Raises:
             SaveError: naming file and errno. The file is closed all the same; `abort` then removes it.
@@ -206,7 +206,7 @@ class Storage(ABC):
             shorter gap between two ranges is read, too.
         write_bytes: length of the writes that are sent as they are, from where a file begins; others are put together
             first. 0: any.
-        writes_at_once: how many keep it busy, of one process; where the user does not say.
+        writes_at_once: how many keep it busy, of one process.
         reads_at_once: the same.
         open_ahead: files that are opened ahead of the one that is read; 0 where opening one takes no request.
         asks_at_once: requests for a name or a small file that are sent before the first is answered, where none depends
@@ -306,9 +306,9 @@ class Storage(ABC):
 
         Args:
             name: of the file.
-            direct: O_DIRECT for what is not in the page cache (`"auto"`), for everything (`"on"`), or for nothing
-                (`"off"`), as far as the file system has it. `"keep"` is as `"auto"`, but what is not in the page cache
-                is read through it, and stays there.
+            direct: O_DIRECT for what is not in the page cache (`"auto"`), as far as the file system has it, or for
+                nothing (`"off"`). `"keep"` is as `"auto"`, but what is not in the page cache is read through it, and
+                stays there.
 
         Raises:
             CheckpointNotFoundError: if there is no such file.
@@ -354,7 +354,7 @@ class Storage(ABC):
         Args:
             name: of the new file; missing directories on the way to it are made.
             size_bytes: what it is going to hold, so that the space can be reserved at once.
-            direct: O_DIRECT if possible (`"auto"`), or fail (`"on"`), or never (`"off"`).
+            direct: O_DIRECT if possible (`"auto"`), or never (`"off"`).
 
         Raises:
             SaveError: if the file exists (an object store tells when it is written or finished), cannot be

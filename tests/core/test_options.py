@@ -16,10 +16,6 @@ SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
     "on_existing": ("error", "error"),
     "writer": ("fork", "fork"),
     "thread_count": ("7", 7),
-    "io_threads": ("5", 5),
-    "direct_io": ("off", "off"),
-    "fsync": ("no", False),
-    "window_bytes": ("131072", 131072),
     "staging_budget_bytes": ("2097152", 2097152),
     "when_busy": ("skip", "skip"),
     "on_failure": ("warn", "warn"),
@@ -27,29 +23,17 @@ SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
     "keep_last": ("4", 4),
     "drain_to": ("s3://bucket/run", "s3://bucket/run"),
     "compare_replicas": ("sample", "sample"),
-    "on_diverged": ("raise", "raise"),
     "fingerprints": ("0", False),
-    "validation": ("megatron", "megatron"),
-    "distribution": ("megatron", "megatron"),
     "trace_path": ("/tmp/traces", "/tmp/traces"),
-    "progress": ("off", False),
 }
 LOAD_VARIABLES: dict[str, tuple[str, Any]] = {
-    "verify_crc": ("false", False),
-    "verify_slices": ("on", "on"),
-    "io_threads": ("9", 9),
-    "window_bytes": ("65536", 65536),
-    "buffer_bytes": ("67108864", 67108864),
-    "max_gap_bytes": ("0", 0),
     "drain_to": ("/far/run", "/far/run"),
     "local_tier": ("/near/run", "/near/run"),
     "on_dtype_mismatch": ("raise", "raise"),
     "allowed_classes": ("numpy.dtype, collections.deque", ("numpy.dtype", "collections.deque")),
     "on_damaged": ("go_back", "go_back"),
     "prove": ("sample", "sample"),
-    "validation": ("megatron", "megatron"),
     "page_cache": ("on", "on"),
-    "run_code_from_checkpoint": ("1", True),
 }
 # What cannot be without another field is tried in a test of its own.
 TOGETHER = {"keep_every"}
@@ -82,9 +66,9 @@ def test_a_variable_sets_its_field_and_nothing_else(options: Any, name: str, tex
 
 
 def test_an_argument_wins_over_the_environment() -> None:
-    environment = {"MCORE_CKPT_THREAD_COUNT": "7", "MCORE_CKPT_IO_THREADS": "no number"}
-    found = SaveOptions.from_environment(environment, thread_count=3, io_threads=4)
-    assert (found.thread_count, found.io_threads) == (3, 4)
+    environment = {"MCORE_CKPT_THREAD_COUNT": "7", "MCORE_CKPT_KEEP_LAST": "no number"}
+    found = SaveOptions.from_environment(environment, thread_count=3, keep_last=4)
+    assert (found.thread_count, found.keep_last) == (3, 4)
 
 
 def test_the_environment_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,14 +86,12 @@ def test_none_can_be_said(text: str) -> None:
     ("variable", "text", "message"),
     [
         ("THREAD_COUNT", "many", "MCORE_CKPT_THREAD_COUNT='many': expected a number"),
-        ("FSYNC", "perhaps", "MCORE_CKPT_FSYNC='perhaps': expected one of 1, 0, true"),
         ("WRITER", "threads", "^MCORE_CKPT_WRITER='threads': expected one of 'persistent', 'fork'"),
         ("KEEP_LAST", "0", "^MCORE_CKPT_KEEP_LAST=0: expected at least 1$"),
         ("DRAIN_TO", "ftp://host/run", "^MCORE_CKPT_DRAIN_TO='ftp://host/run': .* that mcore_ckpt does not know"),
         ("STAGING_BUDGET_BYTES", "much", "^MCORE_CKPT_STAGING_BUDGET_BYTES='much': expected a number such as 512M"),
         ("STAGING_BUDGET_BYTES", "-1G", "^MCORE_CKPT_STAGING_BUDGET_BYTES='-1G': expected a number such as 512M"),
         ("STAGING_BUDGET_BYTES", "1M", r"^MCORE_CKPT_STAGING_BUDGET_BYTES=1000000: .* at least 1048576 \(1MiB\)$"),
-        ("WINDOW_BYTES", "8M", "^MCORE_CKPT_WINDOW_BYTES=8000000: expected a multiple of 4096, .* such as 8MiB"),
     ],
 )
 def test_a_bad_variable_is_named(variable: str, text: str, message: str) -> None:
@@ -120,7 +102,6 @@ def test_a_bad_variable_is_named(variable: str, text: str, message: str) -> None
 @pytest.mark.parametrize(("text", "size_bytes"), [("512M", 512 * 1000**2), ("5GiB", 5 * 1024**3), ("1.5G", 1500000000)])
 def test_sizes_are_written_as_for_the_commands(text: str, size_bytes: int) -> None:
     assert SaveOptions.from_environment({"MCORE_CKPT_STAGING_BUDGET_BYTES": text}).staging_budget_bytes == size_bytes
-    assert LoadOptions.from_environment({"MCORE_CKPT_BUFFER_BYTES": text}).buffer_bytes == size_bytes
 
 
 def test_an_argument_is_named_as_one_though_variables_are_set() -> None:
@@ -133,7 +114,6 @@ def test_an_argument_is_named_as_one_though_variables_are_set() -> None:
     [
         (SaveOptions, {"on_existing": "keep"}, "on_existing='keep': expected one of 'replace', 'error'"),
         (SaveOptions, {"thread_count": 0}, "thread_count=0: expected at least 1"),
-        (SaveOptions, {"io_threads": 0}, "io_threads=0"),
         (SaveOptions, {"staging_budget_bytes": 1000}, "staging_budget_bytes=1000: expected at least 1048576"),
         (SaveOptions, {"write_deadline_s": 0.0}, "write_deadline_s=0.0"),
         (SaveOptions, {"write_deadline_s": math.nan}, "write_deadline_s=nan: expected at least"),
@@ -141,10 +121,7 @@ def test_an_argument_is_named_as_one_though_variables_are_set() -> None:
         (SaveOptions, {"drain_to": "ftp://host/run"}, "an object store \\(ftp\\) that mcore_ckpt does not know"),
         (SaveOptions, {"keep_last": 0}, "keep_last=0: expected at least 1"),
         (SaveOptions, {"keep_every": 5}, "keep_every=5: without keep_last nothing is removed"),
-        (SaveOptions, {"window_bytes": 100_000}, "window_bytes=100000: expected a multiple of 4096"),
-        (LoadOptions, {"page_cache": "yes"}, "page_cache='yes': expected one of 'auto', 'on', 'off'"),
-        (LoadOptions, {"buffer_bytes": 4096}, "buffer_bytes=4096: expected at least 8388608"),
-        (LoadOptions, {"max_gap_bytes": -1}, "max_gap_bytes=-1: expected at least 0"),
+        (LoadOptions, {"page_cache": "yes"}, "page_cache='yes': expected one of 'auto', 'on'"),
     ],
 )
 def test_what_cannot_work_is_refused(options: Any, values: dict[str, Any], message: str) -> None:

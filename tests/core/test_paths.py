@@ -181,7 +181,7 @@ def test_every_command_refuses_an_unknown_store(
 def test_strategies_refuse_an_unknown_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron.core.dist_checkpointing")
     monkeypatch.chdir(tmp_path)
-    save = mcore_ckpt.TorchDistSaveStrategy(options=SaveOptions(progress=False))
+    save = mcore_ckpt.TorchDistSaveStrategy(options=SaveOptions())
     load = mcore_ckpt.TorchDistLoadStrategy(options=LoadOptions())
     for form in (str, Path):
         for use in (

@@ -261,7 +261,7 @@ def test_a_rank_that_is_gone_is_reported_at_once() -> None:
 def _come_apart(rank: int, odd: int, way: str) -> str:
     """The message where one rank comes to another exchange than the others, or to the same with another setting."""
     group = coordination_group()
-    settings = {"validation": "megatron" if rank == odd and way == "setting" else "mcore_ckpt"}
+    settings = {"compare_replicas": "always" if rank == odd and way == "setting" else "off"}
     steps: dict[str, Any] = {
         "exchange": partial(group.maximum, "test", [1, 2]),
         "gathering": partial(group.run_gather_parts, "gather", lambda: [bytes(_BIG)]),
@@ -280,10 +280,10 @@ def _come_apart(rank: int, odd: int, way: str) -> str:
     ("odd", "way", "words"),
     [
         (0, "exchange", "(test)"),
-        (1, "setting", "MCORE_CKPT_VALIDATION"),
+        (1, "setting", "MCORE_CKPT_COMPARE_REPLICAS"),
         (2, "gathering", "(gather)"),
         (3, "exchange", "(test)"),
-        (0, "setting", "MCORE_CKPT_VALIDATION"),
+        (0, "setting", "MCORE_CKPT_COMPARE_REPLICAS"),
     ],
 )
 def test_all_ranks_raise_where_one_comes_to_another_exchange(odd: int, way: str, words: str) -> None:

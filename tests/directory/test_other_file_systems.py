@@ -46,7 +46,7 @@ _REFUSED = None
 
 
 def options(**given: Any) -> SaveOptions:
-    return SaveOptions(progress=False, window_bytes=64 * 1024, **given)
+    return SaveOptions(**given)
 
 
 def state(value: float) -> dict[str, Any]:

@@ -231,10 +231,10 @@ class TestVouched:
         with pytest.raises(UnsafePickleError):
             load_object(content)
         assert not (tmp_path / "ran").exists()
-        load_object(content, run_code=True)
+        load_object(content, ["*"])
         assert (tmp_path / "ran").exists()
         assert "without any restriction" in caplog.text
-        assert not LoadOptions().run_code_from_checkpoint
+        assert LoadOptions().allowed_classes == ()
 
     def test_tensors_that_share_a_storage_and_have_attributes_come_back(self) -> None:
         shared = torch.arange(12.0)

@@ -43,8 +43,6 @@ VARIANTS = [
         options={
             "MCORE_CKPT_WRITER": "fork",
             "MCORE_CKPT_THREAD_COUNT": "1",
-            "MCORE_CKPT_DIRECT_IO": "off",
-            "MCORE_CKPT_MAX_IN_FLIGHT": "2",
         },
         exchanged=False,
     ),

@@ -17,17 +17,23 @@ from mcore_ckpt import ChecksumError, SaveOptions
 from mcore_ckpt.core.boxes import Box, Stretch
 from mcore_ckpt.core.fingerprints import part_of
 from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.load import open_files
 from mcore_ckpt.load.arrivals import Arrivals, noting
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.storage import direct_io
+from mcore_ckpt.storage.base import Storage
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the checkpoint is saved by Megatron's shards")
 
 ROWS, COLUMNS, DEEP = (2048, 1600), (3000, 3072), (3, 512, 2048)
-# Key -> global shape, and the axis that two shards divide. Windows of 1 MiB make several reads of each.
+# Key -> global shape, and the axis that two shards divide.
 STORED = {"rows": (ROWS, 0), "columns": (COLUMNS, 1), "deep": (DEEP, 1), "small": ((60, 50), 0)}
-OPTIONS: dict[str, Any] = {"window_bytes": 1 << 20}
+
+
+@pytest.fixture(autouse=True)
+def several_reads_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_files, "WINDOW_BYTES", 1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +51,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
         for key, (_, axis) in STORED.items()
         for n, piece in enumerate(whole[key].chunk(2, axis))
     }
-    TorchDistSaveStrategy(options=SaveOptions(progress=False)).save(state, path)
+    TorchDistSaveStrategy(options=SaveOptions()).save(state, path)
     return path, whole
 
 
 def load(path: Path, key: str, box: Box, target: torch.Tensor, **options: Any) -> Arrivals:
     arrivals = Arrivals(lambda index, key: True)
-    reader = FileSystemReader(path, options=LoadOptions(**OPTIONS, **options))
+    reader = FileSystemReader(path, options=LoadOptions(**options))
     with noting(arrivals):
         reader.read_items([ReadRequest(key, target, box.offsets, box.sizes)])
     return arrivals
@@ -137,7 +143,11 @@ OVERLAPS = {"one element": -4, "half": -(6 << 20), "the same memory": None, "non
 @pytest.mark.parametrize("together", [True, False], ids=["one load", "two loads"])
 @pytest.mark.parametrize("name", OVERLAPS)
 def test_destinations_that_overlap_have_to_be_summed(
-    name: str, together: bool, other: str, saved: tuple[Path, dict[str, torch.Tensor]]
+    name: str,
+    together: bool,
+    other: str,
+    saved: tuple[Path, dict[str, torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path, whole = saved
     box = half_of("rows", 0)
@@ -154,7 +164,8 @@ def test_destinations_that_overlap_have_to_be_summed(
     ]
     arrivals = Arrivals(lambda index, key: True)
     # By one thread: a large record is summed where it lies, and another may write there meanwhile.
-    reader = FileSystemReader(path, options=LoadOptions(**OPTIONS, io_threads=1))
+    monkeypatch.setattr(Storage, "reads_at_once", 1)
+    reader = FileSystemReader(path)
     with noting(arrivals):
         for some in [requests] if together else [requests[:1], requests[1:]]:
             reader.read_items(some)

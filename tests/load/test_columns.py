@@ -20,9 +20,11 @@ from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.load import open_files
 from mcore_ckpt.load._columns import Columns, UsualRequest, spans_of
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.storage.base import Storage
 from tests.support.local_files import MIB, drop_cached
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -60,9 +62,9 @@ def usual(key: str, tensor: torch.Tensor) -> UsualRequest:
     return key, tensor, (0,) * len(shape), shape, shape
 
 
-def load(directory: Path, into: dict[str, torch.Tensor], *, whole: bool, options: LoadOptions | None = None) -> int:
+def load(directory: Path, into: dict[str, torch.Tensor], *, whole: bool) -> int:
     """Fill tensors, by columns or each by itself; returns how many were read by columns."""
-    reader = FileSystemReader(directory, options=options or LoadOptions(io_threads=1))
+    reader = FileSystemReader(directory)
     plan, requests = reader.plan(), itertools.starmap(usual, into.items())
     if whole:
         plan.add_usual(requests)
@@ -70,25 +72,25 @@ def load(directory: Path, into: dict[str, torch.Tensor], *, whole: bool, options
         plan.add(itertools.starmap(ReadRequest, requests))
     reader.read(plan)
     assert reader.stats.bytes_needed == sum(tensor.nbytes for tensor in into.values())
-    assert reader.stats.records_checked == (len(into) if reader.options.verify_crc else 0)
+    assert reader.stats.records_checked == len(into)
     return 0 if plan.columns is None else len(plan.columns)
 
 
-def outcome(directory: Path, *, whole: bool, options: LoadOptions | None = None) -> str | dict[str, list[int]]:
+def outcome(directory: Path, *, whole: bool) -> str | dict[str, list[int]]:
     into = blank(state())
     try:
-        load(directory, into, whole=whole, options=options)
+        load(directory, into, whole=whole)
     except LoadError as error:
         return f"{type(error).__name__}: {error}"
     return {key: tensor.reshape(-1).view(torch.uint8).tolist() for key, tensor in into.items() if "large" not in key}
 
 
 @pytest.mark.parametrize("window_bytes", [64 * 1024, 8 * 1024 * 1024])
-def test_they_arrive(saved: Path, window_bytes: int) -> None:
+def test_they_arrive(saved: Path, window_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_files, "WINDOW_BYTES", window_bytes)
     expected = state()
     into = blank(expected)
-    options = LoadOptions(window_bytes=window_bytes, buffer_bytes=32 * 1024 * 1024)
-    assert load(saved, into, whole=True, options=options) == len(expected) - 1
+    assert load(saved, into, whole=True) == len(expected) - 1
     for key, tensor in expected.items():
         assert into[key].reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8)), key
 
@@ -143,10 +145,11 @@ def test_two_destinations_of_one_item_are_both_filled(saved: Path) -> None:
             assert into[key].reshape(-1).view(torch.uint8).equal(expected[key].reshape(-1).view(torch.uint8)), key
 
 
-@pytest.mark.parametrize("verify_crc", [True, False])
-def test_what_is_damaged_is_found_and_named_as_each_by_itself(saved: Path, tmp_path: Path, verify_crc: bool) -> None:
+def test_what_is_damaged_is_found_and_named_as_each_by_itself(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Storage, "reads_at_once", 1)
     index = read_index(saved)
-    options = LoadOptions(io_threads=1, verify_crc=verify_crc)
     chance = random.Random(1)
     directory = Path(shutil.copytree(saved, tmp_path / "c"))
     refused = 0
@@ -158,8 +161,8 @@ def test_what_is_damaged_is_found_and_named_as_each_by_itself(saved: Path, tmp_p
             content = bytearray(sound)
             content[chunk.item.offset + at] ^= 1 << chance.randrange(8)
             path.write_bytes(content)
-            expected = outcome(directory, whole=False, options=options)
-            assert outcome(directory, whole=True, options=options) == expected
+            expected = outcome(directory, whole=False)
+            assert outcome(directory, whole=True) == expected
             if isinstance(expected, str):
                 refused += 1
                 assert key in expected
@@ -170,14 +173,15 @@ def test_what_is_damaged_is_found_and_named_as_each_by_itself(saved: Path, tmp_p
 LARGE = "layer.60.large"
 
 
-@pytest.mark.parametrize("page_cache", ["on", "off"])
+@pytest.mark.parametrize("page_cache", ["on", "auto"])
 @pytest.mark.parametrize("strided", [False, True])
 def test_a_large_item_takes_no_reads_but_those_of_its_payload(
-    saved: Path, strided: bool, page_cache: Literal["on", "off"]
+    saved: Path, strided: bool, page_cache: Literal["on", "auto"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(open_files, "WINDOW_BYTES", MIB)
     expected = state()[LARGE]
     into = torch.zeros(1000, 700).t() if strided else torch.zeros(700, 1000)
-    reader = FileSystemReader(saved, options=LoadOptions(window_bytes=1024 * 1024, page_cache=page_cache))
+    reader = FileSystemReader(saved, options=LoadOptions(page_cache=page_cache))
     for file in saved.glob("*.distcp"):
         drop_cached(file)
     reader.read_items([ReadRequest(LARGE, into, (0, 0), (700, 1000))])

@@ -28,7 +28,7 @@ def tiers(tmp_path: Path) -> tuple[Path, Path]:
     near, far = tmp_path / "near", tmp_path / "far"
     for iteration in (1, 2, 3):
         state = {"weight": torch.full((3000,), float(iteration)), "told": {"value": float(iteration)}}
-        writer = FileSystemWriterAsync(near / f"iter_{iteration:07d}", options=SaveOptions(progress=False))
+        writer = FileSystemWriterAsync(near / f"iter_{iteration:07d}", options=SaveOptions())
         dcp.save(state, storage_writer=writer, no_dist=True)
     shutil.copytree(near, far)
     return near, far

@@ -12,7 +12,7 @@ from mcore_ckpt.storage._local import LocalStorage
 
 def test_a_file_in_use_is_closed_by_its_last_user(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(10))
-    files = OpenFiles(LocalStorage(tmp_path), "off", None)
+    files = OpenFiles(LocalStorage(tmp_path), "auto", None)
     with files.reader("a") as reader:
         with files.reader("a") as again:
             assert again is reader

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import ChecksumError, SaveOptions
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.load import open_files
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.storage import _local_reader
@@ -57,7 +57,7 @@ def save(path: Path, state: dict[str, Any], writer: str) -> None:
     if writer == "stock":
         storage_writer = dcp.FileSystemWriter(path, thread_count=2, single_file_per_rank=False)
     else:
-        storage_writer = FileSystemWriterAsync(path, options=SaveOptions(thread_count=2, progress=False))
+        storage_writer = FileSystemWriterAsync(path, options=SaveOptions(thread_count=2))
     dcp.save(state, storage_writer=storage_writer, no_dist=True)
 
 
@@ -92,7 +92,7 @@ def test_megatron_shards_in_one_memory_keep_the_last_of_the_state_dict(tmp_path:
     shard = dist_checkpointing.ShardedTensor.from_rank_offsets
     values = {"output": 1.0, "embedding": 2.0}
     saved = {key: shard(key, torch.full(SIZES["long"], value)) for key, value in values.items()}
-    TorchDistSaveStrategy(options=SaveOptions(progress=False)).save(saved, tmp_path)
+    TorchDistSaveStrategy(options=SaveOptions()).save(saved, tmp_path)
     for keys in (["embedding", "output"], ["output", "embedding"]):
         memory = torch.zeros(SIZES["long"])
         cold(tmp_path)
@@ -142,13 +142,18 @@ def writes_after_first_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("rows", [512, 300])
 def test_a_sum_that_does_not_fit_is_taken_again_in_memory_of_our_own(
-    tmp_path: Path, writes_after_first_read: list[int], rows: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    writes_after_first_read: list[int],
+    rows: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state = {"w": torch.randn(SIZES["long"])}
     save(tmp_path, state, "ours")
     cold(tmp_path)
     memory = torch.zeros(rows, 4096)
-    reader = FileSystemReader(tmp_path, options=LoadOptions(window_bytes=1 << 20))
+    monkeypatch.setattr(open_files, "WINDOW_BYTES", 1 << 20)
+    reader = FileSystemReader(tmp_path)
     reader.read_items([ReadRequest("w", memory, (0, 0), (rows, 4096))])
     assert len(writes_after_first_read) == 1
     assert memory.equal(state["w"][:rows])

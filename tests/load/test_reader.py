@@ -20,9 +20,11 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.load import _tensor_reads as tensor_reads
+from mcore_ckpt.load import open_files
 from mcore_ckpt.load._placement import ReadBuffer
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.storage.base import Storage
 from tests.support.stored_layouts import (
     column_chunks,
     flip_byte,
@@ -123,12 +125,15 @@ class Dequantizing(DefaultLoadPlanner):
         super().resolve_tensor(read_item).copy_(tensor * 2)
 
 
-def test_a_planner_with_buffers_of_its_own_holds_few_of_them_at_a_time(tmp_path: Path) -> None:
+def test_a_planner_with_buffers_of_its_own_holds_few_of_them_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcore_ckpt.load.reader._BATCH_BYTES", 4 * MIB)
     state = {f"w{number}": torch.randn(512, 1024) for number in range(12)}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     loaded = {fqn: torch.zeros_like(tensor) for fqn, tensor in state.items()}
     planner = Dequantizing()
-    reader = FileSystemReader(tmp_path, options=LoadOptions(window_bytes=MIB, buffer_bytes=2 * MIB))
+    reader = FileSystemReader(tmp_path)
     dcp.load(loaded, storage_reader=reader, planner=planner, no_dist=True)
     assert all(loaded[fqn].equal(tensor * 2) for fqn, tensor in state.items())
     assert planner.peak_bytes <= 4 * MIB
@@ -254,10 +259,11 @@ def test_read_buffers_stay_within_the_budget(tmp_path: Path, monkeypatch: pytest
             super().__init__(size_bytes, pinned)
 
     monkeypatch.setattr(tensor_reads, "ReadBuffer", Counted)
-    options = LoadOptions(window_bytes=MIB, buffer_bytes=2 * MIB, io_threads=4)
+    monkeypatch.setattr(open_files, "WINDOW_BYTES", MIB)
+    monkeypatch.setattr(Storage, "reads_at_once", 2)
     destination = torch.zeros(4 * MIB, dtype=torch.float64)
     cast = torch.zeros(2 * MIB)
-    FileSystemReader(tmp_path, options=options).read_items(
+    FileSystemReader(tmp_path).read_items(
         [ReadRequest("w", destination, (0,), (4 * MIB,)), ReadRequest("v", cast, (0,), (2 * MIB,))]
     )
     assert destination.equal(tensor.double())

@@ -52,7 +52,7 @@ def peak_bytes_of_load(rank: int, path: str, kind: str) -> int:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts memory as Linux does")
 @pytest.mark.parametrize("kind", ["in place", "another dtype", "transposed", "half of every row"])
 def test_a_load_takes_its_buffers_and_no_more(kind: str, tmp_path: Path) -> None:
-    """`buffer_bytes`, which is 32 MiB, and what four threads and the allocator take besides: 38 to 41 MiB seen."""
+    """Four buffers, which are 32 MiB, and what four threads and the allocator take besides: 38 to 41 MiB seen."""
     tensors = {"large": whole(torch.zeros(SIDE, SIDE)), "small": whole(torch.zeros(2, 2))}
     write_checkpoint(tmp_path, tensors, padding=[3])
     (taken,) = run_ranks(peak_bytes_of_load, 1, str(tmp_path), kind)

@@ -22,9 +22,9 @@ from mcore_ckpt.core.errors import (
     MissingKeyError,
     ShapeMismatchError,
 )
-from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.load import open_files
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.tools.verify import verify_checkpoint
@@ -182,13 +182,13 @@ def test_zero_elements_read_nothing(reader: FileSystemReader) -> None:
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (3000, 1024)])
-def test_damage_is_found_and_named(shape: tuple[int, int], tmp_path: Path) -> None:
+def test_damage_is_found_and_named(shape: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_files, "WINDOW_BYTES", MIB)
     tensor = torch.randn(shape)
     index = write_checkpoint(tmp_path, {"v": whole(torch.randn(10)), "w": whole(tensor)})
     path, at = flip_byte(index, "w", at_fraction=0.6)
-    options = LoadOptions(window_bytes=MIB)
     with pytest.raises(ChecksumError) as raised:
-        load_box(FileSystemReader(tmp_path, options=options), "w", tensor)
+        load_box(FileSystemReader(tmp_path), "w", tensor)
     message = str(raised.value)
     assert "w at [0, 0]" in message
     assert str(path.parent) in message
@@ -198,8 +198,6 @@ def test_damage_is_found_and_named(shape: tuple[int, int], tmp_path: Path) -> No
     start, stop = (int(part) for part in message.split("the bytes [")[1].split(")")[0].split(", "))
     assert start <= at < stop
     assert stop - start == tensor.nbytes
-    unchecked = load_box(FileSystemReader(tmp_path, options=LoadOptions(verify_crc=False)), "w", tensor)
-    assert (unchecked != tensor).sum() == 1
 
 
 def test_damage_is_found_in_one_of_many_alike(tmp_path: Path) -> None:
@@ -209,11 +207,7 @@ def test_damage_is_found_in_one_of_many_alike(tmp_path: Path) -> None:
     loaded = {key: torch.zeros(20, 30) for key in tensors}
     requests = [ReadRequest(key, tensor, (0, 0), (20, 30)) for key, tensor in loaded.items()]
     with pytest.raises(ChecksumError, match=r"w5 at \[0, 0\].*expected 0x"):
-        FileSystemReader(tmp_path, options=LoadOptions(io_threads=1)).read_items(requests)
-    unchecked = FileSystemReader(tmp_path, options=LoadOptions(verify_crc=False))
-    unchecked.read_items(requests)
-    assert [key for key in tensors if not torch.equal(loaded[key], tensors[key])] == ["w5"]
-    assert unchecked.stats.records_checked == 0
+        FileSystemReader(tmp_path).read_items(requests)
 
 
 @pytest.mark.parametrize("rows", [3, pytest.param(300, marks=pytest.mark.long)])
@@ -267,13 +261,12 @@ def test_dcp_does_not_leave_a_part_of_a_tensor_as_it_was(tmp_path: Path, boxes: 
         dcp.load({"w": torch.zeros(16, 4)}, storage_reader=FileSystemReader(tmp_path), no_dist=True)
 
 
-@pytest.mark.parametrize("verify_crc", [True, False])
-def test_a_compressed_item_is_refused(tmp_path: Path, verify_crc: bool) -> None:
+def test_a_compressed_item_is_refused(tmp_path: Path) -> None:
     tensor = torch.randn(16, 4)
     packed = rewritten(stock_item(tensor), lambda _, record: record, zipfile.ZIP_DEFLATED)
     write_checkpoint(tmp_path, {"w": whole(tensor)}, item_of=lambda _: packed)
     with pytest.raises(CorruptCheckpointError, match=r"w at .*compressed or encrypted"):
-        load_box(FileSystemReader(tmp_path, options=LoadOptions(verify_crc=verify_crc)), "w", tensor)
+        load_box(FileSystemReader(tmp_path), "w", tensor)
     (problem,) = verify_checkpoint(tmp_path).problems
     assert problem.fqn == "w"
 

@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.load import _extents as extents
-from mcore_ckpt.load import ranges
+from mcore_ckpt.load import open_files, ranges
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.storage.base import Storage
 from tests.support.encoded_items import encode_tensor
 from tests.support.stored_layouts import StoredTensor, stock_item, write_checkpoint
 from tests.support.tilings import boxes_in, tilings
@@ -67,17 +67,18 @@ def destination(kind: str, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.
 
 
 @st.composite
-def options_and_thresholds(draw: st.DrawFn) -> tuple[LoadOptions, dict[str, int]]:
-    options = LoadOptions(io_threads=draw(st.sampled_from([1, 2, 3])), verify_crc=draw(st.booleans()))
-    window_bytes = draw(st.sampled_from([64, 200, 4096, options.window_bytes]))
-    object.__setattr__(options, "window_bytes", window_bytes)  # below what users may choose, to cut small tensors
-    object.__setattr__(options, "max_gap_bytes", draw(st.sampled_from([0, 8, 100, 262_144])))
-    thresholds = {
-        "MAX_COLUMN_BYTES": draw(st.sampled_from([0, 2000, 1 << 20])),
-        "_STRAIGHT_BYTES": draw(st.sampled_from([1, 64, 1 << 20])),
-        "CHEAP_GAP_BYTES": draw(st.sampled_from([0, 16, 32_768])),
-    }
-    return options, thresholds
+def thresholds(draw: st.DrawFn) -> list[tuple[object, str, int]]:
+    """Other sizes than those that the package takes, so that small tensors are cut; with where they stand."""
+    cheap_gap_bytes = draw(st.sampled_from([0, 16, 32_768]))
+    return [
+        (Storage, "reads_at_once", draw(st.sampled_from([1, 2, 3]))),
+        (open_files, "WINDOW_BYTES", draw(st.sampled_from([64, 200, 4096, 1 << 23]))),
+        (open_files, "MAX_GAP_BYTES", draw(st.sampled_from([0, 8, 100, 262_144]))),
+        (extents, "MAX_COLUMN_BYTES", draw(st.sampled_from([0, 2000, 1 << 20]))),
+        (extents, "_STRAIGHT_BYTES", draw(st.sampled_from([1, 64, 1 << 20]))),
+        (extents, "CHEAP_GAP_BYTES", cheap_gap_bytes),
+        (ranges, "CHEAP_GAP_BYTES", cheap_gap_bytes),
+    ]
 
 
 shapes = st.lists(st.integers(1, 12), max_size=4).map(tuple)
@@ -87,7 +88,7 @@ shapes = st.lists(st.integers(1, 12), max_size=4).map(tuple)
     data=st.data(),
     shape=shapes,
     dtype=st.sampled_from(_DTYPES),
-    tuning=options_and_thresholds(),
+    tuning=thresholds(),
     item_of=st.sampled_from([stock_item, own_item]),
     files=st.integers(1, 3),
     padding=st.lists(st.sampled_from([0, 1, 7, 64, 4096]), min_size=1, max_size=3),
@@ -96,12 +97,11 @@ def test_any_layout_loads_in_any_other(
     data: st.DataObject,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    tuning: tuple[LoadOptions, dict[str, int]],
+    tuning: list[tuple[object, str, int]],
     item_of: Any,
     files: int,
     padding: list[int],
 ) -> None:
-    options, thresholds = tuning
     tensor = random_tensor(shape, dtype, seed=len(shape))
     other = random_tensor((5, 3), torch.float32, seed=1)
     stored = {
@@ -116,12 +116,10 @@ def test_any_layout_loads_in_any_other(
     ]
     requests.append(ReadRequest("other", torch.zeros(5, 3), (0, 0), (5, 3)))
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        for name, value in thresholds.items():
-            patch.setattr(extents, name, value)
-            if hasattr(ranges, name):
-                patch.setattr(ranges, name, value)
+        for owner, name, value in tuning:
+            patch.setattr(owner, name, value)
         write_checkpoint(Path(directory), stored, item_of=item_of, files=files, padding=padding)
-        reader = FileSystemReader(directory, options=options)
+        reader = FileSystemReader(directory)
         reader.read_items(requests)
     expected = raw(tensor)
     for request, box in zip(requests, boxes, strict=False):
@@ -134,20 +132,19 @@ def test_any_layout_loads_in_any_other(
 @given(
     data=st.data(),
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
-    tuning=options_and_thresholds(),
+    tuning=thresholds(),
 )
 def test_any_layout_loads_into_another_dtype(
-    data: st.DataObject, shape: tuple[int, ...], tuning: tuple[LoadOptions, dict[str, int]]
+    data: st.DataObject, shape: tuple[int, ...], tuning: list[tuple[object, str, int]]
 ) -> None:
-    options, thresholds = tuning
     tensor = torch.arange(float(np.prod(shape))).reshape(shape)
     boxes = data.draw(tilings(shape))
     requests = [ReadRequest("w", torch.zeros(box.sizes, dtype=torch.bfloat16), *box) for box in boxes]
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        for name, value in thresholds.items():
-            patch.setattr(extents, name, value)
+        for owner, name, value in tuning:
+            patch.setattr(owner, name, value)
         write_checkpoint(Path(directory), {"w": StoredTensor(tensor, data.draw(tilings(shape)))}, padding=[3])
-        FileSystemReader(directory, options=options).read_items(requests)
+        FileSystemReader(directory).read_items(requests)
     for request, box in zip(requests, boxes, strict=True):
         slices = tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))
         assert torch.equal(request.tensor, tensor[slices].bfloat16())

@@ -35,7 +35,7 @@ from mcore_ckpt.storage._local import LocalStorage
 from tests.support.forked import in_child
 from tests.support.gloo_ranks import run_megatron_ranks
 
-QUIET = SaveOptions(progress=False)
+QUIET = SaveOptions()
 
 
 def state(value: int, size: int = 1000) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def without_data(directory: Path) -> None:
 
 
 def skipping(directory: Path) -> Any:
-    strategy = TorchDistSaveStrategy(options=SaveOptions(progress=False, when_busy="skip"))
+    strategy = TorchDistSaveStrategy(options=SaveOptions(when_busy="skip"))
     return dist_checkpointing.save(state(2), str(directory), strategy, async_sharded_save=True)
 
 

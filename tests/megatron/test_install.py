@@ -219,12 +219,12 @@ def test_other_ranks_say_nothing() -> None:
 
 @forked
 def test_options_come_from_the_environment() -> None:
-    os.environ.update(MCORE_CKPT_THREAD_COUNT="5", MCORE_CKPT_ON_EXISTING="error", MCORE_CKPT_VERIFY_CRC="0")
+    os.environ.update(MCORE_CKPT_THREAD_COUNT="5", MCORE_CKPT_ON_EXISTING="error", MCORE_CKPT_PAGE_CACHE="on")
     mcore_ckpt.install()
     strategy = serialization.get_default_save_sharded_strategy("torch_dist")
     assert strategy.thread_count == 5
     assert strategy.options.on_existing == "error"
-    assert strategies.TorchDistLoadShardedStrategy().options.verify_crc is False
+    assert strategies.TorchDistLoadShardedStrategy().options.page_cache == "on"
 
 
 @forked

@@ -45,7 +45,7 @@ def save_async(rank: int, run: str, world: int) -> None:
     dist_checkpointing = megatron()
     mcore_ckpt.install()
     # (a forked child cannot reach a store)
-    strategy = mcore_ckpt.TorchDistSaveStrategy(options=SaveOptions(progress=False, writer="fork"))
+    strategy = mcore_ckpt.TorchDistSaveStrategy(options=SaveOptions(writer="fork"))
     queue = mcore_ckpt.AsyncCallsQueue()
     for step in (1, 2, 2):  # the last replaces
         sharded = state(rank, world, seed=step)
@@ -96,7 +96,7 @@ def save_where_a_part_stalls(rank: int, url: str) -> tuple[int, float, str]:
         os.environ["AWS_ENDPOINT_URL"] = proxy.url
         weight = torch.ones(5_000_000)
         sharded = {"weight": dist_checkpointing.ShardedTensor.from_rank_offsets("weight", weight, replica_id=0)}
-        options = SaveOptions(progress=False, write_deadline_s=_DEADLINE_S)
+        options = SaveOptions(write_deadline_s=_DEADLINE_S)
         queue = mcore_ckpt.AsyncCallsQueue()
         # Not by Megatron's `save`, which takes a URL only where its client of object stores is installed.
         request = mcore_ckpt.TorchDistSaveStrategy(options=options).async_save(sharded, url)
@@ -132,7 +132,7 @@ def save_filled(rank: int, url: str, value: float) -> str:
     dist_checkpointing = megatron()
     weight = torch.full((1000,), value)
     sharded = {"weight": dist_checkpointing.ShardedTensor.from_rank_offsets("weight", weight, (0, rank, 2))}
-    options = SaveOptions(progress=False, write_deadline_s=6.0)
+    options = SaveOptions(write_deadline_s=6.0)
     queue = mcore_ckpt.AsyncCallsQueue()
     try:
         queue.schedule_async_request(mcore_ckpt.TorchDistSaveStrategy(options=options).async_save(sharded, url))

@@ -43,7 +43,7 @@ def state(pieces: int, *, empty: bool = False) -> dict[str, Any]:
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "checkpoint"
     path.mkdir()
-    TorchDistSaveStrategy(options=SaveOptions(progress=False)).save(state(2), path)
+    TorchDistSaveStrategy(options=SaveOptions()).save(state(2), path)
     return path
 
 
@@ -145,7 +145,7 @@ def load_with_wrong_replica(rank: int, path: Path, wrapped: bool) -> tuple[list[
     logger = logging.getLogger("mcore_ckpt")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    TorchDistSaveStrategy(options=SaveOptions(progress=False)).save(replicas(1.0), path)
+    TorchDistSaveStrategy(options=SaveOptions()).save(replicas(1.0), path)
     strategy: Any = TorchDistLoadStrategy(options=OPTIONS)
     if wrapped:
         strategy = FullyParallelLoadStrategyWrapper(strategy)
@@ -239,7 +239,7 @@ def test_a_sample_takes_keys_and_directories_of_any_name(
     path = tmp_path / (name if surrogate == 0xDCFF else "checkpoint")
     path.mkdir()
     if sharded:
-        TorchDistSaveStrategy(options=SaveOptions(progress=False)).save(tensors(1.0), path)
+        TorchDistSaveStrategy(options=SaveOptions()).save(tensors(1.0), path)
     else:
         dcp.save({key: each.data for key, each in tensors(1.0).items()}, checkpoint_id=path, no_dist=True)
     sample = LoadOptions(prove="sample")
@@ -258,7 +258,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_no_wrong_memory(rows: int, t
 
     path = tmp_path / "checkpoint"
     path.mkdir()
-    save = TorchDistSaveStrategy(options=SaveOptions(progress=False)).save
+    save = TorchDistSaveStrategy(options=SaveOptions()).save
     save(of(1.0), path)
 
     def load(*args: Any) -> Any:
@@ -291,7 +291,7 @@ def said_of(path: Path, shares: tuple[Any, ...], wrong: tuple[int, ...], caplog:
     """What a proof says if these of them hold zeros: the last line of the log, or the error."""
     caplog.set_level(logging.INFO, "mcore_ckpt")
     path.mkdir()
-    TorchDistSaveStrategy(options=SaveOptions(progress=False)).save(held(*MAINS, fill=1.0), path)
+    TorchDistSaveStrategy(options=SaveOptions()).save(held(*MAINS, fill=1.0), path)
 
     def load(*args: Any) -> Any:
         loaded = TorchDistLoadStrategy(options=OPTIONS).load(*args)
@@ -398,7 +398,7 @@ def load_with_one_id(rank: int, path: Path, wrong: tuple[int, ...]) -> str:
                 loaded["b"].fill_(7.0)
             return loaded
 
-    dist_checkpointing.save(replicas(1.0), str(path), TorchDistSaveStrategy(options=SaveOptions(progress=False)))
+    dist_checkpointing.save(replicas(1.0), str(path), TorchDistSaveStrategy(options=SaveOptions()))
     try:
         dist_checkpointing.load(replicas(0.0), str(path), Strategy(options=OPTIONS))
     except LoadError as error:
@@ -448,7 +448,7 @@ def test_the_group_that_is_passed_by_position_proves(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     path.mkdir()
     whole = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(128.0).view(16, 8))}
-    TorchDistSaveStrategy(options=SaveOptions(progress=False)).save(whole, path)
+    TorchDistSaveStrategy(options=SaveOptions()).save(whole, path)
     total = stored_fingerprint(path).total
     assert run_ranks(load_in_groups, 3, path) == [
         [f"state proven: {total} on 2 ranks"],
@@ -471,7 +471,7 @@ def test_what_comes_through_scratch_memory_is_proven_and_the_scratch_not_kept(
         halves[str(half)] = shard
     path = tmp_path / "checkpoint"
     path.mkdir()
-    TorchDistSaveStrategy(options=SaveOptions(progress=False)).save(halves, path)
+    TorchDistSaveStrategy(options=SaveOptions()).save(halves, path)
     noted: list[torch.Tensor] = []
     note = Arrivals.note
 
@@ -509,7 +509,7 @@ def test_a_tensor_without_elements_that_ranks_divide_is_one(tmp_path: Path, capl
     def divided() -> dict[str, Any]:
         return {str(at): ShardedTensor.from_rank_offsets("e", torch.empty(0, 4), (0, at, 2)) for at in (0, 1)}
 
-    TorchDistSaveStrategy(options=SaveOptions(progress=False)).save(divided(), path)
+    TorchDistSaveStrategy(options=SaveOptions()).save(divided(), path)
     prove_load(TorchDistLoadStrategy(options=OPTIONS).load, OPTIONS, None, divided(), path)
     assert f"state proven: {stored_fingerprint(path).total} on 1 rank" in caplog.text
 

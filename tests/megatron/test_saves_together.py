@@ -78,21 +78,20 @@ def kept_away_from_its_group(rank: int, run: Path, groups: list[list[int]]) -> N
     """Each rank in turn fails before the first exchange of a save, which is one of a group from 0.19 on."""
     dist_checkpointing = installed()
     name = made(run / "iter_0000001")
-    for distribution in ("auto", "megatron"):
-        strategy = wrapped(groups, distribution=distribution)
-        for failing in range(dist.get_world_size()):
+    strategy = wrapped(groups)
+    for failing in range(dist.get_world_size()):
 
-            def no_common_state(common: Any, failing: int = failing) -> Any:
-                if rank == failing:
-                    raise KeyError("args")
-                return common
+        def no_common_state(common: Any, failing: int = failing) -> Any:
+            if rank == failing:
+                raise KeyError("args")
+            return common
 
-            with pytest.raises(KeyError if rank == failing else SaveError, match=r"KeyError|args"):
-                dist_checkpointing.save(
-                    state(1), name, strategy, preprocess_common_before_consistancy_check=no_common_state
-                )
-            dist.barrier()
-            assert os.listdir(name) == []
+        with pytest.raises(KeyError if rank == failing else SaveError, match=r"KeyError|args"):
+            dist_checkpointing.save(
+                state(1), name, strategy, preprocess_common_before_consistancy_check=no_common_state
+            )
+        dist.barrier()
+        assert os.listdir(name) == []
     dist_checkpointing.save(state(1), name, strategy)
     check(dist_checkpointing.load(state(0), name), 1)
 
@@ -104,32 +103,22 @@ def test_what_a_rank_raises_before_the_first_exchange_of_its_group_all_raise(
     run_ranks(kept_away_from_its_group, 4, tmp_path, groups, deadline_s=DEADLINE_S)
 
 
-OTHERWISE = [
-    ("DISTRIBUTION", "megatron"),
-    ("VALIDATION", "megatron"),
-    ("COMPARE_REPLICAS", "always"),
-    ("ON_DIVERGED", "raise"),
-]
-
-
 def differing_later(rank: int, run: Path, groups: list[list[int]]) -> None:
     """Some have another value of an option after a save in which all had the same, and after one with that value."""
     dist_checkpointing = installed()
     name, between = made(run / "iter_0000001"), made(run / "iter_0000002")
 
     def saving(**options: str) -> Any:
-        named: dict[str, Any] = {option.lower(): value for option, value in options.items()}
-        strategy = wrapped(groups or [list(range(RANKS))], **named)
+        strategy = wrapped(groups or [list(range(RANKS))], **options)
         return strategy if groups else strategy.base_strategy
 
     dist_checkpointing.save(state(1), name, saving())
     before = sorted(os.listdir(name))
-    for option, value in OTHERWISE:
-        dist_checkpointing.save(state(2), between, saving(**{option: value}))
-        for others in ([0], [1], [1, 3]):
-            strategy = saving(**({option: value} if rank in others else {}))
-            with pytest.raises(OptionError, match=f"MCORE_CKPT_{option} alike on all hosts"):
-                dist_checkpointing.save(state(2), name, strategy)
+    dist_checkpointing.save(state(2), between, saving(compare_replicas="always"))
+    for others in ([0], [1], [1, 3]):
+        strategy = saving(compare_replicas="always" if rank in others else "off")
+        with pytest.raises(OptionError, match="MCORE_CKPT_COMPARE_REPLICAS alike on all hosts"):
+            dist_checkpointing.save(state(2), name, strategy)
     dist.barrier()
     assert sorted(os.listdir(name)) == before
     dist_checkpointing.save(state(3), name, saving())

@@ -48,7 +48,7 @@ def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list
     log: dict[str, list[Any]] = {"finalized": [], "refused": []}
     try:
         for number, way in enumerate(_WAYS):
-            strategy = TorchDistSaveStrategy(options=SaveOptions(**way, progress=False))
+            strategy = TorchDistSaveStrategy(options=SaveOptions(**way))
             for step in (10 * number, 10 * number + 1):
                 tensor = torch.full((50_000,), float(step))
                 path = base / str(step)
@@ -70,7 +70,7 @@ def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list
         # A writer that dies: supervision is not promised here, but what is not whole must not be published.
         path = base / "99"
         path.mkdir(exist_ok=True)
-        strategy = TorchDistSaveStrategy(options=SaveOptions(progress=False))
+        strategy = TorchDistSaveStrategy(options=SaveOptions())
         if rank == 1:
             shared_writer().warm_up()
             os.kill(shared_writer().pid or 0, signal.SIGSTOP)
@@ -130,7 +130,7 @@ def _a_writer_in_a_stock_queue(rank: int, base: Path, persistent: bool) -> list[
                 "parameter": torch.nn.Parameter(torch.full((50,), float(step))),
                 "half": torch.full((1000,), float(step), dtype=torch.bfloat16),
             }
-            writer = FileSystemWriterAsync(base / f"{rank}-{step}", options=SaveOptions(progress=False))
+            writer = FileSystemWriterAsync(base / f"{rank}-{step}", options=SaveOptions())
             planner = dcp.DefaultSavePlanner()
             planner.set_up_planner({**tensors, "object": [step]}, is_coordinator=True)
             writer.set_up_storage_writer(True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 import warnings
 from dataclasses import replace
@@ -234,7 +233,7 @@ def test_faults_in_models_are_refused_as_megatron_does_and_on_every_rank(tmp_pat
     assert "_extra_state" in said["object"]
 
 
-def _saves(rank: int, root: Path, by: str) -> list[Any]:
+def _saves(rank: int, root: Path) -> list[Any]:
     """Save twice, with a common state that differs, and load; what was exchanged by torch's own collectives."""
     warnings.simplefilter("ignore")
     import mcore_ckpt
@@ -281,9 +280,8 @@ def _saves(rank: int, root: Path, by: str) -> list[Any]:
     return [*said, gathers]
 
 
-@pytest.mark.parametrize("by", ["mcore_ckpt", "megatron"])
-def test_validation_is_ours_or_megatrons_and_a_differing_common_state_is_named(by: str, tmp_path: Path) -> None:
-    first, second = run_pretending_ranks(_saves, 2, tmp_path, by, environment={"MCORE_CKPT_VALIDATION": by})
+def test_nothing_is_gathered_and_a_differing_common_state_is_named(tmp_path: Path) -> None:
+    first, second = run_pretending_ranks(_saves, 2, tmp_path)
     differs = (
         "Rank 1 common state dict differs from rank 0 common state dict. Keys only on rank 0: [], Keys only on 1: [], "
         "Mismatched keys: [(('rank',), <class 'int'>, <class 'int'>)]"
@@ -291,7 +289,7 @@ def test_validation_is_ours_or_megatrons_and_a_differing_common_state_is_named(b
     assert [warned for _, warned in first[:2]] == [[], []]
     assert [warned for _, warned in second[:2]] == [[], [differs]]
     assert [again for again, _ in second[:2]] == [False, True]
-    assert (first[2] == second[2] == []) == (by == "mcore_ckpt")
+    assert first[2] == second[2] == []
 
 
 class _Odd:
@@ -344,10 +342,8 @@ def test_a_common_state_that_does_not_unpickle_is_not_compared_and_keeps_no_rank
     assert (tmp_path / ".metadata").exists()
 
 
-def _save_as_told(rank: int, root: Path) -> tuple[str, str]:
-    """Save; what is raised where ranks are told to validate differently, and what is warned of where they are not."""
+def _save_what_cannot_be_compared(rank: int, root: Path) -> str:
     warnings.simplefilter("ignore")
-    os.environ["MCORE_CKPT_VALIDATION"] = ("megatron", "mcore_ckpt")[rank]
     import mcore_ckpt
 
     mcore_ckpt.install()
@@ -358,22 +354,15 @@ def _save_as_told(rank: int, root: Path) -> tuple[str, str]:
     )
 
     state = {"a": ShardedTensor.from_rank_offsets("a", torch.ones(2), (0, rank, 2)), "odd": _Odd(rank)}
-    try:
-        dc.save(dict(state), str(root), TorchDistSaveShardedStrategy("torch_dist", 1))
-    except mcore_ckpt.OptionError as error:
-        said = str(error)
-    os.environ["MCORE_CKPT_VALIDATION"] = "mcore_ckpt"
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megatron.core.dist_checkpointing.validation").addHandler(handler)
     dc.save(dict(state), str(root), TorchDistSaveShardedStrategy("torch_dist", 1))
-    return said, " ".join(warned)
+    return " ".join(warned)
 
 
-def test_no_rank_waits_for_another_that_validates_otherwise_or_cannot_compare(tmp_path: Path) -> None:
-    (first, _), (second, warned) = run_pretending_ranks(_save_as_told, 2, tmp_path)
-    for said in (first, second):
-        assert "MCORE_CKPT_VALIDATION alike on all hosts" in said
+def test_no_rank_waits_for_another_that_cannot_compare(tmp_path: Path) -> None:
+    _, warned = run_pretending_ranks(_save_what_cannot_be_compared, 2, tmp_path)
     assert "Rank 1 common state dict cannot be compared with that of rank 0" in warned
     assert (tmp_path / ".metadata").exists()

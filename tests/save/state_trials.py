@@ -216,7 +216,7 @@ def _trials(rank: int, numbers: range, seed: int, directory: Path) -> list[tuple
     from mcore_ckpt import SaveOptions, TorchDistSaveStrategy
 
     logging.getLogger("mcore_ckpt").propagate = False
-    options = SaveOptions(progress=False, fsync=False, compare_replicas="always")
+    options = SaveOptions(compare_replicas="always")
     found = []
     for number in numbers:
         saver = TorchDistSaveStrategy(options=options)

@@ -53,7 +53,7 @@ NAME = "iter_0000001"
 
 
 def options(drain_to: str, **more: Any) -> SaveOptions:
-    return SaveOptions(progress=False, drain_to=drain_to, **more)
+    return SaveOptions(drain_to=drain_to, **more)
 
 
 def _train(rank: int, run: str, saves: list[tuple[int, float]], save_options: SaveOptions) -> None:
@@ -338,7 +338,7 @@ def test_plain_dcp_is_drained_too(tmp_path: Path) -> None:
 
 
 def _save_where_one_rank_drains(rank: int, run: str, drain_to: str) -> None:
-    training = Training(rank, run, options(drain_to) if rank else SaveOptions(progress=False))
+    training = Training(rank, run, options(drain_to) if rank else SaveOptions())
     with pytest.raises(OptionError, match="drain_to differs between the ranks"):
         training.save(1)
 
@@ -611,7 +611,7 @@ def test_parts_of_what_a_later_job_removes_are_removed(tmp_path: Path) -> None:
     assert len(data_files(far / NAME)) == 1
     directory = _save_alone(near, far, 2, 2.0)
     # Removed first: otherwise it may be copied before.
-    upkeep.checkpoint_published(directory, SaveOptions(progress=False, keep_last=1))
+    upkeep.checkpoint_published(directory, SaveOptions(keep_last=1))
     until(lambda: not (near / NAME).exists())
     upkeep.checkpoint_published(directory, options(str(far)))
     upkeep._finish()

@@ -38,8 +38,8 @@ pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies a
 
 _RAISED_WITHIN_S = 5.0
 _ELEMS = 300_000
-_PERSISTENT = SaveOptions(progress=False)
-_FORKED = SaveOptions(writer="fork", progress=False)
+_PERSISTENT = SaveOptions()
+_FORKED = SaveOptions(writer="fork")
 _WAYS = (_PERSISTENT, _FORKED)
 
 
@@ -177,7 +177,7 @@ def test_a_writer_killed_on_one_rank(tmp_path: Path) -> None:
 
 
 def _failure_is_a_warning(rank: int, directory: str) -> tuple[int, list[str]]:
-    options = SaveOptions(on_failure="warn", progress=False)
+    options = SaveOptions(on_failure="warn")
     queue, strategy = AsyncCallsQueue(), TorchDistSaveStrategy(options=options)
     shared_writer().warm_up()
     assert shared_writer().pid is not None
@@ -201,7 +201,7 @@ def test_a_failure_that_is_only_a_warning_lets_training_go_on(tmp_path: Path) ->
 
 
 def _write_hangs(rank: int, directory: str) -> tuple[str, float]:
-    options = SaveOptions(write_deadline_s=1.0, progress=False)
+    options = SaveOptions(write_deadline_s=1.0)
     queue, strategy = AsyncCallsQueue(options=options), TorchDistSaveStrategy(options=options)
     shared_writer().warm_up()
     if rank == 1:
@@ -473,7 +473,7 @@ def _interrupted_while_staging(rank: int, directory: str) -> None:
 
     fill_buffer = BucketSource.fill_buffer
     for number, policy in enumerate(("raise", "warn")):
-        strategy = TorchDistSaveStrategy(options=SaveOptions(progress=False, on_failure=policy))
+        strategy = TorchDistSaveStrategy(options=SaveOptions(on_failure=policy))
         queue = AsyncCallsQueue()
         _save_whole(rank, directory, 2 * number, queue, strategy)
         if rank == 1:
@@ -511,7 +511,7 @@ def _interrupted_while_waiting(rank: int, directory: str) -> None:
     # While it waits for its writer, and where it compares notes with the others, which would go on without it.
     for number, (owner, name) in enumerate([(Job, "wait"), (RankGroup, "maximum")]):
         where = f"{directory}/{name}"
-        options = SaveOptions(progress=False, on_failure="warn")
+        options = SaveOptions(on_failure="warn")
         strategy, queue = TorchDistSaveStrategy(options=options), AsyncCallsQueue()
         _save_whole(rank, where, number, queue, strategy)
         before = _names(where)

@@ -83,7 +83,7 @@ def crcs(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 def test_a_save_stores_them(options: dict[str, Any] | None, tmp_path: Path) -> None:
     is_async = options is not None
     tensors = whole_tensors()
-    saver = TorchDistSaveStrategy(options=SaveOptions(progress=False, thread_count=1, **(options or {})))
+    saver = TorchDistSaveStrategy(options=SaveOptions(thread_count=1, **(options or {})))
     for number in range(2):  # planned, and as planned
         path = tmp_path / str(number)
         path.mkdir()
@@ -99,7 +99,7 @@ def test_a_save_stores_them(options: dict[str, Any] | None, tmp_path: Path) -> N
 
 
 def test_without_them_a_save_says_none(tmp_path: Path) -> None:
-    saver = TorchDistSaveStrategy(options=SaveOptions(progress=False, fingerprints=False))
+    saver = TorchDistSaveStrategy(options=SaveOptions(fingerprints=False))
     saver.save(divided(whole_tensors()), tmp_path)
     assert stored(tmp_path) == {}
 
@@ -107,7 +107,7 @@ def test_without_them_a_save_says_none(tmp_path: Path) -> None:
 def test_what_is_not_as_it_was_saved_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved, target = tmp_path / "saved", tmp_path / "target"
     saved.mkdir()
-    TorchDistSaveStrategy(options=SaveOptions(progress=False)).save(divided(whole_tensors()), saved)
+    TorchDistSaveStrategy(options=SaveOptions()).save(divided(whole_tensors()), saved)
     index = read_index(saved)
     known = {**index.fingerprints, "columns": 1, "rows": 2}
     (saved / ".metadata").write_bytes(encode_metadata(replace(index).with_fingerprints(known)))

@@ -156,7 +156,7 @@ class MemoryWriter(RangeWriter):
             self.content.extend(bytes(max(0, offset + len(view) - len(self.content))))
             self.content[offset : offset + len(view)] = view
 
-    def finish(self, size_bytes: int, fsync: bool = True) -> None:
+    def finish(self, size_bytes: int) -> None:
         del self.content[size_bytes:]
         self.finished = size_bytes
 
@@ -327,11 +327,11 @@ def test_a_file_is_finished_while_the_next_one_is_filled(storage: LocalStorage) 
     first_finishing, second_filling = threading.Event(), threading.Event()
 
     class SlowFinish(MemoryWriter):
-        def finish(self, size_bytes: int, fsync: bool = True) -> None:
+        def finish(self, size_bytes: int) -> None:
             first_finishing.set()
             assert second_filling.wait(10)
             order.append("finished first")
-            super().finish(size_bytes, fsync)
+            super().finish(size_bytes)
 
     def fill_second(window: Window, view: memoryview) -> None:
         if window.start == 0:

@@ -105,13 +105,12 @@ def _megatron_saves(rank: int, base: Path, saves: int, options: SaveOptions) -> 
     [
         (12, {}),
         (5, {"writer": "fork"}),
-        (5, {"staging_budget_bytes": 1 << 20, "window_bytes": 1 << 18}),
-        (5, {"direct_io": "off"}),
+        (5, {"staging_budget_bytes": 1 << 20}),
     ],
     ids=str,
 )
 def test_saves_of_megatrons_shards(saves: int, options: dict[str, Any], tmp_path: Path) -> None:
-    run_ranks(_megatron_saves, 2, tmp_path, saves, SaveOptions(progress=False, **options))
+    run_ranks(_megatron_saves, 2, tmp_path, saves, SaveOptions(**options))
 
 
 def _other_structure(rank: int, number: int) -> dict[str, Any]:
@@ -128,7 +127,7 @@ def _other_structure(rank: int, number: int) -> dict[str, Any]:
 def _save_before_committing(rank: int, base: Path) -> None:
     from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
 
-    options = SaveOptions(progress=False)
+    options = SaveOptions()
     queue, strategy = AsyncCallsQueue(options=options), TorchDistSaveStrategy(options=options)
     paths = [base / str(number) for number in range(6)]
     for number, path in enumerate(paths):

@@ -411,20 +411,17 @@ def test_a_stuck_write_passes_its_deadline(
 
 
 def test_a_slow_write_with_progress_does_not(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
-    storage = MisbehavingStorage(str(tmp_path), "slow")
+    storage = MisbehavingStorage(str(tmp_path), "slow", write_bytes=131072, writes_at_once=1)
     writer.warm_up()
-    handle = writer.submit(
-        job(tmp_path, [image("a", 2 * _MIB)], storage=storage, deadline_s=2.5, piece_bytes=131072, io_threads=1),
-        buffer.fd,
-    )
+    handle = writer.submit(job(tmp_path, [image("a", 2 * _MIB)], storage=storage, deadline_s=2.5), buffer.fd)
     started_s = time.monotonic()
     handle.result()
     assert time.monotonic() - started_s > 2.5, "longer than the deadline, but never without progress for so long"
 
 
 def test_a_job_can_be_called_off(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
-    slow = MisbehavingStorage(str(tmp_path), "slow")
-    handle = writer.submit(job(tmp_path, [image("a", 2 * _MIB)], storage=slow, piece_bytes=65536), buffer.fd)
+    slow = MisbehavingStorage(str(tmp_path), "slow", write_bytes=65536)
+    handle = writer.submit(job(tmp_path, [image("a", 2 * _MIB)], storage=slow), buffer.fd)
     behind = writer.submit(job(tmp_path, [image("b", 100)]), buffer.fd)
     assert not handle.wait(0.5)
     assert handle.abort()
@@ -444,8 +441,8 @@ def test_a_job_can_be_called_off(writer: PersistentWriter, buffer: SmallBuffer, 
 def test_control_c_ends_the_wait_and_not_the_writer(
     writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path
 ) -> None:
-    slow = MisbehavingStorage(str(tmp_path), "slow")
-    handle = writer.submit(job(tmp_path, [image("a", 4 * _MIB)], storage=slow, piece_bytes=262144), buffer.fd)
+    slow = MisbehavingStorage(str(tmp_path), "slow", write_bytes=262144)
+    handle = writer.submit(job(tmp_path, [image("a", 4 * _MIB)], storage=slow), buffer.fd)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     started_s = time.monotonic()
@@ -483,8 +480,8 @@ def test_a_handle_is_of_no_use_in_a_forked_process(
 
 
 def test_another_process_can_watch_a_job(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
-    slow = MisbehavingStorage(str(tmp_path), "slow")
-    handle = writer.submit(job(tmp_path, [image("a", _MIB)], storage=slow, piece_bytes=262144), buffer.fd)
+    slow = MisbehavingStorage(str(tmp_path), "slow", write_bytes=262144)
+    handle = writer.submit(job(tmp_path, [image("a", _MIB)], storage=slow), buffer.fd)
     watch = handle.watch()
     pid = os.fork()
     if pid == 0:

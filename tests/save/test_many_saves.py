@@ -90,7 +90,7 @@ def test_a_thousand_saves_leave_nothing(writer: Any, tmp_path: Path) -> None:
 
 def _check(saves: int, writer: Any, directory: Path) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
-    options = SaveOptions(writer=writer, progress=False)
+    options = SaveOptions(writer=writer)
     for before, after in run_ranks(_save_often, 2, str(directory), saves, options, deadline_s=1000):
         assert after == before
     left = [name for name in set(os.listdir("/dev/shm")) - shared_memory if "mcore" in name]

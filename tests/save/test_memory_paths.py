@@ -101,7 +101,7 @@ def test_a_cut_storage_is_named_before_anything_is_written(kind: str, tmp_path: 
 
     state = {"w": ShardedTensor.from_rank_offsets("model.weight", _cut(kind))}
     tmp_path.joinpath("checkpoint").mkdir()
-    ways = [SaveOptions(progress=False), SaveOptions(writer="fork", progress=False)]
+    ways = [SaveOptions(), SaveOptions(writer="fork")]
     for options in ways:
         with pytest.raises(PlanError, match=r"model\.weight at offset .*given back \(\d+ bytes are left of \d+\)"):
             TorchDistSaveStrategy(options=options).async_save(state, tmp_path / "checkpoint")

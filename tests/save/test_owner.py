@@ -53,7 +53,7 @@ def state(value: float) -> dict[str, Any]:
 
 
 def strategy(**options: Any) -> TorchDistSaveStrategy:
-    return TorchDistSaveStrategy(options=SaveOptions(progress=False, **options))
+    return TorchDistSaveStrategy(options=SaveOptions(**options))
 
 
 def loaded(directory: Path) -> float:
@@ -486,7 +486,7 @@ def test_a_directory_that_cannot_be_listed_is_not_taken_for_an_empty_one(
 
 
 def dcp_writer(path: Path) -> FileSystemWriterAsync:
-    return FileSystemWriterAsync(path, options=SaveOptions(progress=False))
+    return FileSystemWriterAsync(path, options=SaveOptions())
 
 
 def dcp_loaded(path: Path) -> float:
@@ -530,7 +530,7 @@ def test_overlapping_dcp_saves_do_not_take_each_other_for_rubbish(
 
 
 def test_a_save_without_collectives_is_refused_and_told_of_dcps_own_writer(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c", options=SaveOptions(progress=False))
+    writer = FileSystemWriterAsync(tmp_path / "c", options=SaveOptions())
     with pytest.raises(OptionError, match=r"torch\.distributed\.checkpoint\.FileSystemWriter"):
         writer.set_up_storage_writer(True, rank=0, use_collectives=False)
     assert not (tmp_path / "c").exists()

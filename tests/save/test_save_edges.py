@@ -22,7 +22,7 @@ from mcore_ckpt.state.torch_classes import pointer_of
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
-_QUIET = SaveOptions(progress=False)
+_QUIET = SaveOptions()
 
 
 def single_shard(key: str, data: torch.Tensor, global_shape: tuple[int, ...] | None = None) -> Any:
@@ -34,7 +34,7 @@ def single_shard(key: str, data: torch.Tensor, global_shape: tuple[int, ...] | N
 
 
 def strategy(**options: Any) -> TorchDistSaveStrategy:
-    return TorchDistSaveStrategy(options=SaveOptions(progress=False, **options))
+    return TorchDistSaveStrategy(options=SaveOptions(**options))
 
 
 def ones(scale: float = 1.0) -> dict[str, Any]:

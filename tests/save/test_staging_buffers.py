@@ -61,7 +61,7 @@ def _held_bytes() -> int:
 
 @pytest.mark.parametrize("budget_mib", [1, 3, 64])
 def test_a_save_of_any_size_stays_within_the_budget(budget_mib: int, tmp_path: Path) -> None:
-    options = SaveOptions(staging_budget_bytes=budget_mib * _MIB, progress=False)
+    options = SaveOptions(staging_budget_bytes=budget_mib * _MIB)
     tensor = torch.arange(5 * _MIB, dtype=torch.float32)  # 20 MiB, and windows of 8
     save = start_writing(LocalStorage(tmp_path), [bucket_of(tensor)], options, "a save")
     assert _held_bytes() <= budget_mib * _MIB
@@ -176,7 +176,7 @@ def test_the_choice_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: 
 
 
 def _options(**others: Any) -> SaveOptions:
-    return SaveOptions(staging_budget_bytes=64 * _MIB, progress=False, **others)
+    return SaveOptions(staging_budget_bytes=64 * _MIB, **others)
 
 
 def _made(directory: Path) -> Path:
@@ -252,8 +252,11 @@ class _HangsAtFirst(LocalStorage):
         return writer
 
 
-def test_a_save_elsewhere_does_not_wait_for_windows_that_a_hung_write_holds(tmp_path: Path) -> None:
-    options = SaveOptions(write_deadline_s=0.5, window_bytes=65536, direct_io="off", io_threads=3)
+def test_a_save_elsewhere_does_not_wait_for_windows_that_a_hung_write_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcore_ckpt.save.writer.WINDOW_BYTES", 65536)
+    options = SaveOptions(write_deadline_s=0.5)
     tensor = torch.ones(_MIB)  # many windows
     let_go = threading.Event()
     try:
@@ -268,8 +271,9 @@ def test_a_save_elsewhere_does_not_wait_for_windows_that_a_hung_write_holds(tmp_
         let_go.set()
 
 
-def test_control_c_is_heard_though_a_write_hangs(tmp_path: Path) -> None:
-    options = SaveOptions(window_bytes=65536, direct_io="off")
+def test_control_c_is_heard_though_a_write_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_ckpt.save.writer.WINDOW_BYTES", 65536)
+    options = SaveOptions()
     let_go = threading.Event()
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
@@ -308,13 +312,14 @@ def _interrupt_at(moment: int) -> tuple[Any, list[int]]:
 
 
 @pytest.mark.parametrize("way", [{}, {"writer": "fork"}, {"small": True}], ids=str)
-def test_whenever_control_c_comes_no_buffer_is_lost_or_used_twice(way: dict[str, Any], tmp_path: Path) -> None:
+def test_whenever_control_c_comes_no_buffer_is_lost_or_used_twice(
+    way: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At any moment of the start of a save: what is in use then is what some process may still read, and no more."""
+    monkeypatch.setattr(staging, "WINDOW_BYTES", 65536)
     small = way.get("small", False)
     chosen = {} if small else way
-    options = SaveOptions(
-        staging_budget_bytes=_MIB if small else 64 * _MIB, window_bytes=65536, progress=False, **chosen
-    )
+    options = SaveOptions(staging_budget_bytes=_MIB if small else 64 * _MIB, **chosen)
     tensor = torch.ones(_MIB // 2)
     if options.writer == "persistent":
         shared_writer().warm_up()

@@ -94,7 +94,7 @@ def _train(rank: int, run: str, iterations: int, options: SaveOptions) -> list[s
     return [text for text in said if "removed" in text]
 
 
-OPTIONS = SaveOptions(progress=False, keep_last=2, keep_every=4)
+OPTIONS = SaveOptions(keep_last=2, keep_every=4)
 
 
 def test_a_run_keeps_its_newest_checkpoints_and_every_fourth(tmp_path: Path) -> None:
@@ -106,13 +106,13 @@ def test_a_run_keeps_its_newest_checkpoints_and_every_fourth(tmp_path: Path) -> 
 
 
 def test_a_run_in_an_object_store_does_so(object_directory: ObjectDirectory) -> None:
-    run_ranks(_train, 2, f"{object_directory.url}/run", 2, SaveOptions(progress=False, keep_last=1))
+    run_ranks(_train, 2, f"{object_directory.url}/run", 2, SaveOptions(keep_last=1))
     assert there(f"{object_directory.url}/run") == ["iter_0000002"]
     assert {name.split("/")[1] for name in object_directory.names()} == {TRACKER_FILE, "iter_0000002"}
 
 
 def _train_beside_a_load(rank: int, run: str) -> list[str]:
-    training = Training(rank, run, SaveOptions(progress=False, keep_last=1))
+    training = Training(rank, run, SaveOptions(keep_last=1))
     training.save(1)
     with storage_at(Path(run) / "iter_0000001").in_use(METADATA_FILE):  # as a load of another job
         for iteration in (2, 3):
@@ -136,7 +136,7 @@ def _train_with_failures(rank: int, run: str) -> tuple[list[str], list[str]]:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("mcore_ckpt").addHandler(handler)
-    training = Training(rank, run, SaveOptions(progress=False, keep_last=1))
+    training = Training(rank, run, SaveOptions(keep_last=1))
     training.save(1)
     if rank == 0:
         (process,) = upkeep._started

@@ -89,14 +89,6 @@ def test_a_file_whose_residency_the_kernel_does_not_tell_counts_as_cold(local: L
     os.close(fd)
 
 
-def test_direct_on_insists(monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path) -> None:
-    monkeypatch.setattr(direct_io, "enable", lambda fd: False)
-    with pytest.raises(SaveError, match='O_DIRECT, which direct_io="on" insists on'):
-        local.open_writer("file", direct="on")
-    assert list(tmp_path.iterdir()) == []
-    assert not local.open_writer("file", direct="auto").direct
-
-
 def test_a_refused_trial_falls_back_and_is_remembered(
     monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
 ) -> None:

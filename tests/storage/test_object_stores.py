@@ -118,7 +118,7 @@ def test_columns_of_a_matrix_are_read_with_their_gaps_where_a_request_costs_more
     """Rows of 160 KB, of which the half is requested: a disk is asked row by row, a store for a window at a time."""
     matrix = torch.arange(100 * 40_000, dtype=torch.float32).reshape(100, 40_000)
     dcp.save({"weight": matrix}, storage_writer=FileSystemWriterAsync(object_directory.url), no_dist=True)
-    reader = FileSystemReader(object_directory.url, options=LoadOptions(verify_slices="off"))
+    reader = FileSystemReader(object_directory.url, options=LoadOptions())
     half = torch.zeros(100, 20_000)
     proxied.requests.clear()
     reader.read_items([ReadRequest("weight", half, (0, 20_000), (100, 20_000))])
@@ -364,9 +364,9 @@ def saved_but_for(proxy: Proxy, url: str, how: str, strikes: Callable[[Request, 
     proxy.rule = rule
     if how == "refused":
         with contextlib.suppress(*FAILED):
-            save(url, 2.0, rows=600, io_threads=1, thread_count=1)
+            save(url, 2.0, rows=600, thread_count=1)
     else:
-        going.append(start_saving(url, 2.0, 600, io_threads=1, thread_count=1))
+        going.append(start_saving(url, 2.0, 600, thread_count=1))
         ready.set()
         going[0].join()
     proxy.rule = lambda request: None

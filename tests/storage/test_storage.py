@@ -114,7 +114,7 @@ class StorageConformance(ABC):
         storage.delete("file")
         assert storage.version("file") is None
 
-    @pytest.mark.parametrize("direct", ["auto", "on", "off"])
+    @pytest.mark.parametrize("direct", ["auto", "keep", "off"])
     def test_reads_exactly_the_range_that_is_asked_for(
         self, storage: Storage, directory: Path, direct: DirectIo
     ) -> None:

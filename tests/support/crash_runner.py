@@ -37,7 +37,7 @@ from mcore_ckpt.storage._local import LocalStorage
 from tests.support.faulty_storage import Faults, FaultyStorage, How
 from tests.support.seeded_state import sharded_state_dict, tensors
 
-OPTIONS = SaveOptions(window_bytes=64 * 1024, thread_count=2, progress=False)
+OPTIONS = SaveOptions(thread_count=2)
 _SAVED, _REFUSED = 0, 3
 _ABSENT, _BROKEN = 100, 101  # exit codes of a look; below them, the seed that was found
 

@@ -94,6 +94,8 @@ class FaultyStorage(Storage):
     Pickled (on its way to a writer process), it takes `faults.in_writer` along.
     """
 
+    write_bytes = 64 * 1024  # so that files of a few hundred KB take several writes
+
     def __init__(self, inner: LocalStorage, faults: Faults) -> None:
         self.inner = inner
         self.faults = faults
@@ -202,9 +204,9 @@ class _FaultyWriter(RangeWriter):
         self._faults.before("write", self._file_name, len(view), lambda: self._inner.write(offset, view[:half]))
         self._inner.write(offset, view)
 
-    def finish(self, size_bytes: int, fsync: bool = True) -> None:
+    def finish(self, size_bytes: int) -> None:
         self._faults.before("finish", self._file_name, size_bytes)
-        self._inner.finish(size_bytes, fsync)
+        self._inner.finish(size_bytes)
 
     def abort(self) -> None:
         # Cleaning up must work whatever failed before; only a process that ends does not get to it.

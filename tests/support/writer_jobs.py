@@ -94,17 +94,21 @@ class MisbehavingStorage(LocalStorage):
         directory: as in `LocalStorage`.
         how: "SIGKILL" or another signal's name, "exit" with code 3, "hang", or "slow".
         at_file: the file, by the order in which they are opened.
+        write_bytes: as of `Storage`.
+        writes_at_once: as of `Storage`.
     """
 
     directory: str
     how: str
     at_file: int = 0
+    write_bytes: int = 0
+    writes_at_once: int = 2
 
     def __post_init__(self) -> None:
         super().__init__(self.directory)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.directory, self.how, self.at_file)
+        return type(self), (self.directory, self.how, self.at_file, self.write_bytes, self.writes_at_once)
 
     def open_writer(self, name: str, **options: Any) -> RangeWriter:
         writer = super().open_writer(name, **options)

@@ -179,10 +179,10 @@ def test_a_copy_that_was_interrupted_is_resumed(saved: Path, tmp_path: Path, mon
     finish = LocalWriter.finish
     finished: list[str] = []
 
-    def fail_at_the_second(self: LocalWriter, size_bytes: int, fsync: bool = True) -> None:
+    def fail_at_the_second(self: LocalWriter, size_bytes: int) -> None:
         if finished:
             raise KeyboardInterrupt
-        finish(self, size_bytes, fsync)
+        finish(self, size_bytes)
         finished.append(self.name)
 
     with monkeypatch.context() as patched:
