@@ -67,31 +67,38 @@ class SaveOptions:
 
     Attributes:
         on_existing: what to do when the directory already holds a checkpoint: `"replace"` it (safely: the old one stays
-            whole until the new one is published) or raise `CheckpointExistsError` (`"error"`).
+            whole until the new one is published) or raise `CheckpointExistsError` (`"error"`), for jobs
+            that never save to one directory twice.
         writer: which process writes an async save: `"persistent"`, one long-lived process that maps the staging
             buffers, or `"fork"`, one forked child for each save; into an object store by the former. A synchronous save
-            is written by the trainer itself.
-        thread_count: files each rank writes, at most (Megatron's and DCP's name for it).
+            is written by the trainer itself. Fork where no second Python may be started next to the trainer.
+        thread_count: files each rank writes, at most (Megatron's and DCP's name for it). Lower it where a file system
+            counts files, raise it where it serves several files faster than one.
         staging_budget_bytes: memory that the staging buffers of this rank may take together; None: a quarter of the
-            host's free memory, divided among the ranks of the host. A larger save is pipelined through it.
+            host's free memory, divided among the ranks of the host. A larger save is pipelined through it. Set it
+            where other programs need the memory, or where a save does not fit and training waits.
         when_busy: what an async save does while another one of this rank is being written: `"wait"`, or
             `"skip"` with a warning, so that training never waits.
-        on_failure: what a failed async save does when it is finalized: `"raise"` or `"warn"`. Its finalize callbacks
-            are never run.
+        on_failure: what a failed async save does when it is finalized: `"raise"` or `"warn"`, for jobs that rather
+            train on than end. Its finalize callbacks are never run.
         write_deadline_s: seconds after which a write without any progress counts as stuck; so long at most a request to
-            an object store takes. None waits for ever, for a store 300 s.
+            an object store takes. None waits for ever, for a store 300 s. Set it where a
+            device that hangs should end the save rather than hold the job.
         keep_last: checkpoints of the run that stay, the newest complete ones; older ones are removed in the background
-            when a save has been published, as `prune_run` does. None removes nothing.
-        keep_every: with `keep_last`, iterations that are multiples of it stay, too.
+            when a save has been published, as `prune_run` does, so that the disk does not fill. None removes nothing.
+        keep_every: with `keep_last`, iterations that are multiples of it stay, too, to evaluate them or go back to.
         drain_to: directory or URL of the run in a second tier, such as `s3://bucket/run`: each checkpoint is copied
             there in the background when it has been published, and committed there. Ranks may then save to disks of
             their own nodes.
         compare_replicas: compare the replicas of tensors that ranks hold (data-parallel ranks, tied weights) with those
             that are saved: `"always"` all, `"sample"` one in 16, which depend on the save, `"off"` none. Each rank
-            sums its own before the call returns. Rank 0 warns of each that differs, before the checkpoint is published.
+            sums its own before the call returns, so training waits longer. Rank 0 warns of each that differs, before
+            the checkpoint is published.
         fingerprints: store the fingerprint of each tensor, which a load with `prove`, `verify --state` and
-            `diff --state` compare with, without reading the tensor. False does without.
-        trace_path: directory for Chrome trace files, one for each rank and save; None writes none.
+            `diff --state` compare with, without reading the tensor. False saves the CPU time of
+            the sums, which is most for tensors that ranks divide by columns.
+        trace_path: directory for Chrome trace files, one for each rank and save, to see what a save waits for; None
+            writes none.
     """
 
     on_existing: Literal["replace", "error"] = "replace"
@@ -137,13 +144,14 @@ class LoadOptions:
     Attributes:
         page_cache: `"auto"` takes from the page cache what it holds, and reads the rest with O_DIRECT, which leaves
             nothing there. `"on"` reads everything through the page cache, where it stays for the other ranks of this
-            host and for the next load. A file system without O_DIRECT serves both through the page cache.
+            host and for the next load: for programs that load one checkpoint again and again. A file system without
+            O_DIRECT serves both through the page cache.
         drain_to: as of `SaveOptions`: data files of the checkpoint that are missing are read in this second tier.
         local_tier: directory of the run on fast local storage: data files of the checkpoint that lie there, too, are
-            read there.
+            read there. For jobs that load from the second tier on nodes that may still have the files.
         on_dtype_mismatch: what to do with a tensor that is stored in another dtype than its destination's: `"convert"`
             as `torch.Tensor.copy_` does, as Megatron-Core and DCP do, with one warning for the load on rank 0; or
-            `"raise"` `DtypeMismatchError` before anything is read.
+            `"raise"` `DtypeMismatchError` before anything is read, for runs that must not change precision.
         allowed_classes: classes that stored objects may contain, beyond the built-in allow-list, as
             `"module.qualified_name"`. `"*"`: any, so that the maker of the checkpoint can run code as you. For old
             checkpoints of your own only, if nothing else helps.
