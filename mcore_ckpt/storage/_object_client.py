@@ -20,7 +20,10 @@ import errno
 import secrets
 import time
 from abc import ABC, abstractmethod
-from typing import Final, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import Final, NamedTuple, NoReturn, TypeVar
+
+T = TypeVar("T")
 
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 10.0
@@ -158,11 +161,27 @@ class ObjectClient(ABC):
     def upload(self, key: str, part_bytes: int, put_id: str) -> Upload:
         """Begin to write an object in parts, which has that id then."""
 
+    def repeated(self, attempt: Callable[[], T]) -> T:
+        """Repeat a read of which the answer was cut off, as long as attempts may be repeated."""
+        until_s, pause_s = self._patience()
+        while True:
+            try:
+                return attempt()
+            except PassingError:
+                if time.monotonic() + pause_s > until_s:
+                    raise
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _patience(self) -> tuple[float, float]:
+        """When the last attempt may begin, on the clock of `time.monotonic()`, and the first pause, in seconds."""
+        retries_s = self.timeouts.retries_s
+        return time.monotonic() + retries_s, min(_FIRST_PAUSE_S, retries_s / 10)
+
     def put(self, key: str, content: bytes, condition: Condition = None) -> str:
         """Make an object, atomically; returns its `version`."""
         put_id = secrets.token_hex(8)
-        until_s = time.monotonic() + self.timeouts.retries_s
-        pause_s = min(_FIRST_PAUSE_S, self.timeouts.retries_s / 10)
+        until_s, pause_s = self._patience()
         while True:
             try:
                 return self.put_once(key, content, condition, put_id)

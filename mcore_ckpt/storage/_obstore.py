@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import obstore
@@ -130,6 +131,9 @@ class ObstoreClient(ObjectClient):
             return None
 
     def get_end(self, key: str, most_bytes: int) -> tuple[ObjectState, bytes]:
+        return self.repeated(partial(self._get_end_once, key, most_bytes))
+
+    def _get_end_once(self, key: str, most_bytes: int) -> tuple[ObjectState, bytes]:
         with self.asked("GET", key):
             if self._has_suffixes:
                 try:
@@ -149,13 +153,14 @@ class ObstoreClient(ObjectClient):
     def get_into(self, key: str, offset: int, view: memoryview, version: str) -> None:
         if not len(view):
             return
-        wanted = offset, offset + len(view)
-        with self.asked(f"bytes [{wanted[0]}, {wanted[1]}) of", key):
-            found = obstore.get(self._store, key, options={"range": wanted, "if_match": version})
-            content = memoryview(found.bytes())
+        content = memoryview(self.repeated(partial(self._get_once, key, (offset, offset + len(view)), version)))
         if len(content) != len(view):
             raise OSError(errno.ERANGE, f"GET {self.place}/{key}: {len(content)} of {len(view)} bytes came")
         view[:] = content
+
+    def _get_once(self, key: str, wanted: tuple[int, int], version: str) -> Any:
+        with self.asked(f"bytes [{wanted[0]}, {wanted[1]}) of", key):
+            return obstore.get(self._store, key, options={"range": wanted, "if_match": version}).bytes()
 
     def put_once(self, key: str, content: bytes, condition: Condition, put_id: str) -> str:
         mode: Any = "overwrite"
