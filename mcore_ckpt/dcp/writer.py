@@ -49,8 +49,9 @@ from mcore_ckpt.dcp.bucket_writer import (
     take_sent_prefix,
     write_buckets,
 )
+from mcore_ckpt.directory.in_force import is_in_force
 from mcore_ckpt.directory.publish import check_files, publish
-from mcore_ckpt.directory.target import Target, open_target
+from mcore_ckpt.directory.target import Target, discard, open_target
 from mcore_ckpt.format.footer import SAVE_ID_BYTES, ManifestFile, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.save.buckets import check_hint
@@ -441,6 +442,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             publish(self._storage, target, content, has_common_state=False, needed=ends)
         except BaseException:
             self._give_up()
+            if not (target.commit.is_undecided or is_in_force(self._storage, self._save_id)):
+                discard(self._storage, ends)
             raise
         self._target = self._planned = self._thread = None
         checkpoint_published(self.path, self.options)
