@@ -133,18 +133,18 @@ def a_common_state_that_cannot_be_written_stops_every_rank(rank: int, directory:
 
     if megatron_version() >= (0, 19):
         return  # there it is in the data files
-    original = LocalStorage.publish
+    original = LocalStorage.create
 
-    def publish(self: Any, name: str, content: bytes, **how: Any) -> None:
+    def create(self: Any, name: str, content: bytes, **how: Any) -> None:
         if name.startswith("common.pt"):
-            raise OSError(28, "No space left on device (as the test wants it)", name)
+            raise SaveError(f"{name}: No space left on device (as the test wants it)")
         original(self, name, content, **how)
 
-    LocalStorage.publish = publish  # type: ignore[method-assign]
+    LocalStorage.create = create  # type: ignore[method-assign]
     target = made(directory)
     with pytest.raises(SaveError, match=r"(?s)common.*No space left"):
         dist_checkpointing.save(state(1), target)
-    LocalStorage.publish = original  # type: ignore[method-assign]
+    LocalStorage.create = original  # type: ignore[method-assign]
 
 
 def a_config_that_cannot_be_written_is_heard_of_on_every_rank(rank: int, directory: Path) -> None:
