@@ -27,7 +27,6 @@ STOPS = {
     "plan": ("mcore_ckpt.save.planner.lay_out_rank", "prepare the save|plan the save"),
     "results": ("mcore_ckpt.save.transaction.check_results", "write the data files"),
     "publish": ("mcore_ckpt.save.transaction.publish", "publish the checkpoint"),
-    "load": ("mcore_ckpt.megatron.strategy.plan_shards", "plan the load"),
     "read": ("mcore_ckpt.megatron.strategy.replace_leaves", "load"),
 }
 
@@ -39,7 +38,7 @@ def _stops(rank: int, run: Path, where: str, who: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timeout)
     checkpointing = installed()
     checkpointing.save(state(1), made(run / "first"))
-    loads = where in ("load", "read")
+    loads = where == "read"
     if rank == who:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(STOPS[where][0], lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP))
@@ -56,13 +55,13 @@ def _again(checkpointing: Any, run: Path, loads: bool) -> None:
 
 @pytest.mark.parametrize(
     ("where", "who"),
-    [("plan", 2), ("plan", 0), ("results", 3), ("results", 0), ("publish", 0), ("load", 1), ("load", 0), ("read", 2)],
+    [("plan", 2), ("plan", 0), ("results", 3), ("results", 0), ("publish", 0), ("read", 2), ("read", 0)],
 )
 def test_all_others_name_it(where: str, who: int, tmp_path: Path) -> None:
     outcomes = rank_outcomes(_stops, RANKS, tmp_path, where, who, deadline_s=100, grace_s=5, preload=MEGATRON)
     others = [outcome for outcome in outcomes if outcome.rank != who]
     for outcome in others:
-        assert isinstance(outcome.error, LoadError if where in ("load", "read") else SaveError), outcome.error_text
+        assert isinstance(outcome.error, LoadError if where == "read" else SaveError), outcome.error_text
         named = rf"could not ({STOPS[where][1]}): .* rank {who}(, for which rank \d has waited,)? has ended, hangs"
         assert re.search(named, str(outcome.error)), outcome.error
     assert verify_checkpoint(tmp_path / "first").whole
