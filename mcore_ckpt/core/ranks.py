@@ -21,6 +21,7 @@ import hashlib
 import operator
 import pickle
 import struct
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,8 @@ _INTERRUPTED = "_rank_was_interrupted"
 _WAITED = "mcore_ckpt/waited_for/"
 # Ranks come to an exchange one after the other, and so do the ends of their patience.
 _LEAVES_WORD_S = 2.5
+# So long the store of the process group is waited for as a whole, when contact with a rank is lost.
+_STORE_ANSWERS_S: Final = 12.0
 
 
 # Settings, by name, that all ranks of an exchange must have alike; each exchange carries them.
@@ -447,7 +450,16 @@ def _who_is_missing(error: Exception) -> str:
     """Leave word for which rank this one has waited in vain, and follow the others' word to one that has left none."""
     if not isinstance(error, _LostContactError):
         return "which one is not known"
-    rank, other = dist.get_rank(), error.other
+    found: list[str] = []
+    # The store may hang with the rank that is lost: no call to it has a limit that all kinds of stores keep.
+    asking = threading.Thread(target=lambda: found.append(_follow_words(error.other)), daemon=True)
+    asking.start()
+    asking.join(_STORE_ANSWERS_S)
+    return found[0] if found else f"rank {error.other}, or another: the store through which the ranks have met hangs"
+
+
+def _follow_words(other: int) -> str:
+    rank = dist.get_rank()
     through = ""
     followed = {rank}
     try:
