@@ -55,6 +55,8 @@ def boxes_of(full: torch.Tensor, kind: str) -> Boxes:
 
 def wrapped(full: torch.Tensor, kind: str) -> DTensor:
     """What TorchRec makes of an embedding table that is divided."""
+    if torch.__version__.startswith("2.6."):
+        pytest.skip("its DTensor takes the view of a tensor of several slices, which is none")
     mesh, local = init_device_mesh("cpu", (1,)), boxes_of(full, kind)
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
 

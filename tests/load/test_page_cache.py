@@ -82,6 +82,7 @@ def load_as_one_of(rank: int, ranks_here: str, load: Callable[[Path, LoadOptions
         load(directory, LoadOptions())
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="ranks load alone, which it has no argument for")
 @pytest.mark.parametrize(
     ("load", "ranks_here", "is_shared"),
     [(load_all, "2", True), (load_all, "1", False), (load_half, "2", False), (load_half, "4", True)],

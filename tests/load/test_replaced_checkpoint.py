@@ -51,6 +51,7 @@ def test_a_reader_and_a_planner_used_again_load_what_is_there(tmp_path: Path, wr
 
 
 def test_a_planner_used_again_fills_shards_and_objects_of_the_second_state_dict(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
     def shards(memory: torch.Tensor) -> dict[str, Any]:
@@ -89,6 +90,7 @@ def _load_by_two(rank: int, path: Path) -> list[float]:
     return [first["a"][0].item(), first["b"][0].item(), second["a"][0].item(), second["b"][0].item()]
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="ranks load alone, which it has no argument for")
 def test_of_two_ranks_only_one_has_a_new_reader(tmp_path: Path) -> None:
     save(tmp_path / "latest", FIRST, "stock")
     assert run_ranks(_load_by_two, 2, tmp_path / "latest") == [[1.0, 2.0, 3.0, 4.0]] * 2
@@ -111,6 +113,7 @@ def _load_by_two_indexes(rank: int, path: Path) -> None:
     dcp.load({key: torch.zeros(4) for key in "ab"}, storage_reader=reader)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="ranks load alone, which it has no argument for")
 def test_two_ranks_with_the_indexes_of_two_saves_are_refused(tmp_path: Path) -> None:
     save(tmp_path / "latest", FIRST)
     with pytest.raises(Exception, match=r"the checkpoint was replaced by another save.*rank 0 .* rank 1"):
