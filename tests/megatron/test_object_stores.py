@@ -33,7 +33,7 @@ def through_client(rank: int, function: Any, *arguments: Any) -> Any:
 def test_what_one_writes_the_other_reads_through_the_client(msc_profile: str, saver: bool, loader: bool) -> None:
     """True: mcore_ckpt; False: Megatron-Core."""
     url = f"{msc_profile}/iter_0000001"
-    run_ranks(through_client, 2, save_on_rank, url, 2, 7, saver, {"progress": False} if saver else {})
+    run_ranks(through_client, 2, save_on_rank, url, 2, 7, saver, {})
     assert verify_checkpoint(url).whole
     run_ranks(through_client, 2, load_on_rank, url, 2, 7, 2, loader)
     run_ranks(through_client, 1, load_on_rank, url, 1, 7, 2, loader)
