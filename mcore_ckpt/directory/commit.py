@@ -41,13 +41,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, NewerFormatError, SaveError
 from mcore_ckpt.core.threads import in_parallel
+from mcore_ckpt.directory.drain_note import noted_saves
 from mcore_ckpt.directory.in_force import index_files, is_pending, pending_name, read_in_force, saves_of
 from mcore_ckpt.directory.note import CLAIM, NOTE, Owner, at_work, is_note, note_name, refuse_others
 from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.manifest import Identity, identity_of
-from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
+from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, parse_index
 from mcore_ckpt.storage.base import FileVersion, OutcomeUnknownError, Storage
 
 _logger = logger_of(__name__)
@@ -142,8 +143,10 @@ class Commit:
         way = self.storage.made_by(renamed=self._publish_by_claim, in_place=self._publish_by_condition)
         listed, claim = way(metadata)
         try:
-            self._remove_stale(stale)
             left = [name for name in listed if self._is_of_another_save(name, needed) and name != claim]
+            # Others may have written files of these names since.
+            self._remove_stale([*stale, *self._unnamed.intersection(left)])
+            left = [name for name in left if name not in self._unnamed]
             in_parallel(left, self.storage.delete, self.storage.asks_at_once)
             self.storage.delete(claim)
             self.storage.sync()
@@ -385,6 +388,7 @@ def _end_of_claims(
         save = noted.removeprefix(NOTE)
         claimant = _identity(storage, noted)
         if claimant is not None:
+            _check_complete(storage, noted, name)
             return None, (save, claimant)
         if identity_in_force(storage) != base:
             return None, None
@@ -393,6 +397,29 @@ def _end_of_claims(
         storage.delete(pending_name(save))
         token = hashlib.sha256(f"{token} {save}".encode()).hexdigest()[:16]
     raise SaveError(f"{storage}: {_ATTEMPTS} saves into this directory have failed; remove {CLAIM}* there")
+
+
+def _check_complete(storage: Storage, note: str, claim: str) -> None:
+    """Raise `SaveError` unless a note with a claim is an index whose data files are there, as a save leaves them that
+    is killed behind its claim. A copy of its directory may lack them.
+    """
+    try:
+        index = parse_index(storage.read(note), storage.location, name=note)
+        # (With a second tier, each node may have a disk of its own under this path, and the files of its own ranks.)
+        has_tier = saves_of(index).intersection(noted_saves(storage.list()))
+        wanted = () if has_tier else index_files(index)
+        problem = next((f"{name} is missing" for name in wanted if storage.version(name) is None), None)
+    except CheckpointNotFoundError:
+        return  # published or withdrawn meanwhile
+    except NewerFormatError:
+        return  # of a later version, which knows what it has written
+    except LoadError as error:
+        problem = str(error)
+    if problem is not None and storage.version(note) is not None:
+        raise SaveError(
+            f"{storage}: a save was killed here while it was published, and its files are not complete: {problem}. If "
+            f"this directory is a copy, delete {claim} and {note}; the checkpoint that is here stays as it is"
+        )
 
 
 def _publish(storage: Storage, save: str, identity: Identity, base: Identity | None) -> bool:

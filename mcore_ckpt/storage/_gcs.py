@@ -30,6 +30,7 @@ from mcore_ckpt.storage._object_client import (
     ObjectClient,
     ObjectState,
     PassingError,
+    StreamUpload,
     Timeouts,
     Upload,
 )
@@ -173,26 +174,13 @@ class GcsClient(ObjectClient):
             retry=self._retry,
             **self._waits,
         )
-        return _Upload(self, key, stream)
+        return _Upload(self.asked, key, stream)
 
 
-class _Upload(Upload):
-    def __init__(self, client: GcsClient, key: str, stream: Any) -> None:
-        self._client = client
-        self._key = key
-        self._stream = stream
-
-    def write(self, content: bytes) -> None:
-        with self._client.asked("PUT", f"{self._key}, a part of it"):
-            self._stream.write(content)
-
-    def complete(self) -> None:
-        with self._client.asked("PUT", self._key):
-            self._stream.close()
-
+class _Upload(StreamUpload):
     def abandon(self) -> None:
-        with contextlib.suppress(OSError), self._client.asked("DELETE", self._key):
-            self._stream.terminate()
+        with contextlib.suppress(OSError), self.asked("DELETE", self.key):
+            self.stream.terminate()
 
 
 class _Into(io.RawIOBase):

@@ -220,6 +220,12 @@ class LocalStorage(Storage):
         except FileNotFoundError:
             return None
         except OSError as error:
+            if error.errno == errno.EINVAL:
+                raise LoadError(
+                    f"{path}: expected a symbolic link, as a save leaves it that is killed while it is published, got "
+                    "another file: a copy that follows links has made it. Delete it, and the .mcore_ckpt_incomplete.* "
+                    "next to it"
+                ) from error
             raise open_error(path, error) from error
 
     def version(self, name: str) -> FileVersion | None:

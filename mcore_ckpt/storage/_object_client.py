@@ -21,7 +21,8 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Final, NamedTuple, NoReturn, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -202,3 +203,23 @@ class ObjectClient(ABC):
                 raise UndecidedError(errno.EREMOTEIO, text) from failure
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+class StreamUpload(Upload):
+    """An upload by the stream that a library has for it; `asked` is the client's, which tells errors of the library."""
+
+    def __init__(self, asked: Callable[[str, str], AbstractContextManager[None]], key: str, stream: Any) -> None:
+        self.asked = asked
+        self.key = key
+        self.stream = stream
+
+    def write(self, content: bytes) -> None:
+        with self.asked("PUT", f"{self.key}, a part of it"):
+            self.stream.write(content)
+
+    def complete(self) -> None:
+        with self.asked("PUT", self.key):
+            self.stream.close()
+
+    def abandon(self) -> None:
+        self.stream = None

@@ -28,6 +28,7 @@ from mcore_ckpt.storage._object_client import (
     ObjectClient,
     ObjectState,
     PassingError,
+    StreamUpload,
     Timeouts,
     Upload,
 )
@@ -195,25 +196,7 @@ class ObstoreClient(ObjectClient):
                 max_concurrency=_PARTS_AT_ONCE,
                 attributes={_PUT_ID: put_id},
             )
-        return _Upload(self, key, stream)
-
-
-class _Upload(Upload):
-    def __init__(self, client: ObstoreClient, key: str, stream: Any) -> None:
-        self._client = client
-        self._key = key
-        self._stream = stream
-
-    def write(self, content: bytes) -> None:
-        with self._client.asked("PUT", f"{self._key}, a part of it"):
-            self._stream.write(content)
-
-    def complete(self) -> None:
-        with self._client.asked("PUT", self._key):
-            self._stream.close()
-
-    def abandon(self) -> None:
-        self._stream = None
+        return StreamUpload(self.asked, key, stream)
 
 
 def _common(timeouts: Timeouts, retries: int) -> dict[str, Any]:

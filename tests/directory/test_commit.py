@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt import SaveError, SaveOptions
+from mcore_ckpt import LoadError, SaveError, SaveOptions
+from mcore_ckpt.directory import commit as commit_module
 from mcore_ckpt.directory import note
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.common_file import accept_common_file
-from mcore_ckpt.directory.note import NOTE, Owner, note_name, notes, seems_gone
+from mcore_ckpt.directory.note import CLAIM, NOTE, Owner, note_name, notes, seems_gone
 from mcore_ckpt.directory.publish import publish
 from mcore_ckpt.directory.remove import remove_tensors
 from mcore_ckpt.directory.target import discard, open_target, write_common
@@ -174,6 +176,36 @@ def test_a_tool_that_is_stopped_changes_nothing_of_the_save_after_it(
     with pytest.raises(SaveError, match="has lost: another save"):
         remove_tensors(tmp_path, first) if work == "a removal of keys" else accept_common_file(tmp_path)
     check_holds(tmp_path, other[0], b"other")
+
+
+@pytest.mark.parametrize("way", ["without data", "links followed"])
+def test_a_copy_of_a_directory_where_a_save_was_killed_is_not_completed(way: str, tmp_path: Path) -> None:
+    """Neither loses the checkpoint that is there; each is told what to delete, and saves then."""
+    path, copied = tmp_path / "run", tmp_path / "copy"
+    path.mkdir()
+    first = save_on(LocalStorage(path), b"first")
+
+    def killed() -> None:
+        commit_module._publish = lambda *_: os._exit(3)  # type: ignore[assignment]
+        save_on(LocalStorage(path), b"killed")
+
+    assert exit_code(fork(killed)) == 3
+    shutil.copytree(path, copied, symlinks=way == "without data")
+    if way == "without data":
+        for name in names(copied):
+            if name.endswith(".distcp") and name != first:
+                (copied / name).unlink()
+    with pytest.raises((SaveError, LoadError), match=r"(?i)cop(y|ied).*delete") as told:
+        save_on(LocalStorage(copied), b"next")
+    assert set(read_index(copied).tensors) == {first}
+    assert (copied / COMMON_FILE).read_bytes() == b"first"
+    (claim,) = (name for name in names(copied) if name.startswith(CLAIM))
+    assert claim in str(told.value)
+    for name in names(copied):
+        if name.startswith((NOTE, CLAIM)):
+            (copied / name).unlink()
+    check_holds(copied, save_on(LocalStorage(copied), b"next"), b"next")
+    check_holds(path, save_on(LocalStorage(path), b"next"), b"next")
 
 
 # --- the note ---------------------------------------------------------------------------------------------------------
