@@ -1,7 +1,7 @@
-"""A checkpoint to the same checkpoint under another parallel layout.
+"""A checkpoint as slices of stored tensors, written again: under another parallel layout, or as other files.
 
-In: a checkpoint, parallel sizes, rules; or what an optimizer's state is to look like.
-Out: which slice of which tensor each rank of the target has, and the target itself.
+In: a checkpoint, parallel sizes, rules; or the layout that an optimizer's state is to have.
+Out: which slice of which tensor lies in which file of the target, and the target itself, complete or not there.
 Must not know: families of models, formats of others. Megatron's model is built for the order of its parameters alone.
 
 Modules: build, conversion, derived, file_payloads, gpt_model, names, options, own_process, parameter_orders, part_sums,
