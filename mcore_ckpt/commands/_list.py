@@ -7,7 +7,7 @@ import time
 
 from mcore_ckpt.commands._shell import DIFFERS, DONE, FAILED, Outcome, document_of, human_age, one_line, table
 from mcore_ckpt.core.console import counted, human_bytes
-from mcore_ckpt.directory.drain_note import DrainNote
+from mcore_ckpt.directory.in_force import DrainNote
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -50,8 +50,7 @@ from mcore_ckpt.dcp.bucket_writer import (
     write_buckets,
 )
 from mcore_ckpt.directory.in_force import is_in_force
-from mcore_ckpt.directory.publish import check_files, publish
-from mcore_ckpt.directory.target import Target, discard, open_target
+from mcore_ckpt.directory.publish import Target, check_files, discard, open_target, publish
 from mcore_ckpt.format.footer import SAVE_ID_BYTES, ManifestFile, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.save.buckets import check_hint

@@ -4,6 +4,5 @@ In: a storage, the names in it, and a finished `.metadata`.
 Out: a directory that holds the old checkpoint or the new one, never a mix.
 Must not know: how files are filled, ranks, Megatron.
 
-Modules: commit, common_file, copying, drain, drain_note, folders, in_force, iterations, note, publish, remove,
-retention, target.
+Modules: commit, copying, in_force, iterations, publish, retention.
 """

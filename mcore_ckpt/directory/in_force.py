@@ -3,29 +3,51 @@
 Whether there is an index, and which, is asked of the file itself: the listing of a network file system may lag behind.
 Next to `.metadata` there may be indexes of single ranks (`__<rank>.metadata`), which DCP has written without
 collectives: no file that they may name is removed.
+
+To megatron-core 0.18 the common state is a file of its own. The manifest names it next to the data files, by its length
+and the CRC-32 of all its bytes, also where stock has written it: so that the file of another save, a damaged one, and
+one that a save of stock had replaced before it was killed are told from the one that was saved. A file that a user has
+changed on purpose cannot be told from those; it is refused until it is accepted (`publish.accept_common_file`).
+
+A checkpoint that is to be copied to the second tier has a note (`DrainNote`) in the local directory. Its name carries
+the id of the save. So it is written before the checkpoint is published, and the note of the one that is replaced counts
+until that moment.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
+import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any, Final
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from mcore_ckpt.core.crc import crc32
+from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from mcore_ckpt.core.paths import is_supported
 from mcore_ckpt.core.threads import together
 from mcore_ckpt.format.file_names import data_file_of, id_in_names
+from mcore_ckpt.format.footer import ManifestFile, shown_id
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
+from mcore_ckpt.format.manifest import Manifest
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
+    DRAIN_FILE,
     MAX_METADATA_BYTES,
     METADATA_FILE,
     parse_index,
+    read_small_file,
 )
 from mcore_ckpt.storage.base import FileVersion, Storage
+from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of(__name__)
+
 
 _INDEX_OF_RANK = re.compile(r"__\d+" + re.escape(METADATA_FILE))
 _PENDING = re.compile(re.escape(COMMON_FILE) + r"\.(?P<id>[0-9a-f]{16})\.pending")
@@ -141,3 +163,99 @@ def with_common_files(storage: Storage, names: Iterable[str], index: CheckpointI
     asked = {COMMON_FILE, *map(pending_name, saves_of(index))}
     there = [name for name in sorted(asked) if storage.version(name) is not None]
     return [name for name in names if name not in asked] + there
+
+
+_MAX_NOTE_BYTES = 64 * 1024 * 1024
+_NOTE = re.compile(re.escape(DRAIN_FILE) + r"\.([0-9a-f]{16})")
+
+
+@dataclass(frozen=True, slots=True)
+class DrainNote:
+    """What is to be copied, and where to.
+
+    Attributes:
+        save: id of the save, as file names show it.
+        to: directory of the checkpoint in the second tier.
+        files: names of the data files that lie here; None: all of the checkpoint's.
+        commits: the second tier is committed from here.
+        done: nothing is left to copy.
+        replaces: what the second tier held there when the copy began, as `identity_of` tells it; "" for nothing; None
+            if no copy has begun.
+        error: why the last attempt has failed, or why it is not copied.
+    """
+
+    save: str
+    to: str
+    files: tuple[str, ...] | None = None
+    commits: bool = True
+    done: bool = False
+    replaces: str | None = None
+    error: str = ""
+
+    def write(self, directory: Path) -> None:
+        """Write it durably, over an earlier one of the same save. Raises `SaveError`."""
+        storage_at(directory).publish(f"{DRAIN_FILE}.{self.save}", json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def read(cls, directory: Path, save: str) -> DrainNote:
+        """The note of a save. Raises `CheckpointNotFoundError` if there is none, or another `LoadError`."""
+        content = read_small_file(directory, f"{DRAIN_FILE}.{save}", _MAX_NOTE_BYTES)
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError, CheckpointError):
+            fields: dict[str, Any] = json.loads(content)
+            note = cls(**{**fields, "files": None if fields["files"] is None else tuple(fields["files"])})
+            texts = (note.save, note.to, note.replaces or "", note.error, *(note.files or ()))
+            if all(type(text) is str for text in texts) and note.save == save and is_supported(note.to):
+                return note
+        raise CorruptCheckpointError(
+            f"{directory / DRAIN_FILE}.{save}: does not say what is to be copied to the second tier; remove the file, "
+            "and copy the checkpoint by hand (`mcore-ckpt copy`)"
+        )
+
+    @classmethod
+    def in_force(cls, directory: Path) -> DrainNote | None:
+        """The note of the checkpoint that a directory holds; None if it has none. Raises `LoadError`."""
+        storage = storage_at(directory)
+        for save in noted_saves(storage.list()):
+            if storage.exists(METADATA_FILE) and is_in_force(storage, bytes.fromhex(save)):
+                return cls.read(directory, save)
+        return None
+
+
+def noted_saves(names: Iterable[str]) -> list[str]:
+    """Ids of the saves whose notes are among the files of a directory."""
+    return [match[1] for name in names if (match := _NOTE.fullmatch(name))]
+
+
+def is_drain_note(name: str) -> bool:
+    """Whether a file of that name is a note."""
+    return name.startswith(f"{DRAIN_FILE}.")
+
+
+# What is not sharded: arguments, schedules, at most a few tensors. Every rank reads all of it.
+MAX_COMMON_BYTES: Final = 4 * 1024**3
+
+
+def read_common_file(storage: Storage, name: str, manifest: Manifest | None) -> bytes:
+    """All bytes of the common state's file, compared with the manifest. Raises `LoadError`."""
+    expected = None if manifest is None else manifest.files.get(COMMON_FILE)
+    with storage.open_reader(name, direct="off") as reader:
+        if expected is not None and reader.size_bytes != expected.size_bytes:
+            raise _other_file(storage, name, expected, f"{reader.size_bytes} bytes")
+        if expected is None and reader.size_bytes > MAX_COMMON_BYTES:
+            raise CorruptCheckpointError(
+                f"{storage}/{name}: expected at most {MAX_COMMON_BYTES} bytes, the file has {reader.size_bytes}"
+            )
+        content = reader.read(0, reader.size_bytes)
+    if expected is not None and (got := crc32(content)) != expected.table_crc32:
+        raise _other_file(storage, name, expected, f"CRC-32 {got:#010x}")
+    return content
+
+
+def _other_file(storage: Storage, name: str, expected: ManifestFile, got: str) -> CorruptCheckpointError:
+    directory = storage.location
+    return CorruptCheckpointError(
+        f"{directory}/{name}: expected the common state of save {shown_id(expected.save_id)} ({expected.size_bytes} "
+        f"bytes, CRC-32 {expected.table_crc32:#010x}), got {got}: it is of another save, damaged, or was changed "
+        "since. Restore it from another copy, or load another checkpoint. If it was changed on purpose: `mcore-ckpt "
+        f"repair --accept-common-state {shlex.quote(directory)}` takes it as it is"
+    )

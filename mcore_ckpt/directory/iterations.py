@@ -1,7 +1,8 @@
 """A run's checkpoints: its iterations, which of them are complete, and which one the tracker file names.
 
 Megatron-Core keeps them as `iter_0001000` (seven digits or more) and `release`, next to the file
-`latest_checkpointed_iteration.txt`. Other directories are ignored.
+`latest_checkpointed_iteration.txt`. Other directories are ignored. In a checkpoint's directory may be folders, in which
+other programs keep what belongs to it: ModelOpt its state, Megatron-Core the files of the tokenizer.
 
 A checkpoint is *complete* by its structure, without reading a payload: the index can be read, its chunks make up their
 tensors, and every file is there at its length. The manifest says the length. Where there is none, as in stock
@@ -17,18 +18,17 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, NewerFormatError
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.threads import in_parallel
-from mcore_ckpt.directory.drain_note import DrainNote, noted_saves
-from mcore_ckpt.directory.in_force import common_file_in_force, saves_of, with_common_files
-from mcore_ckpt.directory.note import notes, seems_gone
+from mcore_ckpt.directory.commit import notes, seems_gone
+from mcore_ckpt.directory.in_force import DrainNote, common_file_in_force, noted_saves, saves_of, with_common_files
 from mcore_ckpt.format.index import (
     COMMON_STATE_KEY,
     CheckpointIndex,
@@ -51,6 +51,83 @@ from mcore_ckpt.format.metadata_read import (
 )
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
+
+FOLDERS_OF_MEGATRON: Final = ("modelopt_state", "tokenizer")
+"""What a save of Megatron-Core makes in a checkpoint; all that is in there belongs to it."""
+
+NO_NAMES: Final = frozenset({"/", ".", ".."})
+"""What a part of a key in a store may be, and no file may be called; the first stands for an empty part."""
+
+# Directories in one another that files of others may lie in.
+_MAX_FOLDERS: Final = 32
+
+
+def files_below(
+    directory: Path, is_left_out: Callable[[str], bool] = lambda _: False, *, follow_links: bool = False
+) -> Iterator[str]:
+    """Names of all files in a directory and those in it; `is_left_out` is asked about its own entries. Raises
+    `CorruptCheckpointError` for symbolic links, pipes and the like, and for directories too deep.
+    """
+    folders = [""]
+    while folders:
+        folder = folders.pop()
+        storage = storage_at(directory / folder)
+        try:
+            links = {} if follow_links else storage.links()
+            files, inner = storage.sizes(), storage.folders()
+        except CheckpointNotFoundError:
+            if folder:  # an empty one, which stores may list only where it lies
+                continue
+            raise
+        for own_name in sorted({*storage.list(), *links, *inner}):
+            name = f"{folder}/{own_name}" if folder else own_name
+            if own_name in NO_NAMES:
+                raise _not_nameable(f"{directory}/{name}{'/' if own_name in inner and own_name != '/' else ''}")
+            if not folder and is_left_out(name):
+                continue
+            if own_name in files and own_name in inner:
+                path = directory / name
+                raise CorruptCheckpointError(
+                    f"{path}: is an object, and others lie below {path}/: a directory cannot hold both; nothing has "
+                    "been written. Remove or rename one of them"
+                )
+            if own_name in files and own_name not in links:
+                yield name
+            elif own_name in inner and own_name not in links and name.count("/") < _MAX_FOLDERS:
+                folders.append(name)
+            else:
+                raise _not_carried(directory / name, own_name in links, own_name in inner)
+
+
+def _not_nameable(key: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{key}: objects have keys that begin so, and no file can have such a name: a part is empty, '.' or '..'; "
+        "nothing has been written. Remove or rename them"
+    )
+
+
+def _not_carried(path: Path, is_link: bool, is_folder: bool) -> CorruptCheckpointError:
+    kind = f"a directory in {_MAX_FOLDERS} others" if is_folder else "a pipe, a socket or a device"
+    if is_link:
+        kind = "a symbolic link"
+    return CorruptCheckpointError(
+        f"{path}: expected a regular file or a directory to take along, but it is {kind}; nothing has been written. "
+        "Remove it, or, if you trust what links lead to, copy the checkpoint with its links resolved (cp -rL) and "
+        "use that copy"
+    )
+
+
+def folders_of(names: Iterable[str]) -> list[str]:
+    """The folders that files of these names lie in, the innermost first; without the directory itself."""
+    found = {str(parent) for name in names for parent in Path(name).parents if parent.name}
+    return sorted(found, key=lambda folder: (-folder.count("/"), folder))
+
+
+def sync_folders(directory: Path, names: Iterable[str]) -> None:
+    """Make the names of files durable that lie in folders of a directory. Raises `SaveError`."""
+    for folder in folders_of(names):
+        storage_at(directory / folder).sync()
+
 
 _ITERATION = re.compile(r"iter_(\d{7,18})")
 _RELEASE = "release"

@@ -1,24 +1,222 @@
-"""Making a new checkpoint the one that a directory holds, at one moment; `target.py` tells what goes before and after.
+"""The directory of a save: begun, then published, or given up again.
 
-`metadata.json` is put next to it here, too: never over that of another save.
+What it passes through; a crash between any two steps leaves the old checkpoint or the new one, never a mix:
+
+1. `open_target` (or, ahead of it, `reserve`): what is in force is read, and the save's note is made (`commit`). The
+   names of all new data files carry the save's id, so no name is ever used twice.
+2. The ranks write and fsync their data files. The new common state waits as `common.pt.<id>.pending`.
+3. `publish`: the coordinator sees every file that was planned, at its size. The new `.metadata` replaces the old one,
+   if no other save has been published since step 1. This is the moment the new checkpoint exists.
+4. The common state takes its place, and the files of the old checkpoint are removed. `metadata.json` is put next to
+   it: never over that of another save.
+
+At the end are changes of the index of a checkpoint that stays: the common state accepted as it is, tensors removed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import platform
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
+from mcore_ckpt.core.crc import crc32
+from mcore_ckpt.core.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LoadError,
+    SaveError,
+)
+from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.threads import in_parallel, together
-from mcore_ckpt.directory.target import Target, take_reserved
-from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, INTEGRITY_FILE, METADATA_FILE
+from mcore_ckpt.directory.commit import Commit
+from mcore_ckpt.directory.in_force import common_file_in_force, index_files, with_common_files
+from mcore_ckpt.format.footer import SAVE_ID_BYTES, ManifestFile
+from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.manifest import split_metadata, with_manifest
+from mcore_ckpt.format.metadata_read import (
+    COMMON_FILE,
+    CONFIG_FILE,
+    INTEGRITY_FILE,
+    MAX_METADATA_BYTES,
+    METADATA_FILE,
+    parse_index,
+    read_index,
+    read_small_file,
+)
+from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.storage.base import FileVersion, Storage
+from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of(__name__)
+
+
+_NAMED_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The directory of a save, as its coordinator found it."""
+
+    commit: Commit
+    common_sum: tuple[int, int] | None = None  # length in bytes and CRC-32 of the common state, if that was written
+    nonce: bytes = field(default_factory=partial(secrets.token_bytes, SAVE_ID_BYTES - _NAMED_BYTES))  # 8 bytes
+
+    @property
+    def replaces(self) -> bool:
+        """Whether there is a checkpoint that is being replaced."""
+        return self.commit.base is not None
+
+    @property
+    def save_id(self) -> bytes:
+        """Of what is saved, for its manifest and, its first half, the names of its files; 16 bytes.
+
+        It begins with the id of the commit. Those meet in one directory only, saves anywhere: hence eight random bytes
+        more.
+        """
+        return bytes.fromhex(self.commit.id) + self.nonce
+
+
+# Directories in which a save has begun whose data are yet to come, by location.
+_reserved: dict[str, Target] = {}
+
+
+def open_target(storage: Storage, options: SaveOptions) -> Target:
+    """Begin a save into a directory; the coordinator calls this once.
+
+    Raises `CheckpointExistsError`, or `SaveError` if another save is at work there or it cannot be written.
+    """
+    target = take_reserved(storage)
+    if target is None:
+        target = _begun(storage)
+    else:
+        try:
+            target.commit.check()
+        except BaseException:
+            target.commit.give_up()
+            raise
+    if target.replaces and options.on_existing == "error":
+        target.commit.give_up()
+        raise CheckpointExistsError(
+            f'{storage}: there is a checkpoint already and on_existing="error"; choose another directory,'
+            ' or on_existing="replace"'
+        )
+    return target
+
+
+def _begun(storage: Storage) -> Target:
+    storage.ensure()
+    return Target(Commit.begin(storage))
+
+
+def reserve(storage: Storage) -> Target:
+    """Begin a save that is going to `open_target`, so that something can be written ahead of it."""
+    give_back(storage)
+    target = _begun(storage)
+    _reserved[storage.location] = target
+    return target
+
+
+def take_reserved(storage: Storage) -> Target | None:
+    """What `reserve` has begun, once; None if nothing is."""
+    return _reserved.pop(storage.location, None)
+
+
+def give_back(storage: Storage) -> None:
+    """The save that has begun does not come; nothing of it stays."""
+    target = take_reserved(storage)
+    if target is not None:
+        target.commit.give_up()
+
+
+def write_common(storage: Storage, content: bytes) -> None:
+    """`reserve` the directory, and write the common state of the save that is going to `open_target`."""
+    target = reserve(storage)
+    try:
+        storage.create(target.commit.pending, content)
+        _reserved[storage.location] = replace(target, common_sum=(len(content), crc32(content)))
+    except BaseException:
+        give_back(storage)
+        raise
+
+
+def discard(storage: Storage, files: Iterable[str]) -> None:
+    """Remove the data files that a failed save has written, as far as that is still possible."""
+    try:
+        for name in files:
+            storage.delete(name)
+    except (SaveError, OSError) as error:
+        _logger.warning("%s: could not remove the files of a failed save: %s", storage, error)
+
+
+_PIECE_BYTES = 16 * 1024 * 1024
+
+
+def common_file_of_save(storage: Storage, target: Target, *, has_common_state: bool) -> ManifestFile | None:
+    """The entry of the common state in a new manifest; None if no file holds it."""
+    if has_common_state:
+        return None
+    if target.common_sum is not None:
+        size_bytes, crc = target.common_sum
+        return ManifestFile(size_bytes, crc, target.save_id)
+    return _sum_of_file(storage, target.save_id)
+
+
+def _sum_of_file(storage: Storage, save_id: bytes, name: str = COMMON_FILE) -> ManifestFile | None:
+    try:
+        opened = storage.open_reader(name, direct="off")
+    except CheckpointNotFoundError:
+        return None
+    with opened as reader:
+        value = 0
+        for at in range(0, reader.size_bytes, _PIECE_BYTES):
+            value = crc32(reader.read(at, min(_PIECE_BYTES, reader.size_bytes - at)), value)
+        return ManifestFile(reader.size_bytes, value, save_id)
+
+
+def bind_common_file(content: bytes, directory: Path) -> bytes:
+    """The content of `.metadata`; its manifest, if any, names the `common.pt` in `directory`, too, if there is one."""
+    pickled, manifest = split_metadata(content, str(directory))
+    found = None if manifest is None else _sum_of_file(storage_at(directory), manifest.save_id)
+    if manifest is None or found is None:
+        return content
+    return with_manifest(pickled, replace(manifest, files={**manifest.files, COMMON_FILE: found}))
+
+
+def accept_common_file(path: Path) -> str | None:
+    """Accept the common state as it is now, however it was changed: write a new manifest. Returns the name of its file;
+    None if the manifest says the same of it already. Raises `CheckpointError`.
+    """
+    storage = storage_at(path)
+    commit = Commit.begin(storage)
+    try:
+        content = read_small_file(path, METADATA_FILE, MAX_METADATA_BYTES)
+        pickled, manifest = split_metadata(content, f"{path}/{METADATA_FILE}")
+        if manifest is None:
+            raise CorruptCheckpointError(
+                f"{path}/{METADATA_FILE}: has no manifest that could say which common state is its own; any is loaded"
+            )
+        index = parse_index(content, str(path))
+        name = common_file_in_force(with_common_files(storage, storage.list(), index), index)
+        found = None if name is None else _sum_of_file(storage, manifest.save_id, name)
+        if name is None or found is None:
+            raise CheckpointNotFoundError(f"{path}: holds no file of a common state ({COMMON_FILE}) to accept")
+        if manifest.files.get(COMMON_FILE) == found:
+            return None
+        commit.publish(
+            with_manifest(pickled, replace(manifest, files={**manifest.files, COMMON_FILE: found})),
+            needed=index_files(index),
+        )
+        return name
+    finally:
+        commit.give_up()
+
 
 # How long a file that another host has written may take to be seen on this one, and how often it is looked for.
 _FILES_APPEAR_WITHIN_S = 10.0
@@ -139,3 +337,33 @@ def _is_still_published(storage: Storage) -> bool:
     """Whether no other save has replaced the checkpoint that this process published last, if it published any."""
     published = _published.get(storage.location)
     return published is None or storage.version(METADATA_FILE) == published
+
+
+def remove_tensors(path: Path, key_prefix: str) -> list[str]:
+    """Remove all keys with this prefix, which must not be empty, then files that hold nothing else; returns these.
+
+    The index without those keys is published first: an interruption leaves extra files, never an index that names a
+    missing one. Raises `LoadError` or `SaveError`.
+    """
+    storage = storage_at(path)
+    commit = Commit.begin(storage)
+    try:
+        return _remove_keys(storage, commit, read_index(path), key_prefix)
+    finally:
+        commit.give_up()
+
+
+def _remove_keys(storage: Storage, commit: Commit, index: CheckpointIndex, key_prefix: str) -> list[str]:
+    tensors = {key: entry for key, entry in index.tensors.items() if not key.startswith(key_prefix)}
+    objects = {key: entry for key, entry in index.objects.items() if not key.startswith(key_prefix)}
+    if not key_prefix or len(tensors) + len(objects) == len(index.tensors) + len(index.objects):
+        _logger.warning("%s: no key begins with %r, nothing is removed", storage, key_prefix)
+        return []
+    planner_data = index.planner_data
+    if isinstance(planner_data, dict):
+        planner_data = {key: value for key, value in planner_data.items() if not str(key).startswith(key_prefix)}
+    kept = replace(index, tensors=tensors, objects=objects, planner_data=planner_data)
+    kept = kept.with_fingerprints(index.fingerprints)
+    needed = index_files(kept)
+    commit.publish(encode_metadata(kept), needed=needed)
+    return sorted(index_files(index) - needed)

@@ -25,21 +25,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.directory.commit import REMOVED, Commit, identity_in_force
-from mcore_ckpt.directory.drain_note import is_drain_note
-from mcore_ckpt.directory.folders import FOLDERS_OF_MEGATRON, files_below, folders_of
-from mcore_ckpt.directory.in_force import index_files, is_pending
+from mcore_ckpt.directory.commit import REMOVED, Commit, identity_in_force, is_note, note_name, notes
+from mcore_ckpt.directory.in_force import index_files, is_drain_note, is_pending
 from mcore_ckpt.directory.iterations import (
+    FOLDERS_OF_MEGATRON,
     RunCheckpoint,
     directories_of_run,
+    files_below,
     flaw_of_files,
+    folders_of,
     iteration_of,
     look_at,
     tracked_name,
 )
-from mcore_ckpt.directory.note import is_note, note_name, notes
 from mcore_ckpt.format.file_names import DATA_SUFFIX, data_file_of
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.manifest import Identity
@@ -554,3 +555,6 @@ def _index_of(storage: Storage) -> CheckpointIndex | None:
 def _own_files(index: CheckpointIndex) -> Iterator[str]:
     """The data files that an index names and that lie in the directory itself; an index may say anything."""
     return (name for name in sorted(index_files(index)) if name.endswith(DATA_SUFFIX) and "/" not in name)
+
+
+_logger = logger_of(__name__)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.core.errors import LoadError
-from mcore_ckpt.directory.common_file import read_common_file
+from mcore_ckpt.directory.in_force import read_common_file
 from mcore_ckpt.format.footer import shown_id
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.manifest import Manifest

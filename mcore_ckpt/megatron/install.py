@@ -25,7 +25,7 @@ from mcore_ckpt.core.paths import checkpoint_path, is_supported
 from mcore_ckpt.core.torch_modes import without_modes
 from mcore_ckpt.core.version import __version__
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory.target import give_back
+from mcore_ckpt.directory.publish import give_back
 from mcore_ckpt.format.metadata_read import read_config
 from mcore_ckpt.megatron import _async_queue as megatron_queue
 from mcore_ckpt.megatron import common_state

@@ -26,7 +26,7 @@ from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, interrupts_wait_for_others
 from mcore_ckpt.core.threads import together
 from mcore_ckpt.core.torch_modes import without_modes
-from mcore_ckpt.directory.remove import remove_tensors
+from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.load.checks import replaced_error
 from mcore_ckpt.load.flattened import read_shards

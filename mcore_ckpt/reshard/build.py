@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
-from mcore_ckpt.directory.common_file import bind_common_file
+from mcore_ckpt.directory.publish import bind_common_file
 from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index
 from mcore_ckpt.reshard._slot_writer import write_all
 from mcore_ckpt.reshard._written_proof import check_all

@@ -14,10 +14,9 @@ from typing import Any, Literal
 
 from mcore_ckpt.core.errors import LoadError, OptionError
 from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.directory.common_file import read_common_file
-from mcore_ckpt.directory.folders import files_below
-from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
-from mcore_ckpt.directory.note import is_note
+from mcore_ckpt.directory.commit import is_note
+from mcore_ckpt.directory.in_force import common_file_in_force, read_common_file, with_common_files
+from mcore_ckpt.directory.iterations import files_below
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,

@@ -40,9 +40,8 @@ from mcore_ckpt.core.errors import (
     SaveError,
 )
 from mcore_ckpt.core.paths import PARTIAL
-from mcore_ckpt.directory.commit import Commit
-from mcore_ckpt.directory.folders import NO_NAMES
-from mcore_ckpt.directory.note import Owner, is_note, note_name, notes
+from mcore_ckpt.directory.commit import Commit, Owner, is_note, note_name, notes
+from mcore_ckpt.directory.iterations import NO_NAMES
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.reshard._journal import FileJournal, InUseError, Journal
 from mcore_ckpt.reshard.target_files import LocalFiles, StoreFiles, TargetFiles

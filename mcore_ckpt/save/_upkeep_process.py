@@ -24,8 +24,8 @@ from mcore_ckpt.core.errors import CheckpointError, LoadError, SaveError
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.process import exit_with_parent, lower_priority
 from mcore_ckpt.core.signals import leave_signals_to_parent
-from mcore_ckpt.directory.drain import SupersededError, drain, give_up, there_now, undrained
-from mcore_ckpt.directory.drain_note import DrainNote
+from mcore_ckpt.directory.copying import SupersededError, drain, give_up, there_now, undrained
+from mcore_ckpt.directory.in_force import DrainNote
 from mcore_ckpt.directory.iterations import iteration_of, look_at, tracked_name
 from mcore_ckpt.directory.retention import prune_run
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, METADATA_FILE, TRACKER_FILE

@@ -31,11 +31,17 @@ from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import RankGroup, interrupts_wait_for_others, reached_every_rank
 from mcore_ckpt.core.signals import interruptible
 from mcore_ckpt.core.threads import together
-from mcore_ckpt.directory.common_file import common_file_of_save
+from mcore_ckpt.directory.commit import note_name
 from mcore_ckpt.directory.in_force import is_in_force
-from mcore_ckpt.directory.note import note_name
-from mcore_ckpt.directory.publish import check_files, publish
-from mcore_ckpt.directory.target import Target, discard, give_back, open_target
+from mcore_ckpt.directory.publish import (
+    Target,
+    check_files,
+    common_file_of_save,
+    discard,
+    give_back,
+    open_target,
+    publish,
+)
 from mcore_ckpt.format.file_names import id_in_names, with_id
 from mcore_ckpt.format.footer import ManifestFile, shown_id
 from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry

@@ -28,8 +28,7 @@ from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.core.process import exit_text
 from mcore_ckpt.core.signals import signals_held_back
 from mcore_ckpt.core.threads import start_thread
-from mcore_ckpt.directory.drain_note import DrainNote, noted_saves
-from mcore_ckpt.directory.in_force import is_in_force
+from mcore_ckpt.directory.in_force import DrainNote, is_in_force, noted_saves
 from mcore_ckpt.directory.iterations import iteration_of
 from mcore_ckpt.format.file_names import id_in_names
 from mcore_ckpt.format.metadata_read import DRAIN_FILE

@@ -4,6 +4,5 @@ In: names below one directory, byte ranges, buffers.
 Out: durable files, and bytes read completely or not at all. Another kind of storage is another `base.Storage`.
 Must not know: what the bytes mean.
 
-Modules: base, direct_io, resolve, _durable, _gcs, _local, _local_reader, _local_writer, _object_client,
-_object_readers, _object_writer, _objects, _obstore, _regular_files, _store_urls.
+Modules: base, direct_io, resolve, _gcs, _local, _local_reader, _object_client, _objects, _obstore, _store_urls.
 """

@@ -1,4 +1,13 @@
-"""Files of a local (or mounted) file system."""
+"""Files of a local (or mounted) file system.
+
+Each change of a directory is complete and durable on return, or has not happened: a file is written, synced, renamed,
+and its directory synced; that is the order of borg and others.
+
+A checkpoint is not read back by the machine that wrote it, so data files are written with O_DIRECT where a trial says
+that the file system can: caching them only evicts what training needs, at the price of a copy. Elsewhere the page cache
+is written back while the save goes on, and what has reached the device is dropped, so that the final fsync has nearly
+nothing left to do.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +15,253 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import stat
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.paths import local_path
-from mcore_ckpt.storage import _durable, direct_io
-from mcore_ckpt.storage._durable import save_error
-from mcore_ckpt.storage._local_reader import BouncePool, LocalReader
-from mcore_ckpt.storage._local_writer import LocalWriter
-from mcore_ckpt.storage._regular_files import open_error, open_regular
-from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage, check_name
+from mcore_ckpt.storage import direct_io
+from mcore_ckpt.storage._local_reader import BouncePool, LocalReader, open_error, open_regular
+from mcore_ckpt.storage.base import (
+    ALIGNMENT_BYTES,
+    DirectIo,
+    FileVersion,
+    RangeReader,
+    RangeWriter,
+    Storage,
+    align_up,
+    check_name,
+)
+
+# A file system that cannot sync a directory (some FUSE and network ones) answers so; it has no such promise to keep.
+_NO_DIRECTORY_SYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF})
+# What a file system without hard links answers; NFS and some FUSE ones pass on an odd one of their server.
+_NO_HARD_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+FILE_MODE: Final = 0o666
+"""Of new files, less the umask, as any open() does."""
+
+
+def save_error(what: str, path: str, error: OSError) -> SaveError:
+    code = errno.errorcode.get(error.errno or 0, "no errno")
+    return SaveError(f"{path}: {what} failed: {error.strerror or error} ({code}); {_advice(error.errno)}")
+
+
+def _advice(code: int | None) -> str:
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        return "free space (or raise the quota) and save again"
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "check that this user may write there"
+    if code == errno.EEXIST:
+        return "files are never overwritten: save under another name, or delete it first"
+    if code in (errno.EREMOTEIO, errno.ETIMEDOUT):
+        return "check the store and the network to it, then save again"
+    return "check the device and its file system (dmesg), then save again"
+
+
+def rename(source: str, path: str) -> None:
+    """Give a file another name, replacing what is there; durable when the directory is synced."""
+    os.replace(source, path)
+
+
+def make_directories(path: str) -> None:
+    """Make a directory and those above it; a new name is durable on return."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    make_directories(parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+    if not os.path.isdir(path):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+    with contextlib.suppress(PermissionError):  # it may be written, and not read
+        sync_directory(parent)
+
+
+def write_new(path: str, content: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+    try:
+        if content:
+            direct_io.write_all(fd, memoryview(content), 0)
+            os.fsync(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def replace_durably(path: str, content: bytes) -> None:
+    """Write, sync, rename, sync the directory; the order that borg and others use."""
+    directory, base = os.path.split(path)
+    temporary = os.path.join(directory, f".{base}.{secrets.token_hex(8)}.tmp")
+    write_new(temporary, content)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_directory(directory)
+
+
+def rename_new(source: str, path: str) -> bool:
+    """Give a file another name; False if that is taken."""
+    try:
+        os.link(source, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        if os.path.lexists(path):
+            return False
+        os.replace(source, path)
+    else:
+        os.unlink(source)
+    return True
+
+
+def sync_directory(path: str) -> None:
+    fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise
+    finally:
+        os.close(fd)
+
+
+# One write-back in flight, and one before it that is waited for: enough to keep the device busy, and all that a
+# buffered save may leave dirty in the page cache.
+_UNSYNCED_WRITES: Final = 2
+
+
+class LocalWriter(RangeWriter):
+    """A new file. `finish` is for one thread, after the last `write` has returned.
+
+    Args:
+        path: of the file.
+        size_bytes: see `Storage.open_writer`.
+        direct: see there.
+    """
+
+    def __init__(self, path: str, size_bytes: int | None, direct: DirectIo) -> None:
+        self.name = path
+        self.direct = False
+        self._keep = False
+        self._lock = threading.Lock()
+        self._buffered_fd: int | None = None
+        self._unsynced: deque[tuple[int, int]] = deque()
+        self._writes_in_progress = 0
+        self._aborted = False
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        self._fd: int | None = fd
+        try:
+            if direct != "off":
+                self.direct = direct_io.enable(fd)
+            if size_bytes is not None:
+                direct_io.preallocate(fd, align_up(size_bytes) if self.direct else size_bytes)
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, offset: int, view: memoryview) -> None:
+        view = memoryview(view).cast("B")
+        try:
+            with self._lock:
+                fd = self._open_fd()
+                self._writes_in_progress += 1
+            try:
+                self._write(fd, offset, view)
+            finally:
+                with self._lock:
+                    self._writes_in_progress -= 1
+                    if self._aborted and self._writes_in_progress == 0:
+                        self._close(suppress=True)
+        except OSError as error:
+            raise save_error(f"writing bytes [{offset}, {offset + len(view)})", self.name, error) from error
+
+    def _write(self, fd: int, offset: int, view: memoryview) -> None:
+        if not self.direct:
+            self._write_buffered(fd, offset, view)
+            return
+        if offset % ALIGNMENT_BYTES == 0 and len(view) % ALIGNMENT_BYTES == 0:
+            try:
+                direct_io.write_all(fd, view, offset, ALIGNMENT_BYTES)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        self._write_buffered(self._buffered(), offset, view)
+
+    def _open_fd(self) -> int:
+        if self._fd is None or self._aborted:
+            raise OSError(errno.EBADF, "the file has been finished or aborted already")
+        return self._fd
+
+    def _buffered(self) -> int:
+        """A second fd on the file, for writes that O_DIRECT does not take; the kernel keeps the two coherent."""
+        with self._lock:
+            if self._buffered_fd is None:
+                self._buffered_fd = os.open(self.name, os.O_WRONLY | os.O_CLOEXEC)
+            return self._buffered_fd
+
+    def _write_buffered(self, fd: int, offset: int, view: memoryview) -> None:
+        direct_io.write_all(fd, view, offset)
+        direct_io.write_back(fd, offset, len(view), wait=False)
+        with self._lock:
+            self._unsynced.append((offset, len(view)))
+            oldest = self._unsynced.popleft() if len(self._unsynced) > _UNSYNCED_WRITES else None
+        if oldest is not None:
+            direct_io.write_back(fd, *oldest, wait=True)
+            direct_io.drop_cached(fd, *oldest)
+
+    def finish(self, size_bytes: int) -> None:
+        try:
+            fd = self._open_fd()
+            if os.fstat(fd).st_size != size_bytes:
+                os.ftruncate(fd, size_bytes)
+            if self._buffered_fd is not None:
+                os.fsync(self._buffered_fd)  # a failed write-back is reported to the fd that was open then
+            os.fsync(fd)
+            if self._unsynced or self._buffered_fd is not None:
+                direct_io.drop_cached(fd)
+        except OSError as error:
+            self._close(suppress=True)
+            raise save_error(f"finishing the file at {size_bytes} bytes", self.name, error) from error
+        try:
+            self._close()
+        except OSError as error:
+            raise save_error("closing the file", self.name, error) from error
+
+    def _close(self, suppress: bool = False) -> None:
+        fds = [fd for fd in (self._buffered_fd, self._fd) if fd is not None]
+        self._fd = self._buffered_fd = None
+        failure: OSError | None = None
+        for fd in fds:
+            try:
+                os.close(fd)
+            except OSError as error:
+                failure = error
+        if failure is not None and not suppress:
+            raise failure
+
+    def abort(self) -> None:
+        with self._lock:
+            if self._aborted:
+                return
+            self._aborted = True
+            if self._writes_in_progress == 0:
+                self._close(suppress=True)
+        with contextlib.suppress(OSError):
+            os.unlink(self.name)
+
 
 T = TypeVar("T")
 
@@ -189,14 +433,14 @@ class LocalStorage(Storage):
         path = self._own(name)
         try:
             self._make_folders(name, path)
-            _durable.replace_durably(path, content)
+            replace_durably(path, content)
         except OSError as error:
             raise save_error("publishing it", path, error) from error
 
     def create(self, name: str, content: bytes) -> None:
         path = self._own(name)
         try:
-            _durable.write_new(path, content)
+            write_new(path, content)
         except OSError as error:
             raise save_error("creating the file", path, error) from error
 
@@ -257,16 +501,16 @@ class LocalStorage(Storage):
 
     def move(self, source: str, name: str) -> None:
         try:
-            _durable.rename(self._own(source), self._own(name))
+            rename(self._own(source), self._own(name))
         except OSError as error:
             raise save_error(f"renaming it to {name}", self.path(source), error) from error
 
     def move_new(self, source: str, name: str) -> bool:
         path = self._own(name)
         try:
-            done = _durable.rename_new(self._own(source), path)
+            done = rename_new(self._own(source), path)
             if done:
-                _durable.sync_directory(os.path.dirname(path))
+                sync_directory(os.path.dirname(path))
         except OSError as error:
             raise save_error(f"giving {source} this name", path, error) from error
         return done
@@ -291,17 +535,17 @@ class LocalStorage(Storage):
 
     def ensure(self) -> None:
         try:
-            _durable.make_directories(str(self.root.absolute()))
+            make_directories(str(self.root.absolute()))
         except OSError as error:
             raise save_error("making the directory", str(self.root), error) from error
 
     def sync(self, *, parents: bool = False) -> None:
         place = os.path.realpath(self.root)
         try:
-            _durable.sync_directory(place)
+            sync_directory(place)
             device = os.stat(place).st_dev
             while parents and (parent := os.path.dirname(place)) != place and os.stat(parent).st_dev == device:
-                _durable.sync_directory(parent)
+                sync_directory(parent)
                 place = parent
         except OSError as error:
             if parents and isinstance(error, PermissionError):
@@ -312,7 +556,7 @@ class LocalStorage(Storage):
         place = os.path.realpath(self.root)
         try:
             os.rmdir(self.root)
-            _durable.sync_directory(os.path.dirname(place))
+            sync_directory(os.path.dirname(place))
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 return False

@@ -2,6 +2,15 @@
 
 An object is there complete or not at all, and durable as soon as it is there. So `sync` has nothing to do, and what a
 file system does by links and renames is done by conditional puts here: of all who replace a version, one succeeds.
+
+A data file is one stream of parts. What is written early is kept until what lies before it has been sent. Bytes are
+copied, since an upload keeps them until they are sent, and the caller's memory is used again. An object of one part is
+put in one request, unless there is one; a larger one is looked for when its upload begins and before it ends, since
+uploads have no such condition.
+
+A process that reads puts a small object, a lease, next to what it reads, renews it as long as it does, and deletes it
+at the end: so those who would remove the checkpoint see it. A lease that was not renewed for some time counts for
+nothing. Names of leases are in no listing that a storage gives.
 """
 
 from __future__ import annotations
@@ -9,15 +18,26 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import os
+import secrets
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
-from mcore_ckpt.storage._durable import save_error
-from mcore_ckpt.storage._object_client import ABSENT, Listing, ObjectClient, ObjectState, UndecidedError
-from mcore_ckpt.storage._object_readers import is_read, is_reader_lease, reading
-from mcore_ckpt.storage._object_writer import ObjectWriter
-from mcore_ckpt.storage._regular_files import open_error
+from mcore_ckpt.core.console import logger_of
+from mcore_ckpt.core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LoadError,
+    SaveError,
+)
+from mcore_ckpt.core.threads import call_at_the_end, start_thread, together
+from mcore_ckpt.storage._local import save_error
+from mcore_ckpt.storage._local_reader import open_error
+from mcore_ckpt.storage._object_client import ABSENT, Listing, ObjectClient, ObjectState, UndecidedError, Upload
 from mcore_ckpt.storage.base import (
     DirectIo,
     FileVersion,
@@ -27,6 +47,260 @@ from mcore_ckpt.storage.base import (
     Storage,
     check_name,
 )
+
+_logger = logger_of(__name__)
+
+
+_PREFIX: Final = ".mcore_ckpt_reading."
+_RENEWED_EVERY_S: Final = 60.0
+# Clocks of hosts and of the store may differ by some of it.
+_COUNTS_FOR_S: Final = 600.0
+# At the end of the process, and before this process asks who reads.
+_JOIN_S: Final = 5.0
+
+
+def is_reader_lease(name: str) -> bool:
+    """Whether an object says that a process reads in its directory."""
+    return name.startswith(_PREFIX)
+
+
+class _Reading:
+    """This process reads in a directory, once or several times at once."""
+
+    def __init__(self, client: ObjectClient, prefix: str, url: str) -> None:
+        self.times = 0
+        self._client = client
+        self._prefix = prefix
+        self._key = f"{prefix}{_PREFIX}{secrets.token_hex(8)}"
+        self._url = url
+        self._lock = threading.Lock()
+        self._is_put = self._is_renewed = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="mcore-ckpt-reading", daemon=True)
+
+    def begin(self) -> None:
+        """On return others see it, or it cannot be told them."""
+        with self._lock:
+            if not self._is_put:
+                self._is_put = True
+                self._put()
+                self._is_renewed = start_thread(self._thread)
+
+    def end(self) -> None:
+        """Have the lease deleted, which the load need not wait for."""
+        if self._is_renewed:
+            _ending[self._thread] = _where(self._client, self._prefix)
+        self._ended.set()
+
+    def _put(self) -> None:
+        try:
+            self._client.put(self._key, str(os.getpid()).encode())
+        except (OSError, CheckpointError) as error:
+            _logger.info(
+                "%s: that it is being read cannot be noted there (%s): a `prune` meanwhile may remove it",
+                self._url,
+                getattr(error, "strerror", None) or error,
+            )
+
+    def _renew(self) -> None:
+        while not self._ended.wait(_RENEWED_EVERY_S):
+            self._put()
+        with contextlib.suppress(OSError, CheckpointError):  # no credentials any more, at the end of a process
+            self._client.delete(self._key)
+        _ending.pop(self._thread, None)
+
+
+# Garbage collection may end a reading, in the middle of these functions, too.
+_lock = threading.RLock()
+_readings: dict[str, _Reading] = {}
+# Threads that delete leases, and of which directory.
+_ending: dict[threading.Thread, str] = {}
+
+
+def _forget() -> None:
+    """A forked child does not read what its parent does."""
+    global _lock
+    _lock = threading.RLock()
+    _readings.clear()
+    _ending.clear()
+
+
+def _where(client: ObjectClient, prefix: str) -> str:
+    return f"{client.place}/{prefix}"
+
+
+def wait_for_ends(where: str | None = None) -> None:
+    """Until leases of this process that are being deleted are gone; not for long where the store cannot be reached."""
+    until_s = time.monotonic() + _JOIN_S
+    for thread, of in list(_ending.items()):
+        if where in (None, of) and threading.current_thread() is not thread:
+            thread.join(max(0.0, until_s - time.monotonic()))
+
+
+call_at_the_end(wait_for_ends)
+os.register_at_fork(after_in_child=_forget)
+
+
+@contextlib.contextmanager
+def reading(client: ObjectClient, prefix: str, url: str) -> Iterator[None]:
+    """Within the block `is_read` is true of that prefix, in whatever process asks."""
+    with _lock:
+        own = _readings.get(url) or _Reading(client, prefix, url)
+        _readings[url] = own
+        own.times += 1
+    try:
+        own.begin()
+        yield
+    finally:
+        with _lock:
+            own.times -= 1
+            is_last = own.times == 0 and _readings.get(url) is own
+            if is_last:
+                del _readings[url]
+        if is_last:
+            own.end()
+
+
+def is_read(client: ObjectClient, prefix: str) -> bool:
+    """Whether a lease counts, among the objects below a prefix. Raises `OSError`."""
+    wait_for_ends(_where(client, prefix))
+    for name in filter(is_reader_lease, client.list(prefix).sizes):
+        state = client.head(f"{prefix}{name}")
+        if state is not None and time.time() - state.modified_ns / 1e9 < _COUNTS_FOR_S:
+            return True
+    return False
+
+
+class ObjectWriter(RangeWriter):
+    """A new object. `finish` is for one thread, after the last `write` has returned."""
+
+    direct = False
+
+    def __init__(self, client: ObjectClient, key: str, name: str, size_bytes: int | None) -> None:
+        self.name = name
+        self._client = client
+        self._key = key
+        self._size_bytes = size_bytes
+        self._part_bytes = client.part_bytes
+        while size_bytes is not None and size_bytes > self._part_bytes * (client.max_parts - 1):
+            self._part_bytes *= 2
+        self._lock = threading.Lock()
+        self._early: dict[int, bytes] = {}  # by their offset
+        self._taken_bytes = 0  # from the first byte on
+        self._last = b""  # of what was taken; where the end is not known, it may be cut
+        self._first_part = bytearray()
+        self._upload: Upload | None = None
+        self._put_id = secrets.token_hex(8)
+        self._sending: tuple[int, float] | None = None  # from which byte on, and since when
+        self._ended = False
+        self._made = False
+
+    def write(self, offset: int, view: memoryview) -> None:
+        view = memoryview(view).cast("B")
+        if self._size_bytes is not None:  # what reaches past the end is padding
+            view = view[: max(0, self._size_bytes - offset)]
+        content = bytes(view)
+        with self._lock:
+            if self._ended:
+                raise self._error(f"writing bytes [{offset}, {offset + len(content)})", _ended())
+            if content:
+                self._early[offset] = content
+            while self._taken_bytes in self._early:
+                self._take(self._early.pop(self._taken_bytes))
+
+    def _take(self, content: bytes) -> None:
+        """Send what was taken before, whose end is known now."""
+        self._send(self._taken_bytes - len(self._last), self._last)
+        self._taken_bytes += len(content)
+        self._last = content
+
+    def _send(self, offset: int, content: bytes) -> None:
+        self._sending = offset, time.monotonic()
+        try:
+            if self._upload is None and len(self._first_part) + len(content) <= self._part_bytes:
+                self._first_part += content
+                return
+            if self._upload is None:
+                self._upload = self._begun()
+                self._upload.write(bytes(self._first_part))
+                self._first_part.clear()
+            self._upload.write(content)
+        except OSError as error:
+            raise self._error(f"writing bytes [{offset}, {offset + len(content)})", error) from error
+        finally:
+            self._sending = None
+
+    def _begun(self) -> Upload:
+        upload, _ = together(
+            2, partial(self._client.upload, self._key, self._part_bytes, self._put_id), self._look_for_others
+        )
+        return upload
+
+    def _look_for_others(self) -> None:
+        if self._client.head(self._key) is not None:
+            raise FileExistsError(errno.EEXIST, "the object is there already")
+
+    def in_progress(self) -> str:
+        sending = self._sending
+        return "" if sending is None else f"byte {sending[0]} and on for {time.monotonic() - sending[1]:.1f} s"
+
+    def finish(self, size_bytes: int) -> None:
+        with self._lock:
+            if self._ended:
+                raise self._error("finishing it", _ended())
+            self._ended = True
+            for offset in sorted(self._early):
+                self._take(bytes(offset - self._taken_bytes))  # zeros, as a file has where nothing was written
+                self._take(self._early.pop(offset))
+            before_bytes = self._taken_bytes - len(self._last)
+            last = self._last[: size_bytes - before_bytes]
+            self._send(before_bytes, last + bytes(size_bytes - before_bytes - len(last)))
+            try:
+                version = None
+                if self._upload is None:
+                    version = self._client.put(self._key, bytes(self._first_part), ABSENT)
+                else:
+                    self._complete(self._upload)
+                self._made = True
+                self._compare(size_bytes, version)
+            except OSError as error:
+                raise self._error("finishing it", error) from error
+
+    def _complete(self, upload: Upload) -> None:
+        self._look_for_others()
+        try:
+            upload.complete()
+        except OSError:
+            there = self._client.head(self._key)
+            if there is None or there.put_id != self._put_id:  # else an attempt has made it whose answer was lost
+                raise
+
+    def _compare(self, size_bytes: int, version: str | None) -> None:
+        """Ask for what was made: an answer alone is no proof."""
+        state = self._client.head(self._key)
+        if state is None or state.size_bytes != size_bytes or version not in (None, state.version):
+            got = "nothing" if state is None else f"{state.size_bytes} bytes, version {state.version}"
+            text = f"the store has answered that it holds {size_bytes} bytes, version {version}, and holds {got}"
+            raise OSError(errno.EREMOTEIO, text)
+
+    def abort(self) -> None:
+        self._ended = True  # (without the lock, which a write that hangs may hold)
+        upload, self._upload, made, self._made = self._upload, None, self._made, False
+        if upload is not None and not made:
+            upload.abandon()
+        try:
+            if made:
+                self._client.delete(self._key)
+        except OSError as error:
+            raise self._error("removing it", error) from error
+
+    def _error(self, what: str, error: OSError) -> SaveError:
+        return save_error(what, self.name, error)
+
+
+def _ended() -> OSError:
+    return OSError(errno.EBADF, "it is finished or aborted")
+
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, OptionError
-from mcore_ckpt.directory.common_file import read_common_file
 from mcore_ckpt.directory.copying import CheckpointFiles, copy_and_commit, files_of, refuse_others
-from mcore_ckpt.directory.folders import FOLDERS_OF_MEGATRON
+from mcore_ckpt.directory.in_force import read_common_file
+from mcore_ckpt.directory.iterations import FOLDERS_OF_MEGATRON
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.load.item_checks import check_data_files
 from mcore_ckpt.storage.resolve import storage_at

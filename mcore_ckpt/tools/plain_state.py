@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
-from mcore_ckpt.directory.common_file import read_common_file
-from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
+from mcore_ckpt.directory.in_force import common_file_in_force, read_common_file, with_common_files
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, ObjectEntry
 from mcore_ckpt.format.safe_pickle import Opaque, read_plain
 from mcore_ckpt.load.checksums import check_records, checksum_error

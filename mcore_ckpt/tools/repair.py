@@ -18,8 +18,7 @@ from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.directory.commit import Commit
-from mcore_ckpt.directory.common_file import read_common_file
-from mcore_ckpt.directory.in_force import index_files
+from mcore_ckpt.directory.in_force import index_files, read_common_file
 from mcore_ckpt.format.footer import FOOTER_BYTES
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem
 from mcore_ckpt.format.item_reading import verify_records

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.directory.folders import files_below
+from mcore_ckpt.directory.iterations import files_below
 from mcore_ckpt.format.metadata_read import (
     MAX_TRACKER_BYTES,
     NEMO_CONTEXT,

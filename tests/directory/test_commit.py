@@ -15,14 +15,10 @@ from typing import Any
 import pytest
 
 from mcore_ckpt import LoadError, SaveError, SaveOptions
+from mcore_ckpt.directory import commit
 from mcore_ckpt.directory import commit as commit_module
-from mcore_ckpt.directory import note
-from mcore_ckpt.directory.commit import Commit
-from mcore_ckpt.directory.common_file import accept_common_file
-from mcore_ckpt.directory.note import CLAIM, NOTE, Owner, note_name, notes, seems_gone
-from mcore_ckpt.directory.publish import publish
-from mcore_ckpt.directory.remove import remove_tensors
-from mcore_ckpt.directory.target import discard, open_target, write_common
+from mcore_ckpt.directory.commit import CLAIM, NOTE, Commit, Owner, note_name, notes, seems_gone
+from mcore_ckpt.directory.publish import accept_common_file, discard, open_target, publish, remove_tensors, write_common
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index
 from mcore_ckpt.storage._local import LocalStorage
 from tests.directory import commit_model
@@ -256,7 +252,7 @@ def test_a_process_that_cannot_be_seen_counts_while_its_note_is_young(other: str
     os.utime(tmp_path / note_name(owner.save), ns=(second_ago_ns, second_ago_ns))
     assert f"process {os.getpid()} on host {owner.host}" in refused(tmp_path)
     assert not seems_gone(storage, owner)
-    old_ns = (tmp_path / note_name(owner.save)).stat().st_mtime_ns - int((note.YOUNG_S + 1) * 1e9)
+    old_ns = (tmp_path / note_name(owner.save)).stat().st_mtime_ns - int((commit.YOUNG_S + 1) * 1e9)
     os.utime(tmp_path / note_name(owner.save), ns=(old_ns, old_ns))
     check_holds(tmp_path, save_on(storage, b"x"), b"x")
 
@@ -274,7 +270,7 @@ def test_a_process_that_is_known_to_be_gone_does_not_count(gone: dict[str, Any],
 def test_a_note_that_says_nothing_is_in_nobodys_way(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(note, "_UNREADABLE_S", 0.1)
+    monkeypatch.setattr(commit, "_UNREADABLE_S", 0.1)
     (tmp_path / note_name("ab" * 8)).write_bytes(content)
     check_holds(tmp_path, save_on(LocalStorage(tmp_path), b"x"), b"x")
 

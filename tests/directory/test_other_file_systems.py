@@ -23,7 +23,7 @@ pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies a
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory.remove import remove_tensors
+from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE, encode_config
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron import common_state

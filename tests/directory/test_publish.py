@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from mcore_ckpt import CheckpointExistsError, SaveError, SaveOptions
+from mcore_ckpt.directory.commit import Owner, note_name
 from mcore_ckpt.directory.in_force import common_file_in_force
-from mcore_ckpt.directory.note import Owner, note_name
-from mcore_ckpt.directory.publish import publish, settle
-from mcore_ckpt.directory.target import Target, discard, give_back, open_target, reserve, write_common
+from mcore_ckpt.directory.publish import Target, discard, give_back, open_target, publish, reserve, settle, write_common
 from mcore_ckpt.format.file_names import data_file_name, with_id
 from mcore_ckpt.format.footer import ManifestFile
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt.storage import _durable
+from mcore_ckpt.storage import _local
 from mcore_ckpt.storage._local import LocalStorage
 
 pytestmark = pytest.mark.crash
@@ -47,7 +47,7 @@ def publish_in_child(directory: Path, at: int | None) -> tuple[int, list[str]]:
         code = 1
         try:
             counted = _CountedOs(at)
-            _durable.os = counted  # type: ignore[attr-defined]
+            _local.os = counted  # type: ignore[attr-defined]
             LocalStorage(directory).publish(".metadata", NEW)
             os.write(write_end, " ".join(counted.calls).encode())
             code = 0

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.core.errors import SaveError
-from mcore_ckpt.directory import note
+from mcore_ckpt.directory import commit as commits
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.storage.resolve import storage_at
 
 
 def main(directory: Path, name: str, young_s: float) -> None:
     """Begin, wait and publish."""
-    note.YOUNG_S = young_s  # type: ignore[misc]
+    commits.YOUNG_S = young_s  # type: ignore[misc]
     storage = storage_at(directory)
     try:
         commit = Commit.begin(storage)

@@ -191,14 +191,14 @@ def _resumes(folder: Path) -> None:
     """What a job does that goes on: loads the first checkpoint, trains, and saves into the directory of the second."""
     from megatron.core import dist_checkpointing
 
-    from mcore_ckpt.directory import note
+    from mcore_ckpt.directory import commit
 
     training = _training(folder, seed=100)
     training.load(dist_checkpointing.load(training.sharded_state_dict(is_loading=True), folder / "first"))
     _tell(folder, resumed=training.step)
     losses = training.train(1)
     began = time.monotonic()
-    note.YOUNG_S = 0.0  # type: ignore[misc]  # a job that goes on so soon after the host is lost would be refused
+    commit.YOUNG_S = 0.0  # type: ignore[misc]  # a job that goes on so soon after the host is lost would be refused
     _save(training, folder / "second")
     _tell(folder, saved=training.step, losses=losses, seconds=time.monotonic() - began)
 

@@ -27,9 +27,8 @@ from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.dcp import writer as dcp_writer
 from mcore_ckpt.directory import copying
 from mcore_ckpt.directory.commit import Commit
-from mcore_ckpt.directory.drain import give_up, there_now
-from mcore_ckpt.directory.drain_note import DrainNote, is_drain_note, noted_saves
-from mcore_ckpt.directory.in_force import common_file_in_force
+from mcore_ckpt.directory.copying import give_up, there_now
+from mcore_ckpt.directory.in_force import DrainNote, common_file_in_force, is_drain_note, noted_saves
 from mcore_ckpt.directory.iterations import tracked_name
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
@@ -723,7 +722,7 @@ def test_a_file_on_its_way_has_no_name_that_others_would_take_for_it(tmp_path: P
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(copying, "_refuse_changed", killed)
-        patched.setattr("mcore_ckpt.storage._local_writer.LocalWriter.abort", lambda self: None)
+        patched.setattr("mcore_ckpt.storage._local.LocalWriter.abort", lambda self: None)
         with pytest.raises(_Killed):
             _resume_alone(near, far)
     assert seen[0] not in {file.name for file in data_files(directory)}

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from mcore_ckpt.core.errors import CheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory import note, publish
+from mcore_ckpt.directory import commit, publish
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, INCOMPLETE_MARKER, METADATA_FILE
 from mcore_ckpt.load.reader import FileSystemReader
@@ -276,7 +276,7 @@ def test_a_job_that_runs_is_not_robbed_by_one_that_was_started_beside_it(tmp_pat
 
 def _be_cut_off(tmp_path: Path, ending: str, told: int) -> None:
     """A job on another host that is stopped after its files are written, and goes on when another has saved."""
-    note.platform = SimpleNamespace(node=lambda: "another-host")  # type: ignore[assignment]
+    commit.platform = SimpleNamespace(node=lambda: "another-host")  # type: ignore[assignment]
     queue = AsyncCallsQueue()
     request = strategy().async_save(state(1), tmp_path)
     queue.schedule_async_request(request)
@@ -316,7 +316,7 @@ def test_a_job_that_was_stopped_and_goes_on_cannot_harm_the_one_after_it(
     os.read(told_here, 1)
     with pytest.raises(SaveError, match=r"on host another-host.*cannot be seen from here.*save again in \d+ s"):
         strategy().save(state(2), tmp_path)
-    monkeypatch.setattr(note, "YOUNG_S", 0.0)
+    monkeypatch.setattr(commit, "YOUNG_S", 0.0)
     strategy().save(state(2), tmp_path)  # on this host, after a restart
     (tmp_path / "go on").touch()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

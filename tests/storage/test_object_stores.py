@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, LoadError, LoadOptions, SaveError, verify_checkpoint
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointError
-from mcore_ckpt.directory.target import write_common
+from mcore_ckpt.directory.publish import write_common
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.storage.resolve import storage_at
 from tests.support.forked import in_child

@@ -24,14 +24,14 @@ from mcore_ckpt import (
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.directory import copying
-from mcore_ckpt.directory.common_file import bind_common_file
+from mcore_ckpt.directory.commit import Owner
 from mcore_ckpt.directory.copying import file_on_its_way
-from mcore_ckpt.directory.note import Owner
+from mcore_ckpt.directory.publish import bind_common_file
 from mcore_ckpt.format.footer import FOOTER_BYTES
 from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, read_index
+from mcore_ckpt.storage._local import LocalWriter
 from mcore_ckpt.storage._local_reader import LocalReader
-from mcore_ckpt.storage._local_writer import LocalWriter
-from mcore_ckpt.storage._object_writer import ObjectWriter
+from mcore_ckpt.storage._objects import ObjectWriter
 from mcore_ckpt.storage._obstore import ObstoreClient
 from mcore_ckpt.storage.resolve import storage_at
 from tests.support.gcs_server import ObjectDirectory

@@ -13,8 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, SaveError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory.commit import Commit
-from mcore_ckpt.directory.note import Owner, is_note
+from mcore_ckpt.directory.commit import Commit, Owner, is_note
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.reader import FileSystemReader

@@ -28,9 +28,8 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, SaveError
 from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory import retention
-from mcore_ckpt.directory.commit import Commit
-from mcore_ckpt.directory.folders import files_below
-from mcore_ckpt.directory.note import Owner
+from mcore_ckpt.directory.commit import Commit, Owner
+from mcore_ckpt.directory.iterations import files_below
 from mcore_ckpt.directory.retention import PruneReport, prune_run
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
