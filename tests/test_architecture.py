@@ -20,7 +20,6 @@ KNOWS_MEGATRON = {
     "megatron._versions",
     "megatron._errors",
     "megatron.strategy",
-    "reshard.gpt_model",
     "reshard.parameter_orders",
     "models.logits",
 }

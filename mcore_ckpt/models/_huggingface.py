@@ -46,16 +46,20 @@ from mcore_ckpt.models.families._registry import (
 )
 from mcore_ckpt.models.families._table import Family, Link, Model, Naming, Relation, relate
 from mcore_ckpt.models.options import ExportOptions, ImportOptions
-from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, arguments_of, in_dtype
-from mcore_ckpt.reshard.derived import RegroupedPayloads, cast_payloads
-from mcore_ckpt.reshard.names import EMBEDDING, expert_of, extra_states, is_expert_key, layer_of, prefix_of, split_half
+from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, SourceFiles, arguments_of, in_dtype
+from mcore_ckpt.reshard.partition import (
+    EMBEDDING,
+    expert_of,
+    extra_states,
+    is_expert_key,
+    layer_of,
+    prefix_of,
+    split_half,
+)
 from mcore_ckpt.reshard.plan import target_dtype, token_count
-from mcore_ckpt.reshard.safetensors import Exported, plan_safetensors
-from mcore_ckpt.reshard.slices import Part, TensorView
-from mcore_ckpt.reshard.source_files import SourceFiles
-from mcore_ckpt.reshard.state_pickle import encode_state
 from mcore_ckpt.reshard.target_files import TargetFiles
-from mcore_ckpt.reshard.view_payloads import ViewPayloads
+from mcore_ckpt.reshard.view import Part, RegroupedPayloads, TensorView, ViewPayloads, cast_payloads
+from mcore_ckpt.reshard.weight_files import Exported, encode_state, plan_safetensors
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled

@@ -7,15 +7,13 @@ from typing import Any
 
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config
 from mcore_ckpt.models.options import ImportOptions
-from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, in_dtype
+from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, SourceFiles, in_dtype
+from mcore_ckpt.reshard.options import PartitionRule
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, make_plan
-from mcore_ckpt.reshard.rules import PartitionRule
-from mcore_ckpt.reshard.slices import TensorView
-from mcore_ckpt.reshard.source_files import SourceFiles
-from mcore_ckpt.reshard.state_pickle import encode_state
 from mcore_ckpt.reshard.target_files import TargetFiles
-from mcore_ckpt.reshard.view_payloads import ViewPayloads
+from mcore_ckpt.reshard.view import TensorView, ViewPayloads
+from mcore_ckpt.reshard.weight_files import encode_state
 from mcore_ckpt.tools.payloads import StoredPayloads
 
 _UNDIVIDED = TargetLayout(1, 1)

@@ -22,11 +22,12 @@ from mcore_ckpt.format.index import CheckpointIndex, object_key, parse_object_ke
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.models._legacy_files import FEWEST, MODEL_FILE, Arguments
 from mcore_ckpt.models.options import ExportOptions
-from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan
-from mcore_ckpt.reshard.names import (
+from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, SourceFiles
+from mcore_ckpt.reshard.partition import (
     EMBEDDING,
     EXTRA_STATE,
     OUTPUT,
+    Partitioner,
     Stacking,
     expert_of,
     holds_several,
@@ -34,14 +35,11 @@ from mcore_ckpt.reshard.names import (
     layer_of,
     local_norms,
     pattern_of,
+    shard_slices,
 )
-from mcore_ckpt.reshard.partition import Partitioner, shard_slices
 from mcore_ckpt.reshard.plan import padded_vocabulary, token_count
-from mcore_ckpt.reshard.slices import Part, TensorView
-from mcore_ckpt.reshard.source_files import SourceFiles
-from mcore_ckpt.reshard.state_pickle import SavedTensor, decode_state
-from mcore_ckpt.reshard.torch_files import plan_state_files
-from mcore_ckpt.reshard.view_payloads import ViewPayloads
+from mcore_ckpt.reshard.view import Part, TensorView, ViewPayloads
+from mcore_ckpt.reshard.weight_files import SavedTensor, decode_state, plan_state_files
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 from mcore_ckpt.tools.plain_state import read_object, stored_common_state, unwrapped

@@ -18,7 +18,7 @@ from typing import Any
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.state_file import StateFile, StateRecord
 from mcore_ckpt.models._torch_files import read_state
-from mcore_ckpt.reshard.state_pickle import taken_over
+from mcore_ckpt.reshard.weight_files import taken_over
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 

@@ -29,11 +29,12 @@ from mcore_ckpt.models._legacy_optimizer import is_buffer, is_distributed, main_
 from mcore_ckpt.models._torch_files import file_range
 from mcore_ckpt.models.options import ImportOptions
 from mcore_ckpt.reshard.conversion import Conversion, KeyPlan
-from mcore_ckpt.reshard.file_payloads import FilePayloads, FileRange
-from mcore_ckpt.reshard.names import (
+from mcore_ckpt.reshard.partition import (
     EMBEDDING,
     EXTRA_STATE,
     OUTPUT,
+    Partition,
+    Partitioner,
     ShardedName,
     Stacking,
     expert_of,
@@ -41,11 +42,11 @@ from mcore_ckpt.reshard.names import (
     layer_of,
     local_norms,
     pattern_of,
+    shard_slices,
 )
-from mcore_ckpt.reshard.partition import Partition, Partitioner, shard_slices
 from mcore_ckpt.reshard.plan import TargetLayout, target_dtype
-from mcore_ckpt.reshard.slices import Part, TensorView
-from mcore_ckpt.reshard.state_pickle import SavedTensor, encode_state
+from mcore_ckpt.reshard.view import FilePayloads, FileRange, Part, TensorView
+from mcore_ckpt.reshard.weight_files import SavedTensor, encode_state
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.dtype_cast import cast_floats
 from mcore_ckpt.tools.payloads import StoredPayload

@@ -16,8 +16,8 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.tensor_pickle import FileTensor
 from mcore_ckpt.models._legacy_files import OPTIMIZER_FILE, Arguments, RankFiles
 from mcore_ckpt.models._torch_files import file_range
-from mcore_ckpt.reshard.file_payloads import FileRange
-from mcore_ckpt.reshard.names import EMBEDDING, OUTPUT, is_expert_key
+from mcore_ckpt.reshard.partition import EMBEDDING, OUTPUT, is_expert_key
+from mcore_ckpt.reshard.view import FileRange
 
 # A buffer of the distributed optimizer begins each parameter at a multiple of so many elements.
 _ALIGNMENTS = (64, 1)

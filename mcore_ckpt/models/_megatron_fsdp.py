@@ -26,8 +26,8 @@ from mcore_ckpt.format.index import CheckpointIndex, parse_object_key
 from mcore_ckpt.models._legacy_export import complete_common_state
 from mcore_ckpt.models._legacy_files import FEWEST, Arguments
 from mcore_ckpt.models.options import ExportOptions
-from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan
-from mcore_ckpt.reshard.names import (
+from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, SourceFiles
+from mcore_ckpt.reshard.partition import (
     EMBEDDING,
     EXTRA_STATE,
     OUTPUT,
@@ -38,12 +38,9 @@ from mcore_ckpt.reshard.names import (
     layer_of,
     local_norms,
 )
-from mcore_ckpt.reshard.slices import Part, TensorView
-from mcore_ckpt.reshard.slots import TargetPlan
-from mcore_ckpt.reshard.source_files import SourceFiles
-from mcore_ckpt.reshard.state_pickle import encode_state
-from mcore_ckpt.reshard.torch_dist import DividedTensor, plan_torch_dist
-from mcore_ckpt.reshard.view_payloads import ViewPayloads
+from mcore_ckpt.reshard.plan import DividedTensor, TargetPlan, plan_torch_dist
+from mcore_ckpt.reshard.view import Part, TensorView, ViewPayloads
+from mcore_ckpt.reshard.weight_files import encode_state
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.parallel_layout import optimizer_layout
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled

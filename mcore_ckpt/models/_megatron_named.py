@@ -41,7 +41,7 @@ from mcore_ckpt.models._legacy_files import carried_arguments
 from mcore_ckpt.models._sources import Opened, no_tensor, rank_state
 from mcore_ckpt.models.options import ImportOptions
 from mcore_ckpt.reshard.conversion import Conversion, KeyPlan
-from mcore_ckpt.reshard.names import (
+from mcore_ckpt.reshard.partition import (
     EMBEDDING,
     OUTPUT,
     ShardedName,
@@ -52,12 +52,12 @@ from mcore_ckpt.reshard.names import (
     layer_of,
     local_norms,
     prefix_of,
+    shard_slices,
     split_half,
 )
-from mcore_ckpt.reshard.partition import shard_slices
 from mcore_ckpt.reshard.plan import padded_vocabulary, target_dtype
-from mcore_ckpt.reshard.slices import Part, TensorView
-from mcore_ckpt.reshard.state_pickle import encode_state
+from mcore_ckpt.reshard.view import Part, TensorView
+from mcore_ckpt.reshard.weight_files import encode_state
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.plain_state import read_object, read_plain_object
 

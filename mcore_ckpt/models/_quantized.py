@@ -16,7 +16,7 @@ import numpy as np
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.reshard.derived import DerivedPayloads
+from mcore_ckpt.reshard.view import DerivedPayloads
 from mcore_ckpt.tools.dtype_cast import as_numbers
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads, read_box
 

@@ -11,8 +11,8 @@ from typing import Any
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format.dtypes import DTYPES
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.reshard.file_payloads import FileRange
-from mcore_ckpt.reshard.safetensors import METADATA_KEY
+from mcore_ckpt.reshard.view import FileRange
+from mcore_ckpt.reshard.weight_files import METADATA_KEY
 from mcore_ckpt.storage.resolve import storage_at
 
 _MAX_NUMBER = 2**63

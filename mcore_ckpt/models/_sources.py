@@ -33,9 +33,9 @@ from mcore_ckpt.models._foreign import OptimizerSettings, others_than_settings, 
 from mcore_ckpt.models._legacy_files import carried_arguments, reading
 from mcore_ckpt.models._safetensors_files import parse_json, read_safetensors
 from mcore_ckpt.models._torch_files import file_range, read_state, read_torch_file
-from mcore_ckpt.reshard.file_payloads import FilePayloads, FileRange
-from mcore_ckpt.reshard.rules import RenameRule, rename_keys
-from mcore_ckpt.reshard.state_pickle import SavedTensor, taken_over
+from mcore_ckpt.reshard.options import RenameRule, rename_keys
+from mcore_ckpt.reshard.view import FilePayloads, FileRange
+from mcore_ckpt.reshard.weight_files import SavedTensor, taken_over
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled

@@ -8,7 +8,7 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, UnsafePickleError
 from mcore_ckpt.format.safe_pickle import Opaque
 from mcore_ckpt.format.state_file import StateFile, read_state_file
 from mcore_ckpt.format.tensor_pickle import FileTensor
-from mcore_ckpt.reshard.file_payloads import FileRange, Record
+from mcore_ckpt.reshard.view import FileRange, Record
 from mcore_ckpt.storage.base import Storage
 
 _MAX_DEPTH = 100

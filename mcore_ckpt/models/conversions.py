@@ -26,17 +26,20 @@ from mcore_ckpt.models._megatron_fsdp import FSDP_DTENSOR, fsdp_export
 from mcore_ckpt.models._megatron_named import import_named
 from mcore_ckpt.models._sources import open_model, open_source, universal_directory
 from mcore_ckpt.models.options import ExportOptions, ImportOptions
-from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, in_dtype, run_conversion, shadow_note
-from mcore_ckpt.reshard.options import ConversionOptions
+from mcore_ckpt.reshard.conversion import (
+    Conversion,
+    ConversionReport,
+    KeyPlan,
+    SourceFiles,
+    in_dtype,
+    run_conversion,
+    shadow_note,
+)
+from mcore_ckpt.reshard.options import ConversionOptions, PartitionRule, RenameRule, rename_keys
 from mcore_ckpt.reshard.partition import Partitioner
-from mcore_ckpt.reshard.plan import TargetLayout, make_plan
-from mcore_ckpt.reshard.rules import PartitionRule, RenameRule, rename_keys
-from mcore_ckpt.reshard.safetensors import Exported, plan_safetensors
-from mcore_ckpt.reshard.slots import TargetPlan
-from mcore_ckpt.reshard.source_files import SourceFiles
-from mcore_ckpt.reshard.state_pickle import encode_state
+from mcore_ckpt.reshard.plan import TargetLayout, TargetPlan, make_plan
 from mcore_ckpt.reshard.target_directory import refuse_target
-from mcore_ckpt.reshard.torch_files import plan_torch_files
+from mcore_ckpt.reshard.weight_files import Exported, encode_state, plan_safetensors, plan_torch_files
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled

@@ -24,9 +24,8 @@ from mcore_ckpt.core.host_memory import free_host_bytes
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.models.families._registry import family_named
-from mcore_ckpt.reshard.gpt_model import build_gpt_model
-from mcore_ckpt.reshard.names import EMBEDDING, expert_of, layer_of, prefix_of, split_half
-from mcore_ckpt.reshard.own_process import ChildError, in_own_process
+from mcore_ckpt.reshard.parameter_orders import ChildError, build_gpt_model, in_own_process
+from mcore_ckpt.reshard.partition import EMBEDDING, expert_of, layer_of, prefix_of, split_half
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box

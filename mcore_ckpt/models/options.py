@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from mcore_ckpt.core.sizes import parse_size
-from mcore_ckpt.reshard.options import ConversionOptions, option, partition_rules, rename_rules
-from mcore_ckpt.reshard.rules import PartitionRule, RenameRule
+from mcore_ckpt.reshard.options import (
+    ConversionOptions,
+    PartitionRule,
+    RenameRule,
+    option,
+    partition_rules,
+    rename_rules,
+)
 
 _SIZE = "default: 1; with megatron-legacy that of SRC"
 _MODEL = "dtype hf_config arch transformer_impl numbered_layers vocabulary_multiple global_batch_size"

@@ -22,11 +22,10 @@ from typing import Any, NamedTuple
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, TensorEntry
-from mcore_ckpt.reshard._buckets import FlatParameter, ParameterBox, places_in_buckets
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE
-from mcore_ckpt.reshard.parameter_orders import parameter_orders
-from mcore_ckpt.reshard.slices import Part, TensorView, as_stored
-from mcore_ckpt.reshard.state_pickle import decode_state, encode_state
+from mcore_ckpt.reshard.parameter_orders import FlatParameter, ParameterBox, parameter_orders, places_in_buckets
+from mcore_ckpt.reshard.view import Part, TensorView, as_stored
+from mcore_ckpt.reshard.weight_files import decode_state, encode_state
 from mcore_ckpt.tools.dtype_cast import cast_floats
 from mcore_ckpt.tools.keys import is_optimizer_key
 from mcore_ckpt.tools.parallel_layout import optimizer_layout

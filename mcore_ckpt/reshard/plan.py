@@ -1,27 +1,374 @@
-"""What a reshard is going to do, decided before a byte moves: pure, from the index of the source alone.
+"""What is going to be written, decided before a byte moves: pure, from the index of the source alone.
 
-tensors -> partition -> target chunks -> owning rank -> files and offsets (`target.torch_dist`)
+    tensors -> partition -> target chunks -> owning rank -> files and offsets
+    slot:      head | the slice's elements, C order | tail, which may hold their CRC-32
+
+A planner decides all slots; `weight_files` has those of other formats. Formats differ in where slots lie and what
+frames them; the writer is one for all.
+
+In a `torch_dist` checkpoint every rank has one data file for each worker, `__{rank}_{worker}.distcp`. A worker writes
+its files front to back, so items lie in them in the order in which the worker takes its tensors.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import operator
+import os
 import re
+import secrets
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import counted
-from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, TensorEntry, parse_object_key
-from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.reshard.names import expert_of
-from mcore_ckpt.reshard.partition import Partition, Partitioner, divide, divides
-from mcore_ckpt.reshard.slots import TargetPlan
-from mcore_ckpt.reshard.torch_dist import DividedTensor, plan_torch_dist
+from mcore_ckpt.core.crc import crc32
+from mcore_ckpt.core.errors import ChecksumError, OptionError
+from mcore_ckpt.format.footer import SAVE_ID_BYTES, FooterPlan, ManifestFile, shown_id
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry, parse_object_key
+from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes, place, tensor_template
+from mcore_ckpt.format.manifest import NO_FINGERPRINT, Manifest
+from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.load.stored_fingerprints import fingerprint_from_sums
+from mcore_ckpt.reshard.partition import Partition, Partitioner, divide, divides, expert_of
+from mcore_ckpt.reshard.target_files import Journal, TargetFiles
+from mcore_ckpt.save.buckets import TensorSpec, footer_plan
+from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.tools.keys import is_optimizer_key, layer_number, model_key, stacked_axes
 from mcore_ckpt.tools.parallel_layout import data_file_rank
+from mcore_ckpt.tools.payloads import StoredPayloads
+from mcore_ckpt.tools.tilings import Block, blocks
+
+
+class Frame(Protocol):
+    """What stands around the elements in a slot."""
+
+    @property
+    def head(self) -> bytes:
+        """Before the elements."""
+
+    def tail_with(self, payload_crc32: int, /) -> bytes:
+        """Behind elements that have this CRC-32."""
+
+
+class _Bare:
+    head = b""
+
+    def tail_with(self, _: int) -> bytes:
+        return b""
+
+
+BARE: Frame = _Bare()
+"""Nothing around the elements."""
+
+
+class Slot(NamedTuple):
+    """Where a slice of a tensor goes: `offset` in the file is that of the slot's head."""
+
+    file: str
+    offset: int
+    slice: Box
+
+
+class Blob(NamedTuple):
+    """Bytes that are no tensor's: given here, or those of a stored object."""
+
+    file: str
+    offset: int
+    content: bytes | ObjectEntry
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMove:
+    """One tensor: `entry` is that of the payloads, `key` the target's; its slots hold every element once.
+
+    `blocks` are the positions of source chunks and slots that belong together.
+    """
+
+    entry: TensorEntry
+    key: str
+    slots: tuple[Slot, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def source_boxes(self) -> list[Box]:
+        """The source's chunks, in the order of its index."""
+        return [Box(chunk.offsets, chunk.sizes) for chunk in self.entry.chunks]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of all elements."""
+        return math.prod(self.entry.shape) * element_bytes(self.entry.dtype)
+
+
+def all_in_one(entry: TensorEntry, key: str, file: str, offset: int) -> TensorMove:
+    """A tensor that gets one slot for all of it."""
+    everything = Box((0,) * len(entry.shape), entry.shape)
+    sources = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+    return TensorMove(entry, key, (Slot(file, offset, everything),), tuple(blocks(sources, [everything])))
+
+
+def in_shares(moves: Sequence[TensorMove], workers: int) -> tuple[tuple[TensorMove, ...], ...]:
+    """Moves in their order, for workers of about the same number of bytes: one reads while another arranges."""
+    total, done = sum(move.payload_bytes for move in moves), 0
+    shares: tuple[list[TensorMove], ...] = tuple([] for _ in range(workers))
+    for move in moves:
+        shares[min(workers - 1, done * workers // max(1, total))].append(move)
+        done += move.payload_bytes
+    return tuple(map(tuple, shares))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetPlan:
+    """Everything that is written; a format is a subclass."""
+
+    work: tuple[tuple[TensorMove, ...], ...]  # `work[w]` are the tensors of worker `w`, in its order
+    blobs: tuple[Blob, ...]  # written by the first worker, before its tensors
+    sizes: Mapping[str, int]  # length of each file
+    files_at_once: int | None = None  # between how many files a worker alternates; None: all
+    filled_gaps: bool = False  # the bytes between the slots of a file are unused, and may be filled with zeros
+    summed: bool = True  # whether the CRC-32 of each slot is part of the target
+    index: CheckpointIndex | None = None  # of the target, for formats that are read back and compared
+    index_file: tuple[str, bytes] | None = None  # without `.metadata`: name and content of what is written last
+
+    def frame(self, move: TensorMove, number: int) -> Frame:
+        """What is around the elements of one of a tensor's slots."""
+        return BARE
+
+    def finish(
+        self, files: TargetFiles, journal: Journal, payloads: StoredPayloads, *, is_compared: bool
+    ) -> bytes | None:
+        """Write durably what depends on checksums; returns the content of `.metadata`, if the format has one.
+        `is_compared`: the target is compared with the source before it appears.
+        """
+        return None
+
+    @property
+    def moves(self) -> Iterator[TensorMove]:
+        """All tensors."""
+        return (move for moves in self.work for move in moves)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(move.payload_bytes for move in self.moves)
+
+    def fingerprint(self, payloads: StoredPayloads, source_states: Mapping[str, Sequence[int]]) -> str:
+        """Of everything that the target's bytes depend on; `source_states` as in `SourceFiles`."""
+        found = hashlib.sha256(os.fsencode(payloads.storage.location))
+        found.update(json.dumps([source_states, dict(self.sizes)], sort_keys=True).encode())
+        for worker in self.work:
+            found.update(b"worker")
+            for move in worker:
+                found.update(
+                    f"{move.entry.fqn} {move.key} {move.entry.dtype} {move.slots}\n".encode("utf-8", "surrogatepass")
+                )
+        for blob in self.blobs:
+            content = blob.content if isinstance(blob.content, bytes) else repr(blob.content).encode()
+            found.update(f"{blob.file} {blob.offset}\n".encode("utf-8", "surrogatepass") + content)
+        for line in payloads.recipe():
+            found.update(line.encode("utf-8", "surrogatepass"))
+        return found.hexdigest()
+
+
+def source_sums(move: TensorMove, journal: Journal, payloads: StoredPayloads) -> Sequence[int | None]:
+    """The CRC-32s of a tensor's chunks in the source: stored, or as they were read."""
+    found = journal.crcs.get(move.entry.fqn)
+    return [payloads.locate(move.entry, chunk).crc32 for chunk in move.entry.chunks] if found is None else found
+
+
+def another_fingerprint(key: str, found: int, known: int) -> ChecksumError:
+    """The error for a tensor that is not what the source says it is."""
+    return ChecksumError(
+        f"{key}: what was written has the fingerprint {found:08x}, the source says {known:08x}: its chunks are not "
+        "where they were when it was saved. Compare it with another copy (`mcore-ckpt verify --state`)"
+    )
+
+
+# Objects come first in a file; a little room behind them keeps tensors on pages of their own.
+_PAGE_BYTES = 4096
+
+
+class DividedTensor(NamedTuple):
+    """A tensor, the slices that its target chunks hold, and the rank of each chunk."""
+
+    entry: TensorEntry
+    key: str
+    slices: Sequence[Box]
+    ranks: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TorchDistPlan(TargetPlan):
+    index: CheckpointIndex
+    footers: Mapping[str, FooterPlan]
+
+    def frame(self, move: TensorMove, number: int) -> TensorTemplate:
+        return tensor_template(move.entry.dtype, move.slots[number].slice.sizes)
+
+    def finish(self, files: TargetFiles, journal: Journal, payloads: StoredPayloads, *, is_compared: bool) -> bytes:
+        """As `TargetPlan.finish`: the footers of the data files, and `.metadata` with its manifest."""
+        save_id = secrets.token_bytes(SAVE_ID_BYTES)
+        objects: dict[str, list[tuple[int, int]]] = {file: [] for file in self.sizes}
+        for stored in self.index.objects.values():
+            objects[stored.item.file].append((stored.item.offset, stored.item.length))
+        listed = {}
+        for name, size_bytes in sorted(self.sizes.items()):
+            end, table_crc = self.footers[name].fill(save_id, size_bytes, sorted(objects[name]))
+            files.write_end(name, size_bytes, end)
+            listed[name] = ManifestFile(size_bytes, table_crc, save_id)
+        sums = [known for key in self.index.tensors for known in journal.sums[key]]
+        crcs = array("I", [crc for crc, _ in sums])
+        for key in self.index.objects:
+            item = payloads.index.objects[key].item
+            with payloads.files.reader(item.file) as reader:
+                crcs.append(crc32(reader.read(item.offset, item.length)))
+        running = [(number, sums_of) for number, (_, sums_of) in enumerate(sums) if sums_of]
+        manifest = Manifest(
+            save_id,
+            listed,
+            crcs,
+            array("Q", [number for number, _ in running]),
+            array("I", [len(sums_of) for _, sums_of in running]),
+            array("I", chain.from_iterable(sums_of for _, sums_of in running)),
+            fingerprints=self._fingerprints(journal, payloads, is_compared),
+        )
+        # Another checkpoint than the source, and than other targets of the source: of another save.
+        meta = {**(self.index.storage_meta or {}), "save_id": shown_id(save_id)}
+        return encode_metadata(self.index, storage_meta=meta, manifest=manifest)
+
+    def _fingerprints(self, journal: Journal, payloads: StoredPayloads, is_compared: bool) -> array[int]:
+        """Those of the target's tensors: stored with the source, and told by sums of the target or of the source. Where
+        both are there, they have to agree. Where no sums tell, of columns, the comparison sums up what was written;
+        without one, what the source says is not passed on.
+        """
+        fingerprints = {}
+        for move in self.moves:
+            entry = self.index.tensors[move.key]
+            told = fingerprint_from_sums(self.index, entry, [crc for crc, _ in journal.sums[move.key]])
+            if told is None:
+                told = fingerprint_from_sums(payloads.index, move.entry, source_sums(move, journal, payloads))
+            known = payloads.index.fingerprints.get(move.entry.fqn)
+            if known is not None and told is not None and known != told:
+                raise another_fingerprint(move.key, told, known)
+            fingerprints[move.key] = known if told is None and is_compared else told
+        found = (fingerprints[key] for key in self.index.tensors)
+        return array("q", [NO_FINGERPRINT if value is None else value for value in found])
+
+
+def plan_torch_dist(
+    index: CheckpointIndex, tensors: Sequence[DividedTensor], objects: Iterable[tuple[ObjectEntry, int]], workers: int
+) -> TargetPlan:
+    """Give each target chunk its slot, and each object (with its rank) its place; objects are copied as they are.
+
+    `tensors` come in the order of the target's index. Each rank has `workers` files.
+    """
+    sizes: dict[str, int] = {}
+    blobs: list[Blob] = []
+    for entry, rank in objects:
+        file = f"__{rank}_0.distcp"
+        blobs.append(Blob(file, align_up(sizes.get(file, 0), 64), entry))
+        sizes[file] = blobs[-1].offset + entry.item.length
+    sizes = {file: align_up(size, _PAGE_BYTES) for file, size in sizes.items()}
+    work = [
+        [_lay_out(tensors[position], worker, sizes) for position in share]
+        for worker, share in enumerate(_shares([tensor.entry for tensor in tensors], workers))
+    ]
+    moves = {move.entry.fqn: move for worker in work for move in worker}
+    keys = {tensor.entry.fqn: tensor.key for tensor in tensors}
+    stored = {}
+    for blob in blobs:
+        assert isinstance(blob.content, ObjectEntry)
+        item = StoredItem(blob.file, blob.offset, blob.content.item.length, blob.content.item.transforms)
+        stored[blob.content.fqn] = ObjectEntry(blob.content.fqn, item)
+    target = replace(
+        CheckpointIndex(index.path, {tensor.key: _target_entry(moves[tensor.entry.fqn]) for tensor in tensors}, stored),
+        planner_data=index.planner_data,
+        mcore_data={keys[fqn]: data for fqn, data in index.mcore_data.items() if fqn in keys},
+        storage_meta=index.storage_meta,
+        version=index.version,
+    )
+    footers = _footers(target, sizes)
+    return _TorchDistPlan(
+        work=tuple(map(tuple, work)),
+        blobs=tuple(blobs),
+        sizes={file: size + footers[file].size_bytes for file, size in sizes.items()},
+        filled_gaps=True,
+        index=target,
+        footers=footers,
+    )
+
+
+def _shares(entries: Sequence[TensorEntry], workers: int) -> list[list[int]]:
+    """Positions of tensors for each worker: about the same bytes, and in each the order of the source's files."""
+
+    def size(entry: TensorEntry) -> int:
+        return math.prod(entry.shape) * element_bytes(entry.dtype)
+
+    loads = [0] * workers
+    shares: list[list[int]] = [[] for _ in range(workers)]
+    for position in sorted(range(len(entries)), key=lambda n: -size(entries[n])):
+        worker = min(range(workers), key=lambda w: loads[w])
+        shares[worker].append(position)
+        # A tensor costs something even if it is small: many small ones are not to end up with one worker.
+        loads[worker] += size(entries[position]) + 64 * 1024
+
+    def in_source(position: int) -> tuple[str, int]:
+        chunks = entries[position].chunks
+        return (chunks[0].item.file, chunks[0].item.offset) if chunks else ("", 0)
+
+    for share in shares:
+        share.sort(key=in_source)
+    return shares
+
+
+def _lay_out(tensor: DividedTensor, worker: int, sizes: dict[str, int]) -> TensorMove:
+    """Give each target chunk its place, in the order in which it is going to be written."""
+    entry, key, slices, ranks = tensor
+    found = tuple(blocks([Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks], slices))
+    slots: list[Slot] = [Slot(f"__{rank}_{worker}.distcp", 0, part) for rank, part in zip(ranks, slices, strict=True)]
+    in_blocks = [target for block in found for target in block.targets]
+    for target in (*in_blocks, *sorted(set(range(len(slices))) - set(in_blocks))):
+        template = tensor_template(entry.dtype, slices[target].sizes)
+        file = slots[target].file
+        slots[target] = slots[target]._replace(offset=place(sizes.get(file, 0), template))
+        sizes[file] = slots[target].offset + template.item_bytes
+    return TensorMove(entry, key, tuple(slots), found)
+
+
+def _target_entry(move: TensorMove) -> TensorEntry:
+    dtype = move.entry.dtype
+    chunks = tuple(
+        StoredChunk(part.offsets, part.sizes, StoredItem(file, offset, tensor_template(dtype, part.sizes).item_bytes))
+        for file, offset, part in move.slots
+    )
+    return TensorEntry(move.key, dtype, move.entry.shape, chunks, move.entry.requires_grad)
+
+
+def _footers(target: CheckpointIndex, files: Iterable[str]) -> dict[str, FooterPlan]:
+    """The integrity footer of each target file."""
+    tensors: dict[str, list[tuple[int, int, TensorSpec]]] = {file: [] for file in files}
+    objects: dict[str, list[tuple[int, str]]] = {file: [] for file in tensors}
+    for fqn, entry in target.tensors.items():
+        for offsets, sizes, item in entry.chunks:
+            nbytes = math.prod(sizes) * element_bytes(entry.dtype)
+            spec = TensorSpec(fqn, entry.dtype, entry.shape, offsets, sizes, nbytes)
+            tensors[item.file].append((item.offset, item.length, spec))
+    for fqn, stored in target.objects.items():
+        objects[stored.item.file].append((stored.item.offset, fqn))
+    footers = {}
+    for file, rows in tensors.items():
+        rows.sort(key=operator.itemgetter(0))
+        starts, lengths = [row[0] for row in rows], [row[1] for row in rows]
+        keys = [fqn for _, fqn in sorted(objects[file])]
+        footers[file] = footer_plan([row[2] for row in rows], starts, lengths, keys)
+    return footers
+
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
 # A router's bias, by Megatron's name and by Hugging Face's: both keep it so whatever the model is in, as rounding it

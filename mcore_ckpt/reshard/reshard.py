@@ -33,19 +33,19 @@ from mcore_ckpt.reshard.conversion import (
     Conversion,
     ConversionReport,
     KeyPlan,
+    SourceFiles,
     arguments_of,
     in_dtype,
+    replaced_error,
     run_conversion,
     shadow_note,
 )
-from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, ReshardOptions
+from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, PartitionRule, ReshardOptions
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import Decision, ReshardPlan, TargetLayout, make_plan
-from mcore_ckpt.reshard.rules import PartitionRule
-from mcore_ckpt.reshard.source_files import SourceFiles, replaced_error
 from mcore_ckpt.reshard.target_directory import refuse_target
 from mcore_ckpt.reshard.target_files import TargetFiles
-from mcore_ckpt.reshard.view_payloads import ViewPayloads
+from mcore_ckpt.reshard.view import ViewPayloads
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory, index_version
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter

@@ -43,8 +43,7 @@ from mcore_ckpt.core.paths import PARTIAL
 from mcore_ckpt.directory.commit import Commit, Owner, is_note, note_name, notes
 from mcore_ckpt.directory.iterations import NO_NAMES
 from mcore_ckpt.format.metadata_read import METADATA_FILE
-from mcore_ckpt.reshard._journal import FileJournal, InUseError, Journal
-from mcore_ckpt.reshard.target_files import LocalFiles, StoreFiles, TargetFiles
+from mcore_ckpt.reshard.target_files import FileJournal, InUseError, Journal, LocalFiles, StoreFiles, TargetFiles
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import path_in_file_system, storage_at
 

@@ -1,22 +1,283 @@
-"""The files of a target while they are written: in a folder of a file system, or at their place in an object store.
+"""The files of a target while they are written, and the journal of how far they are.
 
-In a file system they are opened wherever a worker has come to, and may have been begun by an earlier run. In a store
-each is one upload, which ends when all of its bytes are there.
+Each file is written front to back by one thread, while other threads write full buffers to the disk. Unlike a save
+(see `save/writer.py`), a target may be interrupted and resumed: in a file system files are opened wherever a worker has
+come to, may have been begun by an earlier run, and stay on failure. In an object store each is one upload, which ends
+when all of its bytes are there.
+
+Full pages are written with O_DIRECT where the file system can; the ragged ends of a range go through the page cache. No
+page is written both ways at once: a range's bytes in a page that it shares go through the cache.
+
+The journal is a file next to the target's folder, locked while a run is at work there. In an object store nothing is
+resumed, and the journal is kept in memory only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
+import json
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 from mcore_ckpt.core.errors import SaveError
-from mcore_ckpt.reshard._file_stream import LocalFile, TargetFile
-from mcore_ckpt.storage.base import RangeWriter, Storage
+from mcore_ckpt.core.threads import Crew
+from mcore_ckpt.format.footer import RunningSum
+from mcore_ckpt.format.metadata_read import read_small_file
+from mcore_ckpt.storage import direct_io
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeWriter, Storage, align_up
 from mcore_ckpt.storage.resolve import storage_at
+
+_NO_DIRECT: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
+
+
+def _write_error(path: str, what: str, error: OSError) -> SaveError:
+    code = errno.errorcode.get(error.errno or 0, "no errno")
+    advice = "free space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the device and the permissions"
+    return SaveError(f"{path}: {what} failed: {error.strerror or error} ({code}); {advice}, and run the command again")
+
+
+class TargetFile(ABC):
+    """A file that is written at any offset by any number of threads; `path` is its name for messages."""
+
+    path: str
+
+    @abstractmethod
+    def write(self, offset: int, view: memoryview) -> None:
+        """Write all of `view`; raises `SaveError`."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Make what was written durable, where a later run could use it; raises `SaveError`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close; twice is harmless."""
+
+
+class LocalFile(TargetFile):
+    """A file of a file system, which may have been begun by an earlier run. Its `size_bytes` are reserved at once.
+    `direct`: with O_DIRECT where possible.
+    """
+
+    def __init__(self, path: str, size_bytes: int, *, direct: bool = True) -> None:
+        self.path = path
+        self._direct_fd: int | None = None
+        try:
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                direct_io.preallocate(self.fd, size_bytes)
+                os.ftruncate(self.fd, size_bytes)
+                if direct:
+                    self._direct_fd = self._open_direct()
+            except BaseException:
+                self.close()
+                raise
+        except OSError as error:
+            raise _write_error(path, "making the file", error) from error
+
+    def _open_direct(self) -> int | None:
+        try:
+            return os.open(self.path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in _NO_DIRECT:
+                return None
+            raise
+
+    def write(self, offset: int, view: memoryview) -> None:
+        try:
+            aligned = offset % ALIGNMENT_BYTES == 0 and len(view) % ALIGNMENT_BYTES == 0
+            if self._direct_fd is not None and aligned:
+                try:
+                    direct_io.write_all(self._direct_fd, view, offset, ALIGNMENT_BYTES)
+                    return
+                except OSError as error:
+                    # Some file systems take the flag and refuse the write.
+                    if error.errno not in _NO_DIRECT:
+                        raise
+                    self._direct_fd = None
+            direct_io.write_all(self.fd, view, offset)
+            if len(view) >= 64 * 1024:
+                direct_io.write_back(self.fd, offset, len(view), wait=False)
+        except OSError as error:
+            raise _write_error(self.path, f"writing bytes [{offset}, {offset + len(view)})", error) from error
+
+    def sync(self) -> None:
+        try:
+            os.fsync(self.fd)
+        except OSError as error:
+            raise _write_error(self.path, "fsync", error) from error
+
+    def close(self) -> None:
+        fds = [fd for fd in (self.fd, self._direct_fd) if fd is not None and fd >= 0]
+        self.fd, self._direct_fd = -1, None
+        for fd in fds:
+            os.close(fd)
+
+
+class Streams:
+    """The streams of one worker, one for each file, in at most `max_buffers` buffers of `buffer_bytes` (whole pages).
+    When all buffers are in use, the stream that was idle longest releases its own.
+    """
+
+    def __init__(self, crew: Crew, buffer_bytes: int, max_buffers: int) -> None:
+        self.crew = crew
+        self.buffer_bytes = buffer_bytes
+        self._max_buffers = max_buffers
+        self._made = self._in_flight = 0
+        self._free: list[memoryview] = []
+        self._holding: OrderedDict[int, FileStream] = OrderedDict()
+
+    def open(self, file: TargetFile, position: int) -> FileStream:
+        """A stream into a file, from a position on."""
+        return FileStream(self, file, position)
+
+    def take(self, stream: FileStream) -> memoryview:
+        """A buffer for a stream that has none."""
+        if not self._free:
+            if self._made < self._max_buffers:
+                self._made += 1
+                self._free.append(memoryview(direct_io.aligned_buffer(self.buffer_bytes))[: self.buffer_bytes])
+            elif not self._in_flight:  # all buffers are held by streams
+                _, idle = self._holding.popitem(last=False)
+                idle.flush()
+            self.crew.wait_for(lambda: self._free)
+        self._holding[id(stream)] = stream
+        return self._free.pop()
+
+    def used(self, stream: FileStream) -> None:
+        """A stream is being written to."""
+        self._holding.move_to_end(id(stream))
+
+    def write(self, stream: FileStream, content: _Buffered) -> None:
+        """Have a stream's buffer written; the stream has none any more."""
+        self._holding.pop(id(stream), None)
+        self._in_flight += 1
+
+        def release() -> None:
+            self._in_flight -= 1
+            self._free.append(content.buffer)
+
+        self.crew.submit(content, release)
+
+    def flush(self) -> None:
+        """Have all buffers written."""
+        for stream in list(self._holding.values()):
+            stream.flush()
+
+
+class FileStream:
+    """Bytes of one file in ascending order."""
+
+    __slots__ = ("_buffer", "_filled", "_flushed", "_streams", "file", "position")
+
+    def __init__(self, streams: Streams, file: TargetFile, position: int) -> None:
+        self.file = file
+        self.position = position
+        self._streams = streams
+        self._buffer: memoryview | None = None
+        self._flushed = 0  # of the buffer: bytes before it belong to another stream, or were written before
+        self._filled = 0
+
+    def space(self, nbytes: int) -> memoryview:
+        """Memory for the next bytes of the file: `nbytes` of them or fewer, but at least one."""
+        if self._buffer is None:
+            self._buffer = self._streams.take(self)
+            # Buffer and file are aligned together, so that whole pages can be written from where they lie.
+            self._flushed = self._filled = self.position % ALIGNMENT_BYTES
+        else:
+            self._streams.used(self)
+        return self._buffer[self._filled : self._filled + nbytes]
+
+    def filled(self, view: memoryview) -> None:
+        """`view`, which `space` gave, holds the bytes."""
+        self._filled += len(view)
+        self.position += len(view)
+        if self._filled == self._streams.buffer_bytes:
+            self.flush()
+
+    def write(self, content: bytes | memoryview) -> None:
+        """Append a copy."""
+        view = memoryview(content)
+        while len(view):
+            space = self.space(len(view))
+            space[:] = view[: len(space)]
+            self.filled(space)
+            view = view[len(space) :]
+
+    def pad_to(self, position: int) -> None:
+        """Zeros up to a position of the file."""
+        while self.position < position:
+            space = self.space(position - self.position)
+            space[:] = bytes(len(space))
+            self.filled(space)
+
+    def seek(self, position: int) -> None:
+        """Go on somewhere else: what lies between is written by others."""
+        if position != self.position:
+            self.flush()
+            self.position = position
+
+    def flush(self) -> None:
+        """Hand over what is there."""
+        buffer, start, stop = self._buffer, self._flushed, self._filled
+        if buffer is None:
+            return
+        self._buffer = None
+        self._streams.write(self, _Buffered(self.file, self.position - stop, buffer, start, stop))
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffered:
+    """A buffer on its way to the disk: bytes `[start, stop)` of it belong at `base + start` in the file."""
+
+    file: TargetFile
+    base: int
+    buffer: memoryview
+    start: int
+    stop: int
+
+    def __call__(self) -> None:
+        for first, last in _page_cuts(self.start, self.stop):
+            self.file.write(self.base + first, self.buffer[first:last])
+
+
+def _page_cuts(start: int, stop: int) -> list[tuple[int, int]]:
+    """A ragged beginning, whole pages, a ragged end."""
+    first, last = align_up(start), stop // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    if first >= last:
+        return [(start, stop)] if start < stop else []
+    return [(a, b) for a, b in ((start, first), (first, last), (last, stop)) if a < b]
+
+
+class StreamSink:
+    """A tensor's payload on its way into a stream; sums it."""
+
+    __slots__ = ("stream", "sums")
+
+    def __init__(self, stream: FileStream) -> None:
+        self.stream = stream
+        self.sums = RunningSum()
+
+    @property
+    def crc32(self) -> int:
+        """CRC-32 of what has gone through."""
+        return self.sums.crc32
+
+    def space(self, nbytes: int) -> memoryview:
+        return self.stream.space(nbytes)
+
+    def filled(self, view: memoryview) -> None:
+        self.sums.feed(view)
+        self.stream.filled(view)
 
 
 class TargetFiles(ABC):
@@ -173,3 +434,146 @@ class _StoreFile(TargetFile):
 
     def close(self) -> None:
         pass
+
+
+Sums = tuple[int, list[int]]
+"""Of the elements in one slot: their CRC-32, and the cumulative CRC-32s of their blocks."""
+
+_VERSION = 4
+# A line for each gibibyte or so, of some bytes for each tensor and MiB.
+_MAX_BYTES: Final = 1024**3
+_NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+# On file systems without locks, a journal that was written to within this time may be that of a run at work.
+_FRESH_S: Final = 24 * 3600.0
+
+
+class InUseError(SaveError):
+    """Another run is at work; `is_certain` unless the file system has no locks that would tell."""
+
+    is_certain = True
+
+
+class Journal:
+    """What is known of the target so far."""
+
+    def __init__(self) -> None:
+        self.done: dict[int, int] = {}  # for each worker, how many of its tensors are durable
+        # CRC-32s of source chunks that are stored nowhere else: key in the source -> by position.
+        self.crcs: dict[str, list[int]] = {}
+        self.sums: dict[str, list[Sums]] = {}  # of the target's slots: key at the target -> by position
+        self.unverified = False  # the kernel has copied payloads, which are compared only when the target is read back
+
+    def record(self, worker: int, done: int, crcs: dict[str, list[int]], sums: dict[str, list[Sums]]) -> None:
+        """The first `done` tensors of a worker are durable."""
+        self.done[worker] = done
+        self.crcs.update(crcs)
+        self.sums.update(sums)
+
+    def forget(self) -> None:
+        """Nothing is done: the next run writes everything again."""
+        self.done, self.crcs, self.sums, self.unverified = {}, {}, {}, False
+
+
+class FileJournal(Journal):
+    """One line for each stretch of a worker's tensors that is durable; a context manager.
+
+    The first line names the plan by its fingerprint, so that a later run resumes only the same work. A torn last line
+    is ignored. The lock (flock) on the file is the sign of life of a run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path, self._lock = path, threading.Lock()
+        self.fingerprint: str | None = ""  # of the plan; empty in a new journal, None in one that cannot be read
+        is_new = not path.exists()
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise SaveError(f"{path}: cannot be opened: {error.strerror}") from error
+        try:
+            self._take_lock(is_new=is_new)
+            self._read()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _take_lock(self, *, is_new: bool) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise InUseError(f"{self._path}: another command is at work there; wait for it, or end it") from error
+            age_s = time.time() - os.fstat(self._fd).st_mtime
+            if not is_new and age_s < _FRESH_S:
+                unknown = InUseError(
+                    f"{self._path}: was written {age_s / 60:.0f} minutes ago, and this file system has no locks that "
+                    "would tell whether a command is still at work there. If none is, remove this file and the folder "
+                    "next to it, or wait: after a day, the same command does"
+                )
+                unknown.is_certain = False
+                raise unknown from error
+        if os.fstat(self._fd).st_nlink == 0:
+            raise InUseError(f"{self._path}: another command has just finished there; run this one again")
+
+    def _read(self) -> None:
+        content = read_small_file(self._path.parent, self._path.name, _MAX_BYTES)
+        complete = content[: content.rfind(b"\n") + 1]
+        if len(complete) < len(content):
+            os.ftruncate(self._fd, len(complete))
+        try:
+            lines = [json.loads(line) for line in complete.splitlines()]
+            if not lines:
+                return
+            head = dict(lines[0])
+            done = {int(line["worker"]): int(line["done"]) for line in lines[1:]}
+            crcs = {key: list(map(int, found)) for line in lines[1:] for key, found in line["crcs"].items()}
+            sums = {
+                key: [(int(crc), list(map(int, running))) for crc, running in found]
+                for line in lines[1:]
+                for key, found in line["sums"].items()
+            }
+            unverified = any(bool(line["unverified"]) for line in lines[1:])
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            self.fingerprint = None
+            return
+        if head.get("version") != _VERSION:
+            self.fingerprint = None
+            return
+        self.fingerprint, self.done, self.crcs, self.sums = str(head.get("fingerprint")), done, crcs, sums
+        self.unverified = unverified
+
+    def begin(self, fingerprint: str) -> None:
+        """Name the plan of a new journal."""
+        self.fingerprint = fingerprint
+        self._append({"version": _VERSION, "fingerprint": fingerprint})
+
+    def record(self, worker: int, done: int, crcs: dict[str, list[int]], sums: dict[str, list[Sums]]) -> None:
+        super().record(worker, done, crcs, sums)
+        self._append({"worker": worker, "done": done, "crcs": crcs, "sums": sums, "unverified": self.unverified})
+
+    def forget(self) -> None:
+        super().forget()
+        with self._lock:
+            first = os.pread(self._fd, 1 << 16, 0)
+            os.ftruncate(self._fd, first.index(b"\n") + 1)
+            os.fsync(self._fd)
+
+    def remove(self) -> None:
+        """Remove the file; the lock stays until it is closed."""
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+
+    def _append(self, line: dict[str, Any]) -> None:
+        with self._lock:
+            os.write(self._fd, json.dumps(line).encode() + b"\n")
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Give the lock up."""
+        os.close(self._fd)
+
+    def __enter__(self) -> FileJournal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

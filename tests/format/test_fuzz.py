@@ -28,8 +28,8 @@ from mcore_ckpt.format.safe_pickle import load_object, read_plain
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.megatron.common_state import load_common
 from mcore_ckpt.models._safetensors_files import read_safetensors
-from mcore_ckpt.reshard._journal import FileJournal
-from mcore_ckpt.reshard.safetensors import safetensors_header
+from mcore_ckpt.reshard.target_files import FileJournal
+from mcore_ckpt.reshard.weight_files import safetensors_header
 from tests.support.encoded_items import encode_tensor
 from tests.support.stored_layouts import rewritten
 from tests.support.stored_layouts import stock_item as saved

@@ -151,7 +151,7 @@ def test_hard_links_are_files_like_others(checkpoint: Path, tmp_path: Path) -> N
 
 def test_safetensors_are_imported_through_links(tmp_path: Path) -> None:
     """As the cache of Hugging Face keeps them."""
-    from mcore_ckpt.reshard.safetensors import safetensors_header
+    from mcore_ckpt.reshard.weight_files import safetensors_header
 
     header, _ = safetensors_header([("w", "float32", (8, 8))], {})
     (tmp_path / "blob").write_bytes(header + TENSOR.numpy().tobytes())

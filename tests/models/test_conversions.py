@@ -31,9 +31,9 @@ from mcore_ckpt.format.index import StoredChunk, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.models import _sources
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
-from mcore_ckpt.reshard import _slot_writer, build
+from mcore_ckpt.reshard import conversion, copying
+from mcore_ckpt.reshard.options import parse_rename_rules
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
-from mcore_ckpt.reshard.rules import parse_rename_rules
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
@@ -412,7 +412,7 @@ class TestInterrupted:
             if error is None:
                 make()
             else:
-                patched.setattr(_slot_writer, "_SYNC_BYTES", 1)
+                patched.setattr(copying, "_SYNC_BYTES", 1)
                 with pytest.raises(type(error)):
                     make()
         return calls
@@ -544,13 +544,13 @@ class TestSourceThatIsReplaced:
     def test_when_the_tensors_are_proved(
         self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
     ) -> None:
-        original = build.check_all
+        original = conversion.check_all
 
         def then_a_save(*arguments: Any, **options: Any) -> None:
             original(*arguments, **options)
             self.replace(source)
 
-        monkeypatch.setattr(build, "check_all", then_a_save)
+        monkeypatch.setattr(conversion, "check_all", then_a_save)
         with pytest.raises(LoadError, match="replaced the checkpoint"):
             MAKERS[kind](source, tmp_path / "t")
         assert not (tmp_path / "t").exists()

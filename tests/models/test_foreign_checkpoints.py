@@ -18,7 +18,7 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, ChecksumError, Corru
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
-from mcore_ckpt.reshard.rules import RenameRule
+from mcore_ckpt.reshard.options import RenameRule
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.models import test_huggingface as hf

@@ -25,9 +25,9 @@ from mcore_ckpt.models import _foreign, logits
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.models.families._registry import family_named
 from mcore_ckpt.models.families._table import Naming, relate
-from mcore_ckpt.reshard import torch_dist
+from mcore_ckpt.reshard import plan
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
-from mcore_ckpt.reshard.safetensors import safetensors_header
+from mcore_ckpt.reshard.weight_files import safetensors_header
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.models.test_conversions import read_by_definition
@@ -428,7 +428,7 @@ def test_an_interrupted_import_goes_on(model: Path, tmp_path: Path, monkeypatch:
         raise OSError("no space")
 
     with monkeypatch.context() as patched:
-        patched.setattr(torch_dist, "encode_metadata", full)
+        patched.setattr(plan, "encode_metadata", full)
         with pytest.raises(OSError, match="no space"):
             import_checkpoint(model, tmp_path / "c", kind="hf")
     assert (tmp_path / "c.partial").exists()

@@ -17,7 +17,7 @@ import torch
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
-from mcore_ckpt.reshard.rules import RenameRule
+from mcore_ckpt.reshard.options import RenameRule
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.models import test_table as table
 from tests.models.test_table import EXPERTS

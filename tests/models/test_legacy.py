@@ -116,7 +116,7 @@ def _load_into_megatron(rank: int, legacy: Path, checkpoint: Path, ep: int) -> l
     share_groups()
     from megatron.core import dist_checkpointing, parallel_state
 
-    from mcore_ckpt.reshard.gpt_model import build_gpt_model
+    from mcore_ckpt.reshard.parameter_orders import build_gpt_model
 
     arguments = vars(load_object(checkpoint / "common.pt")["args"])
     state = []

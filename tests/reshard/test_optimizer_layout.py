@@ -19,7 +19,7 @@ from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.reshard import _optimizer_layout, parameter_orders
-from mcore_ckpt.reshard._buckets import FlatParameter, ParameterBox, places_in_buckets
+from mcore_ckpt.reshard.parameter_orders import FlatParameter, ParameterBox, places_in_buckets
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint

@@ -7,8 +7,8 @@ import pytest
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.reshard.options import parse_partition_rules
 from mcore_ckpt.reshard.partition import Partition, Partitioner, divide
-from mcore_ckpt.reshard.rules import parse_partition_rules
 from mcore_ckpt.tools.keys import model_key, stacked_axes
 
 ITEM = StoredItem("__0_0.distcp", 0, 1)

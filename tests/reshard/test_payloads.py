@@ -21,11 +21,8 @@ from mcore_ckpt.core.boxes import Box, intersect
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.reshard import view_payloads
-from mcore_ckpt.reshard.derived import RegroupedPayloads
-from mcore_ckpt.reshard.file_payloads import FilePayloads, FileRange
-from mcore_ckpt.reshard.slices import Part, TensorView
-from mcore_ckpt.reshard.view_payloads import ViewPayloads
+from mcore_ckpt.reshard import view as reshard_view
+from mcore_ckpt.reshard.view import FilePayloads, FileRange, Part, RegroupedPayloads, TensorView, ViewPayloads
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 from tests.support.model_like import assert_same
 from tests.support.stored_layouts import StoredTensor, write_checkpoint
@@ -107,7 +104,7 @@ def test_every_element_comes_from_its_place(seed: int, tmp_path: Path, monkeypat
     generator = random.Random(seed)
     torch.manual_seed(seed)
     if seed % 2:
-        monkeypatch.setattr(view_payloads, "_COMPLETE_BYTES", 64)
+        monkeypatch.setattr(reshard_view, "_COMPLETE_BYTES", 64)
     stored = {}
     for n in range(4):
         shape = tuple(generator.randrange(1, 9) for _ in range(generator.randrange(1, 4)))
@@ -157,8 +154,8 @@ def test_a_view_with_an_element_that_is_not_stored_is_refused(tmp_path: Path) ->
 def test_two_threads_in_turns_gather_each_transposed_matrix_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(view_payloads, "_GATHERED_BYTES", 100)
-    monkeypatch.setattr(view_payloads, "_COMPLETE_BYTES", 100)
+    monkeypatch.setattr(reshard_view, "_GATHERED_BYTES", 100)
+    monkeypatch.setattr(reshard_view, "_COMPLETE_BYTES", 100)
     content = torch.arange(2 * 40 * 30, dtype=torch.int16).view(2, 40, 30)
     (tmp_path / "a").write_bytes(content.numpy().tobytes())
     stored = {key: FileRange("a", 2400 * n, 2400, "int16", (40, 30)) for n, key in enumerate("xy")}

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mcore_ckpt.core.errors import LoadError
-from mcore_ckpt.reshard import _read_ahead
-from mcore_ckpt.reshard._read_ahead import AheadSource, ReadAhead
+from mcore_ckpt.reshard import copying
+from mcore_ckpt.reshard.copying import AheadSource, ReadAhead
 from mcore_ckpt.tools.payloads import StoredPayload
 
 DEADLINE_S = 60
@@ -66,9 +66,9 @@ class _Payloads:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_read_ahead, "_BLOCK_BYTES", PIECE)
-    monkeypatch.setattr(_read_ahead, "_BUFFER_BYTES", PIECE + 2 * PAGE)
-    monkeypatch.setattr(_read_ahead, "_MIN_BYTES", 3000)
+    monkeypatch.setattr(copying, "_BLOCK_BYTES", PIECE)
+    monkeypatch.setattr(copying, "_BUFFER_BYTES", PIECE + 2 * PAGE)
+    monkeypatch.setattr(copying, "_MIN_BYTES", 3000)
     before = threading.active_count()
     yield
     assert threading.active_count() == before  # none is left behind

@@ -30,9 +30,9 @@ from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.read_requests import ReadRequest, stored_dtype
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.models.conversions import import_checkpoint
-from mcore_ckpt.reshard import _slot_writer, build
+from mcore_ckpt.reshard import conversion, copying
+from mcore_ckpt.reshard.options import parse_partition_rules
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
-from mcore_ckpt.reshard.rules import parse_partition_rules
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.parallel_layout import data_file_rank
 from mcore_ckpt.tools.repair import repair_checkpoint
@@ -259,7 +259,7 @@ class TestRefusals:
     def test_damage_is_seen_whatever_becomes_of_the_elements(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str | None, verify: bool
     ) -> None:
-        monkeypatch.setattr(_slot_writer, "_MIN_FILE_COPY_BYTES", 1)
+        monkeypatch.setattr(copying, "_MIN_FILE_COPY_BYTES", 1)
         flip_byte(write_model(tmp_path / "s"), "output_layer.weight", at_fraction=0.5)
         options = {"tp": 2, "pp": 1, "dtype": dtype, "verify": verify}
         with pytest.raises(ChecksumError, match=r"output_layer\.weight"):
@@ -352,7 +352,7 @@ class TestInterruption:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(build, "check_all", stop)
+            patched.setattr(conversion, "check_all", stop)
             with pytest.raises(KeyboardInterrupt):
                 reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
 
@@ -371,11 +371,11 @@ class TestInterruption:
         self, tmp_path: Path, big: dict[str, torch.Tensor], stop: signal.Signals, capsys: pytest.CaptureFixture[str]
     ) -> None:
         code = (
-            "import sys, time\nfrom mcore_ckpt.reshard import _slot_writer\n"
-            "_slot_writer._SYNC_BYTES = 4 * 1024**2\n"
-            "original = _slot_writer._Worker._write_tensor\n"
+            "import sys, time\nfrom mcore_ckpt.reshard import copying\n"
+            "copying._SYNC_BYTES = 4 * 1024**2\n"
+            "original = copying._Worker._write_tensor\n"
             "def slow(self, streams, move):\n    time.sleep(0.05)\n    original(self, streams, move)\n"
-            "_slot_writer._Worker._write_tensor = slow\n"
+            "copying._Worker._write_tensor = slow\n"
             "from mcore_ckpt.commands.cli import main\nsys.exit(main(sys.argv[1:]))"
         )
         arguments = ["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--tp", "1", "--pp", "1"]
@@ -408,7 +408,7 @@ def test_a_target_that_is_not_what_was_written_does_not_appear(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that loses a write: nobody notices but the verification."""
-    original = build.write_all
+    original = conversion.write_all
 
     def write_and_damage(plan: Any, payloads: object, files: Any, *rest: object, **named: object) -> None:
         original(plan, payloads, files, *rest, **named)  # type: ignore[arg-type]
@@ -419,7 +419,7 @@ def test_a_target_that_is_not_what_was_written_does_not_appear(
         content[largest.offset + largest.length // 2] ^= 4
         path.write_bytes(content)
 
-    monkeypatch.setattr(build, "write_all", write_and_damage)
+    monkeypatch.setattr(conversion, "write_all", write_and_damage)
     with pytest.raises(CorruptCheckpointError, match="run the command again"):
         reshard_checkpoint(source, tmp_path / "t", tp=1, pp=1)
     assert not (tmp_path / "t").exists()

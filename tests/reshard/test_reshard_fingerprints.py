@@ -11,7 +11,7 @@ import pytest
 from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.reshard import _slot_writer
+from mcore_ckpt.reshard import copying
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from tests.support.model_like import model_tensors, write_model
 
@@ -56,7 +56,7 @@ class TestChunksInEachOthersPlace:
     def test_are_refused(
         self, key: str, tp: int, copied: bool, fingerprinted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(_slot_writer, "_MIN_FILE_COPY_BYTES", 1)
+        monkeypatch.setattr(copying, "_MIN_FILE_COPY_BYTES", 1)
         damaged = self.swapped(fingerprinted, tmp_path / "s", key)
         with pytest.raises(ChecksumError, match=f"{key}: what was written has the fingerprint"):
             reshard_checkpoint(damaged, tmp_path / "t", tp=tp, pp=1, file_copy=copied)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError, OptionError, SaveError
-from mcore_ckpt.reshard._journal import FileJournal
 from mcore_ckpt.reshard.target_directory import target_folder
+from mcore_ckpt.reshard.target_files import FileJournal
 
 WORK = "the fingerprint of some work"
 

@@ -9,12 +9,9 @@ import pytest
 import torch
 
 from mcore_ckpt.format.item_layout import ArchiveLayout
-from mcore_ckpt.reshard.build import build_target
-from mcore_ckpt.reshard.file_payloads import FilePayloads, FileRange
-from mcore_ckpt.reshard.safetensors import Exported
-from mcore_ckpt.reshard.source_files import SourceFiles
-from mcore_ckpt.reshard.state_pickle import SavedTensor, pickle_state
-from mcore_ckpt.reshard.torch_files import plan_torch_files
+from mcore_ckpt.reshard.conversion import SourceFiles, build_target
+from mcore_ckpt.reshard.view import FilePayloads, FileRange
+from mcore_ckpt.reshard.weight_files import Exported, SavedTensor, pickle_state, plan_torch_files
 
 TENSORS = {
     "weight": torch.randn(1000, 33),

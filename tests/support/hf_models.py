@@ -204,6 +204,6 @@ def run_model(model: Any, arguments: Namespace, vocabulary: int) -> Any:
 def build_from_arguments(arguments: Namespace, parallel: Parallel) -> Any:
     """Megatron's model, as its launch makes one from such arguments; collective."""
     pretend_cuda()
-    from mcore_ckpt.reshard.gpt_model import build_gpt_model
+    from mcore_ckpt.reshard.parameter_orders import build_gpt_model
 
     return build_gpt_model(vars(arguments), tensor=parallel.tensor, pipeline=parallel.pipeline, expert=parallel.expert)

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.reshard.names import ShardedName
+from mcore_ckpt.reshard.partition import ShardedName
 
 Implementation = Literal["local", "transformer_engine"]
 Axes = tuple[tuple[int, int], ...]

@@ -1,0 +1,731 @@
+"""A checkpoint as other tensors than those that it stores: slices of them, put together, cast or regrouped.
+
+A chunk of a view is a stored chunk, or the slice of one that a part has in common with it. So everything that takes
+an index and payloads (a reshard, an export) takes a view as well.
+
+Where a slice of a stored chunk is one run of bytes, as rows of a matrix are, it is read from where it lies. Otherwise
+it is gathered in memory, and transposed there if the view has another order of axes. Every stored chunk is read once,
+in parts, whose checksums are joined; `check_rest` reads what is left of it and compares its checksum.
+
+`DerivedPayloads` hands everything on to its base by itself: what was read, what is left to compare, what the bytes
+depend on. A subclass says only which chunk of the base one of its own chunks is, or how its bytes are computed.
+
+`FilePayloads` and `RegroupedPayloads` are tensors that lie plainly in files of others.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from mcore_ckpt.core.boxes import Box, covers, flat_boxes, intersect, relative, runs
+from mcore_ckpt.core.crc import crc32, crc32_combine
+from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.load.checks import chunk_name
+from mcore_ckpt.load.checksums import contiguous_around, range_crc
+from mcore_ckpt.storage.base import RangeReader, Storage
+from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.tools.dtype_cast import carrier, cast_floats
+from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads
+
+
+class Part(NamedTuple):
+    """A slice of a requested tensor, and the stored slice that it is."""
+
+    slice: Box
+    key: str | None  # of the stored tensor; None: zeros
+    # Slice of the stored tensor; its sizes are those of `slice`, except for axes of one element.
+    stored: Box | None = None
+    # Which axis of `slice` is which of `stored`, both counted from the last, -1; every other axis has one element.
+    # None: the last axes correspond, as many as both have.
+    axes: Sequence[tuple[int, int]] | None = None
+    # The last axis of the stored tensor counts elements of a flattened array. `slice` lies there in C order from this
+    # element on; `stored` is that array, with one element along every other axis.
+    flat: int | None = None
+
+
+class TensorView(NamedTuple):
+    """A requested tensor: its shape in elements, its parts, and its dtype in case nothing of it is stored.
+
+    `made`: the bytes of its elements, where they are made here; its one part is all of it, without a key.
+    """
+
+    shape: tuple[int, ...]
+    parts: Sequence[Part]
+    dtype: str | None = None
+    made: bytes | None = None
+
+
+class ChunkSlice(NamedTuple):
+    """A slice of a stored chunk, in the chunk's own coordinates; without an entry: `made`, or zeros.
+
+    `order` is that of the chunk's axes in the view, where it is another than in the file.
+    """
+
+    entry: TensorEntry | None
+    chunk: StoredChunk | None
+    slice: Box
+    order: tuple[int, ...] | None
+    made: bytes | None = None
+
+    @property
+    def elem_bytes(self) -> int:
+        assert self.entry is not None
+        return element_bytes(self.entry.dtype)
+
+
+ChunkSlices = dict[tuple[str, tuple[int, ...]], ChunkSlice]
+
+
+def as_stored(entry: TensorEntry) -> TensorView:
+    """A view of all of one stored tensor."""
+    everything = Box((0,) * len(entry.shape), entry.shape)
+    return TensorView(entry.shape, (Part(everything, entry.fqn, everything),))
+
+
+def view_index(
+    base: CheckpointIndex,
+    tensors: Mapping[str, TensorView],
+    objects: Mapping[str, bytes] | None = None,
+    kept_objects: Iterable[str] = (),
+) -> tuple[CheckpointIndex, ChunkSlices, bytes]:
+    """The index of a view with `tensors` by requested key, the slice of `base` behind each of its chunks, and its new
+    `objects` (archives of `torch.save` by full key), joined. `kept_objects`: stored ones that stay.
+    """
+    chunks_of = _ChunksByLead(base)
+    entries: dict[str, TensorEntry] = {}
+    slices: ChunkSlices = {}
+    for key, view in tensors.items():
+        dtype = _dtype_of(key, view, base)
+        found: list[StoredChunk] = []
+        for part in view.parts:
+            for box, origin in _chunk_slices(base, chunks_of, part):
+                nbytes = math.prod(box.sizes) * element_bytes(dtype)
+                found.append(StoredChunk(box.offsets, box.sizes, _item(origin, nbytes)))
+                slices[key, box.offsets] = origin._replace(made=view.made)
+        found = _with_named_zeros(found)
+        problem = covers(view.shape, [Box(chunk.offsets, chunk.sizes) for chunk in found])
+        if problem and math.prod(view.shape):
+            raise CorruptCheckpointError(f"{key}: the chunks in {base.path} do not make it up: {problem}")
+        entries[key] = TensorEntry(key, dtype, view.shape, tuple(found))
+    made = b""
+    kept = {key: base.objects[key] for key in kept_objects}
+    starts: dict[bytes, int] = {}
+    for key, content in (objects or {}).items():
+        if content not in starts:
+            starts[content] = len(made)
+            made += content
+        kept[key] = ObjectEntry(key, StoredItem(MADE_HERE, starts[content], len(content)))
+    return CheckpointIndex(base.path, entries, kept, blocks=base.blocks), slices, made
+
+
+def _dtype_of(key: str, view: TensorView, base: CheckpointIndex) -> str:
+    stored = {part.key for part in view.parts if part.key is not None}
+    dtypes = {base.tensors[name].dtype for name in stored}
+    if not dtypes and view.dtype is not None:
+        return view.dtype
+    if len(dtypes) != 1:
+        raise OptionError(
+            f"{key} is made of {', '.join(sorted(stored)[:4])}, which are stored as {', '.join(sorted(dtypes))}; "
+            "expected one dtype for all of them; an import gives them one by --dtype"
+        )
+    return dtypes.pop()
+
+
+class _ChunksByLead:
+    """The chunks of stored tensors that a slice may share elements with, by their leading axes of one element."""
+
+    def __init__(self, base: CheckpointIndex) -> None:
+        self._base = base
+        self._known: dict[str, tuple[int, dict[tuple[int, ...], list[StoredChunk]]]] = {}
+        self._rows: dict[str, dict[tuple[int, ...], tuple[list[int], list[StoredChunk]]]] = {}
+
+    def along(self, key: str, cell: Box, start: int, stop: int) -> Iterable[StoredChunk]:
+        """Chunks in order with elements `[start, stop)` of the last axis, where `cell` is in the other axes."""
+        if key not in self._rows:
+            rows: dict[tuple[int, ...], list[StoredChunk]] = {}
+            for chunk in self._base.tensors[key].chunks:
+                rows.setdefault(chunk.offsets[:-1], []).append(chunk)
+            self._rows[key] = {}
+            for lead, chunks in rows.items():
+                chunks.sort(key=lambda chunk: chunk.offsets[-1])
+                self._rows[key][lead] = [chunk.offsets[-1] for chunk in chunks], chunks
+        starts, chunks = self._rows[key].get(cell.offsets[:-1], ([], []))
+        return chunks[max(0, bisect_right(starts, start) - 1) : bisect_left(starts, stop)]
+
+    def around(self, key: str, box: Box) -> Iterable[StoredChunk]:
+        if key not in self._known:
+            entry = self._base.tensors[key]
+            lead = 0
+            while lead < len(entry.shape) and all(chunk.sizes[lead] == 1 for chunk in entry.chunks):
+                lead += 1
+            by_lead: dict[tuple[int, ...], list[StoredChunk]] = {}
+            for chunk in entry.chunks:
+                by_lead.setdefault(chunk.offsets[:lead], []).append(chunk)
+            self._known[key] = lead, by_lead
+        lead, by_lead = self._known[key]
+        if all(size == 1 for size in box.sizes[:lead]):
+            return by_lead.get(box.offsets[:lead], [])
+        return [chunk for chunks in by_lead.values() for chunk in chunks]
+
+
+def _chunk_slices(base: CheckpointIndex, chunks_of: _ChunksByLead, part: Part) -> Iterable[tuple[Box, ChunkSlice]]:
+    """Each slice of the requested tensor that one stored chunk has, and where it is in that chunk."""
+    if part.key is None or part.stored is None:
+        yield part.slice, ChunkSlice(None, None, part.slice, None)
+        return
+    entry = base.tensors[part.key]
+    if part.flat is not None:
+        yield from _flat_slices(entry, chunks_of, part, part.stored, part.flat)
+        return
+    axes = len(part.stored.sizes)
+    pairs = part.axes or [(-1 - n, -1 - n) for n in range(min(len(part.slice.sizes), axes))]
+    pairs = sorted(pairs)
+    theirs = [stored for _, stored in pairs]
+    single = [axis for axis in range(axes) if axis - axes not in theirs]
+    order = None if theirs == sorted(theirs) else (*single, *(axis + axes for axis in theirs))
+    for chunk in chunks_of.around(part.key, part.stored):
+        shared = intersect(Box(chunk.offsets, chunk.sizes), part.stored)
+        if shared is None:
+            continue
+        inside = relative(shared, part.stored.offsets)
+        offsets, sizes = list(part.slice.offsets), list(part.slice.sizes)
+        for mine, stored in pairs:
+            offsets[mine] += inside.offsets[stored]
+            sizes[mine] = inside.sizes[stored]
+        yield Box(tuple(offsets), tuple(sizes)), ChunkSlice(entry, chunk, relative(shared, chunk.offsets), order)
+
+
+def _flat_slices(
+    entry: TensorEntry, chunks_of: _ChunksByLead, part: Part, cell: Box, first: int
+) -> Iterable[tuple[Box, ChunkSlice]]:
+    stop = first + math.prod(part.slice.sizes)
+    for chunk in chunks_of.along(entry.fqn, cell, first, stop):
+        start, end = chunk.offsets[-1], chunk.offsets[-1] + chunk.sizes[-1]
+        low, high = max(first, start), min(stop, end)
+        for box in flat_boxes(part.slice.sizes, low - first, high - first):
+            count, lead = math.prod(box.sizes), len(chunk.sizes) - 1
+            inside = Box((*(0,) * lead, low - start), (*(1,) * lead, count))
+            offsets = tuple(map(operator.add, part.slice.offsets, box.offsets))
+            yield Box(offsets, box.sizes), ChunkSlice(entry, chunk, inside, None)
+            low += count
+
+
+def _item(origin: ChunkSlice, nbytes: int) -> StoredItem:
+    """The item of a view's chunk: near where its elements lie, so that readers that sort by it read in order."""
+    if origin.chunk is None:
+        return StoredItem(MADE_HERE, 0, nbytes)
+    item = origin.chunk.item
+    return StoredItem(
+        item.file, item.offset + runs(origin.chunk.sizes, origin.slice, origin.elem_bytes).first_byte, nbytes
+    )
+
+
+def _with_named_zeros(chunks: list[StoredChunk]) -> list[StoredChunk]:
+    """Zeros lie in no file; the index has them where the chunks that they fill up lie."""
+    real = next((chunk.item for chunk in chunks if chunk.item.file != MADE_HERE), None)
+    if real is None:
+        return chunks
+    return [
+        chunk if chunk.item.file != MADE_HERE else chunk._replace(item=StoredItem(real.file, real.offset, 0))
+        for chunk in chunks
+    ]
+
+
+_WINDOW_BYTES = 4 * 1024 * 1024
+_ReadInto = Callable[[StoredPayload, int, memoryview], None]
+
+
+def check_sum(payload: StoredPayload, value: int) -> None:
+    """Raise `ChecksumError` unless a payload that was read completely has its stored CRC-32, if one is stored."""
+    if payload.crc32 is not None and payload.crc32 != value:
+        raise ChecksumError(
+            f"{payload.where}: the source is damaged: its elements have CRC-32 {value:#010x}, expected "
+            f"{payload.crc32:#010x}. Run `mcore-ckpt verify` on the source, and take a sound copy"
+        )
+
+
+class _Part(NamedTuple):
+    """Bytes `[first, stop)` of a payload, and their CRC-32."""
+
+    first: int
+    stop: int
+    crc32: int
+
+
+class PartSums:
+    """For any number of threads; `read_into` reads bytes of a payload."""
+
+    def __init__(self, read_into: _ReadInto) -> None:
+        self._read_into = read_into
+        self._open: dict[str, tuple[StoredPayload, list[_Part]]] = {}
+        self._crossing: set[str] = set()
+        self._done: set[str] = set()
+        self._lock = threading.Lock()
+
+    def expect(self, payload: StoredPayload) -> None:
+        """`check_rest` compares this payload, even if no part of it is noted."""
+        key = payload.where
+        with self._lock:
+            if payload.crc32 is not None and key not in self._done:
+                self._open.setdefault(key, (payload, []))
+
+    def note(self, payload: StoredPayload, first: int, nbytes: int, value: int) -> int | None:
+        """Note the CRC-32 of bytes that were read; bytes that were noted before do not count again.
+
+        Returns the payload's CRC-32 when this part completes it, else None. Raises `ChecksumError` if it is damaged.
+        """
+        key = payload.where
+        with self._lock:
+            if key in self._done or key in self._crossing:
+                return None
+            _, parts = self._open.setdefault(key, (payload, []))
+            part = _Part(first, first + nbytes, value)
+            at = bisect_right(parts, part.first, key=lambda known: known.first)
+            before = parts[at - 1] if at else None
+            after = parts[at] if at < len(parts) else None
+            if before is not None and part.stop <= before.stop:
+                return None
+            if (before is not None and part.first < before.stop) or (after is not None and part.stop > after.first):
+                self._crossing.add(key)  # `check_rest` reads this payload again
+                return None
+            parts.insert(at, part)
+            _join(parts, at)
+            _join(parts, at - 1)
+            if (parts[0].first, parts[0].stop) != (0, payload.nbytes):
+                return None
+            value = parts[0].crc32
+            del self._open[key]
+            self._done.add(key)
+        check_sum(payload, value)
+        return value
+
+    def check_rest(self) -> None:
+        """Read what was not read of payloads that were noted or expected, and compare; raises `ChecksumError`."""
+        window = memoryview(bytearray(_WINDOW_BYTES)) if self._open else memoryview(b"")
+        for key, (payload, parts) in self._open.items():
+            if payload.crc32 is None:
+                continue
+            value = at = 0
+            for part in (*(() if key in self._crossing else parts), _Part(payload.nbytes, payload.nbytes, 0)):
+                value = range_crc(self._reader(payload), at, part.first - at, window, value)
+                value = crc32_combine(value, part.crc32, part.stop - part.first)
+                at = part.stop
+            check_sum(payload, value)
+            self._done.add(key)
+        self._open.clear()
+
+    def _reader(self, payload: StoredPayload) -> Callable[[int, memoryview], None]:
+        return lambda start, view: self._read_into(payload, start, view)
+
+
+def _join(parts: list[_Part], at: int) -> None:
+    """Make one of a part and its neighbour, if the second begins where the first ends."""
+    if 0 <= at < len(parts) - 1 and parts[at].stop == parts[at + 1].first:
+        first, second = parts[at : at + 2]
+        joined = crc32_combine(first.crc32, second.crc32, second.stop - second.first)
+        parts[at : at + 2] = [_Part(first.first, second.stop, joined)]
+
+
+_Fill = Callable[[int, memoryview], None]
+
+
+class DerivedPayloads(StoredPayloads):
+    """Payloads of `index` that are made of those of `base`; a context manager, which closes its base."""
+
+    def __init__(self, base: StoredPayloads, index: CheckpointIndex) -> None:
+        super().__init__(index, base.storage)
+        self.base = base
+        self.files = base.files
+        self._fills: dict[str, _Fill] = {}
+        self._sums = PartSums(base.read_into)
+
+    def base_chunk(self, entry: TensorEntry, chunk: StoredChunk) -> tuple[TensorEntry, StoredChunk] | None:
+        """The base's chunk with exactly these elements, as they are; None: they are computed, or are others."""
+        return entry, chunk
+
+    def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
+        found = self.base_chunk(entry, chunk)
+        assert found is not None, "a subclass locates what it computes"
+        return self.base.locate(*found)
+
+    def computed(self, entry: TensorEntry, chunk: StoredChunk, fill: _Fill, file: str = "") -> StoredPayload:
+        """A payload whose bytes `fill(start, view)` makes; `file` is where most of them come from."""
+        where = chunk_name(entry.fqn, chunk)
+        self._fills[where] = fill
+        nbytes = math.prod(chunk.sizes) * element_bytes(entry.dtype)
+        return StoredPayload(where, file or chunk.item.file, 0, nbytes, None, computed=True)
+
+    def read_into(self, payload: StoredPayload, start: int, view: memoryview) -> None:
+        fill = self._fills.get(payload.where) if payload.computed else None
+        if fill is None:
+            self.base.read_into(payload, start, view)
+        else:
+            fill(start, view)
+
+    def read_part(self, entry: TensorEntry, chunk: StoredChunk, start: int, nbytes: int) -> memoryview:
+        """Bytes of a chunk of the base, for computing others; their checksum counts for `check_rest`."""
+        memory = memoryview(bytearray(nbytes))
+        payload = self.base.locate(entry, chunk)
+        self.base.read_into(payload, start, memory)
+        self.part_was_read(entry, chunk, payload, start, memory)
+        return memory
+
+    def part_was_read(
+        self, entry: TensorEntry, chunk: StoredChunk, payload: StoredPayload, start: int, content: memoryview
+    ) -> None:
+        """Bytes of a chunk of the base were read by other means than `read_part`."""
+        value = self._sums.note(payload, start, len(content), crc32(content))
+        if value is not None:
+            self.base.was_read(entry, chunk, value)
+
+    def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:
+        found = self.base_chunk(entry, chunk)
+        if found is not None:
+            self.base.was_read(*found, value)
+
+    def check_rest(self) -> None:
+        self._sums.check_rest()
+        self.base.check_rest()
+
+    def recipe(self) -> Iterable[str]:
+        return self.base.recipe()
+
+    def close(self) -> None:
+        """Close the files."""
+        self.base.close()
+
+
+class CastPayloads(DerivedPayloads):
+    """Payloads of which those with a key in `dtypes` are in another floating-point dtype."""
+
+    def __init__(self, base: StoredPayloads, dtypes: Mapping[str, str]) -> None:
+        self._dtypes = dtypes
+        tensors = base.index.tensors
+        cast = {key: tensors[key]._replace(dtype=dtype) for key, dtype in dtypes.items()}
+        super().__init__(base, replace(base.index, tensors={**tensors, **cast}))
+
+    def base_chunk(self, entry: TensorEntry, chunk: StoredChunk) -> tuple[TensorEntry, StoredChunk] | None:
+        return None if entry.fqn in self._dtypes else (entry, chunk)
+
+    def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
+        if entry.fqn not in self._dtypes:
+            return self.base.locate(entry, chunk)
+        before = self.base.index.tensors[entry.fqn]
+        self.base.locate(before, chunk)  # raises for a damaged item, before anything is written
+        elem_bytes, to_bytes = element_bytes(before.dtype), element_bytes(entry.dtype)
+
+        def fill(start: int, view: memoryview) -> None:
+            """Bytes from `start` on, of the dtype that they are converted to; a view may part an element."""
+            first, last = start // to_bytes, -(-(start + len(view)) // to_bytes)
+            content = self.read_part(before, chunk, first * elem_bytes, (last - first) * elem_bytes)
+            try:
+                converted = cast_floats(content, before.dtype, entry.dtype, overflow="raise")
+            except FloatingPointError as error:
+                raise OptionError(
+                    f"{chunk_name(entry.fqn, chunk)}: holds elements that are too large for {entry.dtype}, in which "
+                    "they would be infinite; choose another dtype (bf16 has the range of fp32)"
+                ) from error
+            view[:] = converted[start - first * to_bytes :][: len(view)]
+
+        return self.computed(entry, chunk, fill)
+
+    def recipe(self) -> Iterable[str]:
+        yield from self.base.recipe()
+        yield from (f"{key} from {self.base.index.tensors[key].dtype} to {to}" for key, to in self._dtypes.items())
+
+
+def cast_payloads(base: StoredPayloads, dtype_of: Callable[[TensorEntry], str]) -> StoredPayloads:
+    """`base` with each tensor in the dtype that `dtype_of` gives; `base` itself where all of them have that already."""
+    dtypes = {key: dtype for key, entry in base.index.tensors.items() if (dtype := dtype_of(entry)) != entry.dtype}
+    return CastPayloads(base, dtypes) if dtypes else base
+
+
+class RegroupedPayloads(DerivedPayloads):
+    """Payloads with an axis that counts several things at once divided into one axis for each, by key in `shapes`.
+
+    Raises `OptionError` where a chunk begins or ends between things that are counted together.
+    """
+
+    def __init__(self, base: StoredPayloads, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._together: dict[tuple[str, StoredChunk], tuple[TensorEntry, StoredChunk]] = {}
+        tensors = dict(base.index.tensors)
+        for key, shape in shapes.items():
+            entry = tensors[key]
+            axis = next(n for n, size in enumerate(shape) if size != entry.shape[n])
+            count = shape[axis + 1]
+            chunks = []
+            for chunk in entry.chunks:
+                offsets, sizes = list(chunk.offsets), list(chunk.sizes)
+                if offsets[axis] % count or sizes[axis] % count:
+                    raise OptionError(
+                        f"{key}: a chunk at {offsets} of sizes {sizes} cuts through what is counted in {count}s along "
+                        f"axis {axis}; save the model in complete rows of that axis"
+                    )
+                offsets[axis : axis + 1] = [offsets[axis] // count, 0]
+                sizes[axis : axis + 1] = [sizes[axis] // count, count]
+                chunks.append(chunk._replace(offsets=tuple(offsets), sizes=tuple(sizes)))
+                self._together[key, chunks[-1]] = entry, chunk
+            tensors[key] = TensorEntry(key, entry.dtype, shape, tuple(chunks), entry.requires_grad)
+        super().__init__(base, replace(base.index, tensors=tensors))
+
+    def base_chunk(self, entry: TensorEntry, chunk: StoredChunk) -> tuple[TensorEntry, StoredChunk]:
+        return self._together.get((entry.fqn, chunk), (entry, chunk))
+
+
+# What one thread has gathered and may be asked for again.
+_GATHERED_BYTES = 128 * 1024 * 1024
+# A chunk that parts are gathered from is read completely, and compared with its checksum at once, up to this size.
+_COMPLETE_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """What one thread has gathered last, by name of the view's chunk, and what it was gathered from."""
+
+    parts: dict[str, memoryview]
+    around: tuple[tuple[str, tuple[int, ...], int], np.ndarray[Any, Any]] | None = None
+
+
+class ViewPayloads(DerivedPayloads):
+    """Payloads of a view of `base`; `tensors`, `objects` and `kept_objects` as for `view_index`."""
+
+    def __init__(
+        self,
+        base: StoredPayloads,
+        tensors: Mapping[str, TensorView],
+        objects: Mapping[str, bytes] | None = None,
+        kept_objects: Iterable[str] = (),
+    ) -> None:
+        index, self._slices, made = view_index(base.index, tensors, objects, kept_objects)
+        super().__init__(base, index)
+        self.files = _FilesAndMade(base, made)  # type: ignore[assignment]
+        self._threads = threading.local()
+        self._gathering = threading.Lock()
+
+    def base_chunk(self, entry: TensorEntry, chunk: StoredChunk) -> None:
+        """As `DerivedPayloads.base_chunk`: chunks of a view are parts of others."""
+
+    def recipe(self) -> Iterable[str]:
+        yield from self.base.recipe()
+        for (key, offsets), origin in self._slices.items():
+            if origin.chunk is not None:
+                yield f"{key} {offsets} {origin.chunk.item[:2]} {origin.slice} {origin.order}"
+
+    def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
+        origin = self._slices[entry.fqn, chunk.offsets]
+        nbytes = math.prod(chunk.sizes) * element_bytes(entry.dtype)
+        where = chunk_name(entry.fqn, chunk)
+        if origin.entry is None or origin.chunk is None:
+            return StoredPayload(where, chunk.item.file, 0, nbytes, None, origin.made or bytes(nbytes))
+        stored = self.base.locate(origin.entry, origin.chunk)
+        first = _first_byte(origin)
+        if first is None:
+
+            def gather(start: int, view: memoryview) -> None:
+                view[:] = self._gathered(where, origin)[start : start + len(view)]
+
+            return self.computed(entry, chunk, gather, stored.file)
+        if stored.decoded is not None:
+            content = memoryview(stored.decoded)[first : first + nbytes]
+            return StoredPayload(where, stored.file, 0, nbytes, None, content)
+        if stored.computed:
+            read_into = self.base.read_into
+            return self.computed(entry, chunk, lambda start, view: read_into(stored, first + start, view), stored.file)
+        crc = stored.crc32 if nbytes == stored.nbytes else None
+        return StoredPayload(where, stored.file, stored.offset + first, nbytes, crc)
+
+    def _gathered(self, where: str, origin: ChunkSlice) -> memoryview:
+        """A slice in memory of its own, in the view's order; the last few are kept: readers alternate between them.
+        Each thread has its own: two threads would replace each other's.
+        """
+        if not hasattr(self._threads, "gathered"):
+            self._threads.gathered = _Gathered({})
+        own: _Gathered = self._threads.gathered
+        known = own.parts.pop(where, None)
+        if known is None:
+            room = _GATHERED_BYTES - math.prod(origin.slice.sizes) * origin.elem_bytes
+            while own.parts and sum(map(len, own.parts.values())) > room:
+                own.parts.pop(next(iter(own.parts)))
+            with self._gathering:  # one thread at a time, since what is gathered from takes memory, too
+                known = self._gather(origin, own)
+        own.parts[where] = known
+        return known
+
+    def _gather(self, origin: ChunkSlice, own: _Gathered) -> memoryview:
+        assert origin.entry is not None
+        assert origin.chunk is not None
+        around = Box((0,) * len(origin.chunk.sizes), origin.chunk.sizes)
+        if math.prod(around.sizes) * origin.elem_bytes > _COMPLETE_BYTES:
+            around = contiguous_around(origin.chunk.sizes, origin.slice)
+        first = runs(origin.chunk.sizes, around, origin.elem_bytes).first_byte
+        key = origin.entry.fqn, origin.chunk.offsets, first
+        if own.around is None or own.around[0] != key:
+            own.around = None
+            stored = self.base.locate(origin.entry, origin.chunk)
+            memory = memoryview(bytearray(math.prod(around.sizes) * origin.elem_bytes))
+            self.base.read_into(stored, first, memory)
+            if len(memory) == stored.nbytes:
+                check_sum(stored, crc32(memory))
+            self.part_was_read(origin.entry, origin.chunk, stored, first, memory)
+            own.around = key, np.frombuffer(memory, carrier(origin.elem_bytes)).reshape(around.sizes)
+        inside = relative(origin.slice, around.offsets)
+        cut = own.around[1][tuple(slice(at, at + n) for at, n in zip(inside.offsets, inside.sizes, strict=True))]
+        if inside.sizes == around.sizes:
+            own.around = None  # no other slice is in it
+        if origin.order is not None:
+            cut = cut.transpose(origin.order)
+        return memoryview(np.ascontiguousarray(cut).reshape(-1).view(np.uint8).data)
+
+    def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:
+        """Note the CRC-32 of a chunk of the view; raise `ChecksumError` if its stored chunk turns out damaged."""
+        origin = self._slices[entry.fqn, chunk.offsets]
+        first = None if origin.chunk is None else _first_byte(origin)
+        if origin.entry is None or origin.chunk is None or first is None:
+            return
+        stored = self.base.locate(origin.entry, origin.chunk)
+        total = self._sums.note(stored, first, math.prod(origin.slice.sizes) * origin.elem_bytes, value)
+        if total is not None:
+            self.base.was_read(origin.entry, origin.chunk, total)
+
+    def check_rest(self) -> None:
+        """Read the rest of each chunk that the view has slices of, and compare its checksum; raises `ChecksumError`.
+
+        The rest are slices that no requested tensor has, and those that an earlier run has written.
+        """
+        for origin in self._slices.values():
+            if origin.entry is None or origin.chunk is None:
+                continue
+            if _first_byte(origin) is None:
+                # What is gathered from a small chunk is compared whenever it is read.
+                checked = math.prod(origin.chunk.sizes) * origin.elem_bytes <= _COMPLETE_BYTES
+            else:
+                checked = origin.slice.sizes == origin.chunk.sizes
+            if not checked:
+                self._sums.expect(self.base.locate(origin.entry, origin.chunk))
+        super().check_rest()
+
+
+def _first_byte(origin: ChunkSlice) -> int | None:
+    """Where a slice begins in its chunk, if it is one run of bytes in the view's order."""
+    assert origin.chunk is not None
+    run = runs(origin.chunk.sizes, origin.slice, origin.elem_bytes)
+    return run.first_byte if origin.order is None and len(run) == 1 else None
+
+
+class _FilesAndMade:
+    """Files of the base, and a pseudo-file with the objects that are made here."""
+
+    def __init__(self, base: StoredPayloads, made: bytes) -> None:
+        self._base = base
+        self._made = _MadeReader(made)
+
+    def reader(self, name: str) -> AbstractContextManager[RangeReader]:
+        return nullcontext(self._made) if name == MADE_HERE else self._base.files.reader(name)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._base.files.close()
+
+
+class _MadeReader(RangeReader):
+    """Bytes in memory as a file."""
+
+    def __init__(self, content: bytes) -> None:
+        self.name, self.size_bytes, self._content = MADE_HERE, len(content), content
+
+    def read_into(self, offset: int, view: memoryview, arrived: Any = None) -> None:
+        self.check_range(offset, len(view))
+        view[:] = self._content[offset : offset + len(view)]
+        if arrived is not None:
+            arrived(view)
+
+    def close(self) -> None:
+        pass
+
+
+class Record(NamedTuple):
+    """Bytes of a file with one CRC-32 (None: none is stored); `name` is for messages."""
+
+    name: str
+    start: int
+    nbytes: int
+    crc32: int | None
+
+
+class FileRange(NamedTuple):
+    """Elements in a file, C order, little-endian: all of `record`, or a part of it.
+
+    `strides` are in elements, for elements that do not follow one another; the first one lies at `offset`.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    record: Record | None = None
+    strides: tuple[int, ...] = ()
+
+
+class FilePayloads(StoredPayloads):
+    """Payloads of tensors by key, in files of `directory`; `storage` is given where links are followed."""
+
+    def __init__(self, directory: Path, tensors: Mapping[str, FileRange], storage: Storage | None = None) -> None:
+        entries = {}
+        for key, at in tensors.items():
+            chunk = StoredChunk((0,) * len(at.shape), at.shape, StoredItem(at.file, at.offset, at.nbytes))
+            entries[key] = TensorEntry(key, at.dtype, at.shape, (chunk,))
+        super().__init__(CheckpointIndex(str(directory), entries, {}), storage or storage_at(directory))
+        self._tensors = tensors
+        self._sums = PartSums(self.read_into)
+
+    def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
+        at, where = self._tensors[entry.fqn], chunk_name(entry.fqn, chunk)
+        with self.files.reader(at.file) as reader:
+            if at.strides:
+                return self._gathered(at, where, reader)
+            reader.check_range(at.offset, at.nbytes)
+        crc = None if at.record is None or at.record.nbytes != at.nbytes else at.record.crc32
+        return StoredPayload(where, at.file, at.offset, at.nbytes, crc)
+
+    def _gathered(self, at: FileRange, where: str, reader: RangeReader) -> StoredPayload:
+        """The elements of a strided tensor, in memory."""
+        elem_bytes = element_bytes(at.dtype)
+        span = 1 + sum((size - 1) * stride for size, stride in zip(at.shape, at.strides, strict=True))
+        content = reader.read(at.offset, span * elem_bytes)
+        if at.record is not None:
+            self._sums.note(self._record(at.file, at.record), at.offset - at.record.start, len(content), crc32(content))
+        elements = np.frombuffer(content, carrier(elem_bytes))
+        strided = as_strided(elements, at.shape, [stride * elem_bytes for stride in at.strides])
+        gathered = np.ascontiguousarray(strided).reshape(-1).view(np.uint8).data
+        return StoredPayload(where, at.file, 0, at.nbytes, None, gathered)
+
+    def _record(self, file: str, record: Record) -> StoredPayload:
+        name, start, nbytes, crc = record
+        return StoredPayload(f"{Path(self.index.path) / file}: {name}", file, start, nbytes, crc)
+
+    def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:
+        """As `StoredPayloads.was_read`: a tensor may be a part of its record."""
+        at = self._tensors[entry.fqn]
+        if at.record is not None and at.nbytes and at.nbytes != at.record.nbytes and not at.strides:
+            self._sums.note(self._record(at.file, at.record), at.offset - at.record.start, at.nbytes, value)
+
+    def check_rest(self) -> None:
+        """Of records that were read in part, read and compare the rest (padding); raises `ChecksumError`."""
+        self._sums.check_rest()
+
+    def recipe(self) -> Iterable[str]:
+        return (f"{key} {at.offset} {at.dtype} {at.shape}" for key, at in self._tensors.items())

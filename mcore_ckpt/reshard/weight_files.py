@@ -1,0 +1,378 @@
+"""Files of other formats: safetensors, and state dicts as `torch.save` writes them; without torch.
+
+Safetensors files are sharded by size, as the Hugging Face libraries name them: `model-00001-of-00004.safetensors` with
+`model.safetensors.index.json`, or one `model.safetensors`.
+
+    8 bytes    length of the header, little-endian
+    header     {"name": {"dtype": "BF16", "shape": [...], "data_offsets": [start, stop]}, "__metadata__": {...}}
+    data       offsets count from here
+
+The pickle of a torch file describes tensors by name, and stands in for classes. It is made first, so sizes and offsets
+of all records are known before a byte is written; the elements are written where they belong in the archive. The CRC-32
+of each tensor follows its elements, and again in the directory at the end of the file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from mcore_ckpt.core.crc import crc32
+from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
+from mcore_ckpt.format.dtypes import DTYPES, dtype_entry
+from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
+from mcore_ckpt.format.item_layout import ArchiveLayout, element_bytes
+from mcore_ckpt.format.safe_pickle import Opaque, Unavailable
+from mcore_ckpt.format.state_file import StateRecord, read_state_file
+from mcore_ckpt.format.tensor_pickle import FileTensor, contiguous_strides
+from mcore_ckpt.reshard.plan import Blob, Frame, TargetPlan, TensorMove, all_in_one, in_shares
+from mcore_ckpt.reshard.target_files import Journal, TargetFiles
+from mcore_ckpt.tools.dtype_cast import as_numbers
+from mcore_ckpt.tools.payloads import StoredPayloads
+
+METADATA_KEY: Final = "__metadata__"
+"""Name that the header keeps for itself."""
+
+# Readers that map the file want elements aligned; the header is padded with spaces, as the format provides.
+_ALIGNMENT = 64
+
+
+class Exported(NamedTuple):
+    """A tensor on its way out; `joined` is its shape there, where that is another for the same elements in order."""
+
+    name: str
+    entry: TensorEntry
+    joined: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape if self.joined is None else self.joined
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.entry.shape) * element_bytes(self.entry.dtype)
+
+
+def safetensors_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """The file up to the data, and where each tensor (name, torch's dtype, shape) starts in the file.
+
+    Raises `OptionError` where the format has no such dtype, or reserves the name or cannot hold it.
+    """
+    header: dict[str, Any] = {METADATA_KEY: dict(metadata)}
+    starts: dict[str, int] = {}
+    position = 0
+    for name, dtype, shape in tensors:
+        if name == METADATA_KEY:
+            raise OptionError(f"{name}: safetensors keeps this name for itself; give the tensor another one (--rename)")
+        if not name.isascii() and name.encode("utf-8", "replace").decode() != name:
+            raise OptionError(
+                f"{name!a}: holds a surrogate, which safetensors cannot store in a name; give the tensor another one "
+                "(--rename)"
+            )
+        entry = DTYPES.get(dtype)
+        if entry is None or entry.safetensors is None:
+            raise OptionError(
+                f"{name}: safetensors has no {dtype}; leave it out (--only, --rename), convert it (--dtype), or export "
+                "to torch"
+            )
+        stop = position + math.prod(shape) * entry.element_bytes
+        header[name] = {"dtype": entry.safetensors, "shape": list(shape), "data_offsets": [position, stop]}
+        starts[name] = position
+        position = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    first = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: first + start for name, start in starts.items()}
+
+
+def shard_names(tensors: Sequence[Exported], most_bytes: int, stem: str, ending: str) -> dict[str, list[Exported]]:
+    """Tensors in their order by file, none of which has more than so many bytes, unless one tensor is larger."""
+    shards: list[list[Exported]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > most_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    count = len(shards)
+    names = (
+        [f"{stem}.{ending}"] if count == 1 else [f"{stem}-{n:05d}-of-{count:05d}.{ending}" for n in range(1, count + 1)]
+    )
+    return dict(zip(names, shards, strict=True))
+
+
+def weight_map(shards: Mapping[str, Sequence[Exported]]) -> bytes:
+    """The index file of several shards: which file has which tensor."""
+    weights = {tensor.name: file for file, tensors in shards.items() for tensor in tensors}
+    total = sum(tensor.nbytes for tensors in shards.values() for tensor in tensors)
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+    return json.dumps(document, indent=2).encode() + b"\n"
+
+
+def plan_safetensors(tensors: Sequence[Exported], most_bytes: int, workers: int) -> TargetPlan:
+    """Where each tensor goes; no file has more than `most_bytes`, unless one tensor is larger."""
+    shards = shard_names(tensors, most_bytes, "model", "safetensors")
+    moves: list[TensorMove] = []
+    blobs, sizes = [], {}
+    for file, shard in shards.items():
+        described = [(tensor.name, tensor.entry.dtype, tensor.shape) for tensor in shard]
+        header, starts = safetensors_header(described, {"format": "pt"})
+        blobs.append(Blob(file, 0, header))
+        sizes[file] = len(header) + sum(tensor.nbytes for tensor in shard)
+        moves += [all_in_one(tensor.entry, tensor.name, file, starts[tensor.name]) for tensor in shard]
+    return TargetPlan(
+        work=in_shares(moves, workers),
+        blobs=tuple(blobs),
+        sizes=sizes,
+        files_at_once=1,
+        summed=False,
+        index_file=("model.safetensors.index.json", weight_map(shards)) if len(shards) > 1 else None,
+    )
+
+
+# Random states, settings and what layers keep for themselves are small; what is larger is no such thing.
+_MAX_TAKEN_BYTES = 256 * 1024**2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedTensor:
+    """A tensor of a state dict; its content is its elements (C order, little-endian), or the key of its payloads."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    content: bytes | str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtype_entry(self.dtype).element_bytes
+
+    @property
+    def number(self) -> float | None:
+        """Its element, if it is one number in memory."""
+        numbers = as_numbers(memoryview(self.content), self.dtype) if isinstance(self.content, bytes) else None
+        return None if numbers is None or len(numbers) != 1 else float(numbers[0])
+
+
+class _Global:
+    """Something of torch that a pickle names."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = module, name
+
+    def __call__(self) -> None:
+        """Never: pickle asks whether it could."""
+
+
+_REBUILD_V2 = _Global("torch._utils", "_rebuild_tensor_v2")
+_REBUILD_V3 = _Global("torch._utils", "_rebuild_tensor_v3")
+_UNTYPED = _Global("torch.storage", "UntypedStorage")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Storage:
+    kind: _Global
+    number: int
+    count: int
+
+
+# Its pickler in Python, whose way of writing names can be changed.
+_Pickler: Any = pickle._Pickler  # noqa: SLF001
+
+
+class _StatePickler(_Pickler):  # type: ignore[misc]
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=2)
+        self.tensors: list[SavedTensor] = []
+        self._names: dict[str, _Global] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        """What stands for something else."""
+        if isinstance(value, SavedTensor):
+            return self._tensor(value)
+        if isinstance(value, _Global):
+            return value.name
+        if isinstance(value, Unavailable):
+            made = type(value), value.arguments
+            return made if value.state is None else (*made, value.state)
+        return NotImplemented
+
+    def _tensor(self, tensor: SavedTensor) -> tuple[Any, ...]:
+        number, kind = len(self.tensors), dtype_entry(tensor.dtype).storage_class
+        self.tensors.append(tensor)
+        count = math.prod(tensor.shape)
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        place = 0, tensor.shape, contiguous_strides(tensor.shape), False, hooks
+        if kind is not None:
+            return _REBUILD_V2, (_Storage(self._torch(kind), number, count), *place)
+        return _REBUILD_V3, (_Storage(_UNTYPED, number, tensor.nbytes), *place, self._torch(tensor.dtype))
+
+    def _torch(self, name: str) -> _Global:
+        return self._names.setdefault(name, _Global("torch", name))
+
+    def persistent_id(self, value: Any) -> Any:
+        """A storage, as torch refers to it."""
+        return ("storage", value.kind, str(value.number), "cpu", value.count) if isinstance(value, _Storage) else None
+
+    def save_global(self, value: Any, name: Any = None) -> None:
+        """Write a name, without importing what it stands for."""
+        if isinstance(value, _Global):
+            module, qualified = value.module, value.name
+        elif isinstance(value, type) and issubclass(value, Unavailable):
+            module, _, qualified = value.class_name.rpartition(".")
+        else:
+            super().save_global(value, name)
+            return
+        self.write(pickle.GLOBAL + f"{module}\n{qualified}\n".encode())
+        self.memoize(value)
+
+
+def pickle_state(value: Any) -> tuple[bytes, list[SavedTensor]]:
+    """The pickle of a state dict, and its tensors by the number of their storage; raises `TypeError`."""
+    stream = io.BytesIO()
+    pickler = _StatePickler(stream)
+    pickler.dump(value)
+    return stream.getvalue(), pickler.tensors
+
+
+def encode_state(value: Any) -> bytes:
+    """What `torch.save(value)` would write, the elements of its tensors given; raises `TypeError` as `pickle_state`."""
+    pickled, tensors = pickle_state(value)
+    layout = ArchiveLayout(pickled, [tensor.nbytes for tensor in tensors])
+    content = bytearray(layout.begin)
+    crcs = []
+    for number, tensor in enumerate(tensors):
+        assert isinstance(tensor.content, bytes), "its elements are not in memory"
+        crcs.append(crc32(tensor.content))
+        frame = layout.frame(number)
+        content += frame.head + tensor.content + frame.tail_with(crcs[-1])
+    return bytes(content + layout.end(crcs))
+
+
+def decode_state(content: bytes, where: str) -> Any:
+    """A state dict in memory: tensors are `SavedTensor`s, classes that are not imported have stand-ins.
+
+    Raises `OptionError` for other classes; otherwise as `read_state_file`.
+    """
+
+    def read(offset: int, length: int) -> bytes:
+        return content[offset : offset + length]
+
+    state = read_state_file(read, len(content), where)
+    return taken_over(state.value, read, where, state.records)
+
+
+def taken_over(value: Any, read: Callable[[int, int], bytes], where: str, records: Mapping[str, StateRecord]) -> Any:
+    """`value`, a part of a state file, as `encode_state` takes it: with the elements of its tensors. Raises
+    `OptionError` for an unknown class, `CorruptCheckpointError` for tensors larger than what is not a parameter.
+    """
+    left = _MAX_TAKEN_BYTES
+
+    def tensor(given: FileTensor) -> SavedTensor:
+        nonlocal left
+        if given.strides:
+            raise OptionError(f"{where}: a tensor in steps of {list(given.strides)} elements; save a contiguous copy")
+        record = records[given.record]
+        left -= record.nbytes
+        if left < 0:
+            raise CorruptCheckpointError(f"{where}: more than {_MAX_TAKEN_BYTES} bytes of tensors outside the model")
+        content = read(record.start, record.nbytes)
+        if record.crc32 is not None and crc32(content) != record.crc32:
+            raise ChecksumError(
+                f"{where}: record data/{given.record} has CRC-32 {crc32(content):#010x}, expected "
+                f"{record.crc32:#010x}; take a sound copy"
+            )
+        return SavedTensor(given.dtype, given.shape, bytes(content[given.first_byte : given.first_byte + given.nbytes]))
+
+    def take(part: Any) -> Any:
+        if type(part) is FileTensor:
+            return tensor(part)
+        if isinstance(part, Opaque) or (isinstance(part, type) and issubclass(part, Opaque)):
+            raise OptionError(f"{where}: holds a {part.name:.200}, a class that is not known here")
+        if isinstance(part, dict):
+            return type(part)((take(key) if type(key) is tuple else key, take(item)) for key, item in part.items())
+        if type(part) in (list, tuple):
+            return type(part)(take(item) for item in part)
+        if isinstance(part, Namespace):
+            return Namespace(**{name: take(item) for name, item in vars(part).items()})
+        if isinstance(part, Unavailable):
+            part.arguments, part.state = take(part.arguments), take(part.state)
+        return part
+
+    return take(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Archive:
+    """One file: its layout, and of each tensor its CRC-32, or the key of the move that writes it."""
+
+    layout: ArchiveLayout
+    sums: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TorchPlan(TargetPlan):
+    archives: Mapping[str, _Archive]
+
+    def frame(self, move: TensorMove, number: int) -> Frame:
+        return self.archives[move.slots[number].file].layout.frame(int(move.key.rpartition(" ")[2]))
+
+    def finish(self, files: TargetFiles, journal: Journal, payloads: StoredPayloads, *, is_compared: bool) -> None:
+        for name, archive in self.archives.items():
+            crcs = [known if isinstance(known, int) else journal.sums[known][0][0] for known in archive.sums]
+            files.write_end(name, self.sizes[name], archive.layout.end(crcs))
+
+
+def plan_state_files(
+    states: Mapping[str, Any], index: CheckpointIndex, workers: int, index_file: tuple[str, bytes] | None = None
+) -> TargetPlan:
+    """Where each tensor of some state dicts, by file name, goes; `SavedTensor`s name keys of `index`."""
+    moves: list[TensorMove] = []
+    blobs: list[Blob] = []
+    sizes: dict[str, int] = {}
+    archives: dict[str, _Archive] = {}
+    for file, state in states.items():
+        pickled, tensors = pickle_state(state)
+        layout = ArchiveLayout(pickled, [tensor.nbytes for tensor in tensors])
+        blobs.append(Blob(file, 0, layout.begin))
+        sums: list[int | str] = []
+        for number, (tensor, offset) in enumerate(zip(tensors, layout.offsets, strict=True)):
+            if isinstance(tensor.content, bytes):
+                crc, frame = crc32(tensor.content), layout.frame(number)
+                sums.append(crc)
+                blobs.append(Blob(file, offset, frame.head + tensor.content + frame.tail_with(crc)))
+            else:
+                sums.append(f"{file} {number}")
+                moves.append(all_in_one(index.tensors[tensor.content], f"{file} {number}", file, offset))
+        sizes[file] = layout.size_bytes
+        archives[file] = _Archive(layout, tuple(sums))
+    return _TorchPlan(
+        work=in_shares(moves, workers),
+        blobs=tuple(blobs),
+        sizes=sizes,
+        files_at_once=1,
+        archives=archives,
+        index_file=index_file,
+    )
+
+
+def plan_torch_files(
+    tensors: Sequence[Exported], index: CheckpointIndex, most_bytes: int, workers: int = 2
+) -> TargetPlan:
+    """As `plan_safetensors`, in files `pytorch_model...bin`, each with a dict of tensors by name."""
+    shards = shard_names(tensors, most_bytes, "pytorch_model", "bin")
+    states = {
+        file: {tensor.name: SavedTensor(tensor.entry.dtype, tensor.shape, tensor.entry.fqn) for tensor in shard}
+        for file, shard in shards.items()
+    }
+    index_file = ("pytorch_model.bin.index.json", weight_map(shards)) if len(shards) > 1 else None
+    return plan_state_files(states, index, workers, index_file)
