@@ -29,12 +29,10 @@ if TYPE_CHECKING:
     from mcore_ckpt.save.async_queue import AsyncCallsQueue
     from mcore_ckpt.state.fingerprint import fingerprint
     from mcore_ckpt.tools.checkpoint import Checkpoint, LazyTensor, open_checkpoint
-    from mcore_ckpt.tools.copy import CopyReport, copy_checkpoint
-    from mcore_ckpt.tools.diff import DiffReport, diff_checkpoints
-    from mcore_ckpt.tools.fingerprints import checkpoint_fingerprint
+    from mcore_ckpt.tools.diff import DiffReport, checkpoint_fingerprint, diff_checkpoints
     from mcore_ckpt.tools.inspection import CheckpointSummary, summarize_checkpoint
     from mcore_ckpt.tools.repair import repair_checkpoint
-    from mcore_ckpt.tools.run_listing import RunReport, list_run
+    from mcore_ckpt.tools.runs import CopyReport, RunReport, copy_checkpoint, list_run
     from mcore_ckpt.tools.verify import VerifyReport, verify_checkpoint
 
 from mcore_ckpt.core.version import __version__
@@ -44,7 +42,7 @@ _HOME = {
     "Checkpoint": "tools.checkpoint",
     "CheckpointSummary": "tools.inspection",
     "ConversionReport": "reshard.conversion",
-    "CopyReport": "tools.copy",
+    "CopyReport": "tools.runs",
     "DiffReport": "tools.diff",
     "FileSystemReader": "load.reader",
     "FileSystemWriterAsync": "dcp.writer",
@@ -52,20 +50,20 @@ _HOME = {
     "MCoreLoadPlanner": "dcp.planners",
     "MCoreSavePlanner": "dcp.planners",
     "PruneReport": "directory.retention",
-    "RunReport": "tools.run_listing",
+    "RunReport": "tools.runs",
     "StateFingerprint": "core.fingerprints",
     "TorchDistLoadStrategy": "megatron.strategy",
     "TorchDistSaveStrategy": "megatron.strategy",
     "VerifyReport": "tools.verify",
-    "checkpoint_fingerprint": "tools.fingerprints",
-    "copy_checkpoint": "tools.copy",
+    "checkpoint_fingerprint": "tools.diff",
+    "copy_checkpoint": "tools.runs",
     "diff_checkpoints": "tools.diff",
     "export_checkpoint": "models.conversions",
     "fingerprint": "state.fingerprint",
     "get_strategy": "megatron.registry",
     "import_checkpoint": "models.conversions",
     "install": "megatron.install",
-    "list_run": "tools.run_listing",
+    "list_run": "tools.runs",
     "load_sharded_optimizer_state": "megatron.optimizer_state",
     "open_checkpoint": "tools.checkpoint",
     "prune_run": "directory.retention",

@@ -1,4 +1,4 @@
-"""What `reshard`, `import` and `export` have in common: arguments made of a conversion's options, and what is shown."""
+"""`mcore-ckpt reshard`, `export` and `import`: arguments made of a conversion's options, and what is shown."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import argparse
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.commands._shell import Outcome, add_dry_run, numbers, one_line, table
+from mcore_ckpt.commands._shell import Outcome, add_dry_run, few, numbers, one_line, table
+from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import CheckpointError, OptionError
-from mcore_ckpt.reshard.options import ConversionOptions, flags_of, help_of, kinds_of
+from mcore_ckpt.reshard.options import ConversionOptions, ReshardOptions, flags_of, help_of, kinds_of
 
 if TYPE_CHECKING:
     from mcore_ckpt.reshard.conversion import ConversionReport
@@ -88,3 +89,139 @@ def checked_outcome(report: ConversionReport, text: str, *, to_megatron: bool) -
         raise OptionError(f"{report.target} was written, but not checked: {error}") from error
     document = {**asdict(report), "check": {**asdict(check), "same": check.same}}
     return Outcome(document, f"{text}\n{check}", 0 if check.same else 1)
+
+
+def add_reshard(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("source", metavar="SRC", help="directory of the checkpoint, or one with a tracker file")
+    parser.add_argument(
+        "target",
+        metavar="DST",
+        help="directory to make; must not exist yet. Of a run: DST/iter_0001000, and the tracker",
+    )
+    add_options(parser, ReshardOptions)
+
+
+def run_reshard(arguments: argparse.Namespace) -> Outcome:
+    """Reshard, or show what would be done."""
+    from mcore_ckpt.reshard.reshard import reshard_checkpoint
+
+    report = reshard_checkpoint(arguments.source, arguments.target, **given_options(arguments, ReshardOptions))
+    if arguments.dry_run:
+        return plan_outcome(report)
+    guesses = f", {report.guesses} of them by a guess (see --dry-run)" if report.guesses else ""
+    text = (
+        f"{report.target}: {report.target_layout}, {report.tensors} tensors{guesses} in {report.chunks} chunks, "
+        f"{counted(len(report.files), 'file')}, {human_bytes(report.file_bytes)}\n"
+        f"{'resumed, ' if report.resumed else ''}copied in {report.copy_s:.1f} s, "
+        + (f"compared with the source in {report.verify_s:.1f} s" if report.verified else "not verified")
+    )
+    return Outcome(report, "\n".join([text, *notes_of(report)]))
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    from mcore_ckpt.models.options import ExportOptions
+
+    parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
+    parser.add_argument("directory", metavar="DIR", help="directory to make; must not exist yet")
+    parser.add_argument(
+        "--to",
+        choices=list(ExportOptions.TAKES),
+        default="safetensors",
+        help="format; hf: a model that transformers loads, by its architecture; fsdp_dtensor, megatron-legacy: "
+        "what Megatron-FSDP and --ckpt-format torch load (default: safetensors)",
+    )
+    add_options(parser, ExportOptions, "--to")
+    parser.add_argument(
+        "--check-logits",
+        action="store_true",
+        help="with --to hf: then run both models on random tokens, and compare logits; needs transformers and "
+        "megatron-core",
+    )
+
+
+def run_export(arguments: argparse.Namespace) -> Outcome:
+    """Export."""
+    from mcore_ckpt.models.conversions import export_checkpoint
+    from mcore_ckpt.models.options import ExportOptions
+
+    if arguments.check_logits:
+        if arguments.to != "hf":
+            raise OptionError(f"--check-logits: not with --to {arguments.to}; it goes with hf")
+        require_check(arguments.dry_run)
+    report = export_checkpoint(
+        arguments.checkpoint,
+        arguments.directory,
+        to=arguments.to,
+        **given_options(arguments, ExportOptions),
+    )
+    if arguments.dry_run:
+        return plan_outcome(report)
+    files = counted(len(report.files), "file")
+    size = f"{counted(report.tensors, 'tensor')}, {human_bytes(report.payload_bytes)} in {files}"
+    text = f"{report.target}: {report.family}, {size}" if report.family else f"{report.target}: {size}"
+    if report.format in ("hf", "fsdp_dtensor", "megatron-legacy"):
+        text = "\n".join([text, *notes_of(report)])
+    elif report.left_out:
+        text += (
+            f"; {len(report.left_out)} objects have no place in this format and were left out: {few(report.left_out)}"
+        )
+    return checked_outcome(report, text, to_megatron=False) if arguments.check_logits else Outcome(report, text)
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    from mcore_ckpt.models.options import ImportOptions
+
+    parser.add_argument(
+        "source", metavar="SRC", help="directory of a model or of a checkpoint, one file, or one with a tracker file"
+    )
+    parser.add_argument("target", metavar="DST", help="directory to make; must not exist yet")
+    parser.add_argument(
+        "--from",
+        dest="kind",
+        choices=list(ImportOptions.TAKES),
+        default="files",
+        help="what SRC is: tensors under their own keys (files), a Hugging Face model, to become Megatron's (hf), one "
+        "that FSDP2 has saved by DCP (dcp), or DeepSpeed as a universal checkpoint (ucp), or what a job has saved "
+        "with --ckpt-format torch (megatron-legacy); default: files",
+    )
+    add_options(parser, ImportOptions, "--from")
+    parser.add_argument(
+        "--check-logits",
+        action="store_true",
+        help="with --from hf: then run both models on random tokens, and compare logits; needs transformers and "
+        "megatron-core",
+    )
+
+
+def run_import(arguments: argparse.Namespace) -> Outcome:
+    """Import."""
+    from mcore_ckpt.models.conversions import import_checkpoint
+    from mcore_ckpt.models.options import ImportOptions
+
+    options = given_options(arguments, ImportOptions)
+    if arguments.check_logits:
+        if arguments.kind != "hf" or "hf_config" in options:
+            raise OptionError("--check-logits: transformers has to load SRC: it needs --from hf, and no --hf-config")
+        require_check(arguments.dry_run)
+    report = import_checkpoint(
+        arguments.source,
+        arguments.target,
+        kind=arguments.kind,
+        **options,
+    )
+    if arguments.dry_run:
+        return plan_outcome(report)
+    size = f"{report.tensors} tensors, {human_bytes(report.payload_bytes)}"
+    if arguments.kind == "files":
+        text = f"{report.target}: {size} from {report.format}"
+        if report.left_out:
+            count = len(report.left_out)
+            text += f"; {count} entries that are no tensors were left out: {few(report.left_out)}"
+        return Outcome(report, text)
+    layouts = " as ".join(part for part in (report.source_layout, report.target_layout) if part)
+    what = f"{report.family} for {layouts}" if report.family else layouts
+    text = "\n".join([f"{report.target}: {what}, {size} in {counted(len(report.files), 'file')}", *notes_of(report)])
+    return checked_outcome(report, text, to_megatron=True) if arguments.check_logits else Outcome(report, text)

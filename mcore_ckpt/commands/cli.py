@@ -116,12 +116,17 @@ _COMMANDS: Final = {
         ("the script has ended",),
     ),
 }
-_WITH_UNDERSCORE: Final = {"import"}
+_MODULES: Final = {
+    **dict.fromkeys(("list", "inspect", "cat", "diff"), "_look"),
+    **dict.fromkeys(("verify", "repair", "copy", "prune"), "_checks"),
+    **dict.fromkeys(("reshard", "export", "import"), "_conversions"),
+}
 _DIRECTORIES: Final = {"CKPT", "RUN", "SRC", "DST", "DIR", "A", "B"}
 
 
-def _module(command: str) -> Any:
-    return import_module(f"mcore_ckpt.commands._{command}{'_' * (command in _WITH_UNDERSCORE)}")
+def _function(verb: str, command: str) -> Any:
+    """`add_COMMAND(parser)`, which declares its arguments, or `run_COMMAND(arguments)`, which gives an `Outcome`."""
+    return getattr(import_module(f"mcore_ckpt.commands.{_MODULES[command]}"), f"{verb}_{command}")
 
 
 def _overview() -> str:
@@ -230,7 +235,7 @@ def make_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
             name, help=one.purpose, description=sentence, epilog=_epilog(name), parents=parents, formatter_class=raw
         )
         if name in commands and name != "launch":
-            _module(name).add_arguments(sub)
+            _function("add", name)(sub)
     return parser
 
 
@@ -244,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     arguments = parser.parse_args(words)
     try:
-        outcome: Outcome = _module(arguments.command).run(arguments)
+        outcome: Outcome = _function("run", arguments.command)(arguments)
         try:
             _show(outcome, as_json=arguments.json)
         except BrokenPipeError:

@@ -12,6 +12,8 @@ The state of an Adam optimizer, as Megatron's distributed optimizer keeps it:
 
 Megatron has one step and one pair of betas for all parameters, and keeps everything in float32. What does not fit is
 left out completely, with the reason: half of an optimizer's state is of no use.
+
+And the last step of all imports: from payloads of a source to the plan of a `torch_dist` checkpoint.
 """
 
 from __future__ import annotations
@@ -19,18 +21,26 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config, read_index
+from mcore_ckpt.models.options import ImportOptions
+from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, SourceFiles, in_dtype
+from mcore_ckpt.reshard.options import PartitionRule
 from mcore_ckpt.reshard.parameter_orders import plain_values
-from mcore_ckpt.tools.dtype_cast import as_numbers
+from mcore_ckpt.reshard.partition import Partitioner
+from mcore_ckpt.reshard.plan import TargetLayout, make_plan
+from mcore_ckpt.reshard.target_files import TargetFiles
+from mcore_ckpt.reshard.view import TensorView, ViewPayloads
+from mcore_ckpt.reshard.weight_files import encode_state
+from mcore_ckpt.tools.keys import read_plain_object
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
-from mcore_ckpt.tools.plain_state import read_plain_object
+from mcore_ckpt.tools.regrid import as_numbers
 
 # --- names
 
@@ -339,3 +349,60 @@ def _same(found: Sequence[Iterable[float]], name: str) -> list[float]:
     if len(different) != 1:
         raise CorruptCheckpointError(f"expected the same {name} for all groups of parameters, got {len(different)}")
     return list(different.pop())
+
+
+_UNDIVIDED = TargetLayout(1, 1)
+
+
+def layout_of(options: ImportOptions, source: TargetLayout = _UNDIVIDED) -> TargetLayout:
+    """The sizes together, as the source has them where nothing was said; raises `OptionError` where they cannot be."""
+    etp = options.etp if options.etp is not None or options.tp is not None else source.etp
+    tp, pp, ep = (
+        own if size is None else size
+        for size, own in ((options.tp, source.tp), (options.pp, source.pp), (options.ep, source.ep))
+    )
+    return TargetLayout(tp, pp, ep, etp)
+
+
+def import_conversion(
+    payloads: StoredPayloads,
+    options: ImportOptions,
+    layout: TargetLayout,
+    arguments: Mapping[str, Any],
+    common: Callable[[set[str]], bytes],
+    *,
+    format: str,
+    keys: Callable[[], Iterable[KeyPlan]],
+    tensors: Mapping[str, TensorView] | None = None,
+    objects: Mapping[str, Any] | None = None,
+    rules: tuple[PartitionRule, ...] = (),
+    **more: Any,
+) -> Conversion:
+    """Plan the target of an import. `common` gives the content of `common.pt` for the dtypes of the target's tensors.
+    `tensors` of the target: None for those of the source; `more`: further fields of `ConversionReport`.
+    """
+    files = SourceFiles(payloads.index)
+    if tensors is not None:
+        # Many of the objects are one and the same.
+        contents = {id(value): encode_state(value) for value in (objects or {}).values()}
+        payloads = ViewPayloads(payloads, tensors, {key: contents[id(value)] for key, value in (objects or {}).items()})
+    payloads = in_dtype(payloads, options.dtype)
+    index = payloads.index
+    partitioner = Partitioner(index, rules=rules, arguments=arguments, chunks_tell=tensors is None)
+    plan = make_plan(index, layout, partitioner, workers=options.workers, arguments=arguments)
+
+    def carry(target: TargetFiles) -> None:
+        target.put(CONFIG_FILE, encode_config())
+        target.put(COMMON_FILE, common({entry.dtype for entry in index.tensors.values()}))
+
+    return Conversion(
+        payloads=payloads,
+        source=files,
+        plan=plan.target,
+        keys=keys,
+        report=ConversionReport(
+            format=format, target_layout=str(layout), arguments=arguments, objects=len(objects or ()), **more
+        ),
+        carry=carry,
+        carried=(CONFIG_FILE, COMMON_FILE),
+    )

@@ -23,8 +23,7 @@ from typing import Any, Final, NamedTuple
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, parse_object_key
-from mcore_ckpt.models._legacy_export import complete_common_state
-from mcore_ckpt.models._legacy_files import FEWEST, Arguments
+from mcore_ckpt.models._legacy_files import FEWEST, Arguments, complete_common_state
 from mcore_ckpt.models.options import ExportOptions
 from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, SourceFiles
 from mcore_ckpt.reshard.partition import (
@@ -41,8 +40,7 @@ from mcore_ckpt.reshard.partition import (
 from mcore_ckpt.reshard.plan import DividedTensor, TargetPlan, plan_torch_dist
 from mcore_ckpt.reshard.view import Part, TensorView, ViewPayloads
 from mcore_ckpt.reshard.weight_files import encode_state
-from mcore_ckpt.tools.keys import is_optimizer_key
-from mcore_ckpt.tools.parallel_layout import optimizer_layout
+from mcore_ckpt.tools.keys import is_optimizer_key, optimizer_layout
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 
 FSDP_DTENSOR: Final = "fsdp_dtensor"

@@ -29,14 +29,15 @@ from mcore_ckpt.models._foreign import (
     LAUNCH_STATE,
     SCHEDULE,
     Training,
+    import_conversion,
     is_foreign_optimizer_key,
     launch_state,
+    layout_of,
     plain_launch,
     plan_optimizer,
     refuse_another,
     without_wrappers,
 )
-from mcore_ckpt.models._imports import import_conversion, layout_of
 from mcore_ckpt.models._legacy_files import carried_arguments
 from mcore_ckpt.models._sources import Opened, no_tensor, rank_state
 from mcore_ckpt.models.options import ImportOptions
@@ -59,7 +60,7 @@ from mcore_ckpt.reshard.plan import padded_vocabulary, target_dtype
 from mcore_ckpt.reshard.view import Part, TensorView
 from mcore_ckpt.reshard.weight_files import encode_state
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.tools.plain_state import read_object, read_plain_object
+from mcore_ckpt.tools.keys import read_object, read_plain_object
 
 _MOST_LAYERS = 1_000_000
 # Megatron-DeepSpeed's names, and of its pipelines those of modules by their number.

@@ -13,32 +13,124 @@ folder for each parameter, and in it a file for each state of it:
 
 By `deepspeed/checkpoint/ds_to_universal.py` and `universal_checkpoint.py` (DeepSpeed 0.19). Every file is read as a
 state file: nothing of DeepSpeed's is imported, and elements are read where they are needed.
+
+A NeMo 2 directory has every field of its model's configuration, defaults included, instead of Megatron's arguments:
+
+    DIR/weights/              a torch_dist checkpoint; its keys begin with `module.`, and no arguments are stored
+    DIR/context/model.yaml    {_target_: ...LlamaModel, config: {_target_: ...Llama31Config8B, num_layers: 32, ...}}
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
+from mcore_ckpt.format.dtypes import DTYPES
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
-from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index, read_small_file
+from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.format.metadata_read import METADATA_FILE, NEMO_CONTEXT, NEMO_WEIGHTS, read_index, read_small_file
 from mcore_ckpt.format.state_file import StateFile
 from mcore_ckpt.format.tensor_pickle import FileTensor
 from mcore_ckpt.models._foreign import OptimizerSettings, others_than_settings, stored_settings
-from mcore_ckpt.models._legacy_files import carried_arguments, reading
-from mcore_ckpt.models._safetensors_files import parse_json, read_safetensors
-from mcore_ckpt.models._torch_files import file_range, read_state, read_torch_file
+from mcore_ckpt.models._legacy_files import carried_arguments, file_range, read_state, read_torch_file, reading
 from mcore_ckpt.reshard.options import RenameRule, rename_keys
 from mcore_ckpt.reshard.view import FilePayloads, FileRange
-from mcore_ckpt.reshard.weight_files import SavedTensor, taken_over
+from mcore_ckpt.reshard.weight_files import METADATA_KEY, SavedTensor, taken_over
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
+
+_MAX_NUMBER = 2**63
+_MAX_AXES = 64
+# What the reference implementation allows.
+_MAX_HEADER_BYTES = 100_000_000
+_NAMES = {entry.safetensors: name for name, entry in DTYPES.items() if entry.safetensors}
+
+
+def read_safetensors(directory: Path, name: str) -> dict[str, FileRange]:
+    """The tensors of one file, by name; each number is checked against the file. `CorruptCheckpointError` unless each
+    name is there once, and the tensors follow one another without holes or overlaps.
+    """
+    path = directory / name
+    with storage_at(directory, follow_links=True).open_reader(name) as reader:
+        size_bytes = reader.size_bytes
+        length = int.from_bytes(reader.read(0, min(8, size_bytes)), "little")
+        if size_bytes < 8 or length > min(_MAX_HEADER_BYTES, size_bytes - 8):
+            raise CorruptCheckpointError(f"{path}: a header of {length} bytes in a file of {size_bytes}")
+        text = reader.read(8, length)
+    header = parse_json(text, str(path))
+    if not isinstance(header, dict):
+        raise CorruptCheckpointError(f"{path}: its header is no JSON object; fetch the file again")
+    header.pop(METADATA_KEY, None)
+    tensors = {key: _tensor(path, name, key, fields, 8 + length, size_bytes) for key, fields in header.items()}
+    stop, previous = 8 + length, ""
+    for key, raw in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if raw.offset != stop:
+            problem = "bytes before it belong to no tensor" if raw.offset > stop else f"it overlaps {previous}"
+            raise CorruptCheckpointError(
+                f"{path}: {key}: its data begin at byte {raw.offset}, expected {stop}: {problem}; fetch the file again"
+            )
+        stop, previous = raw.offset + raw.nbytes, key
+    if stop != size_bytes:
+        raise CorruptCheckpointError(
+            f"{path}: its tensors end at byte {stop}, the file at {size_bytes}: tensors are missing from its header; "
+            "fetch the file again"
+        )
+    return tensors
+
+
+def parse_json(text: bytes, where: str) -> Any:
+    """A JSON document; `CorruptCheckpointError` if an object has one name twice, of which one value would be lost."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = Counter(name for name, _ in pairs)
+            raise CorruptCheckpointError(
+                f"{where}: {names.most_common(1)[0][0]!r:.200} is in it twice; one would be lost"
+            )
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{where}: not JSON ({type(error).__name__}: {error}); fetch the file again"
+        ) from error
+
+
+def _tensor(path: Path, name: str, key: str, fields: Any, first: int, size_bytes: int) -> FileRange:
+    try:
+        dtype_name, shape, (start, stop) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
+        dtype = _NAMES.get(dtype_name)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpointError(
+            f"{path}: {key}: expected dtype, shape and two data_offsets ({type(error).__name__}: {error}); fetch the "
+            "file again"
+        ) from error
+    if dtype is None:
+        raise CorruptCheckpointError(f"{path}: {key}: dtype {dtype_name!r:.80} is not known here")
+    if not all(type(number) is int and 0 <= number < _MAX_NUMBER for number in (*shape, start, stop)):
+        raise CorruptCheckpointError(f"{path}: {key}: shape and offsets must be non-negative ints")
+    if len(shape) > _MAX_AXES:
+        raise CorruptCheckpointError(f"{path}: {key}: {len(shape)} axes, expected at most {_MAX_AXES}")
+    expected = math.prod(shape) * element_bytes(dtype)
+    if 0 in shape and math.prod(filter(None, shape)) >= _MAX_NUMBER:
+        raise CorruptCheckpointError(f"{path}: {key}: expected axes that can be multiplied, got {list(shape)}")
+    if stop - start != expected or first + stop > size_bytes:
+        raise CorruptCheckpointError(
+            f"{path}: {key}: bytes [{start}, {stop}) of the data for {dtype} {list(shape)}, expected {expected} bytes "
+            f"inside the file of {size_bytes}"
+        )
+    return FileRange(name, first + start, expected, dtype, shape)
+
 
 ImportFormat = Literal["safetensors", "torch", "dcp", "ucp"]
 
@@ -316,3 +408,107 @@ def _with_inner_step(storage: Storage, settings: OptimizerSettings) -> Optimizer
         number = _plain_number(storage, file, read, state.get("step")) if isinstance(state, dict) else None
         found += [] if number is None else [number]
     return OptimizerSettings(tuple(found), settings.groups)
+
+
+_MAX_YAML_BYTES = 16 * 1024**2
+# NeMo's and Megatron-Core's name of what a job calls otherwise.
+_RENAMED = {
+    "num_moe_experts": "num_experts",
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "bias_activation_fusion": "bias_gelu_fusion",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+    "seq_length": "max_position_embeddings",
+}
+_PLAIN = (bool, int, float, str)
+# What Megatron-Core's `rope_scaling` has built in, by NeMo's names.
+_LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "old_context_len": 8192}
+
+
+def nemo_arguments(checkpoint: Path) -> dict[str, Any]:
+    """Megatron's arguments for the model of a NeMo directory, whose `weights` are `checkpoint`; empty without a
+    `context/model.yaml`. Raises `OptionError` for what no job has arguments for, or `CorruptCheckpointError`.
+    """
+    path = checkpoint.parent / NEMO_CONTEXT / "model.yaml"
+    if checkpoint.name != NEMO_WEIGHTS or not storage_at(path.parent, follow_links=True).exists(path.name):
+        return {}
+    document = _parse(read_small_file(path.parent, path.name, _MAX_YAML_BYTES, follow_links=True), path)
+    config = document.get("config") if isinstance(document, dict) else None
+    if not isinstance(config, dict) or not isinstance(config.get("num_layers"), int):
+        raise CorruptCheckpointError(f"{path}: expected a model with a `config` that says how many layers it has")
+    plain = {name: _said(value) for name, value in config.items() if value is not None}
+    arguments = {**plain, **{new: plain[old] for old, new in _RENAMED.items() if old in plain}}
+    groups = plain.get("num_query_groups")
+    arguments |= {
+        "group_query_attention": groups is not None and groups != plain.get("num_attention_heads"),
+        "untie_embeddings_and_output_weights": not plain.get("share_embeddings_and_output_weights", True),
+        **_activation(config, path),
+        **_rope_scaling(plain, path),
+    }
+    return arguments
+
+
+def _said(value: Any) -> Any:
+    """A setting; for what is no plain value, its name in brackets, which no model's computation is described by."""
+    if isinstance(value, dict) and value.get("_target_") in ("builtins.tuple", "builtins.list"):
+        parts = value.get("_args_")
+        value = parts[0] if isinstance(parts, list) and len(parts) == 1 else value
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (list, tuple)) and all(isinstance(part, _PLAIN) for part in value):
+        return value
+    return f"<{value.get('_target_', 'settings')}>" if isinstance(value, dict) else f"<{type(value).__name__}>"
+
+
+def _parse(content: bytes, path: Path) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise OptionError(
+            f"{path}: reading it takes PyYAML, which is not installed (pip install pyyaml); or give the model's "
+            "config.json (--hf-config DIR)"
+        ) from None
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Plain values only: what a tag would build is its name."""
+
+    Loader.add_multi_constructor("", lambda loader, tag, node: f"<{tag}>")
+    Loader.add_constructor(
+        "tag:yaml.org,2002:python/tuple", lambda loader, node: tuple(loader.construct_sequence(node, deep=True))
+    )
+    try:
+        return yaml.load(content, Loader)
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
+        raise CorruptCheckpointError(f"{path}: is no YAML ({type(error).__name__}: {error!s:.200})") from error
+
+
+def _activation(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    function = config.get("activation_func")
+    name = function.get("_target_") if isinstance(function, dict) else function
+    last = name.rpartition(".")[2] if isinstance(name, str) else ""
+    gated = bool(config.get("gated_linear_unit"))
+    if gated and last == "silu":
+        return {"swiglu": True, "squared_relu": False}
+    if gated and last == "quick_gelu":
+        return {"swiglu": False, "squared_relu": False, "quick_geglu": True}
+    if last in ("gelu", "fast_gelu", "openai_gelu"):
+        # All but the first are the approximation, and so is what Megatron-Core has fused of that.
+        approximate = last != "gelu" or bool(config.get("bias_activation_fusion"))
+        return {"swiglu": False, "squared_relu": False, "gated_linear_unit": gated, "bias_gelu_fusion": approximate}
+    if not gated and last == "squared_relu":
+        return {"swiglu": False, "squared_relu": True}
+    raise OptionError(
+        f"{path}: activation {name!r:.120}, {'gated' if gated else 'not gated'}: expected a gated silu or "
+        "quick_gelu, or gelu; give the model's config.json (--hf-config DIR)"
+    )
+
+
+def _rope_scaling(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """NeMo's Llama 3.1 has fields of its own for what Megatron-Core calls `rope_scaling`."""
+    if config.get("scale_factor") is None or "old_context_len" not in config:
+        scaling = bool(config.get("rope_scaling"))
+        return {"use_rope_scaling": scaling, "rope_scaling_factor": config.get("rope_scaling_factor") or 8.0}
+    for name, fixed in _LLAMA3_SCALING.items():
+        if config.get(name) != fixed:
+            raise OptionError(f"{path}: rotary scaling with {name}={config.get(name)!r:.40}: expected {fixed}")
+    return {"use_rope_scaling": True, "rope_scaling_factor": float(config["scale_factor"])}

@@ -1,7 +1,7 @@
 """The front door: checkpoints to the formats of others, and from them.
 
 Each kind of source or target is thought through to a `Conversion` by a module of its own: those that know models
-(`_huggingface`, `_megatron_named`, `_legacy_import`, `_legacy_export`), and here those that carry tensors under their
+(`_huggingface`, `_megatron_named`, `_legacy_import`, `_legacy_files`), and here those that carry tensors under their
 keys: safetensors, torch files, plain DCP checkpoints.
 """
 
@@ -18,9 +18,9 @@ from mcore_ckpt.core.paths import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, parse_object_key
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.item_checks import check_file
+from mcore_ckpt.models._foreign import import_conversion, layout_of
 from mcore_ckpt.models._huggingface import export_model, import_model
-from mcore_ckpt.models._imports import import_conversion, layout_of
-from mcore_ckpt.models._legacy_export import legacy_export
+from mcore_ckpt.models._legacy_files import legacy_export
 from mcore_ckpt.models._legacy_import import legacy_import
 from mcore_ckpt.models._megatron_fsdp import FSDP_DTENSOR, fsdp_export
 from mcore_ckpt.models._megatron_named import import_named
@@ -43,7 +43,7 @@ from mcore_ckpt.reshard.weight_files import Exported, encode_state, plan_safeten
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
-from mcore_ckpt.tools.run_folders import places_of
+from mcore_ckpt.tools.runs import places_of
 
 TargetKind = Literal["safetensors", "torch", "dcp", "hf", "fsdp_dtensor", "megatron-legacy"]
 SourceKind = Literal["files", "hf", "dcp", "ucp", "megatron-legacy"]

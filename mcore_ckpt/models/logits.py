@@ -27,9 +27,8 @@ from mcore_ckpt.models.families._registry import family_named
 from mcore_ckpt.reshard.parameter_orders import ChildError, build_gpt_model, in_own_process
 from mcore_ckpt.reshard.partition import EMBEDDING, expert_of, layer_of, prefix_of, split_half
 from mcore_ckpt.tools.inspection import checkpoint_directory
-from mcore_ckpt.tools.keys import is_optimizer_key
+from mcore_ckpt.tools.keys import is_optimizer_key, read_plain_state
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
-from mcore_ckpt.tools.plain_state import read_plain_state
 
 TOLERANCE: Final = 1e-4
 """Of the largest logit: what is left of rounding in another order after a hundred layers of float32. A layer that

@@ -26,11 +26,9 @@ from mcore_ckpt.reshard.options import FULLY_RESHARDABLE
 from mcore_ckpt.reshard.parameter_orders import FlatParameter, ParameterBox, parameter_orders, places_in_buckets
 from mcore_ckpt.reshard.view import Part, TensorView, as_stored
 from mcore_ckpt.reshard.weight_files import decode_state, encode_state
-from mcore_ckpt.tools.dtype_cast import cast_floats
-from mcore_ckpt.tools.keys import is_optimizer_key
-from mcore_ckpt.tools.parallel_layout import optimizer_layout
+from mcore_ckpt.tools.keys import is_optimizer_key, optimizer_layout, read_object, stored_common_state, unwrapped
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
-from mcore_ckpt.tools.plain_state import read_object, stored_common_state, unwrapped
+from mcore_ckpt.tools.regrid import cast_floats
 
 _BUCKET = re.compile(
     r"(?P<chained>chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)"

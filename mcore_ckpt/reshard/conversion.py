@@ -27,7 +27,7 @@ from mcore_ckpt.reshard.target_files import TargetFiles
 from mcore_ckpt.reshard.view import cast_payloads
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayloads
-from mcore_ckpt.tools.run_folders import Places
+from mcore_ckpt.tools.runs import Places
 
 
 class SourceFiles:

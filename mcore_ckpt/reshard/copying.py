@@ -52,8 +52,7 @@ from mcore_ckpt.reshard.view import check_sum
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, Storage
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
-from mcore_ckpt.tools.regrid import CrcSink, Sink, Walk, reads_of
-from mcore_ckpt.tools.tilings import Block, blocks
+from mcore_ckpt.tools.regrid import Block, CrcSink, Sink, Walk, blocks, reads_of
 
 _Step = TypeVar("_Step")
 

@@ -194,7 +194,7 @@ class ConversionOptions:
 
     def normal(self) -> dict[str, Any]:
         """Values as the rest of the package has them; raises `OptionError`."""
-        from mcore_ckpt.tools.dtype_cast import floating_dtype  # imports numpy, which no help text needs
+        from mcore_ckpt.tools.regrid import floating_dtype  # imports numpy, which no help text needs
 
         return {
             "dtype": floating_dtype(self.dtype, "dtype"),

@@ -39,10 +39,9 @@ from mcore_ckpt.reshard.partition import Partition, Partitioner, divide, divides
 from mcore_ckpt.reshard.target_files import Journal, TargetFiles
 from mcore_ckpt.save.buckets import TensorSpec, footer_plan
 from mcore_ckpt.storage.base import align_up
-from mcore_ckpt.tools.keys import is_optimizer_key, layer_number, model_key, stacked_axes
-from mcore_ckpt.tools.parallel_layout import data_file_rank
+from mcore_ckpt.tools.keys import data_file_rank, is_optimizer_key, layer_number, model_key, stacked_axes
 from mcore_ckpt.tools.payloads import StoredPayloads
-from mcore_ckpt.tools.tilings import Block, blocks
+from mcore_ckpt.tools.regrid import Block, blocks
 
 
 class Frame(Protocol):

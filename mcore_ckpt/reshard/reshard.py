@@ -48,17 +48,18 @@ from mcore_ckpt.reshard.target_files import TargetFiles
 from mcore_ckpt.reshard.view import ViewPayloads
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory, index_version
-from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
-from mcore_ckpt.tools.parallel_layout import (
+from mcore_ckpt.tools.keys import (
     ParallelLayout,
     data_file_rank,
+    is_optimizer_key,
+    key_filter,
     layout_of_arguments,
     layout_of_chunks,
     optimizer_layout,
+    read_plain_state,
 )
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
-from mcore_ckpt.tools.plain_state import read_plain_state
-from mcore_ckpt.tools.run_folders import copy_stream, places_of
+from mcore_ckpt.tools.runs import copy_stream, places_of
 
 _FIXED_LAYOUTS = ("dp_reshardable", "dp_zero_gather_scatter")
 

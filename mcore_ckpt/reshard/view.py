@@ -37,8 +37,8 @@ from mcore_ckpt.load.checks import chunk_name
 from mcore_ckpt.load.checksums import contiguous_around, range_crc
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.tools.dtype_cast import carrier, cast_floats
 from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads
+from mcore_ckpt.tools.regrid import carrier, cast_floats
 
 
 class Part(NamedTuple):

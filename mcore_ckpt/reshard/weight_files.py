@@ -34,8 +34,8 @@ from mcore_ckpt.format.state_file import StateRecord, read_state_file
 from mcore_ckpt.format.tensor_pickle import FileTensor, contiguous_strides
 from mcore_ckpt.reshard.plan import Blob, Frame, TargetPlan, TensorMove, all_in_one, in_shares
 from mcore_ckpt.reshard.target_files import Journal, TargetFiles
-from mcore_ckpt.tools.dtype_cast import as_numbers
 from mcore_ckpt.tools.payloads import StoredPayloads
+from mcore_ckpt.tools.regrid import as_numbers
 
 METADATA_KEY: Final = "__metadata__"
 """Name that the header keeps for itself."""

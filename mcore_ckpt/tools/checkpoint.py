@@ -30,9 +30,9 @@ from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import METADATA_FILE, open_index, read_index
 from mcore_ckpt.load.checks import check_apart, missing_key, of_one_save
 from mcore_ckpt.storage.base import FileVersion
-from mcore_ckpt.tools.dtype_cast import as_numbers, carrier
 from mcore_ckpt.tools.inspection import CheckpointSummary, FileRow, checkpoint_directory, file_rows, summarize
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
+from mcore_ckpt.tools.regrid import as_numbers, carrier
 
 if TYPE_CHECKING:
     import torch

@@ -1,7 +1,13 @@
 """What two checkpoints have in common, and by how much the rest differs; whatever their sharding, in bounded memory.
 
 Keys, shapes and dtypes come from the indexes. Values are read from both in the same slabs and compared there: bits
-first, at memory speed, numbers only where bits differ.
+first, at memory speed, numbers only where bits differ. Or fingerprints are compared, which are those of what was in
+memory when it was saved, whatever its chunks: this package's saves say it of each tensor. For others, a chunk that is
+one run of its tensor adds the CRC-32 that is stored with its elements; the rest is read, and compared with theirs.
+
+Plain values (as `read_plain` gives them) are compared with nothing left out: tensors bit for bit, wherever their
+elements lie; arrays, dates and all other objects by what they are made from. Two objects that are made from the same
+are the same, whatever their class.
 """
 
 from __future__ import annotations
@@ -14,31 +20,289 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.core.fingerprints import StateFingerprint, TensorFingerprint, state_of
 from mcore_ckpt.core.threads import in_parallel
+from mcore_ckpt.format.dtypes import DTYPE_OF_STORAGE, DTYPES
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import verify_records
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.format.safe_pickle import Opaque, read_plain
+from mcore_ckpt.format.safe_pickle import Opaque, StoredStorage, read_plain
 from mcore_ckpt.load.checks import check_apart
+from mcore_ckpt.load.stored_fingerprints import global_shape, part_of_chunk
 from mcore_ckpt.storage.base import FileVersion
-from mcore_ckpt.tools._plain_compare import SIMPLE_KEYS, Verdict, compare
-from mcore_ckpt.tools.dtype_cast import as_numbers
-from mcore_ckpt.tools.fingerprints import payloads_fingerprint
 from mcore_ckpt.tools.inspection import checkpoint_directory, index_version
-from mcore_ckpt.tools.keys import key_filter
-from mcore_ckpt.tools.parallel_layout import optimizer_layout
-from mcore_ckpt.tools.payloads import StoredPayloads, check_elements, check_tiled
-from mcore_ckpt.tools.plain_state import StoredState, plain, read_object, stored_common_state, unwrapped
-from mcore_ckpt.tools.tensor_stats import SLAB_BYTES, SlabReader, batches
-from mcore_ckpt.tools.tilings import slabs
+from mcore_ckpt.tools.keys import (
+    StoredState,
+    is_optimizer_key,
+    key_filter,
+    optimizer_layout,
+    plain,
+    read_object,
+    stored_common_state,
+    unwrapped,
+)
+from mcore_ckpt.tools.payloads import SLAB_BYTES, SlabReader, StoredPayloads, batches, check_elements, check_tiled
+from mcore_ckpt.tools.regrid import as_numbers, slabs
+
+if TYPE_CHECKING:
+    from mcore_ckpt.format.index import StoredChunk, TensorEntry
+
+
+Verdict = Literal["same", "different", "unknown"]
+
+SIMPLE_KEYS: Final = frozenset((str, int, float, bool, bytes, type(None)))
+"""Types of keys and members of sets that are told apart at once."""
+
+# A file may refer to one value from many places, so that there are more pairs to look at than either has values.
+_MAX_PAIRS: Final = 10_000_000
+_BATCH_ELEMENTS: Final = 1 << 20
+
+
+def compare(a: Any, b: Any) -> Verdict:
+    """Whether two values are the same; `"unknown"` where that cannot be told. The order of a dict's keys is no matter,
+    nor are the device and the strides of a tensor. A NaN is the same as itself.
+    """
+    known = True
+    compared: set[tuple[int, int, bool]] = set()
+    # With each pair, whether the two values differ if the pair does: where keys are matched by their order, they may
+    # be the same in another one.
+    waiting: list[tuple[Any, Any, bool]] = [(a, b, True)]
+    count = 0
+    while waiting:
+        left, right, decides = waiting.pop()
+        pair = id(left), id(right), decides  # of what lives as long as the two values
+        if left is right or pair in compared:
+            continue
+        parts, in_order = _parts(left, right)
+        if parts == "different" and decides:
+            return "different"
+        if isinstance(parts, str):
+            known = False
+            continue
+        if parts:
+            compared.add(pair)
+            count += len(parts)
+            if count > _MAX_PAIRS:
+                return "unknown"
+            waiting += [(x, y, decides and not in_order) for x, y in parts]
+    return "same" if known else "unknown"
+
+
+_Parts = list[tuple[Any, Any]] | Literal["different", "unknown"]
+
+
+def _parts(a: Any, b: Any) -> tuple[_Parts, bool]:
+    """The pairs on which it depends whether two values are the same, none if they are; and whether only their order
+    has made them pairs.
+    """
+    if isinstance(a, dict) and type(a) is type(b) and len(a) == len(b):
+        if not all(type(key) in SIMPLE_KEYS for key in (*a, *b)):
+            # To find out which of these keys are equal may take for ever.
+            return [pair for items in zip(a.items(), b.items(), strict=True) for pair in zip(*items, strict=True)], True
+        # 1, 1.0 and True are one key to a dict, and are not the same here.
+        others = {(type(key), key): value for key, value in b.items()}
+        if any((type(key), key) not in others for key in a):
+            return "different", False
+        return [(value, others[type(key), key]) for key, value in a.items()], False
+    return _pairs(a, b), False
+
+
+def _pairs(a: Any, b: Any) -> _Parts:
+    if isinstance(a, Opaque) and isinstance(b, Opaque):
+        if a.name != b.name or len(a.arguments) != len(b.arguments):
+            return "different"
+        rest = [*zip(a.arguments, b.arguments, strict=True), (a.state, b.state)]
+        if a.name.startswith("torch._utils._rebuild_tensor_v") and len(a.arguments) >= 4:
+            verdict = _same_elements(a, b)
+            return rest[4:] if verdict == "same" else verdict
+        return rest
+    if isinstance(a, type) and isinstance(b, type):
+        return [] if _name_of(a) == _name_of(b) else "different"
+    if type(a) is not type(b):
+        return "different"
+    if isinstance(a, list | tuple):
+        return [*zip(a, b, strict=True)] if len(a) == len(b) else "different"
+    if isinstance(a, StoredStorage):
+        same = (a.kind, a.content) == (b.kind, b.content)
+    elif isinstance(a, float):
+        same = a == b or (math.isnan(a) and math.isnan(b))
+    elif isinstance(a, set | frozenset):
+        if len(a) == len(b) and not all(type(member) in SIMPLE_KEYS for member in (*a, *b)):
+            return "unknown"
+        same = len(a) == len(b) and {(type(member), member) for member in a} == {(type(member), member) for member in b}
+    elif isinstance(a, str | int | bytes | bytearray | complex | dict):
+        same = not isinstance(a, dict) and a == b  # (two dicts get here if their lengths differ)
+    else:
+        return "unknown"
+    return [] if same else "different"
+
+
+def _name_of(kind: type) -> str:
+    return kind.name if issubclass(kind, Opaque) else kind.__name__
+
+
+def _same_elements(a: Opaque, b: Opaque) -> Verdict:
+    """Whether two tensors, made from storage, offset, sizes and strides in elements, have the same bits."""
+    places = [_strided(tensor) for tensor in (a, b)]
+    storages = [tensor.arguments[0] for tensor in (a, b)]
+    if None in places or not all(isinstance(storage, StoredStorage) for storage in storages):
+        return "unknown"
+    place_a, place_b = places
+    assert place_a is not None
+    assert place_b is not None
+    if place_a.sizes != place_b.sizes or storages[0].kind != storages[1].kind:
+        return "different"
+    if place_a == place_b and storages[0].content == storages[1].content:
+        return "same"
+    left, right = _elements(a, place_a), _elements(b, place_b)
+    if left is None or right is None:
+        return "unknown"
+    batches = zip(_batches(left), _batches(right), strict=True)
+    return "same" if all(x.tobytes() == y.tobytes() for x, y in batches) else "different"
+
+
+class _Strided(NamedTuple):
+    """Where a tensor's elements lie in its storage, in elements."""
+
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _strided(tensor: Opaque) -> _Strided | None:
+    """None if that cannot be told."""
+    _, offset, sizes, strides = tensor.arguments[:4]
+    if not all(type(each) is tuple and all(type(n) is int and n >= 0 for n in each) for each in (sizes, strides)):
+        return None
+    if type(offset) is not int or offset < 0 or len(sizes) != len(strides):
+        return None
+    return _Strided(offset, sizes, strides)
+
+
+def _elements(tensor: Opaque, view: _Strided) -> np.ndarray[Any, Any] | None:
+    """The elements where they lie; None if that cannot be told, or there are more of them than the storage holds."""
+    storage: StoredStorage = tensor.arguments[0]
+    # An untyped storage comes with a dtype.
+    named = tensor.arguments[6] if len(tensor.arguments) > 6 and storage.kind.endswith("UntypedStorage") else None
+    kind = _name_of(named) if isinstance(named, type) else storage.kind
+    name = kind.rpartition(".")[2]
+    entry = DTYPES.get(DTYPE_OF_STORAGE.get(name, name))
+    if entry is None or math.prod(view.sizes) * entry.element_bytes > len(storage.content):
+        return None
+    width = entry.element_bytes
+    try:
+        return np.ndarray(
+            view.sizes,
+            np.dtype((np.void, width)),
+            buffer=storage.content,
+            offset=view.offset * width,
+            strides=tuple(stride * width for stride in view.strides),
+        )
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+def _batches(elements: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
+    """All elements in C order, some at a time."""
+    flat = elements.reshape(-1)  # a copy, unless they lie so
+    for start in range(0, len(flat), _BATCH_ELEMENTS):
+        yield flat[start : start + _BATCH_ELEMENTS]
+
+
+def checkpoint_fingerprint(
+    path: str | os.PathLike[str], *, only: str | None = None, workers: int = 2, progress: bool | None = False
+) -> StateFingerprint:
+    """The fingerprint of the tensors in a checkpoint: `mcore_ckpt.fingerprint` of the state that was saved.
+
+    Args:
+        path: directory of the checkpoint, or one with a tracker file.
+        only: keys to take: with any of `*?[` a shell pattern for the complete key, otherwise a part of it.
+        workers: threads that read and sum.
+        progress: show a bar; None: if standard error is a terminal.
+
+    Returns:
+        With the fingerprint of each tensor. Shadow copies and objects have no part in it.
+
+    Raises:
+        CheckpointNotFoundError, CorruptCheckpointError: there is none, or its chunks do not make up a tensor.
+        ChecksumError: elements that had to be read are damaged. What is stored is taken as it is: `mcore-ckpt verify
+            --state` compares it with the elements.
+    """
+    index = read_index(checkpoint_directory(path)).without_shadow_copies()
+    wanted = key_filter(only)
+    keys = [key for key in index.tensors if wanted(key)]
+    check_tiled(index, keys)
+    with StoredPayloads(index) as payloads:
+        return payloads_fingerprint(payloads, keys, workers=workers, progress=progress)
+
+
+def checked_fingerprint(
+    path: str | os.PathLike[str], *, workers: int = 2, progress: bool | None = False
+) -> tuple[StateFingerprint, list[str]]:
+    """As `checkpoint_fingerprint`, from the chunks alone; and keys of the tensors whose stored fingerprint is another:
+    chunks lie where others should, or the fingerprint was not that of what was saved.
+    """
+    index = read_index(checkpoint_directory(path)).without_shadow_copies()
+    check_tiled(index, list(index.tensors))
+    stored, unaware = index.fingerprints, replace(index)
+    with StoredPayloads(unaware) as payloads:
+        found = payloads_fingerprint(payloads, list(index.tensors), workers=workers, progress=progress)
+    taken = found.tensors or {}
+    return found, [key for key, crc in stored.items() if key in taken and taken[key].crc32 != crc]
+
+
+def model_and_optimizer(found: StateFingerprint) -> tuple[StateFingerprint, StateFingerprint]:
+    """Those of the model's and of the optimizer's tensors, of a fingerprint with names."""
+    tensors = found.tensors or {}
+    return (
+        state_of({key: tensor for key, tensor in tensors.items() if not is_optimizer_key(key)}),
+        state_of({key: tensor for key, tensor in tensors.items() if is_optimizer_key(key)}),
+    )
+
+
+def payloads_fingerprint(
+    payloads: StoredPayloads, keys: list[str], *, workers: int = 2, progress: bool | None = False
+) -> StateFingerprint:
+    """As `checkpoint_fingerprint`, of open payloads, which may be views. Their chunks have to make up the tensors."""
+    index = payloads.index
+    found: dict[str, TensorFingerprint] = {}
+    unknown = [index.tensors[key] for key in keys if key not in index.fingerprints]
+    total = sum(math.prod(entry.shape) * element_bytes(entry.dtype) for entry in unknown)
+
+    with Progress("fingerprint", total, shown=progress) as bar:
+
+        def take(key: str) -> None:
+            entry = index.tensors[key]
+            shape = global_shape(index, entry)
+            crc = index.fingerprints.get(key)
+            if crc is None:
+                crc = 0
+                for chunk in entry.chunks:
+                    crc ^= _part_of_chunk(payloads, entry, chunk, shape)
+                    bar.advance(math.prod(chunk.sizes) * element_bytes(entry.dtype))
+            found[key] = TensorFingerprint(entry.dtype, shape, crc)
+
+        in_parallel(keys, take, workers)
+    return state_of({key: found[key] for key in keys})
+
+
+def _part_of_chunk(payloads: StoredPayloads, entry: TensorEntry, chunk: StoredChunk, shape: tuple[int, ...]) -> int:
+    payload, elem_bytes = payloads.locate(entry, chunk), element_bytes(entry.dtype)
+
+    def read(first: int, count: int) -> memoryview:
+        view = memoryview(bytearray(count * elem_bytes))
+        payloads.read_into(payload, first * elem_bytes, view)
+        return view
+
+    return part_of_chunk(entry, chunk, shape, payload.crc32, read)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,29 @@
-"""What the key of a tensor says: which kind it is, of which layer, which state of the optimizer, what its axes count.
+"""What keys, the common state and the index say of a checkpoint: kinds of tensors, arguments, the parallel layout.
 
-And which keys a pattern names, in the one way that all commands understand.
+The common state (iteration, Megatron's arguments, optimizer settings) is a `torch.save` archive: `common.pt`, or from
+Megatron-Core 0.19 on an object `common_state` in the data files. Its pickle is read with a stand-in for every class
+that it names, so nothing is imported or run, whatever it says. Tensors and other objects come out as `Opaque`. To load
+the state for use, take `common_state.load_common`.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mcore_ckpt.core.crc import crc32
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.directory.in_force import common_file_in_force, read_common_file, with_common_files
+from mcore_ckpt.format.file_names import data_file_of
+from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, ObjectEntry, TensorEntry, is_flat_bucket
+from mcore_ckpt.format.safe_pickle import Opaque, read_plain
+from mcore_ckpt.load.checksums import check_records, checksum_error
+from mcore_ckpt.load.file_footers import FileFooters
+from mcore_ckpt.storage.resolve import storage_at
 
 
 def key_filter(pattern: str | None) -> Callable[[str], bool]:
@@ -88,3 +103,235 @@ def stacked_axes(fqn: str, shape: Sequence[int]) -> StackedAxes:
     at = 0 if layer is None else 1
     expert = at if _STACKED_EXPERTS.search(key) and ".shared_experts." not in key and len(shape) > at + 1 else None
     return StackedAxes(layer, expert, at + (expert is not None))
+
+
+_ARGUMENTS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """Sizes of the parallel groups; None where nothing tells."""
+
+    tp: int | None
+    pp: int | None
+    ep: int | None
+    etp: int | None = None
+
+    def __str__(self) -> str:
+        sizes = (("TP", self.tp), ("PP", self.pp), ("EP", self.ep), ("ETP", self.etp))
+        return " ".join(f"{name} {size}" for name, size in sizes if size is not None) or "unknown"
+
+
+def data_file_rank(file: str) -> int | None:
+    """The rank that wrote a data file, from its name; None for other names."""
+    found = data_file_of(file)
+    return None if found is None else found.rank
+
+
+def optimizer_layout(index: CheckpointIndex, common: Mapping[str, Any]) -> str | None:
+    """Megatron's name of the optimizer's layout, `"unknown"` if it is none of Megatron's, None without an optimizer.
+
+    What is stored decides: a job with a layer-wise optimizer (Muon) declares `dp_reshardable`, and stores tensors of
+    the parameters' shapes. The declaration counts where keys and shapes leave it open.
+    """
+    keys = [fqn for fqn in (*index.tensors, *index.objects) if is_optimizer_key(fqn)]
+    if not keys:
+        return None
+    for fqn in keys:
+        if is_flat_bucket(fqn):
+            return "dp_reshardable"
+        if ".optimizer_state" in fqn or "dp_zero" in fqn:
+            return "dp_zero_gather_scatter"
+    if any(fqn in index.mcore_data and index.mcore_data[fqn] for fqn in keys):
+        return "fully_sharded_model_space"
+    states = [
+        (entry, index.tensors.get(model_key(fqn))) for fqn, entry in index.tensors.items() if model_key(fqn) != fqn
+    ]
+    parameters = [(entry, parameter) for entry, parameter in states if parameter is not None]
+    if parameters and all(entry.shape == parameter.shape for entry, parameter in parameters):
+        return "fully_reshardable"
+    content = common.get("content_metadata")
+    declared = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    if isinstance(declared, str):
+        return declared
+    return "fully_reshardable" if states else "unknown"
+
+
+def layout_of_arguments(common: Mapping[str, Any]) -> ParallelLayout | None:
+    """The layout that Megatron's stored arguments name; None without them."""
+    arguments = common.get("args")
+    if not isinstance(arguments, dict) or not isinstance(arguments.get(_ARGUMENTS["tp"]), int):
+        return None
+    sizes = {name: arguments.get(argument) for name, argument in _ARGUMENTS.items()}
+    return ParallelLayout(**{name: size if isinstance(size, int) else None for name, size in sizes.items()})
+
+
+def layout_of_chunks(index: CheckpointIndex) -> ParallelLayout:
+    """The layout that the chunks of the model and the names of their files show."""
+    return ParallelLayout(_tensor_parallel(index), _pipeline_parallel(index), _expert_parallel(index))
+
+
+def _tensor_parallel(index: CheckpointIndex) -> int | None:
+    """What most weights of attention are divided into; those are never stored in halves or by expert."""
+    votes: Counter[int] = Counter()
+    for fqn, entry in index.tensors.items():
+        if not is_optimizer_key(fqn) and fqn.endswith(("linear_qkv.weight", "linear_proj.weight")):
+            votes[max(grid_of(entry)[-2:], default=1)] += 1
+    return votes.most_common(1)[0][0] if votes else None
+
+
+def grid_of(entry: TensorEntry) -> tuple[int, ...]:
+    """The number of chunks along each axis."""
+    return tuple(len({chunk.offsets[axis] for chunk in entry.chunks}) for axis in range(len(entry.shape)))
+
+
+def _pipeline_parallel(index: CheckpointIndex) -> int | None:
+    """Groups of layers that share no rank. A key without a number holds all layers, stacked along its first axis."""
+    ranks_of_layer: dict[int, set[int]] = {}
+    for fqn, entry in index.tensors.items():
+        number = layer_number(fqn)
+        stacked = number is None and stacked_axes(fqn, entry.shape).layer is not None
+        if is_optimizer_key(fqn) or (number is None and not stacked):
+            continue
+        for chunk in entry.chunks:
+            rank = data_file_rank(chunk.item.file)
+            if rank is not None:
+                layer = chunk.offsets[0] if number is None else number
+                ranks_of_layer.setdefault(layer, set()).add(rank)
+    groups: list[set[int]] = []
+    for ranks in ranks_of_layer.values():
+        touching = [group for group in groups if group & ranks]
+        groups = [group for group in groups if not group & ranks]
+        groups.append(set().union(ranks, *touching))
+    return len(groups) or None
+
+
+def _expert_parallel(index: CheckpointIndex) -> int | None:
+    """Groups of experts (the axis before the last two, or the number in the key) that share no rank."""
+    counts: Counter[int] = Counter()
+    for fqn, entry in index.tensors.items():
+        if ".experts." not in fqn or is_optimizer_key(fqn) or len(entry.shape) < 3:
+            continue
+        ranks: dict[int, set[int | None]] = {}
+        for chunk in entry.chunks:
+            ranks.setdefault(chunk.offsets[-3], set()).add(data_file_rank(chunk.item.file))
+        counts[len({frozenset(group) for group in ranks.values()})] += 1
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def read_plain_state(index: CheckpointIndex) -> dict[str, Any]:
+    """The common state as far as it is plain values; empty if there is none (plain DCP). Raises `LoadError`."""
+    stored = stored_common_state(index)
+    if stored is None or stored.transforms:
+        return {}
+    return _as_dict(unwrapped(read_plain(stored.content, stored.where)), stored.where)
+
+
+class StoredState(NamedTuple):
+    """The common state as it is stored, all checksums compared."""
+
+    where: str  # file, or key and file, for messages
+    content: bytes  # an archive of `torch.save`, unless it is stored through `transforms`
+    transforms: tuple[str, ...] = ()
+
+
+def stored_common_state(index: CheckpointIndex) -> StoredState | None:
+    """The common state of a checkpoint; None if it has none. Raises as `read_plain_state`."""
+    storage = storage_at(index.path)
+    file = common_file_in_force(with_common_files(storage, storage.list(), index), index)
+    if file is not None:
+        where = storage.path(file)
+        content = read_common_file(storage, file, index.manifest)
+        _check_records(content, where)
+        return StoredState(where, content)
+    entry = index.objects.get(COMMON_STATE_KEY)
+    if entry is None:
+        return None
+    return StoredState(f"{entry.fqn} ({entry.item.file})", read_object(index, entry), entry.item.transforms)
+
+
+def unwrapped(value: Any) -> Any:
+    """The common state out of what is stored: as an object, it is the only member of a list."""
+    return value[0] if isinstance(value, list) and value else value
+
+
+def read_plain_object(index: CheckpointIndex, entry: ObjectEntry) -> Any:
+    """A stored object as plain values, for display: no torch, and no class that it names. Raises `LoadError`."""
+    where = f"{entry.fqn} ({entry.item.file})"
+    if entry.item.transforms:
+        raise LoadError(f"{where}: stored through {', '.join(entry.item.transforms)}; open_checkpoint() can read it")
+    return plain(read_plain(read_object(index, entry), where))
+
+
+def read_object(index: CheckpointIndex, entry: ObjectEntry) -> bytes:
+    """The bytes of a stored object, after its file's footer and all its checksums were compared. Raises `LoadError`."""
+    item, where = entry.item, f"{entry.fqn} ({entry.item.file})"
+    with storage_at(index.path).open_reader(item.file) as reader:
+        FileFooters(lambda: index).check(item.file, reader)
+        content = reader.read(item.offset, item.length)
+    if item.crc32 is not None and (got := crc32(content)) != item.crc32:
+        raise checksum_error(where, "its bytes have", got, item.crc32)
+    if not item.transforms:
+        _check_records(content, where)
+    return content
+
+
+def _check_records(content: bytes, where: str) -> None:
+    def read(offset: int, length: int) -> bytes:
+        return content[offset : offset + length]
+
+    view = memoryview(content)
+    check_records(read, lambda offset, length: crc32(view[offset : offset + length]), len(content), where)
+
+
+def _as_dict(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise CorruptCheckpointError(f"{where}: expected a dict, got {type(value).__name__}")
+    return {str(key): plain(part) for key, part in value.items()}
+
+
+# A few bytes of pickle can refer to one list or text many times over; no common state has that many values.
+_MAX_VALUES = 1_000_000
+_CHARACTERS_OF_A_VALUE = 64
+
+
+def plain(value: Any) -> Any:
+    """`value` for showing and for JSON: containers, numbers and strings; namespaces as dicts, the rest as text."""
+    return _plain(value, 0, _Counter())
+
+
+class _Counter:
+    """How many values have been shown."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def is_spent(self, value: Any) -> bool:
+        self._count += 1 + (len(value) // _CHARACTERS_OF_A_VALUE if isinstance(value, str) else 0)
+        return self._count > _MAX_VALUES
+
+
+def _plain(value: Any, depth: int, counter: _Counter) -> Any:
+    if depth > 20 or counter.is_spent(value):
+        return "..."
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part, depth + 1, counter) for key, part in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(part, depth + 1, counter) for part in value]
+    if isinstance(value, Opaque):
+        if value.name in ("argparse.Namespace", "types.SimpleNamespace") and isinstance(value.state, dict):
+            return _plain(value.state, depth + 1, counter)
+        if value.name == "torch._utils._rebuild_tensor_v2" and len(value.arguments) > 2:
+            return f"<tensor of shape {_plain(value.arguments[2], depth + 1, counter)}>"
+        simple = [part for part in value.arguments if isinstance(part, (str, int, float))]
+        return f"<{value.name}{' ' + repr(simple[0]) if simple else ''}>"
+    if isinstance(value, type):  # a dtype or the like, named and not called
+        return value.name if issubclass(value, Opaque) else value.__name__
+    return f"<{type(value).__name__}>"

@@ -40,7 +40,6 @@ from mcore_ckpt.load.item_checks import ItemCheck, ItemChecker, Problem, checks_
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory, undisturbed
-from mcore_ckpt.tools.tilings import slabs
 
 if TYPE_CHECKING:
     from mcore_ckpt.tools.payloads import StoredPayloads
@@ -197,6 +196,7 @@ def _differing_copies(index: CheckpointIndex) -> Iterator[Problem]:
     if not copies:
         return
     from mcore_ckpt.tools.payloads import StoredPayloads, read_box
+    from mcore_ckpt.tools.regrid import slabs
 
     with StoredPayloads(index) as payloads:
         for key, (rank, fqn) in copies.items():
@@ -216,8 +216,8 @@ def _differing_copies(index: CheckpointIndex) -> Iterator[Problem]:
 
 def _other_elements(payloads: StoredPayloads, main: TensorEntry, weight: TensorEntry, bar: Progress) -> str:
     """What is wrong with an optimizer's weight, compared with the model's; empty if it rounds to that."""
-    from mcore_ckpt.tools.dtype_cast import rounding_mismatch
     from mcore_ckpt.tools.payloads import read_box
+    from mcore_ckpt.tools.regrid import rounding_mismatch, slabs
 
     differing, first = 0, ""
     for slab in slabs(Box((0,) * len(main.shape), main.shape), element_bytes(main.dtype), _WINDOW_BYTES):

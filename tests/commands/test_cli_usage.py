@@ -148,7 +148,7 @@ def test_a_mistake_of_ours_is_no_bad_usage(monkeypatch: pytest.MonkeyPatch, caps
     def fail(_arguments: object) -> None:
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr("mcore_ckpt.commands._list.run", fail)
+    monkeypatch.setattr("mcore_ckpt.commands._look.run_list", fail)
     assert main(["list", "x"]) == 70
     assert "RuntimeError: a mistake (this should not happen" in capsys.readouterr().err
 

@@ -27,7 +27,7 @@ from mcore_ckpt.format.metadata_read import encode_config, parse_index, read_con
 from mcore_ckpt.format.safe_pickle import load_object, read_plain
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.megatron.common_state import load_common
-from mcore_ckpt.models._safetensors_files import read_safetensors
+from mcore_ckpt.models._sources import read_safetensors
 from mcore_ckpt.reshard.target_files import FileJournal
 from mcore_ckpt.reshard.weight_files import safetensors_header
 from tests.support.encoded_items import encode_tensor

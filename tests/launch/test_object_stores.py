@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mcore_ckpt.tools.run_listing import list_run
+from mcore_ckpt.tools.runs import list_run
 from tests.launch.pretrain import megatron_lm
 from tests.launch.test_other_layouts import RESHARDABLE
 from tests.launch.variants import Variant, assert_ours_ran, assert_whole, resumed, trained

@@ -22,7 +22,7 @@ from mcore_ckpt import (
 )
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.tools.fingerprints import model_and_optimizer
+from mcore_ckpt.tools.diff import model_and_optimizer
 from tests.support.gloo_ranks import run_pretending_ranks, run_ranks
 from tests.support.hf_models import SMALL, HfCase, make_hf_model
 from tests.support.models import GATED, MOE_GROUPED, Parallel, build_training

@@ -16,7 +16,7 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.reshard.options import RenameRule
-from mcore_ckpt.tools.fingerprints import checkpoint_fingerprint
+from mcore_ckpt.tools.diff import checkpoint_fingerprint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.models.test_foreign_checkpoints import MEGATRON_ARGUMENTS, SCHEDULE, common_of, layers_of
 from tests.support.fsdp_ranks import load_megatron_fsdp

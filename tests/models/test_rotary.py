@@ -12,7 +12,7 @@ import pytest
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.models.families._registry import compare_settings, family_named, family_of_arguments
-from mcore_ckpt.models.families._rotary import yarn_scales
+from mcore_ckpt.models.families._settings import yarn_scales
 from tests.models.test_table import CONFIGS, LLAMA3, YARN, _without
 
 

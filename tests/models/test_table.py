@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.models.families._computation import COMPUTATION, TRAINED_WITH
 from mcore_ckpt.models.families._registry import (
+    COMPUTATION,
     FAMILIES,
+    TRAINED_WITH,
     compare_settings,
     family_named,
     family_of_arguments,
@@ -519,7 +520,7 @@ def test_every_field_of_megatrons_configuration_is_known_to_change_the_computati
     others = f"{_SHOWN_BY_TENSORS} {_SAID_BY_ANOTHER} {_OF_TRAINING} {_OF_SPEED_AND_ROUNDING}".split()
     assert not set(others) & (COMPUTATION.keys() | TRAINED_WITH.keys())
     unknown = _fields_of_megatron().keys() - COMPUTATION.keys() - TRAINED_WITH.keys() - set(others)
-    assert not unknown, "look at what they do: families/_computation.py has those that change what a model computes"
+    assert not unknown, "look at what they do: families/_registry.py has those that change what a model computes"
 
 
 def test_megatrons_defaults_contradict_no_family(family: Family) -> None:

@@ -20,7 +20,7 @@ from mcore_ckpt.core.boxes import Box, covers, intersect
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.reshard.partition import Partitioner, divide
 from mcore_ckpt.reshard.plan import TargetLayout, make_plan
-from mcore_ckpt.tools.parallel_layout import data_file_rank
+from mcore_ckpt.tools.keys import data_file_rank
 from tests.support.gloo_ranks import run_stock_ranks as run_ranks
 
 pytestmark = pytest.mark.timeout(300)

@@ -34,7 +34,7 @@ from mcore_ckpt.reshard import conversion, copying
 from mcore_ckpt.reshard.options import parse_partition_rules
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.inspection import checkpoint_directory
-from mcore_ckpt.tools.parallel_layout import data_file_rank
+from mcore_ckpt.tools.keys import data_file_rank
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, reshard_killed, write_model

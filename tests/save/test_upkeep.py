@@ -19,7 +19,7 @@ from mcore_ckpt.directory.iterations import iteration_directories
 from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE
 from mcore_ckpt.save import upkeep
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.tools.run_listing import list_run
+from mcore_ckpt.tools.runs import list_run
 from tests.support.gcs_server import ObjectDirectory
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.tools.parallel_layout import data_file_rank
+from mcore_ckpt.tools.keys import data_file_rank
 from tests.megatron.interop_ranks import Job, LoadedState
 from tests.support.cpu_megatron import pretend_cuda
 from tests.support.models import ModelShape, Parallel, build_training

@@ -15,7 +15,7 @@ import torch
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.tools.html_report import render_report
+from mcore_ckpt.tools.inspection import render_report
 from tests.support.model_like import model_tensors, write_model
 
 KEY = "decoder.layers.0.mlp.linear_fc1.weight"

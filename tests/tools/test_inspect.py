@@ -18,7 +18,7 @@ from mcore_ckpt.tools.inspection import (
     file_rows,
     summarize_checkpoint,
 )
-from mcore_ckpt.tools.parallel_layout import layout_of_chunks
+from mcore_ckpt.tools.keys import layout_of_chunks
 from tests.support.model_like import model_tensors, write_model
 
 
@@ -126,7 +126,7 @@ def test_a_common_state_that_would_fill_the_memory_is_cut(tmp_path: Path) -> Non
     write_model(tmp_path / "c")
     torch.save({"iteration": 3, "args": {"x": nested}}, tmp_path / "c" / "common.pt")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mcore_ckpt.tools.plain_state._MAX_VALUES", 1000)
+        patch.setattr("mcore_ckpt.tools.keys._MAX_VALUES", 1000)
         assert summarize_checkpoint(tmp_path / "c").iteration == 3
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.tools import regrid
-from mcore_ckpt.tools.regrid import Walk, reads_of
-from mcore_ckpt.tools.tilings import blocks
+from mcore_ckpt.tools.regrid import Walk, blocks, reads_of
 from tests.support.tilings import tilings
 
 SHAPES = st.lists(st.integers(1, 7), min_size=0, max_size=4).map(tuple)

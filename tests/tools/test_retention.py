@@ -37,7 +37,7 @@ from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.checkpoint import open_checkpoint
-from mcore_ckpt.tools.run_listing import list_run
+from mcore_ckpt.tools.runs import list_run
 from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.gcs_server import ObjectDirectory
 from tests.support.model_like import write_model

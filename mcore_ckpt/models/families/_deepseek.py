@@ -10,11 +10,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.models.families._rotary import latent_rope_type, rope_settings, yarn_arguments, yarn_config, yarn_scales
-from mcore_ckpt.models.families._rows import DENSE_MLP, EMBEDDING, as_loaded, gated_experts, in_layer, shared_experts
-from mcore_ckpt.models.families._settings import DECODER_DEFAULTS, decoder_arguments, decoder_config, expert_arguments
+from mcore_ckpt.models.families._settings import (
+    DECODER_DEFAULTS,
+    DENSE_MLP,
+    EMBEDDING,
+    as_loaded,
+    count,
+    decoder_arguments,
+    decoder_config,
+    expect,
+    expert_arguments,
+    expert_layers_of,
+    gated_experts,
+    in_layer,
+    latent_rope_type,
+    layer_count,
+    number,
+    rope_settings,
+    setting,
+    shared_experts,
+    yarn_arguments,
+    yarn_config,
+    yarn_scales,
+)
 from mcore_ckpt.models.families._table import Family, Model
-from mcore_ckpt.models.families._values import count, expect, expert_layers_of, layer_count, number, setting
 
 _DEFAULTS = {**DECODER_DEFAULTS, "q_lora_rank": 1536}
 # The norms of latent vectors have it in `transformers`, whatever the configuration says of the others.

@@ -1,7 +1,15 @@
-"""Llama, Mistral, Qwen2 and Qwen3: decoders with grouped attention, a gated MLP and rotary embedding.
+"""Decoders with one MLP in each layer.
 
-Attention of Mistral may be limited to a window. Qwen2 and Qwen2.5 have biases of queries, keys and values, Qwen3 has
-norms of queries and keys.
+Llama, Mistral, Qwen2 and Qwen3 have grouped attention, a gated MLP and rotary embedding. Attention of Mistral may be
+limited to a window. Qwen2 and Qwen2.5 have biases of queries, keys and values, Qwen3 has norms of queries and keys.
+
+Gemma (the first) has norms whose weights are offsets of one, and a gate of GELU. Its embedding is multiplied by the
+square root of the hidden size. Megatron-Core has no such layer: what trains Gemma with it (Megatron-Bridge) scales what
+the embedding gives, as Hugging Face does, so the stored weights are the same.
+
+StarCoder2 has the attention of Llama, which may be limited to a window; norms, biases and an MLP as GPT-2.
+
+GPT-2 has learned positions, biases everywhere, a tied embedding; its weights are stored inputs before outputs.
 """
 
 from __future__ import annotations
@@ -10,19 +18,32 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt.models.families._rows import ATTENTION, DENSE_MLP, EMBEDDING, QK_NORM, QKV_BIAS
+from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.models.families._settings import (
+    ATTENTION,
     DECODER_DEFAULTS,
+    DENSE_MLP,
+    EMBEDDING,
+    QK_NORM,
+    QKV_BIAS,
+    count,
     decoder_arguments,
     decoder_config,
     decoder_model,
+    epsilon_of,
+    expect,
     expect_no_windows,
+    in_layer,
     is_plain_decoder,
+    layer_count,
+    model_arguments,
+    number,
+    row,
+    setting,
     window_arguments,
     window_config,
 )
-from mcore_ckpt.models.families._table import Family
-from mcore_ckpt.models.families._values import expect
+from mcore_ckpt.models.families._table import Family, Model
 
 _QWEN_DEFAULTS = {**DECODER_DEFAULTS, "layer_types": None, "num_key_value_heads": 32, "use_sliding_window": False}
 
@@ -95,4 +116,282 @@ QWEN3 = Family(
     arguments_of=_qwen3_arguments,
     config_of=functools.partial(decoder_config, use_sliding_window=False, attention_bias=False),
     recognizes=lambda arguments: is_plain_decoder(arguments, "qk_layernorm"),
+)
+
+
+_NORMS_BEHIND = "a norm behind attention and one behind the MLP (post_attention_layernorm, post_feedforward_layernorm)"
+LATER_GEMMAS: Mapping[str, str] = {
+    "gemma2": (
+        f"{_NORMS_BEHIND}, a cap on what softmax gets (attn_logit_softcapping), and one on the logits "
+        "(final_logit_softcapping)"
+    ),
+    "gemma3_text": f"{_NORMS_BEHIND}, and two rotary bases, one of which the layers with a window have",
+    "gemma3": f"{_NORMS_BEHIND}, two rotary bases, one of which the layers with a window have, and a tower for images",
+}
+"""What Megatron-Core's layers and its `GPTModel` have not, up to 0.19, by the `model_type` of those that need it."""
+
+_SCALE = "scale_embeddings_by_hidden_size"
+
+
+def _gemma_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    expect(config, "attention_bias", False)
+    # The first releases said "gelu", and meant the approximation.
+    expect(config, "hidden_act", "gelu_pytorch_tanh", "gelu", None)
+    expect(config, "hidden_activation", "gelu_pytorch_tanh", None)
+    expect(config, "use_bidirectional_attention", None, False)
+    plain = {**config, "hidden_act": "silu"}
+    return decoder_arguments(
+        plain,
+        swiglu=False,
+        gated_linear_unit=True,
+        apply_layernorm_1p=True,
+        layernorm_zero_centered_gamma=True,
+        **{_SCALE: True},
+    )
+
+
+def _gemma_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    usual = {"swiglu": False, "gated_linear_unit": True, "layernorm_zero_centered_gamma": True}
+    plain = {**arguments, "apply_layernorm_1p": False}
+    return {
+        **decoder_config(plain, vocabulary, usual),
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+    }
+
+
+def _gemma_recognizes(arguments: Mapping[str, Any]) -> bool:
+    return (
+        arguments.get("normalization") == "RMSNorm"
+        and bool(arguments.get("layernorm_zero_centered_gamma"))
+        and bool(arguments.get("gated_linear_unit"))
+        and bool(arguments.get(_SCALE))
+    )
+
+
+GEMMA = Family(
+    name="gemma",
+    model_types=("gemma",),
+    architecture="GemmaForCausalLM",
+    rows=(*EMBEDDING, *ATTENTION, *DENSE_MLP),
+    defaults={
+        **DECODER_DEFAULTS,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "num_key_value_heads": 16,
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": None,
+    },
+    model_of=decoder_model,
+    arguments_of=_gemma_arguments,
+    config_of=_gemma_config,
+    recognizes=_gemma_recognizes,
+    derived=(r"\.rotary_emb\.inv_freq$",),
+)
+
+
+_STARCODER2_ROWS = (
+    *EMBEDDING,
+    row("decoder.final_layernorm.bias", "model.norm.bias [hidden]"),
+    *ATTENTION,
+    *QKV_BIAS,
+    in_layer("self_attention.linear_qkv.layer_norm_bias", "input_layernorm.bias [hidden]"),
+    in_layer("self_attention.linear_proj.bias", "self_attn.o_proj.bias [hidden]"),
+    in_layer("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight [hidden]"),
+    in_layer("mlp.linear_fc1.layer_norm_bias", "post_attention_layernorm.bias [hidden]"),
+    in_layer("mlp.linear_fc1.weight", "mlp.c_fc.weight [ffn, hidden]"),
+    in_layer("mlp.linear_fc1.bias", "mlp.c_fc.bias [ffn]"),
+    in_layer("mlp.linear_fc2.weight", "mlp.c_proj.weight [hidden, ffn]"),
+    in_layer("mlp.linear_fc2.bias", "mlp.c_proj.bias [hidden]"),
+)
+
+
+def _starcoder2_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    expect(config, "hidden_act", "gelu_pytorch_tanh", "gelu_new", "gelu")
+    expect(config, "use_bias", True)
+    plain = {**config, "hidden_act": "silu", "rms_norm_eps": config["norm_epsilon"]}
+    return decoder_arguments(
+        plain,
+        normalization="LayerNorm",
+        add_bias_linear=True,
+        swiglu=False,
+        # What Megatron-Core has fused of it is the approximation.
+        bias_gelu_fusion=config["hidden_act"] != "gelu",
+        attention_dropout=number(config, "attention_dropout", 0.0),
+        hidden_dropout=number(config, "residual_dropout", 0.0),
+        **window_arguments(config),
+    )
+
+
+def _starcoder2_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    usual = {"normalization": "LayerNorm", "add_bias_linear": True, "swiglu": False}
+    found = decoder_config(arguments, vocabulary, usual, **window_config(arguments))
+    fused = setting(arguments, "bias_gelu_fusion", "bias_activation_fusion", default=True)
+    dropout = number(arguments, "hidden_dropout", 0.1)
+    epsilon = found.pop("rms_norm_eps")
+    return {
+        **found,
+        "norm_epsilon": epsilon,
+        "hidden_act": "gelu_pytorch_tanh" if fused else "gelu",
+        "attention_dropout": number(arguments, "attention_dropout", 0.1),
+        "residual_dropout": dropout,
+        "embedding_dropout": dropout,
+        "use_bias": True,
+    }
+
+
+def _starcoder2_recognizes(arguments: Mapping[str, Any]) -> bool:
+    others = (
+        "swiglu",
+        "quick_geglu",
+        "gated_linear_unit",
+        "squared_relu",
+        "num_experts",
+        "multi_latent_attention",
+        "qk_layernorm",
+    )
+    return (
+        arguments.get("normalization") == "LayerNorm"
+        and arguments.get("position_embedding_type") in ("rope", "yarn")
+        and bool(arguments.get("add_bias_linear"))
+        and not any(arguments.get(name) for name in others)
+    )
+
+
+STARCODER2 = Family(
+    name="starcoder2",
+    model_types=("starcoder2",),
+    architecture="Starcoder2ForCausalLM",
+    rows=_STARCODER2_ROWS,
+    defaults={
+        "attention_dropout": 0.0,
+        "head_dim": None,
+        "hidden_act": "gelu_pytorch_tanh",
+        "norm_epsilon": 1e-5,
+        "num_key_value_heads": 2,
+        "residual_dropout": 0.0,
+        "rope_theta": DECODER_DEFAULTS["rope_theta"],
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_bias": True,
+    },
+    model_of=decoder_model,
+    arguments_of=_starcoder2_arguments,
+    config_of=_starcoder2_config,
+    recognizes=_starcoder2_recognizes,
+    derived=(r"\.rotary_emb\.inv_freq$",),
+)
+
+
+_in_gpt2_layer = functools.partial(in_layer, there="transformer.h.{layer}.")
+
+_GPT2_ROWS = (
+    row("embedding.word_embeddings.weight", "transformer.wte.weight [vocab, hidden]", how="vocabulary"),
+    row("embedding.position_embeddings.weight", "transformer.wpe.weight [positions, hidden]"),
+    row("decoder.final_layernorm.weight", "transformer.ln_f.weight [hidden]"),
+    row("decoder.final_layernorm.bias", "transformer.ln_f.bias [hidden]"),
+    row("output_layer.weight", "lm_head.weight [vocab, hidden]", how="vocabulary", when="untied"),
+    _in_gpt2_layer("self_attention.linear_qkv.layer_norm_weight", "ln_1.weight [hidden]"),
+    _in_gpt2_layer("self_attention.linear_qkv.layer_norm_bias", "ln_1.bias [hidden]"),
+    _in_gpt2_layer("self_attention.linear_qkv.weight", "attn.c_attn.weight [hidden, qkv]", how="joined qkv transposed"),
+    _in_gpt2_layer("self_attention.linear_qkv.bias", "attn.c_attn.bias [qkv]", how="joined qkv"),
+    _in_gpt2_layer("self_attention.linear_proj.weight", "attn.c_proj.weight [hidden, hidden]", how="transposed"),
+    _in_gpt2_layer("self_attention.linear_proj.bias", "attn.c_proj.bias [hidden]"),
+    _in_gpt2_layer("mlp.linear_fc1.layer_norm_weight", "ln_2.weight [hidden]"),
+    _in_gpt2_layer("mlp.linear_fc1.layer_norm_bias", "ln_2.bias [hidden]"),
+    _in_gpt2_layer("mlp.linear_fc1.weight", "mlp.c_fc.weight [hidden, ffn]", how="transposed"),
+    _in_gpt2_layer("mlp.linear_fc1.bias", "mlp.c_fc.bias [ffn]"),
+    _in_gpt2_layer("mlp.linear_fc2.weight", "mlp.c_proj.weight [ffn, hidden]", how="transposed"),
+    _in_gpt2_layer("mlp.linear_fc2.bias", "mlp.c_proj.bias [hidden]"),
+)
+
+
+def _gpt2_model(config: Mapping[str, Any]) -> Model:
+    hidden, heads = count(config, "n_embd"), count(config, "n_head")
+    if hidden % heads:
+        raise OptionError(f"n_embd={hidden}: expected a multiple of n_head={heads}")
+    sizes = {
+        "vocab": count(config, "vocab_size"),
+        "positions": count(config, "n_positions"),
+        "hidden": hidden,
+        "qkv": 3 * hidden,
+        "ffn": count(config, "n_inner", 4 * hidden),
+    }
+    holds = frozenset() if config.get("tie_word_embeddings", True) else frozenset({"untied"})
+    return Model(layer_count(config, "n_layer"), sizes, heads, heads, hidden // heads, holds=holds)
+
+
+def _gpt2_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    expect(config, "activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu")
+    expect(config, "scale_attn_weights", True)
+    expect(config, "scale_attn_by_inverse_layer_idx", False)
+    expect(config, "add_cross_attention", False)
+    model = _gpt2_model(config)
+    return {
+        **model_arguments(model, model.sizes["positions"], number(config, "layer_norm_epsilon")),
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+        "swiglu": False,
+        # What Megatron-Core has fused of it is the approximation.
+        "bias_gelu_fusion": config["activation_function"] != "gelu",
+        "attention_dropout": number(config, "attn_pdrop", 0.1),
+        "hidden_dropout": number(config, "resid_pdrop", 0.1),
+    }
+
+
+def _gpt2_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    hidden, heads = count(arguments, "hidden_size"), count(arguments, "num_attention_heads")
+    if arguments.get("group_query_attention") or count(arguments, "kv_channels", hidden // heads) * heads != hidden:
+        raise OptionError("the stored arguments ask for attention that GPT-2 has not: grouped, or wider than the model")
+    if arguments.get("apply_layernorm_1p") or arguments.get("squared_relu"):
+        raise OptionError("the stored arguments apply_layernorm_1p and squared_relu: GPT-2 has no such layers")
+    fused = setting(arguments, "bias_gelu_fusion", "bias_activation_fusion", default=True)
+    return {
+        "vocab_size": vocabulary,
+        "n_positions": count(arguments, "max_position_embeddings"),
+        "n_embd": hidden,
+        "n_layer": count(arguments, "num_layers"),
+        "n_head": heads,
+        "n_inner": count(arguments, "ffn_hidden_size"),
+        "activation_function": "gelu_new" if fused else "gelu",
+        "layer_norm_epsilon": epsilon_of(arguments),
+        "attn_pdrop": number(arguments, "attention_dropout", 0.1),
+        "resid_pdrop": number(arguments, "hidden_dropout", 0.1),
+        "embd_pdrop": number(arguments, "hidden_dropout", 0.1),
+        "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights"),
+    }
+
+
+def _gpt2_recognizes(arguments: Mapping[str, Any]) -> bool:
+    return (
+        arguments.get("normalization") == "LayerNorm"
+        and arguments.get("position_embedding_type") == "learned_absolute"
+        and not any(arguments.get(name) for name in ("swiglu", "num_experts", "multi_latent_attention", "qk_layernorm"))
+    )
+
+
+GPT2 = Family(
+    name="gpt2",
+    model_types=("gpt2",),
+    architecture="GPT2LMHeadModel",
+    rows=_GPT2_ROWS,
+    defaults={
+        "activation_function": "gelu_new",
+        "add_cross_attention": False,
+        "attn_pdrop": 0.1,
+        "layer_norm_epsilon": 1e-5,
+        "n_inner": None,
+        "resid_pdrop": 0.1,
+        "scale_attn_by_inverse_layer_idx": False,
+        "scale_attn_weights": True,
+        "tie_word_embeddings": True,
+    },
+    model_of=_gpt2_model,
+    arguments_of=_gpt2_arguments,
+    config_of=_gpt2_config,
+    recognizes=_gpt2_recognizes,
+    derived=(r"^(?:transformer\.)?h\.\d+\.attn\.(?:masked_)?bias$",),
+    optional_prefix="transformer.",
 )

@@ -1,20 +1,239 @@
-"""The families that there are, and which one a model belongs to."""
+"""The families that there are, which one a model belongs to, and where its arguments contradict the family's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.models.families._computation import TRAINED_WITH, contradictions
 from mcore_ckpt.models.families._deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from mcore_ckpt.models.families._dense import LLAMA, MISTRAL, QWEN2, QWEN3
-from mcore_ckpt.models.families._gemma import GEMMA, LATER_GEMMAS
-from mcore_ckpt.models.families._gpt2 import GPT2
-from mcore_ckpt.models.families._gpt_oss import GPT_OSS
-from mcore_ckpt.models.families._mixtures import MIXTRAL, QWEN2_MOE, QWEN3_MOE
-from mcore_ckpt.models.families._starcoder2 import STARCODER2
+from mcore_ckpt.models.families._dense import GEMMA, GPT2, LATER_GEMMAS, LLAMA, MISTRAL, QWEN2, QWEN3, STARCODER2
+from mcore_ckpt.models.families._mixtures import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from mcore_ckpt.models.families._settings import (
+    MOST_LAYERS,
+    YARN_DEFAULTS,
+    YARN_SCALES,
+    expert_layers_of,
+    groups_of,
+    latent_rope_type,
+    setting,
+    yarn_scales,
+)
 from mcore_ckpt.models.families._table import Family
+
+_Arguments = Mapping[str, Any]
+
+
+def _is_rotary(arguments: _Arguments) -> bool:
+    return setting(arguments, "position_embedding_type", default="rope") in ("rope", "yarn", "mrope")
+
+
+def _is_latent(arguments: _Arguments) -> bool:
+    return bool(arguments.get("multi_latent_attention"))
+
+
+def _is_plainly_rotary(arguments: _Arguments) -> bool:
+    return _is_rotary(arguments) and not _is_latent(arguments)
+
+
+def _has_experts(arguments: _Arguments) -> bool:
+    return bool(arguments.get("num_experts"))
+
+
+def _has_groups_of_experts(arguments: _Arguments) -> bool:
+    """Whether a router leaves out groups: without a number of those to choose Megatron-Core looks at none."""
+    groups, chosen = arguments.get("moe_router_num_groups"), arguments.get("moe_router_group_topk")
+    return _has_experts(arguments) and bool(chosen) and chosen != groups
+
+
+def _has_softmax_router(arguments: _Arguments) -> bool:
+    return _has_experts(arguments) and setting(arguments, "moe_router_score_function", default="softmax") == "softmax"
+
+
+def _has_any(*names: str) -> Callable[[_Arguments], bool]:
+    return lambda arguments: any(arguments.get(name) for name in names)
+
+
+def _group(names: str, *neutral: Any) -> dict[str, tuple[Any, ...]]:
+    """Arguments, each with the values by which it changes nothing."""
+    return dict.fromkeys(names.split(), neutral)
+
+
+# Which models read these arguments (a job stores all that there are, whatever the model), and for each argument the
+# values by which it changes nothing; without any, each value says something.
+_READ: tuple[tuple[Callable[[_Arguments], bool], Mapping[str, tuple[Any, ...]]], ...] = (
+    (
+        lambda _: True,
+        {
+            **_group(
+                "num_layers hidden_size normalization norm_epsilon layernorm_epsilon num_attention_heads "
+                "position_embedding_type"
+            ),
+            **_group(
+                "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json hybrid_layer_pattern "
+                "hybrid_override_pattern softmax_scale window_size experimental_attention_variant "
+                "linear_attention_freq linear_attention_type mrope_section",
+                None,
+            ),
+            **_group(
+                "apply_residual_connection_post_layernorm apply_layernorm_1p layernorm_zero_centered_gamma "
+                "heterogeneous_block_specs is_hybrid_model use_mup scale_embeddings_by_hidden_size swiglu quick_geglu "
+                "squared_relu qk_layernorm qk_l2_norm attention_output_gate multi_latent_attention",
+                False,
+            ),
+            "mtp_num_layers": (None, 0),
+            "softmax_type": ("vanilla",),
+        },
+    ),
+    # The fused kernel of GELU has the approximation.
+    (
+        lambda given: not _has_any("swiglu", "quick_geglu", "squared_relu")(given),
+        {"gated_linear_unit": (False,), "bias_gelu_fusion": (True,), "use_te_activation_func": (False,)},
+    ),
+    (
+        _has_any("swiglu", "quick_geglu", "gated_linear_unit"),
+        {"glu_linear_offset": (0.0,), "activation_func_clamp_value": (None,)},
+    ),
+    (lambda given: not _is_latent(given), {"kv_channels": (), "num_query_groups": ()}),
+    (lambda given: _window(given.get("window_size")) is not None, {"window_attn_skip_freq": (None,)}),
+    (
+        _is_rotary,
+        {"no_rope_freq": (None, 0), "rotary_base": (), "rotary_percent": (1.0,), "rotary_interleaved": (False,)},
+    ),
+    (_is_plainly_rotary, {"rotary_seq_len_interpolation_factor": (None, 1), "use_rope_scaling": (False,)}),
+    (lambda given: _is_plainly_rotary(given) and bool(given.get("use_rope_scaling")), {"rope_scaling_factor": ()}),
+    (
+        lambda given: given.get("position_embedding_type") == "yarn",
+        _group(
+            "yarn_rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow "
+            "yarn_mscale yarn_correction_range_round_to_int"
+        ),
+    ),
+    (lambda _: False, {"yarn_mscale_all_dim": ()}),  # but for its part in what `yarn_mscale` comes to
+    # Softmax is scaled by `mscale_all_dim` whatever the kind of rotary embedding.
+    (
+        _is_latent,
+        {
+            **_group("q_lora_rank", None),
+            **_group("kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type mscale_all_dim"),
+        },
+    ),
+    (
+        lambda given: _is_latent(given) and latent_rope_type(given) == "yarn",
+        _group("rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale"),
+    ),
+    (
+        _has_experts,
+        {
+            **_group("moe_layer_freq moe_router_topk"),
+            "moe_router_score_function": ("softmax",),
+            "moe_router_topk_scaling_factor": (None, 1.0, 0.0),  # zero is as none
+            "moe_router_load_balancing_type": ("top-k",),
+            **_group(
+                "moe_router_topk_limited_devices moe_router_force_biased moe_latent_size moe_mlp_glu_interleave_size "
+                "moe_shared_expert_glu_interleave_size",
+                None,
+            ),
+            **_group(
+                "moe_router_enable_expert_bias moe_router_force_load_balancing moe_apply_probs_on_input "
+                "moe_shared_expert_gate",
+                False,
+            ),
+        },
+    ),
+    (_has_softmax_router, {"moe_router_pre_softmax": (False,)}),
+    (_has_groups_of_experts, {"moe_router_num_groups": (None, 1), "moe_router_group_topk": (None,)}),
+)
+
+COMPUTATION: Mapping[str, tuple[Any, ...]] = {name: neutral for _, group in _READ for name, neutral in group.items()}
+"""Megatron's arguments that change what a model computes, each with the values by which it changes nothing.
+
+Sizes that shapes of tensors show, and biases and norms that have tensors of their own, are not here; nor is what only
+rounds otherwise.
+"""
+
+TRAINED_WITH: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "moe_expert_capacity_factor": ((None,), "an expert takes no tokens beyond its capacity"),
+    "moe_expert_rank_capacity_factor": ((None,), "a rank takes no tokens beyond the capacity of its experts"),
+    "moe_input_jitter_eps": ((None, 0.0), "what a router sees is multiplied by noise"),
+    "spec": ((None,), "the layers are what that function makes of them"),
+}
+"""Arguments of a job that no model of Hugging Face has, and that its weights may do without: they are named."""
+
+
+def _window(value: Any) -> Any:
+    """A window; nothing for an infinite one."""
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        return value
+    return None if value[0] == -1 else (value[0], 0 if value[1] == -1 else value[1])
+
+
+def _layers_of(value: Any, layers: Any, *, last: bool) -> Any:
+    """A pattern of layers, given as one for each, or by how often a layer is another; None: all are as most are."""
+    if type(value) is int and value > 0 and type(layers) is int and 0 < layers <= MOST_LAYERS:
+        value = [((layer + 1) % value == 0) is last for layer in range(layers)]
+    if not isinstance(value, (list, tuple)):
+        return value
+    pattern = tuple(map(bool, value))
+    return None if all(kind is not last for kind in pattern) else pattern
+
+
+def _meaning(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that change what is computed, in one way of saying it; without those that nothing asks for."""
+    read = [name for reads, group in _READ if reads(arguments) for name in group]
+    found = {name: arguments[name] for name in read if name in arguments}
+    layers = arguments.get("num_layers")
+    for name, meaning in (
+        ("window_size", _window),
+        ("window_attn_skip_freq", functools.partial(_layers_of, layers=layers, last=False)),
+        ("no_rope_freq", functools.partial(_layers_of, layers=layers, last=True)),
+        ("moe_router_load_balancing_type", _selection),
+    ):
+        if name in found:
+            found[name] = meaning(found[name])
+    if "group_query_attention" not in arguments or arguments.get("num_attention_heads") is None:
+        found.pop("num_query_groups", None)
+    elif "num_query_groups" in found:
+        found["num_query_groups"] = groups_of(arguments)
+    if "rope_type" in found:
+        found["rope_type"] = latent_rope_type(arguments)
+    for prefix in YARN_DEFAULTS:
+        scales = {prefix + name for name in YARN_SCALES} & found.keys()
+        if prefix and arguments.get(f"{prefix}rotary_scaling_factor") is None:
+            found = {name: value for name, value in found.items() if name not in scales}
+        elif scales:
+            values = zip(YARN_SCALES, yarn_scales(arguments, prefix), strict=True)
+            found |= {prefix + name: round(value, 9) for name, value in values if prefix + name in scales}
+    if "moe_layer_freq" in found:
+        if layers is None:
+            del found["moe_layer_freq"]
+        else:
+            found["moe_layer_freq"] = expert_layers_of(arguments)
+    return found
+
+
+def _selection(value: Any) -> Any:
+    """How experts are chosen, for a way to balance their load: most ways leave that as it is."""
+    kinds = value if isinstance(value, (list, tuple)) else [value]
+    return next((kind for kind in kinds if kind in ("sinkhorn", "quantile_balancing")), "top-k")
+
+
+def contradictions(stored: Mapping[str, Any], family: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Stored arguments that change what is computed, where the family (`Family.arguments`) computes something else:
+    name, what is stored, and what the family has. One that is absent, or None without a meaning, is not compared.
+    """
+    ours, theirs = _meaning(stored), _meaning(family)
+    found = []
+    for name, value in ours.items():
+        neutral = COMPUTATION[name]
+        if (value is None and None not in neutral) or (name not in theirs and not neutral):
+            continue
+        other = theirs.get(name, neutral[0] if neutral else None)
+        if value != other and not (value in neutral and other in neutral):
+            found.append((name, stored[name], family.get(name)))
+    return found
+
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,

@@ -1,18 +1,30 @@
-"""`mcore-ckpt verify`: is a checkpoint complete and undamaged?"""
+"""Whether a checkpoint is valid, and what keeps it so: `mcore-ckpt verify`, `repair`, `copy` and `prune`."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mcore_ckpt.commands._shell import DIFFERS, DONE, Outcome, add_workers, document_of, human_rate, one_line
+from mcore_ckpt.commands._shell import (
+    DIFFERS,
+    DONE,
+    Outcome,
+    add_dry_run,
+    add_workers,
+    document_of,
+    human_rate,
+    one_line,
+    table,
+)
 from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import OptionError
 
 if TYPE_CHECKING:
     from mcore_ckpt.load.item_checks import Problem
+
 
 _SHOWN = 50
 _SHOWN_OF_A_FILE = 5
@@ -23,7 +35,7 @@ _OTHER_OPTIMIZER = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_verify(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
     parser.add_argument(
@@ -44,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workers(parser, "threads that read and sum")
 
 
-def run(arguments: argparse.Namespace) -> Outcome:
+def run_verify(arguments: argparse.Namespace) -> Outcome:
     """Verify."""
     expected = arguments.expect_state
     if expected is not None and not re.fullmatch("[0-9a-fA-F]{32}", expected):
@@ -61,7 +73,7 @@ def _with_state(verdict: Outcome, arguments: argparse.Namespace) -> Outcome:
     if verdict.code != DONE:
         text = "the state has no fingerprint: other things are wrong"
         return Outcome({**document, "state": None}, f"{verdict.text}\n{text}", verdict.code)
-    from mcore_ckpt.tools.fingerprints import checked_fingerprint, model_and_optimizer
+    from mcore_ckpt.tools.diff import checked_fingerprint, model_and_optimizer
 
     found, others = checked_fingerprint(
         arguments.checkpoint, workers=max(1, arguments.workers), progress=False if arguments.quiet else None
@@ -85,7 +97,7 @@ def _with_state(verdict: Outcome, arguments: argparse.Namespace) -> Outcome:
 
 def _why_not_compared(directory: str) -> str:
     from mcore_ckpt.format.metadata_read import read_index
-    from mcore_ckpt.tools.parallel_layout import optimizer_layout
+    from mcore_ckpt.tools.keys import optimizer_layout
 
     said = "the optimizer was not compared with the model: "
     if optimizer_layout(read_index(directory), {}) == "dp_reshardable":
@@ -177,3 +189,113 @@ def verified(
         lines += [_OTHER_OPTIMIZER] if any(problem.kind == "optimizer" for problem in report.problems) else []
     document = document_of(report, whole=report.whole, accepted=accepted)
     return Outcome(document, "\n".join(lines), DONE if report.whole else DIFFERS)
+
+
+def add_repair(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
+    parser.add_argument(
+        "--from",
+        dest="other",
+        metavar="OTHER",
+        help="a copy of the same save; only bytes whose checksums match are taken from it",
+    )
+    parser.add_argument(
+        "--accept-common-state",
+        action="store_true",
+        help="take the common state (common.pt) as it is: it was changed on purpose",
+    )
+    add_dry_run(parser, "show what is wrong, and what of it the copy could repair; write nothing")
+    add_workers(parser, "threads that read and sum")
+
+
+def run_repair(arguments: argparse.Namespace) -> Outcome:
+    """Repair, or show what is wrong."""
+    if not arguments.other and not arguments.accept_common_state:
+        raise OptionError("repair: give --from OTHER, --accept-common-state, or both")
+    dry_run, accept = arguments.dry_run, arguments.accept_common_state
+    outcome = verified(
+        arguments, repair_from=arguments.other, accept=accept and not dry_run, dry_run=dry_run, optimizer=False
+    )
+    return replace(outcome, text=f"{outcome.text}\nnothing was written") if dry_run else outcome
+
+
+def add_copy(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("source", metavar="SRC", help="directory of a checkpoint, or its URL")
+    parser.add_argument(
+        "target", metavar="DST", help="directory of the copy, or its URL; an interrupted copy is resumed"
+    )
+
+
+def run_copy(arguments: argparse.Namespace) -> Outcome:
+    """Copy, and compare."""
+    from mcore_ckpt.tools.runs import copy_checkpoint
+
+    report = copy_checkpoint(arguments.source, arguments.target)
+    text = (
+        f"{report.target}: copied {counted(len(report.copied), 'file')}, {human_bytes(report.copied_bytes)}"
+        f"{human_rate(report.copied_bytes, report.seconds)}"
+    )
+    if report.kept:
+        text += f"; {len(report.kept)} were there already"
+    document = {
+        "source": report.source,
+        "target": report.target,
+        "copied": report.copied,
+        "kept": report.kept,
+        "copied_bytes": report.copied_bytes,
+        "seconds": report.seconds,
+    }
+    return Outcome(document, text)
+
+
+def add_prune(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("run", metavar="RUN", help="directory that holds iter_0000100 and the like")
+    parser.add_argument(
+        "--keep-last", type=int, required=True, metavar="N", help="the newest N complete checkpoints stay, at least one"
+    )
+    parser.add_argument("--keep-every", type=int, metavar="N", help="iterations that are multiples of N stay")
+    what = parser.add_mutually_exclusive_group()
+    add_dry_run(what, "list what would be deleted; this is the default")
+    what.add_argument("--yes", "-y", action="store_true", help="delete them; without it they are only listed")
+
+
+def run_prune(arguments: argparse.Namespace) -> Outcome:
+    """Decide, and remove if asked."""
+    from mcore_ckpt.directory.retention import prune_run
+
+    report = prune_run(
+        arguments.run, keep_last=arguments.keep_last, keep_every=arguments.keep_every, remove=arguments.yes
+    )
+    rows, notes, documents = [], [], []
+    for decision in report.decisions:
+        found = decision.checkpoint
+        rows.append((found.name, "keep" if decision.keep else "remove", human_bytes(found.size_bytes), decision.reason))
+        if decision.left:
+            notes.append(f"{found.path}: not of the checkpoint, still there: {', '.join(decision.left[:5])}")
+        documents.append(
+            {
+                "name": found.name,
+                "iteration": found.iteration,
+                "whole": found.whole,
+                "keep": decision.keep,
+                "reason": decision.reason,
+                "size_bytes": found.size_bytes,
+                "left": decision.left,
+            }
+        )
+    going = sum(not decision.keep for decision in report.decisions)
+    verb = "removed" if report.removed else "to remove"
+    text = f"{report.path}: {going} of {counted(len(rows), 'checkpoint')} {verb}, {human_bytes(report.freed_bytes)}"
+    if going and not report.removed:
+        text += "; nothing was removed (--yes does it)"
+    lines = [table(("checkpoint", "", "size", "why"), rows, right=(2,)), *notes, text]
+    document = {
+        "path": report.path,
+        "removed": report.removed,
+        "freed_bytes": report.freed_bytes,
+        "checkpoints": documents,
+    }
+    return Outcome(document, "\n".join(lines))

@@ -1,0 +1,641 @@
+"""What a run and a checkpoint hold: `mcore-ckpt list`, `inspect`, `cat` and `diff`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import shlex
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcore_ckpt.commands._shell import (
+    DIFFERS,
+    DONE,
+    FAILED,
+    Outcome,
+    add_workers,
+    document_of,
+    fact,
+    human_age,
+    numbers,
+    one_line,
+    table,
+)
+from mcore_ckpt.core.console import counted, human_bytes, human_count
+from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.core.paths import local_path
+from mcore_ckpt.directory.in_force import DrainNote
+from mcore_ckpt.format.index import is_flat_bucket
+from mcore_ckpt.reshard.options import FULLY_RESHARDABLE
+from mcore_ckpt.tools.keys import is_optimizer_key
+
+if TYPE_CHECKING:
+    from mcore_ckpt.format.index import CheckpointIndex
+    from mcore_ckpt.tools.checkpoint import Checkpoint, LazyTensor
+    from mcore_ckpt.tools.diff import DiffReport, TensorDiff
+    from mcore_ckpt.tools.inspection import GroupRow
+    from mcore_ckpt.tools.payloads import Stats
+
+
+def add_list(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("run", metavar="RUN", help="directory that holds iter_0000100 and the like")
+
+
+def run_list(arguments: argparse.Namespace) -> Outcome:
+    """List."""
+    from mcore_ckpt.tools.runs import list_run
+
+    report = list_run(arguments.run)
+    now_s = time.time()
+    rows, notes, documents = [], [], []
+    for listed in report.checkpoints:
+        found = listed.checkpoint
+        layout = str(listed.layout) if listed.layout else "-"
+        age_s = None if found.saved_at_s is None else max(0.0, now_s - found.saved_at_s)
+        state = "complete" if found.whole else "INCOMPLETE" if found.problems else "WRITTEN BY SOMETHING NEWER"
+        if found.locked:
+            state += ", left by a save that is gone" if found.abandoned else ", being written"
+        if found.drain is not None:
+            state += f", {_drained(found.drain)}"
+        rows.append(
+            (
+                found.name,
+                state,
+                human_bytes(found.size_bytes),
+                "-" if age_s is None else human_age(age_s),
+                layout,
+                "<- tracker" if found.tracked else "",
+            )
+        )
+        if found.drain is not None and found.drain.error:
+            notes.append(one_line(f"{found.name}: {found.drain.error}"))
+        notes += [one_line(f"{found.name}: {reason}") for reason in (*found.problems[:1], found.newer) if reason]
+        documents.append(document_of(found, name=found.name, whole=found.whole, layout=listed.layout))
+    whole = sum(listed.checkpoint.whole for listed in report.checkpoints)
+    total_bytes = sum(listed.checkpoint.size_bytes for listed in report.checkpoints)
+    notes += [
+        f"{name}: not complete: a conversion makes it, or has been interrupted; the command that made it resumes it"
+        for name in report.unfinished
+    ]
+    lines = [table(("checkpoint", "state", "size", "age", "layout", ""), rows, right=(2, 3)), *notes]
+    if report.tracker_problem:
+        lines.append(f"tracker: {report.tracker_problem}")
+    lines.append(f"{report.path}: {counted(len(rows), 'checkpoint')}, {whole} complete, {human_bytes(total_bytes)}")
+    document = document_of(report, checkpoints=documents)
+    newer = [listed.checkpoint for listed in report.checkpoints if listed.checkpoint.newer]
+    damaged = any(listed.checkpoint.problems and not listed.checkpoint.locked for listed in report.checkpoints)
+    if damaged or (report.tracker_problem and not any(found.tracked for found in newer)):
+        return Outcome(document, "\n".join(lines), DIFFERS)
+    return Outcome(document, "\n".join(lines), FAILED if newer else DONE)
+
+
+def _drained(note: DrainNote) -> str:
+    """How far the copy to the second tier is, in a few words."""
+    if note.done:
+        return "not copied" if note.error else "copied" if note.commits else "this node's part copied"
+    return "copy failed, tried again" if note.error else "waits for being copied"
+
+
+_EVERYTHING = ""
+
+
+def add_inspect(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
+    views = parser.add_mutually_exclusive_group()
+    for view, shows in (
+        ("--tensors", "each tensor: shape, dtype, chunks, files, bytes"),
+        ("--items", "each stored item: key, type, box, file, byte range"),
+        ("--objects", "each stored object: key, file, byte range"),
+    ):
+        views.add_argument(view, nargs="?", const=_EVERYTHING, metavar="PATTERN", help=shows)
+    views.add_argument("--files", action="store_true", help="each data file: its two halves, and the balance of ranks")
+    views.add_argument("--args", action="store_true", help="Megatron's arguments, as stored")
+    views.add_argument("--html", metavar="FILE", help="write a self-contained report with pictures of the shards")
+
+
+def run_inspect(arguments: argparse.Namespace) -> Outcome:
+    """Show what was asked for."""
+    from mcore_ckpt.format.metadata_read import read_index
+    from mcore_ckpt.tools.inspection import checkpoint_directory
+
+    index = read_index(checkpoint_directory(arguments.checkpoint), strict=False)
+    if arguments.tensors is not None:
+        return _tensors(index, arguments.tensors)
+    if arguments.items is not None:
+        return _items(index, arguments.items)
+    if arguments.objects is not None:
+        return _objects(index, arguments.objects)
+    if arguments.files:
+        return _files(index)
+    if arguments.html:
+        from mcore_ckpt.tools.inspection import write_report
+
+        write_report(index, arguments.html)
+        return Outcome({"report": arguments.html}, f"wrote {arguments.html}")
+    return _summary(index, arguments_only=arguments.args)
+
+
+def _tensors(index: CheckpointIndex, pattern: str) -> Outcome:
+    from mcore_ckpt.tools.inspection import tensor_rows
+
+    rows = list(tensor_rows(index, pattern))
+    text = table(
+        ("key", "dtype", "shape", "chunks", "grid", "bytes", "files"),
+        (
+            (
+                row.fqn,
+                row.dtype,
+                numbers(row.shape),
+                row.chunks,
+                "x".join(map(str, row.grid)) or "-",
+                human_bytes(row.payload_bytes),
+                " ".join(row.files[:4]) + (f" +{len(row.files) - 4}" if len(row.files) > 4 else ""),
+            )
+            for row in rows
+        ),
+        right=(3, 5),
+    )
+    total = sum(row.payload_bytes for row in rows)
+    return Outcome({"tensors": rows}, f"{text}\n{len(rows)} tensors, {human_bytes(total)}")
+
+
+def _items(index: CheckpointIndex, pattern: str) -> Outcome:
+    from mcore_ckpt.tools.inspection import describe_items
+
+    rows = describe_items(index, pattern)
+    text = table(
+        ("file", "start", "stop", "half", "key", "type", "dtype", "shape", "offsets"),
+        (
+            (
+                row.file,
+                row.start,
+                row.stop,
+                row.half,
+                row.fqn,
+                "object" if row.dtype is None else "tensor",
+                row.dtype or "-",
+                "-" if row.shape is None else numbers(row.shape),
+                "-" if row.offsets is None else numbers(row.offsets),
+            )
+            for row in rows
+        ),
+        right=(1, 2),
+    )
+    total = sum(row.stop - row.start for row in rows)
+    return Outcome({"items": rows}, f"{text}\n{counted(len(rows), 'item')}, {human_bytes(total)}")
+
+
+def _objects(index: CheckpointIndex, pattern: str) -> Outcome:
+    from mcore_ckpt.tools.inspection import object_rows
+
+    rows = list(object_rows(index, pattern))
+    text = table(
+        ("key", "shard", "of", "file", "start", "stop"),
+        (
+            (
+                row.fqn if row.key is None else row.key,
+                "-" if row.offset is None else numbers(row.offset),
+                "-" if row.grid is None else numbers(row.grid),
+                row.file,
+                row.start,
+                row.stop,
+            )
+            for row in rows
+        ),
+        right=(4, 5),
+    )
+    return Outcome({"objects": rows}, f"{text}\n{len(rows)} objects")
+
+
+def _files(index: CheckpointIndex) -> Outcome:
+    from mcore_ckpt.tools.inspection import file_rows, rank_balance
+
+    rows = file_rows(index)
+    balance = rank_balance(rows)
+    text = table(
+        ("file", "rank", "size", "tensors", "tensor_data", "objects", "bytes_data", "unused"),
+        (
+            (
+                row.file,
+                "-" if row.rank is None else row.rank,
+                "MISSING" if row.size_bytes is None else human_bytes(row.size_bytes),
+                row.tensors,
+                "-" if row.tensor_data is None else "[{}, {})".format(*row.tensor_data),
+                row.objects,
+                "-" if row.bytes_data is None else "[{}, {})".format(*row.bytes_data),
+                "-" if row.unused_bytes is None else human_bytes(row.unused_bytes),
+            )
+            for row in rows
+        ),
+        right=(1, 2, 3, 5, 7),
+    )
+    most = max(balance.values(), default=0)
+    bars = {rank: "#" * round(40 * nbytes / most if most else 0) for rank, nbytes in balance.items()}
+    ranks = table(
+        ("rank", "size", ""),
+        ((rank, human_bytes(nbytes), bars[rank]) for rank, nbytes in balance.items()),
+        right=(0, 1),
+    )
+    return Outcome({"files": rows, "rank_bytes": balance}, f"{text}\n\n{ranks}")
+
+
+def _summary(index: CheckpointIndex, *, arguments_only: bool) -> Outcome:
+    from mcore_ckpt.tools.inspection import summarize
+
+    summary = summarize(index)
+    if arguments_only:
+        text = table(("argument", "value"), sorted(summary.arguments.items()))
+        return Outcome({"arguments": summary.arguments}, text)
+    layout = f"{summary.layout} (from its chunks)"
+    if summary.trained_layout is not None:
+        layout += f"; saved at {summary.trained_layout} (args)"
+    facts = [
+        ("checkpoint", summary.path),
+        ("written by", summary.origin),
+        ("iteration", "-" if summary.iteration is None else summary.iteration),
+        ("save", "no manifest" if summary.save_id is None else summary.save_id),
+        (
+            "size",
+            f"{human_bytes(summary.file_bytes)} in {counted(summary.files, 'file')} of {counted(summary.ranks, 'rank')}"
+            + ("" if summary.balance is None else f" (largest rank / mean {summary.balance:.2f})")
+            + f", .metadata {human_bytes(summary.metadata_bytes)}",
+        ),
+        (
+            "holds",
+            f"{summary.tensors} tensors in {summary.chunks} chunks, {summary.objects} objects"
+            + (
+                f"; {summary.shadow_copies} shadow copies, {human_bytes(summary.shadow_bytes)}"
+                if summary.shadow_copies
+                else ""
+            ),
+        ),
+        ("model", f"{human_count(summary.model_elements)} elements, {human_bytes(summary.model_bytes)}"),
+        (
+            "optimizer",
+            "none" if summary.optimizer is None else f"{summary.optimizer}, {human_bytes(summary.optimizer_bytes)}",
+        ),
+        ("layout", layout),
+    ]
+    lines = [fact(name, value) for name, value in facts]
+    lines += ["", _group_table(summary.groups)]
+    if summary.arguments:
+        lines += ["", f"{len(summary.arguments)} Megatron arguments are stored; --args shows them"]
+    lines += [one_line(f"problem: {problem}") for problem in summary.problems]
+    return Outcome(summary, "\n".join(lines), DONE)
+
+
+def _group_table(groups: tuple[GroupRow, ...]) -> str:
+    total = sum(row.payload_bytes for row in groups) or 1
+    return table(
+        ("group", "tensors", "elements", "bytes", "share", "dtype"),
+        (
+            (
+                row.group,
+                row.tensors,
+                human_count(row.elements),
+                human_bytes(row.payload_bytes),
+                f"{row.payload_bytes / total:.1%}",
+                " ".join(row.dtypes),
+            )
+            for row in groups
+        ),
+        right=(1, 2, 3, 4),
+    )
+
+
+_SLICE = re.compile(r"^-?\d*(?::-?\d*(?::\d*)?)?$|^\.\.\.$")
+
+
+def add_cat(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
+    parser.add_argument("key", metavar="KEY", help="of a tensor or an object; a part that only one key has will do")
+    parser.add_argument("--slice", metavar="SLICE", help="of a tensor, as in numpy: '0:4, :' or '..., -1'")
+    parser.add_argument("--head", type=int, default=10, metavar="N", help="elements to show (default: 10)")
+    parser.add_argument("--stats", action="store_true", help="read the whole tensor: min, max, mean, std, norm, NaNs")
+    parser.add_argument("--npy", metavar="FILE", help="write the tensor, or the slice, as a numpy file")
+
+
+def run_cat(arguments: argparse.Namespace) -> Outcome:
+    """Show a tensor or an object."""
+    from mcore_ckpt.tools.checkpoint import open_checkpoint
+
+    with open_checkpoint(arguments.checkpoint) as checkpoint:
+        key = _resolve(checkpoint, arguments.key)
+        if key in checkpoint.index.objects:
+            return _object(checkpoint, key)
+        return _tensor(checkpoint, checkpoint.tensors[key], arguments)
+
+
+def _resolve(checkpoint: Checkpoint, key: str) -> str:
+    if key in checkpoint.index.tensors or key in checkpoint.index.objects:
+        return key
+    found = [other for other in checkpoint if key in other]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise OptionError(
+            f"{key!r}: {len(found)} keys of {checkpoint.path} contain this, such as {', '.join(found[:3])}; "
+            "give a whole key"
+        )
+    raise checkpoint.missing(key)
+
+
+def _object(checkpoint: Checkpoint, key: str) -> Outcome:
+    import pprint
+
+    from mcore_ckpt.tools.keys import read_plain_object
+
+    entry = checkpoint.index.objects[key]
+    value = read_plain_object(checkpoint.index, entry)
+    item = entry.item
+    header = f"{one_line(key)}: object, {item.file} bytes [{item.offset}, {item.offset + item.length})"
+    return Outcome({"key": key, "value": value}, f"{header}\n{pprint.pformat(value, width=110)}")
+
+
+def _parse_slice(text: str) -> Any:
+    """`'0:4, :, -1'` -> a tuple of slices and ints."""
+    parts: list[Any] = []
+    for word in text.strip().removeprefix("[").removesuffix("]").split(","):
+        word = word.strip()
+        if not word or not _SLICE.match(word):
+            raise OptionError(f"--slice {text!r}: expected numbers, slices and `...`, such as '0:4, :, -1'")
+        if word == "...":
+            parts.append(Ellipsis)
+        elif ":" in word:
+            parts.append(slice(*(int(bound) if bound else None for bound in word.split(":"))))
+        else:
+            parts.append(int(word))
+    return tuple(parts)
+
+
+def _tensor(checkpoint: Checkpoint, tensor: LazyTensor, arguments: argparse.Namespace) -> Outcome:
+    from mcore_ckpt.tools.payloads import tensor_stats
+
+    index = _parse_slice(arguments.slice) if arguments.slice else None
+    document: dict[str, Any] = {
+        "key": tensor.fqn,
+        "dtype": tensor.dtype,
+        "shape": tensor.shape,
+        "chunks": len(tensor.chunks),
+    }
+    size = f"{human_bytes(tensor.nbytes)} in {len(tensor.chunks)} chunks"
+    lines = [f"{one_line(tensor.fqn)}: {tensor.dtype} {numbers(tensor.shape)}, {size}"]
+    try:
+        if arguments.npy:
+            shape = _write_npy(checkpoint, tensor, index, local_path(arguments.npy))
+            document |= {"npy": arguments.npy, "npy_shape": shape}
+            lines.append(f"wrote {arguments.npy} {numbers(shape)}")
+        if arguments.stats:
+            stats = tensor_stats(checkpoint.payloads, checkpoint.index.tensors[tensor.fqn])
+            document["stats"] = _stats(stats)
+            lines.append("  ".join(f"{name} {value}" for name, value in _stats(stats).items()))
+        if not arguments.npy:
+            values = _head(tensor, index, arguments.head)
+            document["values"] = values
+            lines.append(str(values) if index is not None else f"first elements: {values}")
+    except IndexError as error:
+        raise OptionError(f"--slice {arguments.slice!r}: {error}") from error
+    return Outcome(document, "\n".join(lines))
+
+
+def _stats(stats: Stats) -> dict[str, Any]:
+    found = document_of(stats)
+    return {name: float(f"{value:.9g}") if isinstance(value, float) else value for name, value in found.items()}
+
+
+def _head(tensor: LazyTensor, index: Any, count: int) -> Any:
+    """The slice as nested lists (its first rows), or without a slice the first elements."""
+    import numpy as np
+
+    if index is None:
+        index = ()
+        for size in tensor.shape[:-1]:
+            index = (*index, 0) if size else (*index, slice(0))
+        if tensor.shape:
+            index = (*index, slice(0, count))
+    values = np.atleast_1d(tensor.numpy(index))
+    return _plain_numbers(values[: max(count, 1)].tolist())
+
+
+def _plain_numbers(value: Any) -> Any:
+    """Nested lists in which JSON can hold every number: NaN, infinities and complex numbers become text."""
+    if isinstance(value, list):
+        return [_plain_numbers(part) for part in value]
+    if isinstance(value, float):
+        return float(f"{value:.7g}") if abs(value) < float("inf") else str(value)
+    return str(value) if isinstance(value, complex) else value
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _write_npy(checkpoint: Checkpoint, tensor: LazyTensor, index: Any, path: Path) -> tuple[int, ...]:
+    """Write a numpy file: a slice at once, a whole tensor slab by slab."""
+    import numpy as np
+
+    from mcore_ckpt.tools.payloads import SlabReader
+    from mcore_ckpt.tools.regrid import as_numbers
+
+    sample = as_numbers(memoryview(b""), tensor.dtype)
+    if sample is None:
+        raise OptionError(f"{tensor.fqn}: numpy has no numbers like {tensor.dtype}, so there is no .npy of it")
+    if index is not None or not tensor.shape:
+        values = tensor.numpy(... if index is None else index)
+        with open(path, "wb") as file:  # noqa: PTH123  (a name without .npy must stay as it is)
+            np.save(file, values)
+        return tuple(values.shape)
+    if tensor.nbytes > sys.maxsize // sample.dtype.itemsize:
+        raise OptionError(f"{tensor.fqn}: {tensor.nbytes} bytes are more than a numpy file can hold; give a --slice")
+    if path.exists() and not path.is_file():
+        raise OptionError(f"--npy {path}: not a regular file; give a --slice, which is written as a stream")
+    # A damaged tensor must leave no file that looks whole, and another program's file may not be in the way.
+    handle, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.absolute().parent)
+    partial = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            descriptor = np.lib.format.dtype_to_descr(sample.dtype)
+            header = {"descr": descriptor, "fortran_order": False, "shape": tensor.shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            start, nbytes = file.tell(), math.prod(tensor.shape) * sample.dtype.itemsize
+            file.flush()
+            # A disk that is full has to say so here: writing to mapped memory would end in a signal.
+            os.posix_fallocate(handle, 0, start + nbytes)
+            os.fchmod(handle, 0o666 & ~_umask())
+        target = np.memmap(partial, mode="r+", offset=start, dtype=sample.dtype, shape=tensor.shape)
+        for box, content in SlabReader(checkpoint.payloads).walk(checkpoint.index.tensors[tensor.fqn]):
+            numbers = as_numbers(content, tensor.dtype)
+            assert numbers is not None
+            place = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+            target[place] = numbers.reshape(box.sizes)
+        target.flush()
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return tensor.shape
+
+
+_SHOWN = 30
+_SHOWN_VALUES = 5
+_MOST_WORKERS = 8
+_FLAT_BUCKETS = (
+    "note: the optimizer's flat buckets (dp_reshardable) also hold what lay in memory between the parameters, which "
+    "Megatron-Core never sets: it may differ though all parameters are the same. To compare these, reshard both with "
+    "--optimizer-layout fully_reshardable first"
+)
+
+_AS_STORED = "; fingerprints compared as they are stored, without reading that data (mcore-ckpt verify does)"
+
+
+def add_diff(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("a", metavar="A", help="directory of a checkpoint, or one with a tracker file")
+    parser.add_argument("b", metavar="B", help="the other one")
+    parser.add_argument("--only", metavar="PATTERN", help="keys that match (shell pattern, or a part of the key)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--keys-only", action="store_true", help="compare keys, shapes and dtypes, not values")
+    what.add_argument(
+        "--state", action="store_true", help="compare fingerprints of tensors, which reads little or nothing of them"
+    )
+    parser.add_argument(
+        "--rtol", type=float, default=0.0, metavar="X", help="relative difference that counts as none (default: 0)"
+    )
+    parser.add_argument(
+        "--atol", type=float, default=0.0, metavar="X", help="absolute difference that counts as none (default: 0)"
+    )
+    parser.add_argument("--all", action="store_true", help="list all that differ, and tensors that do not")
+    add_workers(parser, "threads that read and compare")
+
+
+def run_diff(arguments: argparse.Namespace) -> Outcome:
+    """Compare."""
+    from mcore_ckpt.tools.diff import diff_checkpoints
+    from mcore_ckpt.tools.inspection import checkpoint_directory
+
+    if not 1 <= arguments.workers <= _MOST_WORKERS:
+        raise OptionError(
+            f"--workers {arguments.workers}: expected 1 to {_MOST_WORKERS}; each takes about 100 MB, and the command"
+            " stays within 1 GiB"
+        )
+    report = diff_checkpoints(
+        checkpoint_directory(arguments.a),
+        checkpoint_directory(arguments.b),
+        only=arguments.only,
+        values=not arguments.keys_only,
+        state=arguments.state,
+        rtol=arguments.rtol,
+        atol=arguments.atol,
+        workers=arguments.workers,
+        progress=False if arguments.quiet else None,
+    )
+    shown = [tensor for tensor in report.tensors if arguments.all or not tensor.same]
+    left_out = is_optimizer_key if report.optimizer_differs and not arguments.all else lambda _: False
+    lines = [one_line(f"only in A: {key}") for key in report.only_in_a if not left_out(key)]
+    lines += [one_line(f"only in B: {key}") for key in report.only_in_b if not left_out(key)]
+    lines += [one_line(f"object differs: {key}") for key in report.objects_differ]
+    lines += [
+        one_line(f"common state differs: {key}{_values_of(report, key, everything=arguments.all)}")
+        for key in report.common_differs
+    ]
+    lines += [one_line(f"common state cannot be compared: {key}") for key in report.not_compared]
+    limit = len(shown) if arguments.all else _SHOWN
+    if shown:
+        header = ("key", "what", "max abs", "max rel", "differing", "NaN/inf mismatches", "NaNs A/B")
+        lines += ["", table(header, map(_row, shown[:limit]), right=(2, 3, 4, 5, 6))]
+    if len(shown) > limit:
+        lines.append(f"... and {len(shown) - limit} more tensors (--all lists them)")
+    if any(is_flat_bucket(tensor.fqn) and not tensor.same for tensor in report.tensors):
+        lines.append(_FLAT_BUCKETS)
+    same = sum(tensor.same for tensor in report.tensors)
+    verdict = "identical" if report.identical else "DIFFERENT"
+    compared = f", {human_bytes(report.read_bytes)} compared"
+    if arguments.keys_only or arguments.state:
+        compared = _AS_STORED if arguments.state else ""
+    total_objects = report.objects_same + len(report.objects_differ)
+    lines += ["", f"{verdict}: {same} of {len(report.tensors)} common tensors are the same"]
+    lines[-1] += f", {report.objects_same} of {total_objects} common objects; {len(report.only_in_a)} keys only in A"
+    lines[-1] += f", {len(report.only_in_b)} only in B{compared}"
+    if report.optimizer_differs:
+        lines += _other_layouts(report)
+    if report.shadow_copies:
+        lines.append(f"{report.shadow_copies} shadow copies are left out; `mcore-ckpt verify` compares them")
+    document = document_of(report, identical=report.identical, tensors=[_document(tensor) for tensor in report.tensors])
+    return Outcome(document, "\n".join(lines).strip("\n"), DONE if report.identical else DIFFERS)
+
+
+def _other_layouts(report: DiffReport) -> list[str]:
+    """What was compared of two checkpoints whose optimizers have other layouts, what was not, and how it can be."""
+    of_a, of_b = report.optimizer_layouts
+    only_a, only_b = (sum(map(is_optimizer_key, keys)) for keys in (report.only_in_a, report.only_in_b))
+    said = (
+        f"compared: the model and the common state. Not compared: the optimizer's state, which A holds as {of_a} "
+        f"({only_a} keys) and B as {of_b} ({only_b} keys)"
+    )
+    convertible = [path for path, layout in ((report.a, of_a), (report.b, of_b)) if layout != FULLY_RESHARDABLE]
+    if FULLY_RESHARDABLE not in (of_a, of_b):
+        return [said]
+    convert = f"mcore-ckpt reshard {shlex.quote(convertible[0])} NEW --optimizer-layout {FULLY_RESHARDABLE}"
+    return [said, f"To compare it, too: {convert}; then compare NEW"]
+
+
+def _values_of(report: DiffReport, entry: str, *, everything: bool) -> str:
+    """What differs in an entry of the common state, behind its name: a few of the values, or all."""
+    found = [each for each in report.common_values if each.entry == entry]
+    shown = found if everything else found[:_SHOWN_VALUES]
+    values = ", ".join(f"{each.name} {each.a} / {each.b}".strip() for each in shown)
+    more = f", ... ({len(found) - len(shown)} more, --all lists them)" if len(shown) < len(found) else ""
+    return f": {values}{more}"
+
+
+def _what(tensor: TensorDiff) -> str:
+    if tensor.shape_a != tensor.shape_b:
+        return f"shape {list(tensor.shape_a)} / {list(tensor.shape_b)}"
+    dtypes = "" if tensor.dtype_a == tensor.dtype_b else f"{tensor.dtype_a} / {tensor.dtype_b}"
+    if tensor.crcs is not None:
+        a, b = tensor.crcs
+        bits = "same fingerprint" if a == b else f"other bits ({a:08x} / {b:08x})"
+        return f"{dtypes}, {bits}" if dtypes else bits
+    if tensor.values is None:
+        return dtypes or "same shape and dtype"
+    if tensor.values.identical:
+        return "identical"
+    values = "values" if tensor.values.differing else ("same values" if dtypes else "same values, other bits")
+    return f"{dtypes}, {values}" if dtypes else values
+
+
+def _row(tensor: TensorDiff) -> tuple[object, ...]:
+    values = tensor.values
+    if values is None:
+        return (tensor.fqn, _what(tensor), "-", "-", "-", "-", "-")
+    return (
+        tensor.fqn,
+        _what(tensor),
+        f"{values.max_abs:.3g}" if values.measured else "-",
+        f"{values.max_rel:.3g}" if values.measured else "-",
+        f"{values.differing}/{values.elements}",
+        values.nan_mismatches,
+        f"{values.nans_a}/{values.nans_b}",
+    )
+
+
+def _document(tensor: TensorDiff) -> dict[str, object]:
+    return {
+        "key": tensor.fqn,
+        "same": tensor.same,
+        "dtype_a": tensor.dtype_a,
+        "dtype_b": tensor.dtype_b,
+        "shape_a": tensor.shape_a,
+        "shape_b": tensor.shape_b,
+        "values": tensor.values,
+        "crcs": tensor.crcs,
+    }

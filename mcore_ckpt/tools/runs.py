@@ -1,0 +1,278 @@
+"""Runs: their checkpoints at a glance, where a copy or a conversion of one lies, and copies.
+
+    SRC is a checkpoint            ->  DST is the new one
+    SRC is a run, iteration 1000   ->  DST/iter_0001000
+    SRC is a directory of NeMo     ->  DST/weights, and DST/context
+
+A tracker file next to a checkpoint that is named as a job names them lets the job load it.
+
+A copy, between any directories and object stores, is published as a save is: data files first, `.metadata` last, by
+compare-and-swap. So it is there complete or not at all, and a copy that was interrupted is resumed: what arrived
+complete is compared, not sent again. The source is compared with its own checksums before: a damaged one would else
+replace the last intact copy of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt.core.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LoadError,
+    OptionError,
+)
+from mcore_ckpt.core.paths import PARTIAL, checkpoint_path
+from mcore_ckpt.directory.copying import CheckpointFiles, copy_and_commit, files_of, refuse_others
+from mcore_ckpt.directory.in_force import read_common_file
+from mcore_ckpt.directory.iterations import (
+    FOLDERS_OF_MEGATRON,
+    RunCheckpoint,
+    directories_of_run,
+    files_below,
+    is_checkpoint_name,
+    iteration_directories,
+    look_at,
+    tracked_name,
+)
+from mcore_ckpt.format.metadata_read import (
+    COMMON_FILE,
+    MAX_TRACKER_BYTES,
+    METADATA_FILE,
+    NEMO_CONTEXT,
+    NEMO_WEIGHTS,
+    TRACKER_FILE,
+    read_small_file,
+)
+from mcore_ckpt.load.item_checks import check_data_files
+from mcore_ckpt.storage.base import RangeReader, RangeWriter
+from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.tools.inspection import checkpoint_directory
+from mcore_ckpt.tools.keys import ParallelLayout, layout_of_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class ListedCheckpoint:
+    """One of a run's checkpoints, and the parallel layout that its chunks show; None where the index cannot be read."""
+
+    checkpoint: RunCheckpoint
+    layout: ParallelLayout | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What a run has.
+
+    Attributes:
+        path: its directory.
+        tracked: name of the checkpoint that the tracker file names; None without one.
+        tracker_problem: why the tracker file names nothing, or nothing that can be loaded.
+        checkpoints: `release` first, then by iteration.
+        unfinished: directories that `reshard` or another conversion is making, or has left when it was interrupted; the
+            same command resumes them.
+    """
+
+    path: str
+    tracked: str | None
+    tracker_problem: str | None
+    checkpoints: tuple[ListedCheckpoint, ...]
+    unfinished: tuple[str, ...] = ()
+
+
+def list_run(run: str | os.PathLike[str]) -> RunReport:
+    """The checkpoints of a run: whether they are complete (by their structure), how large, how old, in which layout.
+
+    Args:
+        run: the directory that holds `iter_0000100` and the like.
+
+    Raises:
+        CheckpointNotFoundError: there is no such directory, or no checkpoint of any kind in it.
+        LoadError: it cannot be listed.
+    """
+    unfinished = tuple(
+        name
+        for name in sorted(storage_at(run).folders())
+        if name.endswith(PARTIAL) and is_checkpoint_name(name.removesuffix(PARTIAL))
+    )
+    tracked: str | None = None
+    problem: str | None = None
+    try:
+        tracked = tracked_name(run)
+    except LoadError as error:
+        problem = str(error)
+    found = []
+    for directory in iteration_directories(run) if unfinished else directories_of_run(run):
+        checkpoint, index = look_at(directory, tracked=tracked)
+        found.append(ListedCheckpoint(checkpoint, None if index is None else layout_of_chunks(index)))
+    named = next((listed.checkpoint for listed in found if listed.checkpoint.tracked), None)
+    if tracked is not None and named is None:
+        problem = f"it names {tracked}, which is not there"
+    elif named is not None and named.newer:
+        problem = f"it names {tracked}, which this version cannot read: {named.newer}"
+    elif named is not None and not named.whole:
+        problem = f"it names {tracked}, which is incomplete: {named.problems[0]}"
+    return RunReport(str(run), tracked, problem, tuple(found), unfinished)
+
+
+_ITERATION = re.compile(r"iter_(\d{7,19})")
+_RELEASE = "release"
+_COPY_BYTES = 4 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The checkpoint that is read and the one that is made, both directories."""
+
+    source: Path
+    target: Path
+    context: Path | None = None  # NeMo's description of the model in the source, which goes next to the target
+
+    def finish(self) -> None:
+        """Add what lies next to the target, which is complete. Raises `LoadError` and `SaveError`."""
+        around = storage_at(self.target.parent)
+        if self.context is not None and NEMO_CONTEXT not in around.folders():
+            _copy_folder(self.context, self.target.parent / NEMO_CONTEXT)
+        own = _number_of(self.target.name)
+        if own is None:
+            return
+        if around.exists(TRACKER_FILE):
+            content = read_small_file(self.target.parent, TRACKER_FILE, MAX_TRACKER_BYTES)
+            named = content.decode(errors="replace").strip()
+            if own < 0 or not named.isascii() or not named.isdigit() or len(named) > 19 or int(named) >= own:
+                return
+        around.publish(TRACKER_FILE, (_RELEASE if own < 0 else str(own)).encode())
+
+
+def places_of(source: str | os.PathLike[str], target: str | os.PathLike[str], *, same_format: bool) -> Places:
+    """Where to read and what to make. What lies next to NeMo's tensors is kept only for a target of `same_format`."""
+    given, taken = checkpoint_path(source), checkpoint_path(target)
+    found = checkpoint_directory(given)
+    if found == given:
+        return Places(found, taken)
+    if found.name != NEMO_WEIGHTS:
+        return Places(found, taken / found.name)
+    if not same_format:
+        return Places(found, taken)
+    context = given / NEMO_CONTEXT if NEMO_CONTEXT in storage_at(given, follow_links=True).folders() else None
+    return Places(found, taken / NEMO_WEIGHTS, context)
+
+
+def copy_stream(given: RangeReader, writer: RangeWriter) -> None:
+    """Copy a file of any size, durably."""
+    try:
+        for at in range(0, given.size_bytes, _COPY_BYTES):
+            writer.write(at, memoryview(given.read(at, min(_COPY_BYTES, given.size_bytes - at))))
+        writer.finish(given.size_bytes)
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def _number_of(name: str) -> int | None:
+    """The iteration of a checkpoint named so, -1 for `release`; None if jobs name none so."""
+    found = _ITERATION.fullmatch(name)
+    return int(found[1]) if found else -1 if name == _RELEASE else None
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    """Copy a directory that is no checkpoint, and what links in it lead to."""
+    reads, writes = storage_at(source, follow_links=True), storage_at(target)
+    names = sorted(files_below(source, follow_links=True))
+    writes.ensure()
+    for name in names:
+        with reads.open_reader(name, direct="off") as given:
+            copy_stream(given, writes.open_writer(name, size_bytes=given.size_bytes, direct="off"))
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """What a copy has done.
+
+    Attributes:
+        source: where the checkpoint is.
+        target: where its copy is.
+        copied: names of the files that were sent.
+        kept: names of those that were there already, with the same content.
+        copied_bytes: that were sent.
+        seconds: it took.
+    """
+
+    source: str
+    target: str
+    copied: tuple[str, ...]
+    kept: tuple[str, ...]
+    copied_bytes: int
+    seconds: float
+
+
+def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> CopyReport:
+    """Copy one checkpoint that its own checksums say is intact; each file is read back, and its CRC-32 compared.
+
+    Args:
+        source: directory of a checkpoint, or of a run whose tracker file names one; a path or a URL.
+        target: directory of the copy, a path or a URL. What an interrupted copy has left there is used. If `source` is
+            a run, `target` becomes one: the copy is `target/iter_0001000`. A checkpoint called `iter_0001000` gets a
+            tracker file next to it, unless one there names a later iteration.
+
+    Raises:
+        CheckpointExistsError: there is another checkpoint, or what an interrupted copy of another one has left.
+        OptionError: the target lies inside the source.
+        CorruptCheckpointError: the source is damaged. Nothing is written.
+        LoadError: the checkpoint cannot be read.
+        SaveError: the copy cannot be written, or does not hold what was written, or a save holds the directory.
+    """
+    started_s = time.monotonic()
+    places = places_of(source, target, same_format=True)
+    given, taken = places.source, places.target
+    reads, writes = storage_at(given), storage_at(taken)
+    if reads.holds(writes):
+        raise OptionError(f"{taken}: lies inside the checkpoint that is to be copied, {given}; copy it elsewhere")
+
+    def accepts(found: CheckpointFiles, there: bytes | None) -> None:
+        if there is not None:
+            raise CheckpointExistsError(
+                f"{taken}: there is another checkpoint already; copy into another directory, or remove it first"
+            )
+        if writes.is_directory():
+            refuse_others(taken, {*found.data, *found.others, *({COMMON_FILE} if found.common else ())})
+
+    def check(found: CheckpointFiles) -> None:
+        for name in (*found.data, *found.others):
+            writes.path(name)  # refuses a name that there cannot be
+        _refuse_damaged(given, found)
+
+    with reads.in_use(METADATA_FILE):
+        sent = copy_and_commit(given, taken, accepts=accepts, check=check)
+    assert sent is not None
+    places.finish()
+    return CopyReport(
+        str(given),
+        str(taken),
+        (*sent.copied, METADATA_FILE),
+        tuple(sent.kept),
+        sent.nbytes,
+        time.monotonic() - started_s,
+    )
+
+
+def _refuse_damaged(given: Path, found: CheckpointFiles) -> None:
+    """Raise `LoadError` if a file is not what the index says; also in folders that hold checkpoints of their own."""
+    reads = storage_at(given)
+    try:
+        check_data_files(reads, found.index, found.data)
+    except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+        raise CorruptCheckpointError(
+            f"the checkpoint that is to be copied is damaged, and nothing is copied: {error} (mcore-ckpt repair "
+            f"{shlex.quote(str(given))} --from COPY)"
+        ) from error
+    if found.common is not None:
+        read_common_file(reads, found.common, found.index.manifest)
+    for folder in FOLDERS_OF_MEGATRON:
+        if f"{folder}/{METADATA_FILE}" in found.others:
+            _refuse_damaged(given / folder, files_of(given / folder))
