@@ -12,8 +12,7 @@ import torch
 
 from mcore_ckpt.format.footer import NO_SAVE_ID
 from mcore_ckpt.save.buckets import TensorSpec, fill_bucket, lay_out_file
-from mcore_ckpt.save.staging import BucketSource
-from mcore_ckpt.save.staging_buffers import StagingBuffer
+from mcore_ckpt.save.staging import BucketSource, StagingBuffer
 
 __all__ = ["device_to_stage"]
 

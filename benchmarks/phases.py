@@ -31,7 +31,7 @@ import torch.distributed as dist
 from benchmarks.adapters import McoreCkpt, Raw, do_nothing_save
 from benchmarks.measure import Cost, fresh, slowest, timed
 from benchmarks.state import Shard
-from mcore_ckpt.save.staging_buffers import StagingBuffer
+from mcore_ckpt.save.staging import StagingBuffer
 from mcore_ckpt.storage.direct_io import address, write_from
 
 __all__ = ["Phases"]

@@ -365,7 +365,7 @@ def _metadata(plan: Any, files: Sequence[Sequence[tuple[str, Any, int]]]) -> tup
     """`.metadata`, the seconds that it took, and the bytes of what the ranks have told of their files."""
     from mcore_ckpt.format.file_names import with_id
     from mcore_ckpt.save.buckets import WrittenFile
-    from mcore_ckpt.save.save_index import metadata_of_save
+    from mcore_ckpt.save.commit import metadata_of_save
 
     written = []
     for of_rank in files:

@@ -51,8 +51,8 @@ from mcore_ckpt.megatron._versions import (
 )
 from mcore_ckpt.megatron.fixed_layouts import advice_on
 from mcore_ckpt.save.buckets import check_hint
-from mcore_ckpt.save.save_index import LoadedCheckpoint
-from mcore_ckpt.save.staging_buffers import warm_up_buffer
+from mcore_ckpt.save.commit import LoadedCheckpoint
+from mcore_ckpt.save.staging import warm_up_buffer
 from mcore_ckpt.save.transaction import (
     BucketWriter,
     SaveRequest,

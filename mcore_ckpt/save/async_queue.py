@@ -36,11 +36,11 @@ from mcore_ckpt.core.ranks import (
 )
 from mcore_ckpt.core.signals import interruptible
 from mcore_ckpt.core.torch_modes import without_modes
-from mcore_ckpt.save.supervised_child import Job, JobWatch
+from mcore_ckpt.save.child_processes import Job, JobWatch
 from mcore_ckpt.save.writer_process import shared_writer
 
 if TYPE_CHECKING:
-    from mcore_ckpt.save.call_worker import CallWorker
+    from mcore_ckpt.save.child_processes import CallWorker
 
 
 class AsyncRequest(NamedTuple):
@@ -317,11 +317,11 @@ class AsyncCallsQueue:
         name = getattr(request.async_fn, "__qualname__", repr(request.async_fn))
         keywords = dict(request.async_fn_kwargs or {})
         if not self.persistent:
-            from mcore_ckpt.save.forked_call import fork_call
+            from mcore_ckpt.save.child_processes import fork_call
 
             return fork_call(request.async_fn, staged_arguments(request), keywords, what=name)
         if self.persistent_caller is None:
-            from mcore_ckpt.save.call_worker import CallWorker
+            from mcore_ckpt.save.child_processes import CallWorker
 
             self.persistent_caller = CallWorker(*self._priority)
         return self.persistent_caller.submit(

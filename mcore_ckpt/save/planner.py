@@ -30,11 +30,9 @@ from mcore_ckpt.core.errors import OptionError, PlanError, SaveError
 from mcore_ckpt.core.failures import attempt, value_of
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.save.buckets import RankLayout, TensorSpec, lay_out_rank
-from mcore_ckpt.save.plan_check import Accesses, check_accesses, global_plan
-from mcore_ckpt.save.plans import GlobalPlan
-from mcore_ckpt.save.replicas import StateHistory
-from mcore_ckpt.save.save_index import LoadedCheckpoint, SavedLayout
+from mcore_ckpt.save.buckets import GlobalPlan, RankLayout, TensorSpec, lay_out_rank
+from mcore_ckpt.save.commit import LoadedCheckpoint, SavedLayout
+from mcore_ckpt.save.plan_check import Accesses, StateHistory, check_accesses, global_plan
 from mcore_ckpt.state.shards import StoredForm, main_replicas, stored_form
 from mcore_ckpt.state.torch_classes import check_memory, dtype_name, pointer_of
 

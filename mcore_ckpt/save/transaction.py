@@ -45,17 +45,15 @@ from mcore_ckpt.directory.publish import (
 from mcore_ckpt.format.file_names import id_in_names, with_id
 from mcore_ckpt.format.footer import ManifestFile, shown_id
 from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry
-from mcore_ckpt.save._report import FileReport, SaveReport, Span, Took, write_trace
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.buckets import PlannedFile, WriteBucket, WrittenFile, check_results, prepare_write_data
+from mcore_ckpt.save.child_processes import Job
+from mcore_ckpt.save.commit import FileReport, LoadedCheckpoint, SaveReport, Span, Took, metadata_of_save, write_trace
+from mcore_ckpt.save.plan_check import ReplicaDigest, ReplicaSums, held_slices, replica_sums
 from mcore_ckpt.save.planner import Planned, RankState, SavePlan, agree, collect
 from mcore_ckpt.save.planner import Structure as Structure
 from mcore_ckpt.save.planner import Validation as Validation
-from mcore_ckpt.save.replicas import ReplicaDigest, ReplicaSums, held_slices, replica_sums
-from mcore_ckpt.save.save_index import LoadedCheckpoint, metadata_of_save
-from mcore_ckpt.save.staging import log_choice, start_writing, write_in_process
-from mcore_ckpt.save.staging_buffers import is_busy
-from mcore_ckpt.save.supervised_child import Job
+from mcore_ckpt.save.staging import is_busy, log_choice, start_writing, write_in_process
 from mcore_ckpt.save.upkeep import check_second_tier, checkpoint_published, note_drain
 from mcore_ckpt.save.writer import JobResult, timed_result
 from mcore_ckpt.storage.resolve import storage_at

@@ -43,8 +43,7 @@ from mcore_ckpt.core.errors import WriteTimeoutError
 from mcore_ckpt.core.threads import Crew
 from mcore_ckpt.format.footer import BLOCK_BYTES
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.save.buckets import FileImage, Fill, PlannedFile, Window, WrittenFile, plan_windows
-from mcore_ckpt.save.plans import GlobalPlan
+from mcore_ckpt.save.buckets import FileImage, Fill, GlobalPlan, PlannedFile, Window, WrittenFile, plan_windows
 from mcore_ckpt.storage.base import RangeWriter, Storage, align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer, copy_bytes, has_huge_pages
 

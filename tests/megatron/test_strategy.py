@@ -314,13 +314,13 @@ def skipped(rank: int, base: Path) -> None:
     """A save that comes while the one before is still written is skipped on all ranks, without a trace."""
     dist_checkpointing = megatron()
     from mcore_ckpt import AsyncCallsQueue, TorchDistSaveStrategy
-    from mcore_ckpt.save import staging_buffers
+    from mcore_ckpt.save import staging
 
     strategy = TorchDistSaveStrategy(options=SaveOptions(when_busy="skip"))
     sharded = dist_checkpointing.ShardedTensor.from_rank_offsets
     queue = AsyncCallsQueue()
     ran: list[int] = []
-    lease = staging_buffers.lease_buffer(4096, SaveOptions()) if rank == 1 else None  # rank 1 is busy
+    lease = staging.lease_buffer(4096, SaveOptions()) if rank == 1 else None  # rank 1 is busy
     for step in range(2):
         path = base / str(step)
         if rank == 0:

@@ -22,7 +22,7 @@ from mcore_ckpt.core.errors import CheckpointError, SaveError, WriterDiedError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.save import async_queue
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest, SaveCall
-from mcore_ckpt.save.supervised_child import Job
+from mcore_ckpt.save.child_processes import Job
 from tests.support.gloo_ranks import rank_outcomes, run_ranks
 
 

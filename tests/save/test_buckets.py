@@ -11,9 +11,12 @@ from hypothesis import given
 
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.save.buckets import (
+    LocalPlan,
+    LocalPlanBuilder,
     TensorSpec,
     balance,
     fill_bucket,
+    index_tensors,
     lay_out_file,
     lay_out_rank,
     place_objects,
@@ -21,9 +24,7 @@ from mcore_ckpt.save.buckets import (
     split_buckets,
 )
 from mcore_ckpt.save.plan_check import check_plans
-from mcore_ckpt.save.plans import LocalPlan, LocalPlanBuilder, index_tensors
-from mcore_ckpt.save.staging import BucketSource
-from mcore_ckpt.save.staging_buffers import StagingBuffer
+from mcore_ckpt.save.staging import BucketSource, StagingBuffer
 from tests.support.encoded_items import encode_tensor
 from tests.support.tensor_specs import specs_of
 

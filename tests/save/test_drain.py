@@ -39,7 +39,7 @@ from mcore_ckpt.format.metadata_read import (
     encode_config,
     read_index,
 )
-from mcore_ckpt.save import _upkeep_process, upkeep
+from mcore_ckpt.save import upkeep
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.resolve import storage_at
 from tests.save.test_upkeep import Training, there, until
@@ -370,9 +370,9 @@ def _resume_alone(run: Path, far: str | Path) -> list[str]:
     """The next job copies what is left, and ends; returns what it has said."""
     said: list[str] = []
     ends = threading.Event()
-    copies = _upkeep_process._Copies(ends)
+    copies = upkeep._Copies(ends)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_upkeep_process, "_say", lambda level, text: said.append(text))
+        patched.setattr(upkeep, "_say", lambda level, text: said.append(text))
         copies.add(str(run), None, str(far))
         ends.set()
         copies.close()
@@ -452,15 +452,15 @@ def test_an_older_checkpoint_gives_way_to_one_that_is_saved_while_it_is_copied(
     for iteration in (1, 2):
         _save_alone(near, far, iteration, float(iteration))
     said: list[str] = []
-    monkeypatch.setattr(_upkeep_process, "_say", lambda level, text: said.append(text))
+    monkeypatch.setattr(upkeep, "_say", lambda level, text: said.append(text))
     ends = threading.Event()
-    copies = _upkeep_process._Copies(ends)
+    copies = upkeep._Copies(ends)
 
     def saved_meanwhile(storage: Any, index: Any, names: Any) -> None:
-        monkeypatch.setattr(_upkeep_process, "check_data_files", lambda *_: None)
+        monkeypatch.setattr(upkeep, "check_data_files", lambda *_: None)
         copies.add(str(near), "iter_0000001", str(far))
 
-    monkeypatch.setattr(_upkeep_process, "check_data_files", saved_meanwhile)
+    monkeypatch.setattr(upkeep, "check_data_files", saved_meanwhile)
     copies.add(str(near), None, str(far))
     ends.set()
     copies.close()
@@ -505,7 +505,7 @@ def test_leftovers_replace_nothing_that_has_come_there_since(
     _resume_alone(second, far)
     (far / TRACKER_FILE).write_text("5")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_upkeep_process, "give_up", _fail_once(give_up))
+        patched.setattr(upkeep, "give_up", _fail_once(give_up))
         said = _resume_alone(first, far)
     assert "holds another checkpoint than when this one was saved" in " ".join(said)
     assert "could not be copied" in " ".join(said)

@@ -24,9 +24,9 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
-from mcore_ckpt.save import forked_call, transaction
+from mcore_ckpt.save import child_processes, transaction
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
-from mcore_ckpt.save.supervised_child import Job
+from mcore_ckpt.save.child_processes import Job
 from mcore_ckpt.save.transaction import SaveTransaction
 from mcore_ckpt.save.writer_process import shared_writer
 from tests.support.gloo_ranks import MEGATRON, rank_outcomes
@@ -108,17 +108,17 @@ def _children_that_stop() -> Iterator[None]:
     """Forked writers that have begun stop themselves before they write: on a busy machine one is done before it can be
     stopped.
     """
-    lower = forked_call.lower_priority
+    lower = child_processes.lower_priority
 
     def stop(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
         lower(*args)
 
-    forked_call.lower_priority = stop
+    child_processes.lower_priority = stop
     try:
         yield
     finally:
-        forked_call.lower_priority = lower
+        child_processes.lower_priority = lower
 
 
 def _writer_dies(rank: int, directory: str, options: SaveOptions, blocking: bool) -> tuple[str, float]:

@@ -25,7 +25,7 @@ import pytest
 
 from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.save.buckets import Window, plan_windows
-from mcore_ckpt.save.forked_call import fork_call, fork_writer, report_progress
+from mcore_ckpt.save.child_processes import fork_call, fork_writer, report_progress
 from mcore_ckpt.save.writer import Ring
 from mcore_ckpt.save.writer_process import PersistentWriter, fill_ring
 from tests.support.processes import children, is_running
@@ -202,7 +202,7 @@ def test_a_signal_to_all_processes_ends_no_forked_writer(number: signal.Signals,
 
 def test_a_trainer_that_exits_after_a_forked_call_has_nothing_to_say() -> None:
     program = (
-        "from mcore_ckpt.save.forked_call import fork_call\n"
+        "from mcore_ckpt.save.child_processes import fork_call\n"
         "call = fork_call(abs, (-3,), what='test', expendable=True)\n"
         "assert call.result() == 3"
     )
@@ -536,7 +536,7 @@ def test_deaths_and_restarts_leave_nothing(buffer: SmallBuffer, tmp_path: Path) 
 _TRAINER = """
     import os, sys, time
     from pathlib import Path
-    from mcore_ckpt.save.forked_call import fork_writer
+    from mcore_ckpt.save.child_processes import fork_writer
     from mcore_ckpt.save.writer_process import PersistentWriter
     from tests.support.writer_jobs import MisbehavingStorage, SmallBuffer, image, job
     directory, kind, ending = sys.argv[1:]
@@ -655,7 +655,7 @@ os.register_at_fork(after_in_child=_hang_as_told)
 
 @pytest.fixture
 def hanging_forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    monkeypatch.setattr("mcore_ckpt.save.forked_call._START_DEADLINES_S", (0.3, 0.5, 20.0))
+    monkeypatch.setattr("mcore_ckpt.save.child_processes._START_DEADLINES_S", (0.3, 0.5, 20.0))
 
     def hang(times: int) -> None:
         _hanging["now"] = (mmap.mmap(-1, 1), times)
@@ -688,7 +688,7 @@ def test_a_child_that_hangs_in_the_fork_itself_is_replaced(
 def test_children_that_never_start_are_an_error(
     hanging_forks: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mcore_ckpt.save.forked_call._START_DEADLINES_S", (0.2, 0.2))
+    monkeypatch.setattr("mcore_ckpt.save.child_processes._START_DEADLINES_S", (0.2, 0.2))
     before = _descriptors(), children()
     hanging_forks(2)
     with pytest.raises(SaveError, match=r"writing a: 2 processes were forked, and none has started"):

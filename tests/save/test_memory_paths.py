@@ -128,7 +128,7 @@ def test_plain_dcp_names_a_cut_storage_too(tmp_path: Path) -> None:
 
 _FORKED_KERNEL = """
     import torch
-    from mcore_ckpt.save.forked_call import fork_call
+    from mcore_ckpt.save.child_processes import fork_call
     assert torch.get_num_threads() == 2
     tensor = torch.arange(3_000_000, dtype=torch.float32).view(100, 200, 150).permute(2, 0, 1)[:, :, ::2]
     total = float(tensor.contiguous().sum())  # now there is a second thread, in this process

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import PlanError
+from mcore_ckpt.save.buckets import LocalPlan, LocalPlanBuilder
 from mcore_ckpt.save.plan_check import check_plans
-from mcore_ckpt.save.plans import LocalPlan, LocalPlanBuilder
 from tests.support.tilings import tilings
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

@@ -14,10 +14,10 @@ from torch.distributed import checkpoint as dcp
 from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
-from mcore_ckpt.save import staging_buffers
+from mcore_ckpt.save import staging
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
+from mcore_ckpt.save.buckets import GlobalPlan
 from mcore_ckpt.save.planner import NOTHING, Planned, _answers, collect
-from mcore_ckpt.save.plans import GlobalPlan
 from mcore_ckpt.state.torch_classes import pointer_of
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
@@ -289,10 +289,10 @@ def test_a_forked_process_does_not_copy_into_the_trainers_memory(tmp_path: Path)
     queue = AsyncCallsQueue(options=_QUIET)
     queue.schedule_async_request(strategy().async_save(ones(), tmp_path))
     queue.maybe_finalize_async_calls(blocking=True)
-    assert staging_buffers._in_use
+    assert staging._in_use
     pid = os.fork()
     if pid == 0:
-        os._exit(1 if staging_buffers._free or staging_buffers._in_use else 0)
+        os._exit(1 if staging._free or staging._in_use else 0)
     assert os.waitpid(pid, 0)[1] == 0
 
 

@@ -155,9 +155,9 @@ def _save_with_traces(rank: int, traces: Path, path: Path) -> None:
     from megatron.core.dist_checkpointing import ShardedTensor, save
 
     from mcore_ckpt import TorchDistSaveStrategy
-    from mcore_ckpt.save import _report
+    from mcore_ckpt.save import commit
 
-    vars(_report)["_TRACE_PATIENCE_S"] = 0.1
+    vars(commit)["_TRACE_PATIENCE_S"] = 0.1
     strategy = TorchDistSaveStrategy(options=SaveOptions(trace_path=str(traces)))
     save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(8, 8))}, str(path), strategy)
 

@@ -21,10 +21,9 @@ from mcore_ckpt import SaveOptions
 from mcore_ckpt.core import host_memory
 from mcore_ckpt.core.errors import WriterDiedError, WriteTimeoutError
 from mcore_ckpt.core.options import ranks_of_this_host
-from mcore_ckpt.save import forked_call, staging, staging_buffers, supervised_child, writer_process
-from mcore_ckpt.save.forked_call import fork_call
-from mcore_ckpt.save.staging import start_writing, write_in_process
-from mcore_ckpt.save.staging_buffers import is_busy, lease_buffer
+from mcore_ckpt.save import child_processes, staging, writer_process
+from mcore_ckpt.save.child_processes import fork_call
+from mcore_ckpt.save.staging import is_busy, lease_buffer, start_writing, write_in_process
 from mcore_ckpt.save.writer_process import shared_writer
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import RangeWriter
@@ -38,11 +37,11 @@ _MIB = 1024 * 1024
 def no_buffers() -> Iterator[None]:
     """Each test begins and ends without any buffer."""
     yield
-    staging_buffers._collect()
-    for buffer in staging_buffers._free:
+    staging._collect()
+    for buffer in staging._free:
         buffer.close()
-    staging_buffers._free.clear()
-    assert not staging_buffers._in_use
+    staging._free.clear()
+    assert not staging._in_use
     shared_writer().close(abort=True)
 
 
@@ -92,7 +91,7 @@ def test_a_save_waits_for_the_one_that_is_in_flight() -> None:
     first = lease_buffer(6 * _MIB, options)
     first.is_used_by(job)
     assert is_busy()
-    second: list[staging_buffers.BufferLease] = []
+    second: list[staging.BufferLease] = []
     other = threading.Thread(target=lambda: second.append(lease_buffer(2 * _MIB, options)))
     other.start()
     other.join(timeout=0.3)
@@ -107,7 +106,7 @@ def test_a_save_waits_for_the_one_that_is_in_flight() -> None:
 def test_a_buffer_that_another_thread_is_filling_is_not_had() -> None:
     options = SaveOptions(staging_budget_bytes=_MIB)
     first = lease_buffer(_MIB, options)
-    second: list[staging_buffers.BufferLease] = []
+    second: list[staging.BufferLease] = []
     other = threading.Thread(target=lambda: second.append(lease_buffer(_MIB, options)))
     other.start()
     other.join(timeout=0.3)
@@ -138,8 +137,8 @@ def test_idle_buffer_make_room_for_a_larger_one() -> None:
 
 
 def test_the_default_budget_is_divided_among_the_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_buffers, "free_host_bytes", lambda: 800 * _MIB)
-    monkeypatch.setattr(staging_buffers, "ranks_of_this_host", lambda: 4)
+    monkeypatch.setattr(staging, "free_host_bytes", lambda: 800 * _MIB)
+    monkeypatch.setattr(staging, "ranks_of_this_host", lambda: 4)
     lease = lease_buffer(_MIB, SaveOptions())
     assert lease.budget_bytes == 50 * _MIB
     lease.give_back()
@@ -193,7 +192,7 @@ def test_a_buffer_is_not_used_again_while_a_killed_writer_is_still_there(
     save = start_writing(
         MisbehavingStorage(str(tmp_path), "hang"), [bucket_of(tensor)], _options(write_deadline_s=0.3), "a save"
     )
-    (used,) = (lease.buffer for lease in staging_buffers._in_use)
+    (used,) = (lease.buffer for lease in staging._in_use)
     with pytest.raises(WriteTimeoutError):
         save.result()
     lease = lease_buffer(1000, _options())
@@ -211,7 +210,7 @@ def test_a_buffer_is_not_used_again_while_a_killed_writer_is_still_there(
 def test_a_buffer_is_used_again_after_a_writer_that_died(way: dict[str, Any], tmp_path: Path) -> None:
     options = _options(**way)
     save = start_writing(MisbehavingStorage(str(tmp_path), "SIGKILL"), [bucket_of(torch.ones(1000))], options, "a save")
-    (used,) = (lease.buffer for lease in staging_buffers._in_use)
+    (used,) = (lease.buffer for lease in staging._in_use)
     with pytest.raises(WriterDiedError, match="SIGKILL"):
         save.result()
     lease = lease_buffer(1000, options)
@@ -288,7 +287,7 @@ def test_control_c_is_heard_though_a_write_hangs(tmp_path: Path, monkeypatch: py
         timer.join()
 
 
-_INTERRUPTED = [staging_buffers, staging, writer_process, forked_call, supervised_child]
+_INTERRUPTED = [staging, writer_process, child_processes]
 
 
 def _interrupt_at(moment: int) -> tuple[Any, list[int]]:
@@ -342,9 +341,9 @@ def test_whenever_control_c_comes_no_buffer_is_lost_or_used_twice(
             hit += 1
         finally:
             sys.setprofile(None)
-        for lease in staging_buffers._in_use:
+        for lease in staging._in_use:
             assert lease._job is not None, f"moment {moment}: a buffer is taken for good"
-        assert len({id(buffer) for buffer in staging_buffers._free}) == len(staging_buffers._free)
+        assert len({id(buffer) for buffer in staging._free}) == len(staging._free)
         # The next save works, with whatever is there, and writes its own bytes.
         other = torch.full((_MIB // 2,), float(moment))
         after = tmp_path / f"after{moment}"

@@ -10,8 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, SaveOptions
-from mcore_ckpt.save.staging import BucketSource, start_writing
-from mcore_ckpt.save.staging_buffers import StagingBuffer
+from mcore_ckpt.save.staging import BucketSource, StagingBuffer, start_writing
 from mcore_ckpt.storage._local import LocalStorage
 from tests.support.tensor_specs import bucket_of, source_of
 

@@ -16,7 +16,7 @@ from mcore_ckpt.core.crc import crc32_of_zeros
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.format.metadata_write import ChunkFactors
 from mcore_ckpt.save import transaction
-from mcore_ckpt.save.replicas import ReplicaDigest, StateHistory, digest_of
+from mcore_ckpt.save.plan_check import ReplicaDigest, StateHistory, digest_of
 from tests.support.gloo_ranks import run_megatron_ranks
 from tests.support.kept_log import kept_log
 

@@ -167,7 +167,7 @@ class OnDevice(torch.Tensor):
 def simulated_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevices]:
     """Let `torch.get_device_module` find the simulated devices under the name cuda."""
     global _here
-    from mcore_ckpt.save import staging, staging_buffers
+    from mcore_ckpt.save import staging
 
     _here = SimulatedDevices()
     module_of = torch.get_device_module
@@ -179,6 +179,6 @@ def simulated_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevi
     monkeypatch.setattr(staging, "_streams", {})
     yield _here
     # Stages that are registered with the simulated device go while it is there.
-    staging_buffers._collect()
-    while staging_buffers._free:
-        staging_buffers._free.pop().close()
+    staging._collect()
+    while staging._free:
+        staging._free.pop().close()

@@ -1,0 +1,898 @@
+"""Child processes that work on jobs, as the process that started them sees them.
+
+Each kind says only how its process is started, and how jobs and news travel:
+
+    writer_process.py  a bare interpreter that maps the staging buffer and writes files; kept for all saves
+    `fork_call`        a Python function in a child forked for it, whose memory is the snapshot
+    `CallWorker`       Python functions, pickled, in one spawned process that is kept for them
+
+What is the same for all: the end of the process is noticed by its sentinel, in milliseconds, and named with its signal
+or exit code; a job without a sign of life for longer than its deadline costs the process its life; what a job raised
+comes back as the cause of an error here; and a process forked from the owner has no part in any of it.
+
+Signs of life stand in a page of shared memory, written by a process that works, read by any other. So a trainer tells
+slow from stuck without a message, and a process that must not touch the trainer's socket sees that a job has ended.
+
+A forked or a spawned child runs what a writer of bytes cannot: functions of others (Megatron's own formats, local
+checkpoints, logits), and our own writing where the snapshot is the forked child's memory. The latter is for a trainer
+whose tensors are on the CPU: the child of a process that uses CUDA must not touch it, and pinned memory is not
+inherited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import itertools
+import mmap
+import multiprocessing
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from multiprocessing import connection as mp_connection
+from multiprocessing import util as mp_util
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final, Literal
+
+from mcore_ckpt.core.console import logger_of
+from mcore_ckpt.core.errors import CheckpointError, SaveError, WriterDiedError, WriteTimeoutError
+from mcore_ckpt.core.failures import FailureReport, describe, remote_cause, same_class
+from mcore_ckpt.core.process import (
+    Sentinel,
+    collector_paused,
+    exit_text,
+    exit_with_parent,
+    is_running,
+    kernel_can_watch,
+    lower_priority,
+    wait_readable,
+)
+from mcore_ckpt.core.signals import leave_signals_to_parent, signals_held_back
+
+State = Literal["idle", "writing", "waiting"]
+_STATES: Final[tuple[State, ...]] = ("idle", "writing", "waiting")
+
+
+class StatusPage:
+    """One page of numbers, stored whole: aligned 64-bit stores are not torn. `fd`: its descriptor, the page's own;
+    forked children share the page without it.
+    """
+
+    _STAMP, _STATE, _BYTES, _FINISHED = range(4)
+
+    def __init__(self, fd: int | None = None) -> None:
+        """A new page, all zero, or the one that is behind a descriptor."""
+        if fd is None:
+            fd = os.memfd_create("mcore_ckpt_status", os.MFD_CLOEXEC)
+            os.ftruncate(fd, mmap.PAGESIZE)
+        self.fd = fd
+        self._memory = mmap.mmap(fd, mmap.PAGESIZE)
+        self._numbers = memoryview(self._memory).cast("q")
+
+    def progress(self, state: State, nbytes: int = 0) -> None:
+        """Leave a sign of life: what the process is doing, and how many more bytes it has written."""
+        self._numbers[self._STATE] = _STATES.index(state)
+        self._numbers[self._BYTES] += nbytes
+        self._numbers[self._STAMP] = time.monotonic_ns()
+
+    def finished(self, job: int) -> None:
+        """Say that the job of this number has ended, well or not. Jobs are numbered from 1 and end in order."""
+        self._numbers[self._FINISHED] = job
+
+    @property
+    def last_finished(self) -> int:
+        """Number of the last job that has ended."""
+        return self._numbers[self._FINISHED]
+
+    @property
+    def state(self) -> State:
+        """What the process was doing at its last sign of life."""
+        return _STATES[self._numbers[self._STATE]]
+
+    @property
+    def stamp_s(self) -> float:
+        """When the last sign of life was left, on the clock of `time.monotonic()`; 0 before the first."""
+        return self._numbers[self._STAMP] / 1e9
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes written by the process so far, all jobs together."""
+        return self._numbers[self._BYTES]
+
+    def close(self) -> None:
+        """Unmap the page and close the descriptor. Twice is harmless."""
+        self._numbers.release()
+        self._memory.close()
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+# As Megatron's own persistent worker: where cores are scarce, training's next step goes first.
+TRAINING_FIRST_NICE: Final = 10
+_LONGEST_WAIT_S: Final = 1.0
+_REAP_DEADLINE_S: Final = 1.0
+_SHORTEST_WAIT_S: Final = 0.01
+# A killed process that is not gone by then hangs inside the kernel; it is not waited for any longer.
+
+
+class Job:
+    """Work in progress, as its owner sees it: by a child process, or ended already.
+
+    Attributes:
+        what: the job in words, for messages.
+        number: by which its process knows it.
+        deadline_s: seconds without a sign of life after which the process counts as stuck; None waits for ever.
+        submitted_s: when, on the clock of `time.monotonic()`.
+        steps: what its process has reported on the way: windows of a ring taken over, or 1 for a preload.
+        done: it has ended, well or not; `poll` looks for that.
+        value: what it returned.
+        error: why it failed.
+    """
+
+    def __init__(
+        self, child: SupervisedChild | None, what: str, number: int = 0, deadline_s: float | None = None
+    ) -> None:
+        self.what = what
+        self.number = number
+        self.deadline_s = deadline_s
+        self.submitted_s = time.monotonic()
+        self.steps = 0
+        self.done = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self._child = child
+        # Made here: in a forked process the descriptor is closed, and the process is not the owner.
+        self._watch = JobWatch() if child is None else child.watch(number)
+        self._written_before = 0 if child is None else child.written_bytes()
+
+    @classmethod
+    def ended(cls, what: str, outcome: Any = None) -> Job:
+        """A job that has ended, with a value or an exception that waits to be raised."""
+        job = cls(None, what)
+        job.done = True
+        if isinstance(outcome, BaseException):
+            job.error = outcome
+        else:
+            job.value = outcome
+        return job
+
+    @property
+    def pid(self) -> int:
+        """The process that works on the job; 0 if none does."""
+        return 0 if self._child is None else self._child.pid
+
+    def poll(self) -> bool:
+        """Whether the job has ended, well or not. Returns at once."""
+        if not self.done and self._child is not None:
+            self._child.look()
+        return self.done
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """As `poll`, but waits up to `timeout_s` seconds for the end; None waits as long as it takes."""
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.poll():
+            left_s = _LONGEST_WAIT_S if until_s is None else until_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            self.wait_for_news(left_s)
+        return True
+
+    def wait_for_news(self, timeout_s: float = _LONGEST_WAIT_S) -> None:
+        """Return when there may be something new to `poll`, or at the time-out, or after a second."""
+        if self._child is not None:
+            self._child.wait_for_news(min(timeout_s, _LONGEST_WAIT_S))
+
+    def result(self) -> Any:
+        """Wait for the end and return what the job returned.
+
+        Raises:
+            WriterDiedError: the process ended before the job; names its signal or exit code.
+            WriteTimeoutError: there was no progress for longer than the job's deadline; the process was killed.
+            SaveError: the job raised; the exception there is the cause, with its traceback, and `errno` if it had one.
+        """
+        self.wait()
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def tell(self, step: int) -> None:
+        """Tell the process that this step is ready for it."""
+        if self._child is not None:
+            self._child.tell(self, step)
+
+    def abort(self) -> bool:
+        """Give the job up: stop it, and remove what it wrote as far as it is not finished. Returns `memory_is_free`."""
+        if not self.poll() and self._child is not None:
+            self._child.cancel(self)
+        return self.memory_is_free()
+
+    def memory_is_free(self) -> bool:
+        """Whether no process works any more on the job's memory, so that it may be used again: one that was killed and
+        hangs inside the kernel may read and write there all the same.
+        """
+        return self.done and (self._child is None or self._child.lets_go_of_memory())
+
+    def written_bytes(self) -> int:
+        """How much has been written so far, as far as the process tells; 0 where it does not."""
+        return 0 if self._child is None else max(0, self._child.written_bytes() - self._written_before)
+
+    def watch(self) -> JobWatch:
+        """What another process needs to see the job end."""
+        return self._watch
+
+
+class SupervisedChild(ABC):
+    """A child process, from its start to its end. What belongs to a kind of child is what the subclasses override.
+
+    `title` names the process in messages, with its pid. `status` is where it leaves its signs of life; None if it
+    leaves none. `dead`: the process is gone or as good as gone; there will be no news of it.
+    """
+
+    stop_deadline_s: float = 5.0
+
+    def __init__(
+        self, process: subprocess.Popen[bytes] | BaseProcess, title: str, status: StatusPage | None = None
+    ) -> None:
+        assert process.pid is not None
+        self.pid: int = process.pid
+        self.title = title.format(pid=self.pid)
+        self.status = status
+        self.dead = False
+        self._process = process
+        self._exit_code: int | None = None
+        self._gone = False
+        self._sentinel = Sentinel(self.pid)
+        self._jobs: dict[int, Job] = {}  # by number, oldest first
+        self._lock = threading.RLock()
+        _children.add(self)
+
+    # --- what each kind says for itself -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _receive(self) -> bool:
+        """Take in what has arrived. False if nothing more can come; `EOFError` and `OSError` mean the same."""
+
+    @abstractmethod
+    def _news_fd(self) -> int:
+        """A descriptor that can be read when there is news; -1 for none."""
+
+    def watch(self, number: int) -> JobWatch:
+        """What another process needs to see a job end; unless a kind can do better, it sees the end of the process."""
+        return JobWatch(self.pid)
+
+    def written_bytes(self) -> int:
+        """How much the process has written so far, all jobs together; 0 where it does not tell."""
+        return 0
+
+    def tell(self, job: Job, step: int) -> None:  # noqa: B027  (most kinds do a job in one go)
+        """Tell the process that a step of a job is ready for it."""
+
+    def cancel(self, job: Job) -> None:
+        """Give a job up; unless a kind can do better, that ends the process."""
+        self.kill("its job was given up", SaveError)
+
+    def _ask_to_stop(self) -> None:  # noqa: B027  (a kind may have nothing to say)
+        """Tell the process to end after its jobs."""
+
+    def _end_text(self) -> str:
+        """How the process ended, in words that follow on its title."""
+        return exit_text(self._exit_code)
+
+    def _at_end(self) -> None:  # noqa: B027  (a kind may have nothing to do)
+        """Act on what counts only now that the process has ended."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Close descriptors, once the process is dead; must bear being called twice."""
+
+    # --- being watched ------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Take in what has arrived; notice the process's end, and a deadline that has passed."""
+        with self._lock:
+            if self.dead:
+                return
+            ended = self._has_ended()  # before reading: what it sent before its end must be read
+            try:
+                connected = self._receive()
+            except (EOFError, OSError):
+                connected = False
+            if not (ended or connected):  # the connection closes a moment before the process is gone
+                ended = self._has_ended(_REAP_DEADLINE_S)
+                if not ended:
+                    self._process.kill()
+            if ended or not connected:
+                self._end(self._death)
+            else:
+                self._check_deadlines()
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Wait for a message, the process's end, or a deadline."""
+        if self.dead:
+            return
+        for job in list(self._jobs.values()):
+            if job.deadline_s is not None:
+                timeout_s = min(timeout_s, max(job.deadline_s - self._silent_s(job), _SHORTEST_WAIT_S))
+        fd = self._news_fd()
+        wait_readable([fd] if fd >= 0 else [], timeout_s, self._sentinel)
+
+    def _silent_s(self, job: Job) -> float:
+        return time.monotonic() - max(0.0 if self.status is None else self.status.stamp_s, job.submitted_s)
+
+    def _check_deadlines(self) -> None:
+        if self.status is not None and self.status.state == "waiting":
+            return  # a writer that waits for the trainer's next window is not stuck
+        for job in list(self._jobs.values()):
+            if job.deadline_s is not None and (silent_s := self._silent_s(job)) > job.deadline_s:
+                self.kill(
+                    f"there was no progress for {silent_s:.1f} s (write_deadline_s={job.deadline_s}): a device or a "
+                    "network file system hangs, or the deadline is too short"
+                )
+                return
+
+    def _job_ended(self, number: int, outcome: Any) -> None:
+        """The process says so: `outcome` is a `FailureReport`, or what the job returned."""
+        job = self._jobs.pop(number, None)
+        if job is None:
+            return
+        if isinstance(outcome, FailureReport):
+            job.error = same_class(outcome, SaveError)(f"{job.what} failed in {self.title}: {outcome.message}")
+            job.error.__cause__ = remote_cause(outcome)
+        else:
+            job.value = outcome
+        job.done = True
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _has_ended(self, within_s: float = 0.0) -> bool:
+        """Whether the process is gone: its memory is not in use any more. Collects its exit status."""
+        if not self._gone:
+            # Where exit statuses are collected elsewhere, only the sentinel knows; it is asked first, or a process that
+            # ends between the two questions would be taken for such a one.
+            ended = self._sentinel.wait(within_s)
+            process = self._process
+            self._exit_code = process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
+            self._gone = ended or self._exit_code is not None
+        return self._gone
+
+    def lets_go_of_memory(self) -> bool:
+        """Whether memory of jobs that have ended may be used again: not where a killed process is still there."""
+        return not self.dead or self._has_ended()
+
+    def kill(self, reason: str, error: type[CheckpointError] = WriteTimeoutError) -> None:
+        """Kill the process; its jobs end with `error`."""
+        with self._lock:
+            if not self.dead:
+                self._process.kill()
+                self._end(lambda job: error(f"{job.what}: {self.title} was killed: {reason}"))
+
+    def stop(self, abort: bool) -> None:
+        """End the process; its jobs first, unless aborting."""
+        if not (abort or self.dead):
+            for job in list(self._jobs.values()):
+                job.wait()
+            with self._lock:
+                if not self.dead:
+                    self._ask_to_stop()
+            self._has_ended(self.stop_deadline_s)
+        with self._lock:
+            if not self.dead:
+                self._process.kill()
+                self._end(lambda job: SaveError(f"{job.what}: {self.title} was closed"))
+
+    def _death(self, job: Job) -> CheckpointError:
+        return WriterDiedError(f"{job.what}: {self.title} {self._end_text()}")
+
+    def _end(self, error: Callable[[Job], CheckpointError]) -> None:
+        """The process is dead or as good as dead: reap it, fail its jobs, release what belongs to it."""
+        self.dead = True
+        self._has_ended(_REAP_DEADLINE_S)
+        self._at_end()
+        self._fail_jobs(error)
+        self._close_descriptors()
+
+    def _fail_jobs(self, error: Callable[[Job], CheckpointError]) -> None:
+        for job in self._jobs.values():
+            job.error = error(job)
+            job.done = True
+        self._jobs.clear()
+
+    def _close_descriptors(self) -> None:
+        self._release()
+        if self._gone:
+            self._sentinel.close()
+            if isinstance(self._process, BaseProcess):
+                with contextlib.suppress(ValueError, AssertionError):  # of another process, or collected elsewhere
+                    self._process.close()
+        if self.status is not None:
+            self.status.close()
+
+    def disown(self) -> None:
+        """In a process forked from the owner: release all that belongs to the owner, and touch no lock of its."""
+        self._lock = threading.RLock()
+        if not self.dead:
+            self.dead = self._gone = True
+            self._fail_jobs(lambda job: SaveError(f"{job.what}: {self.title} belongs to the process that forked this"))
+            if isinstance(self._process, subprocess.Popen):
+                self._process.returncode = 0  # not ours to wait for
+            self._close_descriptors()
+
+
+# All of this process, so that one that is forked from it can disown them.
+_children: weakref.WeakSet[SupervisedChild] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for child in list(_children):
+        child.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+
+class JobWatch:
+    """Sees a job end from any process on this host; picklable. Reads a shared page, never the trainer's socket; without
+    a page the process ends with the job.
+    """
+
+    def __init__(self, worker_pid: int = 0, status_fd: int = -1, number: int = 0) -> None:
+        self._worker_pid = worker_pid
+        self._owner_pid = os.getpid()
+        self._status_fd = status_fd
+        self._number = number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Wait, whatever the arguments: in the place of a request's function."""
+        self.wait()
+
+    def wait(self, period_s: float = 0.05) -> None:
+        """Return when the job has ended, well or not, or when the process that works on it, or its owner, is gone."""
+        status = None
+        if self._status_fd >= 0:
+            try:
+                status = StatusPage(os.open(f"/proc/{self._owner_pid}/fd/{self._status_fd}", os.O_RDWR | os.O_CLOEXEC))
+            except OSError:
+                return  # the owner is gone, or hides its descriptors: the commit waits in any case
+        while is_running(self._worker_pid) and is_running(self._owner_pid):
+            if status is not None and status.last_finished >= self._number:
+                break
+            time.sleep(period_s)
+        if status is not None:
+            status.close()
+
+
+_logger = logger_of(__name__)
+
+
+# A child of a process with threads can hang before its first line: CPython 3.11 takes a lock there (that of the list of
+# threads) which another thread may have held at the moment of the fork, as gloo's do when they free a tensor. So it has
+# to say that it is there; one that does not in time is killed, and forked again.
+_START_DEADLINES_S: Final = (1.0, 3.0, 10.0, 30.0)
+_HERE: Final = b"here"
+_GO: Final = b"go"
+_ONLY_JOB: Final = 1
+
+
+def fork_call(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    what: str,
+    expendable: bool = False,
+    deadline_s: float | None = None,
+    cpu_priority: int | None = None,
+    on_submit: Callable[[Job], None] | None = None,
+) -> Job:
+    """Fork, and return when the child has begun; `fn` runs on the memory as it is now. `on_submit` gets the job before
+    that, for a caller that is interrupted. An expendable child ends with this process, and has no children.
+    """
+    child = _ForkedChild.start(what, (fn, args, kwargs or {}), expendable, deadline_s is not None, cpu_priority)
+    return child.submit(what, deadline_s, on_submit)
+
+
+def fork_writer(
+    fn: Callable[[], Any],
+    what: str,
+    deadline_s: float | None = None,
+    on_submit: Callable[[Job], None] | None = None,
+) -> Job:
+    """As `fork_call`, for writing of our own, which gives way to training and ends with the trainer. It must not use
+    torch.distributed, CUDA or threads started before.
+    """
+    return fork_call(
+        fn,
+        what=what,
+        expendable=True,
+        deadline_s=deadline_s,
+        cpu_priority=TRAINING_FIRST_NICE,
+        on_submit=on_submit,
+    )
+
+
+class _ForkedChild(SupervisedChild):
+    """The child of one call; the call has ended when the child has."""
+
+    def __init__(
+        self,
+        process: BaseProcess,
+        connection: mp_connection.Connection[Any, Any],
+        result_fd: int,
+        status: StatusPage | None,
+    ) -> None:
+        super().__init__(process, "process {pid}", status)
+        self._connection = connection
+        self._result_fd = result_fd
+        self._returned = False
+        self._outcome: Any = None
+
+    @classmethod
+    def start(
+        cls, what: str, call: tuple[Any, ...], expendable: bool, with_status: bool, cpu_priority: int | None
+    ) -> _ForkedChild:
+        # What the function returns comes through memory: a child must be able to end though its result is not read.
+        result_fd = os.memfd_create("mcore_ckpt_result", os.MFD_CLOEXEC)
+        status = StatusPage() if with_status else None
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(os.close, result_fd)
+            if status is not None:
+                on_failure.callback(status.close)
+            for deadline_s in _START_DEADLINES_S:
+                connection, theirs = multiprocessing.Pipe()
+                process = multiprocessing.get_context("fork").Process(
+                    target=_run_forked,
+                    args=(os.getpid(), kernel_can_watch(), cpu_priority, theirs, result_fd, status, *call),
+                    name=what,
+                    daemon=expendable,
+                )
+                with contextlib.ExitStack() as on_giving_up:
+                    on_giving_up.callback(connection.close)
+                    on_giving_up.callback(_kill, process)
+                    with theirs, signals_held_back():
+                        _fork(process, what)
+                    if expendable:
+                        _end_with_this_process(process)
+                    if _is_there(connection, deadline_s):
+                        child = cls(process, connection, result_fd, status)
+                        on_giving_up.pop_all()
+                        on_failure.pop_all()
+                        return child
+                _logger.warning(
+                    "%s: the forked process %s did not start within %.0f s, as if a thread had held a lock of the "
+                    "interpreter's when it was forked; it was killed, and another is tried",
+                    what,
+                    process.pid,
+                    deadline_s,
+                )
+            raise SaveError(f"{what}: {len(_START_DEADLINES_S)} processes were forked, and none has started")
+
+    def submit(self, what: str, deadline_s: float | None, on_submit: Callable[[Job], None] | None) -> Job:
+        """Let the child begin. A child that has ended already has a job that says how."""
+        job = self._jobs[_ONLY_JOB] = Job(self, what, _ONLY_JOB, deadline_s)
+        try:
+            if on_submit is not None:
+                on_submit(job)
+            with contextlib.suppress(OSError):
+                self._connection.send_bytes(_GO)
+        except BaseException:
+            job.abort()
+            raise
+        return job
+
+    def _receive(self) -> bool:
+        with contextlib.suppress(EOFError, OSError):
+            while not self._returned and self._connection.poll():
+                self._connection.recv_bytes()
+                self._outcome = pickle.loads(os.pread(self._result_fd, os.fstat(self._result_fd).st_size, 0))
+                self._returned = True
+        return True  # what counts is the end of the process
+
+    def _news_fd(self) -> int:
+        return -1 if self._returned else self._connection.fileno()
+
+    def _at_end(self) -> None:
+        if self._returned:
+            self._job_ended(_ONLY_JOB, self._outcome)
+
+    def _end_text(self) -> str:
+        return f"{exit_text(self._exit_code)} before the function had returned"
+
+    def _release(self) -> None:
+        self._connection.close()
+        fd, self._result_fd = self._result_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:  # no caller asks for the outcome any more; the child continues
+        try:
+            self._sentinel.close()
+            self._release()
+        except Exception:  # noqa: BLE001  (at the interpreter's end, this module's names are gone)
+            pass
+
+
+def _fork(process: BaseProcess, what: str) -> None:
+    try:
+        # (a collection in the child would touch, and so copy, every page that holds an object)
+        with collector_paused(), warnings.catch_warnings():
+            # Python 3.12 warns of forking a process with threads. The child uses none of their locks: it runs no
+            # torch kernels and no logging of theirs, and the caller asked for a fork.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+    except (OSError, AssertionError) as error:  # multiprocessing asserts that a daemon has no children
+        raise SaveError(f"{what}: cannot fork: {error}") from error
+
+
+_expendable: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+_expendable_of_pid = 0  # of a fork of this process they are no children
+
+
+def _end_with_this_process(process: BaseProcess) -> None:
+    """Kill it before multiprocessing, at the exit, asks it by SIGTERM to end, which it ignores, and waits for it."""
+    global _expendable_of_pid
+    if _expendable_of_pid != os.getpid():
+        _expendable_of_pid = os.getpid()
+        _expendable.clear()
+        mp_util.Finalize(None, _kill_expendable, exitpriority=10)
+    _expendable.add(process)
+
+
+def _kill_expendable() -> None:
+    for process in list(_expendable):
+        with contextlib.suppress(ValueError):  # (one that was closed when it had ended)
+            process.kill()
+
+
+def _kill(process: BaseProcess) -> None:
+    if process.pid is not None:
+        process.kill()
+        process.join(_REAP_DEADLINE_S)
+
+
+def _is_there(connection: mp_connection.Connection[Any, Any], deadline_s: float) -> bool:
+    """Whether the child has said that it is there, or has ended."""
+    try:
+        if not connection.poll(deadline_s):
+            return False
+        connection.recv_bytes()
+    except (EOFError, OSError):
+        pass
+    return True
+
+
+_status: StatusPage | None = None
+
+
+def report_progress(nbytes: int) -> None:
+    """A sign of life from the child of a call, after writing `nbytes` more bytes; elsewhere it does nothing."""
+    if _status is not None:
+        _status.progress("writing", nbytes)
+
+
+def _run_forked(
+    parent_pid: int,
+    kernel_watches: bool,
+    cpu_priority: int | None,
+    connection: mp_connection.Connection[Any, Any],
+    result_fd: int,
+    status: StatusPage | None,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    leave_signals_to_parent()  # a handler of the trainer's, if it has one, is not meant for this process
+    exit_with_parent(parent_pid, kernel_watches)
+    # It waits for the parent's word: a child that is late may have been given up.
+    try:
+        connection.send_bytes(_HERE)
+        connection.recv_bytes()
+    except (EOFError, OSError):
+        return
+    gc.freeze()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)  # the threads that OpenMP believes to have are not here, and it would wait for them
+    lower_priority(cpu_priority, None)
+    global _status  # this process has one call
+    _status = status
+    try:
+        message = pickle.dumps(fn(*args, **kwargs))
+    except BaseException as error:  # noqa: BLE001  (the trainer is told of any error)
+        message = pickle.dumps(describe(error))
+    with contextlib.suppress(OSError):
+        with open(result_fd, "wb", closefd=False) as result:
+            result.write(message)
+        connection.send_bytes(_HERE)
+
+
+_PRELOAD_PERIOD_S: Final = 0.05
+# multiprocessing joins children that are no daemons when it exits; a worker has to be told before that.
+_BEFORE_JOINING: Final = 10
+_PRELOADED: Final = "preloaded"
+
+
+class CallWorker:
+    """One spawned process that runs pickled functions in order; replaced at the next call if it has died. As Megatron's
+    persistent worker it has clean memory and imports the trainer's main module.
+    """
+
+    def __init__(self, cpu_priority: int | None = None, io_priority: int | None = None) -> None:
+        """Start nothing yet. The process takes this nice value and I/O scheduling class; None keeps this one's."""
+        self._priority = (cpu_priority, io_priority)
+        self._child: _WorkerChild | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process, None if none runs."""
+        return None if self._child is None or self._child.dead else self._child.pid
+
+    def submit(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        preload_fn: Callable[[], Any] | None = None,
+        what: str,
+    ) -> Job:
+        """Dispatch a picklable call; returns at once, or with `preload_fn` when that has run in the worker: it takes
+        the snapshot, and makes the second argument.
+        """
+        call = io.BytesIO()
+        _SnapshotPickler(call).dump((fn, args, kwargs, preload_fn))
+        if self._child is not None:
+            self._child.look()
+        if self._child is None or self._child.dead:
+            self._child = _WorkerChild(*self._priority)
+        job = self._child.submit(call.getvalue(), what)
+        while preload_fn is not None and not job.steps and not job.wait(_PRELOAD_PERIOD_S):
+            pass
+        return job
+
+    def close(self, abort: bool = False) -> None:
+        """End the process, after its calls or, if `abort`, at once."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.stop(abort)
+
+
+class _SnapshotPickler(ForkingPickler):
+    """Sends copies of tensors: torch would move the trainer's own to shared memory. Those that lie there were put there
+    to be shared, and a device's are for `preload_fn` to copy.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or type(value) not in (torch.Tensor, torch.nn.Parameter):
+            return NotImplemented
+        if not value.is_cpu or value.layout != torch.strided or value.is_shared():
+            return NotImplemented
+        copy = value.detach().clone()
+        if type(value) is torch.nn.Parameter:
+            copy = torch.nn.Parameter(copy, value.requires_grad)
+        return torch.multiprocessing.reductions.reduce_tensor(copy)
+
+
+class _WorkerChild(SupervisedChild):
+    """The process of a `CallWorker`."""
+
+    stop_deadline_s = 30.0
+
+    def __init__(self, cpu_priority: int | None, io_priority: int | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        process = context.Process(
+            target=_worker_main,
+            args=(theirs, os.getpid(), kernel_can_watch(), _cuda_device(), cpu_priority, io_priority),
+            name="mcore-ckpt-calls",
+        )
+        with theirs:
+            process.start()
+        super().__init__(process, "process {pid}")
+        self._numbers = itertools.count(1)
+        # This process may exit without having closed the queue; multiprocessing would then wait for the worker.
+        self._finalizer = mp_util.Finalize(self, _kill_process, (process,), exitpriority=_BEFORE_JOINING)
+
+    def submit(self, call: bytes, what: str) -> Job:
+        number = next(self._numbers)
+        job = self._jobs[number] = Job(self, what, number)
+        with contextlib.suppress(OSError):  # its death is noticed when the outcome is asked for
+            self._connection.send_bytes(pickle.dumps((number, call)))
+        return job
+
+    def _receive(self) -> bool:
+        while self._connection.poll():
+            number, outcome = pickle.loads(self._connection.recv_bytes())
+            if outcome != _PRELOADED:
+                self._job_ended(number, outcome)
+            elif (job := self._jobs.get(number)) is not None:
+                job.steps = 1
+        return True
+
+    def _news_fd(self) -> int:
+        return self._connection.fileno()
+
+    def _ask_to_stop(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(b"")
+
+    def _end_text(self) -> str:
+        return f"{exit_text(self._exit_code)} before the function had returned"
+
+    def _release(self) -> None:
+        self._finalizer.cancel()
+        self._connection.close()
+
+
+def _kill_process(process: BaseProcess) -> None:
+    with contextlib.suppress(ValueError):  # closed
+        process.kill()
+        process.join(_REAP_DEADLINE_S)
+
+
+def _cuda_device() -> int | None:
+    """The trainer's CUDA device if it uses CUDA; asking never initializes it, nor imports torch."""
+    torch = sys.modules.get("torch")
+    return torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None
+
+
+def _worker_main(
+    connection: mp_connection.Connection,
+    parent_pid: int,
+    kernel_watches: bool,
+    cuda_device: int | None,
+    cpu_priority: int | None,
+    io_priority: int | None,
+) -> None:
+    leave_signals_to_parent()
+    lower_priority(cpu_priority, io_priority)
+    exit_with_parent(parent_pid, kernel_watches)
+    if cuda_device is not None:
+        import torch
+
+        torch.cuda.set_device(cuda_device)
+    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read_messages, args=(connection, messages), daemon=True).start()
+    while message := messages.get():
+        number, call = pickle.loads(message)
+        outcome: Any = None
+        try:
+            _run_call(connection, number, call)
+        except BaseException as error:  # noqa: BLE001  (the trainer is told of any error)
+            outcome = describe(error)
+        connection.send_bytes(pickle.dumps((number, outcome)))
+        gc.collect()  # what the call leaves behind may be the tensors of a whole model
+
+
+def _read_messages(connection: mp_connection.Connection, messages: queue.SimpleQueue[bytes]) -> None:
+    """Read ahead of the calls, so that the trainer never waits for a call to end before it can dispatch the next."""
+    while True:
+        try:
+            messages.put(connection.recv_bytes())
+        except (EOFError, OSError):
+            messages.put(b"")
+            return
+
+
+def _run_call(connection: mp_connection.Connection, number: int, call: bytes) -> None:
+    fn, args, kwargs, preload_fn = pickle.loads(call)
+    arguments = list(args)
+    if preload_fn is not None:
+        arguments[1] = preload_fn()
+        connection.send_bytes(pickle.dumps((number, _PRELOADED)))
+    fn(*arguments, **kwargs)
