@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from mcore_ckpt.format.footer import NO_SAVE_ID
+from mcore_ckpt.format.integrity import NO_SAVE_ID
 from mcore_ckpt.save.buckets import TensorSpec, fill_bucket, lay_out_file
 from mcore_ckpt.save.staging import BucketSource, StagingBuffer
 

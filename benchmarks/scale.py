@@ -363,7 +363,7 @@ def shard_of(spec: TensorSpec) -> Any:
 
 def _metadata(plan: Any, files: Sequence[Sequence[tuple[str, Any, int]]]) -> tuple[bytes, float, int]:
     """`.metadata`, the seconds that it took, and the bytes of what the ranks have told of their files."""
-    from mcore_ckpt.format.file_names import with_id
+    from mcore_ckpt.format.integrity import with_id
     from mcore_ckpt.save.buckets import WrittenFile
     from mcore_ckpt.save.commit import metadata_of_save
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.tools.runs import CopyReport, RunReport, copy_checkpoint, list_run
     from mcore_ckpt.tools.verify import VerifyReport, verify_checkpoint
 
-from mcore_ckpt.core.version import __version__
+__version__ = "0.1.0"
 
 _HOME = {
     "AsyncCallsQueue": "save.async_queue",

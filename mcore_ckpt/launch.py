@@ -16,8 +16,8 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_ckpt import __version__
 from mcore_ckpt.core.errors import OptionError, UnsupportedMegatronError
-from mcore_ckpt.core.version import __version__
 
 USAGE = (
     "usage: python -m mcore_ckpt.launch SCRIPT [arguments ...]\n"

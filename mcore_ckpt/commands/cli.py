@@ -201,7 +201,7 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
     """The whole parser; only `commands` get their arguments, since only their modules are imported."""
-    from mcore_ckpt.core.version import __version__
+    from mcore_ckpt import __version__
 
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(

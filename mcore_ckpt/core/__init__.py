@@ -5,7 +5,6 @@ Out: the tree of errors, options, boxes and their arithmetic, progress and table
 collectives that raise one rank's error on all ranks, and CRC-32.
 Must not know: what a checkpoint is made of; files, formats, Megatron.
 
-Modules: boxes, console, crc, errors, failures, fingerprints, host_memory, options, paths, process, ranks, signals,
-sizes, threads, torch_modes, version.
-With torch: ranks, torch_modes.
+Modules: boxes, console, crc, errors, fingerprints, options, process, ranks.
+With torch: ranks.
 """

@@ -1,20 +1,180 @@
-"""Options of a save and of a load, and the only place that reads the environment.
+"""What a user says: options of a save and of a load, sizes, and paths; the only place that reads the environment.
 
-Each field can be set for a job by `MCORE_CKPT_<FIELD>` (upper case), for example `MCORE_CKPT_WRITER=fork`; a number of
-bytes also as `512M` or `5GiB`.
-An explicit argument wins over the environment.
+Each field of the options can be set for a job by `MCORE_CKPT_<FIELD>` (upper case), such as `MCORE_CKPT_WRITER=fork`; a
+number of bytes also as `512M` or `5GiB`. An explicit argument wins over the environment.
+
+Checkpoints may be in a file system or in an object store, so their paths go through `checkpoint_path`. Paths of files
+go through `local_path`, which refuses URLs: otherwise a folder called `s3:` would appear in the working directory.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from pathlib import Path, PosixPath
+from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.core.sizes import parse_size, shown_size
+
+_PREFIXES: Final = "KMGT"
+
+
+def parse_size(given: str | int, *, at_least: int = 1, what: str = "size ") -> int:
+    """Bytes, from `2G` or `2GB` (`2 * 1000**3`), `2GiB` or `2Gi` (`2 * 1024**3`) or a plain number; raises
+    `OptionError`, in which `what` stands before the text.
+    """
+    text = str(given)
+    number, base = text.strip().upper().removesuffix("B"), 1000
+    if number.endswith("I"):
+        number, base = number[:-1], 1024
+    power = _PREFIXES.find(number[-1:]) + 1 if number else 0
+    try:
+        value = int(float(number[:-1] if power or base == 1024 else number) * base**power)
+    except (ValueError, OverflowError):
+        value = -1
+    if value < at_least:
+        raise OptionError(
+            f"{what}{text!r}: expected a number such as 512M (512 * 1000**2) or 512MiB (512 * 1024**2), and at least "
+            f"{shown_size(at_least)}"
+        )
+    return value
+
+
+def shown_size(size_bytes: int) -> str:
+    """A size as `parse_size` takes it: `5GB`, `384MiB`."""
+    for base, unit in ((1000, "B"), (1024, "iB")):
+        for power in range(len(_PREFIXES), 0, -1):
+            if size_bytes and size_bytes % base**power == 0:
+                return f"{size_bytes // base**power}{_PREFIXES[power - 1]}{unit}"
+    return str(size_bytes)
+
+
+STORE_SCHEMES: Final = ("s3", "gs", "az", "msc")
+"""Of object stores that can be read and written."""
+
+PARTIAL: Final = ".partial"
+"""Behind the name of a directory that a conversion is making, or was making when it was interrupted."""
+
+# Two letters at least; of what has been a `Path`, one of the two slashes is left, and none where nothing comes after.
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?:/(/?)|\Z)")
+
+
+class StorePath(PosixPath):
+    """A directory or object in a store: joined and taken apart as a path is, and shown as the URL that it is.
+
+    It names nothing in any file system: `exists`, `open` and so on must not be asked of it.
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        scheme, _, rest = super().__str__().partition(":/")
+        return f"{scheme}://{rest}"
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    @property
+    def parent(self) -> StorePath:
+        """Of a bucket, that itself."""
+        return StorePath(super().parent) if len(self.parts) > 2 else self
+
+    def absolute(self) -> StorePath:
+        return self
+
+    def is_absolute(self) -> bool:
+        return True
+
+
+def checkpoint_path(path: str | os.PathLike[str]) -> Path:
+    """The path of a checkpoint's directory, as it was given; of a URL one that is shown as that.
+
+    Raises:
+        OptionError: it is empty, holds a NUL, or is a URL of a kind that is not supported or that names no bucket.
+    """
+    url = store_url(path)
+    return local_path(path) if url is None else StorePath(url)
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """The path of a file or directory, as given. Raises `OptionError` if it is empty, holds a NUL, names an object
+    store, or is a URL.
+    """
+    text = _text(path)
+    scheme = _scheme(text)
+    if not text:
+        raise OptionError("the path is empty; `.` names the working directory")
+    if "\0" in text:
+        raise _has_nul(text)
+    if scheme is None:
+        return Path(text)
+    if scheme == "file":
+        raise OptionError(f"{text}: this is a URL, and a path is needed; leave out file://")
+    if scheme in STORE_SCHEMES:
+        raise OptionError(f"{text}: a path in a file system is needed here, not one in an object store")
+    known = ", ".join(f"{each}://" for each in STORE_SCHEMES)
+    raise OptionError(
+        f"{text}: this names an object store ({scheme}) that mcore_ckpt does not know; nothing was read or written. "
+        f"Checkpoints are kept in directories, local or mounted, or at {known}"
+    )
+
+
+def is_local(path: str | os.PathLike[str]) -> bool:
+    """Whether `local_path` takes this path."""
+    return _scheme(_text(path)) is None
+
+
+def is_supported(path: str | os.PathLike[str]) -> bool:
+    """Whether `checkpoint_path` takes this path."""
+    try:
+        checkpoint_path(path)
+    except OptionError:
+        return False
+    return True
+
+
+def store_url(path: str | os.PathLike[str]) -> str | None:
+    """The URL of a directory in an object store that is supported; None for all else. Raises `OptionError` if it names
+    no bucket, or holds a NUL.
+    """
+    text = _text(path)
+    scheme = _scheme(text)
+    if scheme not in STORE_SCHEMES:
+        return None
+    rest = text[len(scheme) + 1 :]
+    # (What is not set leaves nothing behind in `s3://$BUCKET/run`.)
+    if not rest.strip("/") or rest.startswith("///"):
+        name = "profile" if scheme == "msc" else "bucket"
+        raise OptionError(f"{text}: names no {name}: expected {scheme}://{name}/prefix; nothing was read or written")
+    if "\0" in text:
+        raise _has_nul(text)
+    return f"{scheme}://{rest.lstrip('/')}"
+
+
+def _has_nul(text: str) -> OptionError:
+    return OptionError(f"{text!r}: holds a NUL character, which no path or URL may have")
+
+
+def _text(path: Any) -> str:
+    # Path-like objects of storage clients say in words what they name; what `__fspath__` gives may be a copy of it.
+    said = str(path)
+    return said if _scheme(said) is not None else os.fsdecode(path)
+
+
+def _scheme(text: str) -> str | None:
+    found = _SCHEME.match(text)
+    if found is None:
+        return None
+    scheme, second_slash = found[1].lower(), found[2]
+    if second_slash:
+        return scheme
+    if second_slash is None and scheme not in STORE_SCHEMES:
+        return None
+    # A directory of that name may exist, and be meant.
+    return None if os.path.lexists(f"{found[1]}:") else scheme
+
 
 _MIB = 1024 * 1024
 # The kernel's clocks take no more than they can count.

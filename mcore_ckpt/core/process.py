@@ -1,17 +1,22 @@
-"""What a process asks of the kernel and the interpreter: to notice another's end, lower priority, no collection.
+"""What a process asks of the kernel and the interpreter: ends of processes, signals, threads, memory, no collection.
 
-A parent has to notice the end of its child, a child that of its parent. Linux has a descriptor for that, the pidfd,
-which becomes readable when the process is gone, whatever has ended it. The end of a pipe does not tell as much: any
-forked process may hold it open.
-
-A process that works during training lowers its own priority (`lower_priority`). And Python's garbage collector is
-paused while many lasting objects are made (`collector_paused`): a plan or an index is hundreds of thousands of small
-objects that all stay alive and hold no cycles. Each full collection would walk through every object of the training
-process, and free nothing.
+- A parent has to notice the end of its child, a child that of its parent. Linux has a descriptor for that, the pidfd,
+  which becomes readable when the process is gone, whatever has ended it. The end of a pipe does not tell as much: any
+  forked process may hold it open.
+- A Ctrl-C raises between any two steps of the caller. One of several ranks which is on its way to a collective would
+  leave the others waiting there. So it waits (`interrupts_wait`) for a step whose failure all ranks are notified of
+  (`interruptible`), or for the end. A helper process leaves signals to its parent (`leave_signals_to_parent`).
+- A `Crew` is the one way in which this package works in parallel. It starts its threads when there are tasks for them,
+  keeps the first error, and never leaves a thread behind that goes on to use the caller's memory. A program may save
+  again when it ends (`atexit`). From Python 3.12 on no thread can be started then: the caller does the tasks itself.
+- Python's garbage collector is paused while many lasting objects are made (`collector_paused`): a plan or an index is
+  hundreds of thousands of small objects that all stay alive and hold no cycles. Each full collection would walk through
+  every object of the training process, and free nothing.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -22,10 +27,180 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
-from typing import Final
+from types import FrameType
+from typing import Any, Final, Generic, TypeVar, overload
+
+from mcore_ckpt.core.errors import attempt, value_of
+
+
+def free_host_bytes() -> int:
+    """Memory that this host, or the control groups that this process lives in, have to spare, in bytes."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError):  # no such file outside Linux
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    for limit_file, usage_file in _memory_limits():
+        # The root has no such files, and where there is no limit, "max" is no number.
+        with contextlib.suppress(OSError, ValueError):
+            limit = int(limit_file.read_text(encoding="ascii"))
+            used = int(usage_file.read_text(encoding="ascii")) - _page_cache_bytes(limit_file.with_name("memory.stat"))
+            available = min(available, limit - used)
+    return max(available, 0)
+
+
+def _memory_limits(
+    mount: Path = Path("/sys/fs/cgroup"), of_process: Path = Path("/proc/self/cgroup")
+) -> list[tuple[Path, Path]]:
+    """Where limit and use of memory are told, of each control group that this process lies in, up to the root: each has
+    a limit of its own. Of version 2 first; some hosts have version 1 for memory.
+    """
+    try:
+        lines = of_process.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found: list[tuple[Path, Path]] = []
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        # What leads out of the namespace's root ("/../..") is not mounted here.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        if number == "0":
+            folder, names = mount, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            folder, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        for depth in range(len(parts), -1, -1):
+            group = folder.joinpath(*parts[:depth])
+            found.append((group / names[0], group / names[1]))
+    return found
+
+
+def _page_cache_bytes(statistics: Path) -> int:
+    """What a control group would give up first: it is counted as used, and is there for the asking."""
+    for line in statistics.read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file"):
+            return int(value)
+    return 0
+
+
+# What terminals and schedulers send to all processes of a job: to stop it, or as a notice that its time is up.
+_TO_ALL_PROCESSES: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class _HeldBack:
+    """The handlers of signals, and which signals have come that wait for them."""
+
+    def __init__(self) -> None:
+        self.passing = False
+        self._waiting: list[int] = []
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+
+    def begin(self) -> None:
+        for number in _TO_ALL_PROCESSES:
+            handler = signal.getsignal(number)
+            if callable(handler):  # what the system does by default ends the process, which the others notice
+                self._handlers[number] = handler
+                signal.signal(number, self._handle)
+
+    def end(self) -> None:
+        try:
+            for number, handler in self._handlers.items():
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, handler)
+        finally:
+            self.passing = True  # if one that is back has raised meanwhile, others are still in place: they pass on
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.passing or number in self._waiting:  # a second request does not wait
+            self._handlers[number](number, frame)
+        else:
+            self._waiting.append(number)
+
+    def deliver(self) -> None:
+        if self._waiting:
+            number = self._waiting.pop(0)
+            try:
+                self._handlers[number](number, None)
+            finally:
+                self.deliver()  # a Ctrl-C is raised here; what else has come is answered all the same
+
+
+_held_back: _HeldBack | None = None
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Ctrl-C, and other signals that have handlers, wait until the block ends, however; but see `interruptible`.
+
+    A second one of a kind does not wait. Signals come to the main thread; in others this does nothing. May be nested.
+    """
+    global _held_back
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    outer = _held_back
+    if outer is not None:
+        passing, outer.passing = outer.passing, False
+        try:
+            yield
+        finally:
+            outer.passing = passing
+            if passing:
+                outer.deliver()
+        return
+    held = _held_back = _HeldBack()
+    try:
+        held.begin()
+        yield
+    finally:
+        _held_back = None
+        try:
+            held.end()
+        finally:
+            held.deliver()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Within `interrupts_wait`, what waits is raised now, and nothing waits until the block ends."""
+    held = _held_back if threading.current_thread() is threading.main_thread() else None
+    if held is None:
+        yield
+        return
+    passing = held.passing
+    try:
+        held.passing = True
+        held.deliver()
+        yield
+    finally:
+        held.passing = passing
+
+
+def leave_signals_to_parent() -> None:
+    """In a process that works for another: what is sent to both is that one's to answer, which may still need this one.
+
+    It is watched as well (`exit_with_parent`), and ended by SIGKILL.
+    """
+    for number in _TO_ALL_PROCESSES:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_ALL_PROCESSES)
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """A process that is started within the block gets none of them before it calls `leave_signals_to_parent`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_ALL_PROCESSES)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -190,3 +365,264 @@ def lower_priority(cpu_priority: int | None, io_priority: int | None) -> None:
     number = _SYS_IOPRIO_SET.get(platform.machine())
     if io_priority is not None and number is not None:
         ctypes.CDLL(None).syscall(number, _IOPRIO_WHO_PROCESS, 0, io_priority << _IOPRIO_CLASS_SHIFT)
+
+
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+T = TypeVar("T")
+
+# Threads that are stuck in the kernel cannot be waited for; they end by themselves if the device comes back.
+_STUCK_JOIN_S: Final = 0.1
+
+
+class Task(Generic[T]):
+    """A task of a `Crew`; ask `Crew.result` for its value. `done`: it has ended well."""
+
+    __slots__ = ("done", "release", "value", "work")
+
+    def __init__(self, work: Callable[[], T], release: Callable[[], object] | None) -> None:
+        self.work = work
+        self.release = release
+        self.done = False
+        self.value: T | None = None
+
+
+class Crew:
+    """Threads that do tasks in the order in which they are submitted. A context manager, for one caller.
+
+    On leaving, all tasks are done, or the first error of a task is raised. After an error the tasks that have not begun
+    are dropped. If the caller leaves by an exception of its own, the tasks in progress end first.
+
+    Args:
+        threads: tasks in progress at once, at most.
+        name: of the threads.
+        deadline_s: seconds without the end of any task, while the caller waits, after which the crew counts as stuck;
+            None waits for ever.
+        stuck: makes the error to raise then.
+        interrupted_join_s: how long an interrupted caller waits for the tasks in progress; None waits for their end.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        name: str,
+        *,
+        deadline_s: float | None = None,
+        stuck: Callable[[], Exception] = TimeoutError,
+        interrupted_join_s: float | None = None,
+    ) -> None:
+        self._most = threads
+        self._name = name
+        self._deadline_s = deadline_s
+        self._stuck = stuck
+        self._interrupted_join_s = interrupted_join_s
+        self._condition = threading.Condition()
+        self._tasks: deque[Task[Any]] = deque()
+        self._unfinished = 0  # tasks
+        self._threads: list[threading.Thread] = []
+        self._idle = 0  # threads
+        self._failure: BaseException | None = None
+        self._stopping = self._is_stuck = False
+
+    @property
+    def failed(self) -> bool:
+        """A task has failed, or the caller was interrupted: a long task may end early."""
+        return self._failure is not None
+
+    def submit(
+        self, work: Callable[[], T], release: Callable[[], object] | None = None, *, first: bool = False
+    ) -> Task[T]:
+        """Have `work` done by a thread, or by the caller where no thread can be started. A task may submit another.
+
+        `release` is called when the task has ended or was dropped: its memory may be used again. With `first` the task
+        goes before all that have not begun. Raises the first error of an earlier task.
+        """
+        task = Task(work, release)
+        with self._condition:
+            self._unfinished += 1
+            (self._tasks.appendleft if first else self._tasks.append)(task)
+            if self._failure is not None:
+                self._drop_waiting()
+            elif self._idle < len(self._tasks) and len(self._threads) < self._most:
+                self._start_thread()
+            else:
+                self._condition.notify_all()
+        if not self._threads:
+            self._work_on(wait=False)
+        self._raise_failure()
+        return task
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(
+            target=self._work_on, args=(True,), name=f"{self._name}-{len(self._threads)}", daemon=True
+        )
+        self._threads.append(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter ends, or the system has no more threads
+            self._threads.remove(thread)
+            self._most = len(self._threads)
+
+    def wait_for(self, ready: Callable[[], T]) -> T:
+        """The first true value of `ready()`, asked again whenever a task has ended. Raises a task's first error."""
+        with self._condition:
+            while self._failure is None:
+                if value := ready():
+                    return value
+                if not self._condition.wait(self._deadline_s) and self._failure is None:
+                    self._is_stuck = True
+                    self._fail(self._stuck())
+        raise self._failure
+
+    def result(self, task: Task[T]) -> T:
+        """The value of a task; waits for it. Raises the first error of any task."""
+        self.wait_for(lambda: task.done)
+        return task.value  # type: ignore[return-value]
+
+    def drain(self) -> None:
+        """Wait until all tasks have ended. Raises the first error of any task."""
+        self.wait_for(lambda: not self._unfinished)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._drop_waiting()
+
+    def _drop_waiting(self) -> None:
+        while self._tasks:
+            self._end(self._tasks.popleft())
+
+    def _end(self, task: Task[Any]) -> None:
+        if task.release is not None:
+            task.release()
+        self._unfinished -= 1
+        self._condition.notify_all()
+
+    def _work_on(self, wait: bool) -> None:
+        """Do the tasks that there are; with `wait`, those to come."""
+        while True:
+            with self._condition:
+                while wait and not self._tasks and not self._stopping:
+                    self._idle += 1
+                    self._condition.wait()
+                    self._idle -= 1
+                if not self._tasks:
+                    return
+                task = self._tasks.popleft()
+            try:
+                task.value = task.work()
+                task.done = True
+            except BaseException as error:  # noqa: BLE001  (raised from the next call of the caller)
+                with self._condition:
+                    self._fail(error)
+            with self._condition:
+                self._end(task)
+            del task  # what it refers to belongs to the caller again
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            if error is None:
+                self.drain()
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            with self._condition:
+                if error is not None:
+                    self._fail(error)
+                self._stopping = True
+                self._condition.notify_all()
+            timeout_s = None if error is None or isinstance(error, Exception) else self._interrupted_join_s
+            for thread in self._threads:
+                # A caller that was interrupted while it started a thread may not know that it runs. That thread finds
+                # nothing to do any more.
+                with contextlib.suppress(RuntimeError):
+                    thread.join(_STUCK_JOIN_S if self._is_stuck else timeout_s)
+
+
+def in_parallel(tasks: Iterable[T], work: Callable[[T], object], threads: int, name: str = "mcore_ckpt-read") -> None:
+    """Call `work` on each task, in order, in at most `threads` threads; a single task is done by the caller.
+
+    Raises the first error of `work`, or of making the tasks; tasks that had not begun are not done.
+    """
+    remaining = iter(tasks)
+    first = list(islice(remaining, 2))
+    remaining = chain(first, remaining)
+    if len(first) < 2 or threads == 1:
+        for task in remaining:
+            work(task)
+        return
+    lock = threading.Lock()  # generators are not thread-safe
+    crew = Crew(threads, name)
+
+    def share() -> None:
+        while not crew.failed:
+            with lock:
+                taken = list(islice(remaining, 1))
+            if not taken:
+                return
+            work(taken[0])
+
+    with crew:
+        for _ in range(threads):
+            crew.submit(share)
+
+
+@overload
+def together(threads: int, a: Callable[[], A], b: Callable[[], B], /) -> tuple[A, B]: ...
+@overload
+def together(threads: int, a: Callable[[], A], b: Callable[[], B], c: Callable[[], C], /) -> tuple[A, B, C]: ...
+@overload
+def together(threads: int, /, *calls: Callable[[], T]) -> tuple[T, ...]: ...
+def together(threads: int, /, *calls: Callable[[], Any]) -> tuple[Any, ...]:
+    """What each of these calls returns, made in turn, or in at most `threads` threads.
+
+    All of them are made, whichever fails; then the first error of all, in their order, is raised.
+    """
+    outcomes: dict[int, Any] = {}
+
+    def call(number: int) -> None:
+        outcomes[number] = attempt(calls[number])
+
+    in_parallel(range(len(calls)), call, min(threads, len(calls)), "mcore_ckpt-ask")
+    return tuple(value_of(outcomes[number]) for number in range(len(calls)))
+
+
+def interpreter_ends() -> bool:
+    """Whether the main thread has come to its end, so that only what was registered for that (`atexit`) still runs, or
+    threads that it waits for.
+
+    From Python 3.12 on no thread can be started then. While it waits for threads, the main thread still counts as
+    alive; that it does so is known to `threading` alone.
+    """
+    return not threading.main_thread().is_alive() or bool(getattr(threading, "_SHUTTING_DOWN", False))
+
+
+def call_at_the_end(call: Callable[[], object]) -> None:
+    """Have `call` called when the main thread has come to its end, while threads still run; also in the processes of
+    `multiprocessing`, where `atexit` does nothing.
+    """
+    getattr(threading, "_register_atexit", atexit.register)(call)
+
+
+def start_thread(thread: threading.Thread) -> bool:
+    """Start a thread; returns whether it runs, which it does not where `interpreter_ends`."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if not _is_of_the_end(error):
+            raise
+        return False
+    return True
+
+
+def _is_of_the_end(error: RuntimeError) -> bool:
+    """Whether Python refuses a thread because it ends; it may have come to that just now."""
+    return interpreter_ends() or "interpreter shutdown" in str(error)

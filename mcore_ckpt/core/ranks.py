@@ -24,7 +24,7 @@ import struct
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -34,14 +34,27 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from mcore_ckpt.core.errors import CheckpointError, OptionError
-from mcore_ckpt.core.failures import FailureReport, describe, remote_cause, same_class
-from mcore_ckpt.core.signals import interrupts_wait
-from mcore_ckpt.core.torch_modes import without_modes
+from mcore_ckpt.core.errors import CheckpointError, FailureReport, OptionError, describe, remote_cause, same_class
+from mcore_ckpt.core.process import interrupts_wait
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Within the block no mode of this thread is on: a default device, fake tensors, a counter of operations."""
+    modes: list[Any] = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]  # noqa: SLF001
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)  # type: ignore[no-untyped-call]
+
 
 T = TypeVar("T")
 U = TypeVar("U")

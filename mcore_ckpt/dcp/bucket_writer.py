@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.fingerprints import part_of_run
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.format.file_names import DATA_SUFFIX, with_id
-from mcore_ckpt.format.footer import NO_SAVE_ID, ManifestFile
+from mcore_ckpt.format.integrity import DATA_SUFFIX, NO_SAVE_ID, ManifestFile, with_id
 from mcore_ckpt.save.buckets import TensorSpec, WriteBucket, WrittenFile, fill_bucket, lay_out_file, split_buckets
 from mcore_ckpt.save.staging import write_in_process
 from mcore_ckpt.state.torch_classes import check_memory, dtype_name, storage_info

@@ -31,7 +31,7 @@ from mcore_ckpt.core.boxes import Box, covers, intersect
 from mcore_ckpt.core.errors import KindMismatchError, MissingKeyError, OptionError, PlanError, ShapeMismatchError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.process import collector_paused
-from mcore_ckpt.core.torch_modes import without_modes
+from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.load.checks import missing_key
 from mcore_ckpt.load.dtype_conversions import check_dtype

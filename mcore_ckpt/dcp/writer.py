@@ -33,9 +33,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
-from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.paths import checkpoint_path, is_supported, store_url
-from mcore_ckpt.core.torch_modes import without_modes
+from mcore_ckpt.core.options import SaveOptions, checkpoint_path, is_supported, store_url
+from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.dcp.bucket_writer import (
     CopiedData,
     DataFilePrefix,
@@ -51,7 +50,7 @@ from mcore_ckpt.dcp.bucket_writer import (
 )
 from mcore_ckpt.directory.in_force import is_in_force
 from mcore_ckpt.directory.publish import Target, check_files, discard, open_target, publish
-from mcore_ckpt.format.footer import SAVE_ID_BYTES, ManifestFile, shown_id
+from mcore_ckpt.format.integrity import SAVE_ID_BYTES, ManifestFile, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.save.buckets import check_hint
 from mcore_ckpt.save.upkeep import check_second_tier, checkpoint_published, note_drain

@@ -58,10 +58,9 @@ from typing import Any, Final, Literal
 
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, NewerFormatError, SaveError
-from mcore_ckpt.core.threads import in_parallel
+from mcore_ckpt.core.process import in_parallel
 from mcore_ckpt.directory.in_force import index_files, is_pending, noted_saves, pending_name, read_in_force, saves_of
-from mcore_ckpt.format.file_names import data_file_of
-from mcore_ckpt.format.manifest import Identity, identity_of
+from mcore_ckpt.format.integrity import Identity, data_file_of, identity_of
 from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, METADATA_FILE, parse_index
 from mcore_ckpt.storage.base import FileVersion, OutcomeUnknownError, Storage
 

@@ -27,8 +27,8 @@ from typing import Final
 
 from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
-from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.core.threads import in_parallel
+from mcore_ckpt.core.options import checkpoint_path
+from mcore_ckpt.core.process import in_parallel
 from mcore_ckpt.directory.commit import Commit, is_note
 from mcore_ckpt.directory.in_force import (
     DrainNote,
@@ -44,8 +44,8 @@ from mcore_ckpt.directory.in_force import (
     with_common_files,
 )
 from mcore_ckpt.directory.iterations import files_below, is_checkpoint_name, iteration_directories, sync_folders
-from mcore_ckpt.format.file_names import data_file_of, id_in_names
 from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.integrity import data_file_of, id_in_names
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,

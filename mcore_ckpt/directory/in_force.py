@@ -29,12 +29,10 @@ from typing import Any, Final
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, LoadError
-from mcore_ckpt.core.paths import is_supported
-from mcore_ckpt.core.threads import together
-from mcore_ckpt.format.file_names import data_file_of, id_in_names
-from mcore_ckpt.format.footer import ManifestFile, shown_id
+from mcore_ckpt.core.options import is_supported
+from mcore_ckpt.core.process import together
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
-from mcore_ckpt.format.manifest import Manifest
+from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_of, id_in_names, shown_id
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     DRAIN_FILE,

@@ -25,8 +25,8 @@ from typing import Final, NamedTuple
 
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, NewerFormatError
-from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.core.threads import in_parallel
+from mcore_ckpt.core.options import checkpoint_path
+from mcore_ckpt.core.process import in_parallel
 from mcore_ckpt.directory.commit import notes, seems_gone
 from mcore_ckpt.directory.in_force import DrainNote, common_file_in_force, noted_saves, saves_of, with_common_files
 from mcore_ckpt.format.index import (

@@ -34,12 +34,11 @@ from mcore_ckpt.core.errors import (
     SaveError,
 )
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.threads import in_parallel, together
+from mcore_ckpt.core.process import in_parallel, together
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.in_force import common_file_in_force, index_files, with_common_files
-from mcore_ckpt.format.footer import SAVE_ID_BYTES, ManifestFile
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.manifest import split_metadata, with_manifest
+from mcore_ckpt.format.integrity import SAVE_ID_BYTES, ManifestFile, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError, SaveError
-from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import REMOVED, Commit, identity_in_force, is_note, note_name, notes
 from mcore_ckpt.directory.in_force import index_files, is_drain_note, is_pending
 from mcore_ckpt.directory.iterations import (
@@ -41,9 +41,8 @@ from mcore_ckpt.directory.iterations import (
     look_at,
     tracked_name,
 )
-from mcore_ckpt.format.file_names import DATA_SUFFIX, data_file_of
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.manifest import Identity
+from mcore_ckpt.format.integrity import DATA_SUFFIX, Identity, data_file_of
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,

@@ -28,8 +28,8 @@ from mcore_ckpt.core.errors import (
     LoadError,
     NewerFormatError,
     UnsafePickleError,
+    text_of,
 )
-from mcore_ckpt.core.failures import text_of
 
 MAX_AXES: Final = 64
 """Axes of a shape; torch and numpy have no more."""

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from mcore_ckpt.format.dtypes import dtype_entry
-from mcore_ckpt.format.tensor_pickle import tensor_pickle
+from mcore_ckpt.format.tensor_pickle import dtype_entry, tensor_pickle
 from mcore_ckpt.format.zip_records import (
     DESCRIPTOR,
     DESCRIPTOR64,

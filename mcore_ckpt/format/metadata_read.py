@@ -22,9 +22,20 @@ from pathlib import Path
 from typing import Any, cast
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
-from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import collector_paused
-from mcore_ckpt.format._index_classes import (
+from mcore_ckpt.format._unpickler import MAX_AXES
+from mcore_ckpt.format.index import (
+    CheckpointIndex,
+    IndexColumns,
+    ObjectEntry,
+    StoredChunk,
+    StoredFingerprints,
+    StoredItem,
+    TensorEntry,
+    read_columns,
+)
+from mcore_ckpt.format.index_pickle import (
     BytesEntryState,
     ChunkState,
     DtypeName,
@@ -36,21 +47,10 @@ from mcore_ckpt.format._index_classes import (
     StorageInfoState,
     StorageMetaState,
     TensorEntryState,
+    unpickle_index,
 )
-from mcore_ckpt.format._index_columns import IndexColumns, read_columns
-from mcore_ckpt.format._unpickler import MAX_AXES
-from mcore_ckpt.format.dtypes import DTYPE_NAMES
-from mcore_ckpt.format.footer import FOOTER_BYTES, FileFooter, check_footer, decode_footer
-from mcore_ckpt.format.index import (
-    CheckpointIndex,
-    ObjectEntry,
-    StoredChunk,
-    StoredFingerprints,
-    StoredItem,
-    TensorEntry,
-)
-from mcore_ckpt.format.index_pickle import unpickle_index
-from mcore_ckpt.format.manifest import Manifest, split_metadata
+from mcore_ckpt.format.integrity import FOOTER_BYTES, FileFooter, Manifest, check_footer, decode_footer, split_metadata
+from mcore_ckpt.format.tensor_pickle import DTYPE_NAMES
 from mcore_ckpt.storage.base import RangeReader
 from mcore_ckpt.storage.resolve import storage_at
 

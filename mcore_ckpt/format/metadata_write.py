@@ -28,10 +28,8 @@ from itertools import chain
 from struct import Struct
 from typing import Any, NamedTuple
 
-from mcore_ckpt.format._index_columns import ObjectSection, TensorSection
-from mcore_ckpt.format.footer import ManifestFile
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredItem, TensorEntry
-from mcore_ckpt.format.manifest import Manifest, with_manifest
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, ObjectSection, StoredItem, TensorEntry, TensorSection
+from mcore_ckpt.format.integrity import Manifest, ManifestFile, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 
 # What torch 2.8 and later write into `Metadata.version`; earlier ones ignore it.

@@ -1,6 +1,6 @@
 """A state dict in a file of `torch.save`, read without its tensors: each becomes a note of where its elements lie.
 
-What a file may name is what stored objects may (`_constructors.py`). Two things differ, since such files hold the
+What a file may name is what stored objects may (`safe_pickle.py`). Two things differ, since such files hold the
 arguments of a job and anything that its user added. A class that is not known becomes an inert `Opaque` instead of an
 error; the caller leaves it out. An `OrderedDict` may carry what `Module.state_dict` leaves on it, which is dropped.
 Classes of packages that are not imported become `Unavailable`.
@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, UnsafePickleError
-from mcore_ckpt.format._constructors import ObjectRules
 from mcore_ckpt.format._unpickler import Maker, WrongArgumentsError, check_keys, inert_maker, unpickle
-from mcore_ckpt.format.safe_pickle import Opaque
+from mcore_ckpt.format.safe_pickle import ObjectRules, Opaque
 from mcore_ckpt.format.tensor_pickle import TENSOR_NAMES, FileTensor, NotPlainTensorError, stored_storage
 from mcore_ckpt.format.zip_records import Archive, ItemBytes, ZipRecord
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from mcore_ckpt.core.boxes import Box, Stretch, intersect, relative, runs
 from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.core.fingerprints import may_begin_at, rows_to_sum
-from mcore_ckpt.format.footer import BLOCK_BYTES, inner_blocks
+from mcore_ckpt.format.integrity import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.load._columns import MAX_COLUMN_BYTES
 from mcore_ckpt.load._placement import Want, alignment_for

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from mcore_ckpt.core.errors import LoadError
-from mcore_ckpt.core.threads import Crew, Task
+from mcore_ckpt.core.process import Crew, Task
 from mcore_ckpt.format.index import StoredItem
 from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable

@@ -27,7 +27,7 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, LoadError
 from mcore_ckpt.core.fingerprints import may_begin_at, rows_to_sum
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.core.threads import in_parallel
+from mcore_ckpt.core.process import in_parallel
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor_in
 from mcore_ckpt.format.zip_records import NotRangeable

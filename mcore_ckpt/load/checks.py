@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import PurePath
 
 from mcore_ckpt.core.errors import IF_DAMAGED, ChecksumError, CorruptCheckpointError, LoadError, MissingKeyError
-from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, StoredItem
 from mcore_ckpt.format.item_reading import LocatedTensor
 from mcore_ckpt.format.metadata_read import index_name, read_index

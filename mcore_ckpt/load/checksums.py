@@ -15,7 +15,7 @@ from typing import Protocol
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import IF_DAMAGED, ChecksumError
-from mcore_ckpt.format.footer import BLOCK_BYTES, inner_blocks
+from mcore_ckpt.format.integrity import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.format.item_reading import verify_records
 
 

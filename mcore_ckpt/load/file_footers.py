@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
-from mcore_ckpt.format.footer import FOOTER_BYTES, FileFooter, FileTable, decode_table
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem
+from mcore_ckpt.format.integrity import FOOTER_BYTES, FileFooter, FileTable, decode_table
 from mcore_ckpt.format.metadata_read import checked_footer
 from mcore_ckpt.storage.base import RangeReader
 

@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple
 
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
-from mcore_ckpt.core.threads import in_parallel
-from mcore_ckpt.format.footer import BLOCK_BYTES
+from mcore_ckpt.core.process import in_parallel
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.integrity import BLOCK_BYTES
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor, locate_tensor_in
 from mcore_ckpt.format.metadata_read import checked_footer

@@ -21,7 +21,7 @@ from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import IF_DAMAGED, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.core.threads import together
+from mcore_ckpt.core.process import together
 from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.load.checks import check_proportion, chunk_name, item_name

@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from mcore_ckpt.core.errors import LoadError
-from mcore_ckpt.format.file_names import data_file_of
 from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.integrity import data_file_of
 from mcore_ckpt.storage.base import DirectIo, RangeReader, Storage
 
 

@@ -30,13 +30,11 @@ from torch.futures import Future
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, OptionError
-from mcore_ckpt.core.options import LoadOptions, ranks_of_this_host
-from mcore_ckpt.core.paths import checkpoint_path, is_supported
-from mcore_ckpt.core.process import collector_paused
-from mcore_ckpt.core.threads import together
-from mcore_ckpt.core.torch_modes import without_modes
-from mcore_ckpt.format.footer import shown_id
+from mcore_ckpt.core.options import LoadOptions, checkpoint_path, is_supported, ranks_of_this_host
+from mcore_ckpt.core.process import collector_paused, together
+from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
+from mcore_ckpt.format.integrity import shown_id
 from mcore_ckpt.format.metadata_read import METADATA_FILE, index_name, open_index, read_index
 from mcore_ckpt.format.safe_pickle import ANY_CLASS, load_object
 from mcore_ckpt.load import open_files

@@ -30,12 +30,11 @@ from mcore_ckpt.core.errors import (
     LoadError,
     NewerFormatError,
     UnsafePickleError,
+    attempt,
+    value_of,
 )
-from mcore_ckpt.core.failures import attempt, value_of
-from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.core.ranks import coordination_group, without_tracebacks
-from mcore_ckpt.core.torch_modes import without_modes
+from mcore_ckpt.core.options import LoadOptions, checkpoint_path
+from mcore_ckpt.core.ranks import coordination_group, without_modes, without_tracebacks
 from mcore_ckpt.directory.iterations import is_megatrons, iteration_directories, iteration_of, look_at
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, METADATA_FILE, read_config, read_index
 from mcore_ckpt.format.safe_pickle import NotRebuiltError

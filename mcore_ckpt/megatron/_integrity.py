@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError
-from mcore_ckpt.core.paths import checkpoint_path, is_supported
+from mcore_ckpt.core.options import checkpoint_path, is_supported
 from mcore_ckpt.directory.copying import own_files
 from mcore_ckpt.format.metadata_read import INTEGRITY_FILE, METADATA_FILE
 from mcore_ckpt.megatron._errors import MegatronErrors

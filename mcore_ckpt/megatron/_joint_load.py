@@ -21,8 +21,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from mcore_ckpt.core.errors import LoadError, OptionError
-from mcore_ckpt.core.failures import attempt
+from mcore_ckpt.core.errors import LoadError, OptionError, attempt
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, mark_as_told, reached_every_rank
 from mcore_ckpt.megatron._versions import differences, megatron_module, patches

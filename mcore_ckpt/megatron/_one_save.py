@@ -15,9 +15,8 @@ from pathlib import Path
 
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.directory.in_force import read_common_file
-from mcore_ckpt.format.footer import shown_id
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.manifest import Manifest
+from mcore_ckpt.format.integrity import Manifest, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.load.checks import replaced_error
 from mcore_ckpt.storage.resolve import storage_at

@@ -32,10 +32,8 @@ from mcore_ckpt.core.console import counted, logger_of
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.fingerprints import StateWords, state_words
-from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.core.ranks import RankGroup, coordination_group
-from mcore_ckpt.core.torch_modes import without_modes
+from mcore_ckpt.core.options import LoadOptions, checkpoint_path
+from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry, parse_shadow_key
 from mcore_ckpt.load.arrivals import Arrivals, noting, save_id
 from mcore_ckpt.load.read_requests import ReadRequest, stored_dtype

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import CheckpointError, PlanError, SaveError
-from mcore_ckpt.core.failures import attempt
+from mcore_ckpt.core.errors import CheckpointError, PlanError, SaveError, attempt
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, mark_as_told, reached_every_rank
 from mcore_ckpt.megatron._errors import MegatronErrors

@@ -20,14 +20,12 @@ import torch
 
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
-from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.core.ranks import coordination_group
-from mcore_ckpt.core.torch_modes import without_modes
+from mcore_ckpt.core.options import LoadOptions, checkpoint_path
+from mcore_ckpt.core.ranks import coordination_group, without_modes
 from mcore_ckpt.directory.in_force import common_file_in_force, read_common_file
 from mcore_ckpt.directory.publish import write_common, write_config
 from mcore_ckpt.format.index import COMMON_STATE_KEY
-from mcore_ckpt.format.manifest import Manifest, split_metadata
+from mcore_ckpt.format.integrity import Manifest, split_metadata
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, MAX_METADATA_BYTES, METADATA_FILE, read_small_file
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.load.reader import FileSystemReader

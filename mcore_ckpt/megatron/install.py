@@ -18,12 +18,11 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from mcore_ckpt import __version__
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import UnsupportedMegatronError
-from mcore_ckpt.core.options import LoadOptions, SaveOptions, unknown_variables
-from mcore_ckpt.core.paths import checkpoint_path, is_supported
-from mcore_ckpt.core.torch_modes import without_modes
-from mcore_ckpt.core.version import __version__
+from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, is_supported, unknown_variables
+from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.publish import give_back
 from mcore_ckpt.format.metadata_read import read_config

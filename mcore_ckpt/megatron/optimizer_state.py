@@ -19,9 +19,8 @@ import torch
 
 from mcore_ckpt.core.boxes import flat_boxes
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, MissingKeyError, ShapeMismatchError
-from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.core.torch_modes import without_modes
+from mcore_ckpt.core.options import LoadOptions, checkpoint_path
+from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader

@@ -21,11 +21,9 @@ import torch.distributed as dist
 
 from mcore_ckpt.core.console import line_level, logger_of
 from mcore_ckpt.core.errors import KindMismatchError, LoadError
-from mcore_ckpt.core.options import LoadOptions, SaveOptions, first_of_this_host
-from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.core.ranks import RankGroup, coordination_group, interrupts_wait_for_others
-from mcore_ckpt.core.threads import together
-from mcore_ckpt.core.torch_modes import without_modes
+from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host
+from mcore_ckpt.core.process import together
+from mcore_ckpt.core.ranks import RankGroup, coordination_group, interrupts_wait_for_others, without_modes
 from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.load.checks import replaced_error

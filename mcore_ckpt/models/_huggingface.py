@@ -28,7 +28,7 @@ import numpy as np
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
-from mcore_ckpt.core.paths import StorePath, checkpoint_path
+from mcore_ckpt.core.options import StorePath, checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry, object_key
 from mcore_ckpt.format.metadata_read import read_small_file
 from mcore_ckpt.models._foreign import (

@@ -32,12 +32,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
-from mcore_ckpt.format.dtypes import DTYPES
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import METADATA_FILE, NEMO_CONTEXT, NEMO_WEIGHTS, read_index, read_small_file
 from mcore_ckpt.format.state_file import StateFile
-from mcore_ckpt.format.tensor_pickle import FileTensor
+from mcore_ckpt.format.tensor_pickle import DTYPES, FileTensor
 from mcore_ckpt.models._foreign import OptimizerSettings, others_than_settings, stored_settings
 from mcore_ckpt.models._legacy_files import carried_arguments, file_range, read_state, read_torch_file, reading
 from mcore_ckpt.reshard.options import RenameRule, rename_keys

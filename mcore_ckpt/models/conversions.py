@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, parse_object_key
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.item_checks import check_file

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from mcore_ckpt.core.sizes import parse_size
+from mcore_ckpt.core.options import parse_size
 from mcore_ckpt.reshard.options import (
     ConversionOptions,
     PartitionRule,

@@ -31,7 +31,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from mcore_ckpt.core.boxes import Box, Stretch
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, SaveError
 from mcore_ckpt.core.fingerprints import StridedSums, part_of_run
-from mcore_ckpt.core.threads import Crew, Task, in_parallel
+from mcore_ckpt.core.process import Crew, Task, in_parallel
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.load.item_checks import ItemCheck, check_item

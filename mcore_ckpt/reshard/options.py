@@ -18,8 +18,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.core.paths import local_path
-from mcore_ckpt.core.sizes import parse_size, shown_size
+from mcore_ckpt.core.options import local_path, parse_size, shown_size
 
 _Rule = TypeVar("_Rule")
 

@@ -29,10 +29,9 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, OptionError
-from mcore_ckpt.format.footer import SAVE_ID_BYTES, FooterPlan, ManifestFile, shown_id
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry, parse_object_key
+from mcore_ckpt.format.integrity import NO_FINGERPRINT, SAVE_ID_BYTES, FooterPlan, Manifest, ManifestFile, shown_id
 from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes, place, tensor_template
-from mcore_ckpt.format.manifest import NO_FINGERPRINT, Manifest
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.stored_fingerprints import fingerprint_from_sums
 from mcore_ckpt.reshard.partition import Partition, Partitioner, divide, divides, expert_of

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mcore_ckpt.core.errors import LoadError, OptionError
-from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import is_note
 from mcore_ckpt.directory.in_force import common_file_in_force, read_common_file, with_common_files
 from mcore_ckpt.directory.iterations import files_below

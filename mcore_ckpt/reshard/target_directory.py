@@ -39,7 +39,7 @@ from mcore_ckpt.core.errors import (
     OptionError,
     SaveError,
 )
-from mcore_ckpt.core.paths import PARTIAL
+from mcore_ckpt.core.options import PARTIAL
 from mcore_ckpt.directory.commit import Commit, Owner, is_note, note_name, notes
 from mcore_ckpt.directory.iterations import NO_NAMES
 from mcore_ckpt.format.metadata_read import METADATA_FILE

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from mcore_ckpt.core.errors import SaveError
-from mcore_ckpt.core.threads import Crew
-from mcore_ckpt.format.footer import RunningSum
+from mcore_ckpt.core.process import Crew
+from mcore_ckpt.format.integrity import RunningSum
 from mcore_ckpt.format.metadata_read import read_small_file
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeWriter, Storage, align_up

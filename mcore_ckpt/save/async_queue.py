@@ -24,18 +24,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mcore_ckpt.core.console import WaitingBar, logger_of
-from mcore_ckpt.core.errors import CheckpointError, SaveError
-from mcore_ckpt.core.failures import attempt, value_of
+from mcore_ckpt.core.errors import CheckpointError, SaveError, attempt, value_of
 from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.core.process import interruptible
 from mcore_ckpt.core.ranks import (
     RankGroup,
     coordination_group,
     interrupts_wait_for_others,
     reached_every_rank,
     was_interrupted,
+    without_modes,
 )
-from mcore_ckpt.core.signals import interruptible
-from mcore_ckpt.core.torch_modes import without_modes
 from mcore_ckpt.save.child_processes import Job, JobWatch
 from mcore_ckpt.save.writer_process import shared_writer
 

@@ -35,8 +35,6 @@ from mcore_ckpt.core.boxes import Stretch
 from mcore_ckpt.core.crc import crc32, crc32_of_zeros, shift_factor
 from mcore_ckpt.core.errors import OptionError, SaveError
 from mcore_ckpt.core.process import collector_paused
-from mcore_ckpt.format.file_names import DataFileName, data_file_name, data_file_of, with_id
-from mcore_ckpt.format.footer import BLOCK_BYTES, FooterPlan, TableColumns, inner_blocks
 from mcore_ckpt.format.index import (
     CheckpointIndex,
     ObjectEntry,
@@ -45,6 +43,16 @@ from mcore_ckpt.format.index import (
     TensorEntry,
     of_different_offsets,
     parse_shadow_key,
+)
+from mcore_ckpt.format.integrity import (
+    BLOCK_BYTES,
+    DataFileName,
+    FooterPlan,
+    TableColumns,
+    data_file_name,
+    data_file_of,
+    inner_blocks,
+    with_id,
 )
 from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes, place, tensor_template
 from mcore_ckpt.format.metadata_read import file_name_problem

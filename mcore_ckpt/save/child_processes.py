@@ -45,8 +45,16 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, Literal
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import CheckpointError, SaveError, WriterDiedError, WriteTimeoutError
-from mcore_ckpt.core.failures import FailureReport, describe, remote_cause, same_class
+from mcore_ckpt.core.errors import (
+    CheckpointError,
+    FailureReport,
+    SaveError,
+    WriterDiedError,
+    WriteTimeoutError,
+    describe,
+    remote_cause,
+    same_class,
+)
 from mcore_ckpt.core.process import (
     Sentinel,
     collector_paused,
@@ -54,10 +62,11 @@ from mcore_ckpt.core.process import (
     exit_with_parent,
     is_running,
     kernel_can_watch,
+    leave_signals_to_parent,
     lower_priority,
+    signals_held_back,
     wait_readable,
 )
-from mcore_ckpt.core.signals import leave_signals_to_parent, signals_held_back
 
 State = Literal["idle", "writing", "waiting"]
 _STATES: Final[tuple[State, ...]] = ("idle", "writing", "waiting")

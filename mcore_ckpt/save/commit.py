@@ -19,10 +19,17 @@ import numpy as np
 from mcore_ckpt.core.console import line_level, logger_of, show_aside
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.core.fingerprints import products
-from mcore_ckpt.format.file_names import DataFileName, data_file_name, data_file_of, id_in_names, with_id
-from mcore_ckpt.format.footer import ManifestFile
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, PackedTensors
-from mcore_ckpt.format.manifest import NO_FINGERPRINT, Manifest
+from mcore_ckpt.format.integrity import (
+    NO_FINGERPRINT,
+    DataFileName,
+    Manifest,
+    ManifestFile,
+    data_file_name,
+    data_file_of,
+    id_in_names,
+    with_id,
+)
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.metadata_write import ChunkFactors, MetadataEncoder
 from mcore_ckpt.save.buckets import GlobalPlan, LocalPlan, SavedPlan, WrittenFile

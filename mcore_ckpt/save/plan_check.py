@@ -33,7 +33,7 @@ from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.core.fingerprints import DivergedReplica
 from mcore_ckpt.directory.iterations import iteration_of
 from mcore_ckpt.format.index import parse_shadow_key
-from mcore_ckpt.format.manifest import NO_FINGERPRINT
+from mcore_ckpt.format.integrity import NO_FINGERPRINT
 from mcore_ckpt.format.metadata_write import ChunkFactors
 from mcore_ckpt.save.buckets import GlobalPlan, LocalPlan, LocalPlanBuilder, SavedPlan, TensorSpec, decoded_plans
 from mcore_ckpt.state.shards import (

@@ -26,8 +26,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from mcore_ckpt.core.errors import OptionError, PlanError, SaveError
-from mcore_ckpt.core.failures import attempt, value_of
+from mcore_ckpt.core.errors import OptionError, PlanError, SaveError, attempt, value_of
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.save.buckets import GlobalPlan, RankLayout, TensorSpec, lay_out_rank

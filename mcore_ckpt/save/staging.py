@@ -37,8 +37,8 @@ import torch
 from mcore_ckpt.core.boxes import flat_boxes
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import OptionError, SaveError
-from mcore_ckpt.core.host_memory import free_host_bytes
 from mcore_ckpt.core.options import SaveOptions, ranks_of_this_host
+from mcore_ckpt.core.process import free_host_bytes
 from mcore_ckpt.save.buckets import (
     Fill,
     GlobalPlan,

@@ -24,13 +24,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import PlanError, SaveError
-from mcore_ckpt.core.failures import attempt, value_of
+from mcore_ckpt.core.errors import PlanError, SaveError, attempt, value_of
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.process import collector_paused
+from mcore_ckpt.core.process import collector_paused, interruptible, together
 from mcore_ckpt.core.ranks import RankGroup, interrupts_wait_for_others, reached_every_rank
-from mcore_ckpt.core.signals import interruptible
-from mcore_ckpt.core.threads import together
 from mcore_ckpt.directory.commit import note_name
 from mcore_ckpt.directory.in_force import is_in_force
 from mcore_ckpt.directory.publish import (
@@ -42,9 +39,8 @@ from mcore_ckpt.directory.publish import (
     open_target,
     publish,
 )
-from mcore_ckpt.format.file_names import id_in_names, with_id
-from mcore_ckpt.format.footer import ManifestFile, shown_id
 from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry
+from mcore_ckpt.format.integrity import ManifestFile, id_in_names, shown_id, with_id
 from mcore_ckpt.save.async_queue import SaveCall
 from mcore_ckpt.save.buckets import PlannedFile, WriteBucket, WrittenFile, check_results, prepare_write_data
 from mcore_ckpt.save.child_processes import Job

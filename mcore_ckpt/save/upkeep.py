@@ -31,16 +31,20 @@ from typing import Any, Final
 
 from mcore_ckpt.core.console import human_bytes, logger_of
 from mcore_ckpt.core.errors import CheckpointError, LoadError, OptionError, SaveError
-from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.paths import checkpoint_path
-from mcore_ckpt.core.process import exit_text, exit_with_parent, lower_priority
-from mcore_ckpt.core.signals import leave_signals_to_parent, signals_held_back
-from mcore_ckpt.core.threads import start_thread
+from mcore_ckpt.core.options import SaveOptions, checkpoint_path
+from mcore_ckpt.core.process import (
+    exit_text,
+    exit_with_parent,
+    leave_signals_to_parent,
+    lower_priority,
+    signals_held_back,
+    start_thread,
+)
 from mcore_ckpt.directory.copying import SupersededError, drain, give_up, there_now, undrained
 from mcore_ckpt.directory.in_force import DrainNote, is_in_force, noted_saves
 from mcore_ckpt.directory.iterations import iteration_of, look_at, tracked_name
 from mcore_ckpt.directory.retention import prune_run
-from mcore_ckpt.format.file_names import id_in_names
+from mcore_ckpt.format.integrity import id_in_names
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, DRAIN_FILE, METADATA_FILE, TRACKER_FILE
 from mcore_ckpt.load.item_checks import check_data_files
 from mcore_ckpt.save.child_processes import TRAINING_FIRST_NICE, SupervisedChild

@@ -40,8 +40,8 @@ from typing import TYPE_CHECKING, Final
 
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import WriteTimeoutError
-from mcore_ckpt.core.threads import Crew
-from mcore_ckpt.format.footer import BLOCK_BYTES
+from mcore_ckpt.core.process import Crew
+from mcore_ckpt.format.integrity import BLOCK_BYTES
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.save.buckets import FileImage, Fill, GlobalPlan, PlannedFile, Window, WrittenFile, plan_windows
 from mcore_ckpt.storage.base import RangeWriter, Storage, align_up

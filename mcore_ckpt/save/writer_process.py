@@ -39,10 +39,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
-from mcore_ckpt.core.failures import FailureReport, describe
-from mcore_ckpt.core.process import die_with_parent, exit_text, kernel_can_watch, lower_priority, until_parent_is_gone
-from mcore_ckpt.core.signals import leave_signals_to_parent, signals_held_back
+from mcore_ckpt.core.errors import FailureReport, SaveError, WriterDiedError, WriteTimeoutError, describe
+from mcore_ckpt.core.process import (
+    die_with_parent,
+    exit_text,
+    kernel_can_watch,
+    leave_signals_to_parent,
+    lower_priority,
+    signals_held_back,
+    until_parent_is_gone,
+)
 from mcore_ckpt.save.buckets import FileImage, Fill, Window
 from mcore_ckpt.save.child_processes import TRAINING_FIRST_NICE, Job, JobWatch, StatusPage, SupervisedChild
 from mcore_ckpt.save.writer import JobResult, Ring, WriterJob, run_job, with_images, without_images

@@ -27,8 +27,7 @@ from mcore_ckpt.core.fingerprints import (
     state_of,
     state_words,
 )
-from mcore_ckpt.core.ranks import coordination_group
-from mcore_ckpt.core.torch_modes import without_modes
+from mcore_ckpt.core.ranks import coordination_group, without_modes
 from mcore_ckpt.format.index import parse_shadow_key
 from mcore_ckpt.state.dcp_tensors import dcp_tensors
 from mcore_ckpt.state.shards import is_main_replica, is_sharded_tensor, leaves, local_box

@@ -27,8 +27,6 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, PlanError
 from mcore_ckpt.core.process import collector_paused
-from mcore_ckpt.format.file_names import data_file_of
-from mcore_ckpt.format.footer import ManifestFile
 from mcore_ckpt.format.index import (
     CheckpointIndex,
     ObjectEntry,
@@ -38,7 +36,7 @@ from mcore_ckpt.format.index import (
     of_different_offsets,
     parse_shadow_key,
 )
-from mcore_ckpt.format.manifest import Manifest, split_metadata, with_manifest
+from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_of, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_write import MetadataEncoder, manifest_of
 
 if TYPE_CHECKING:

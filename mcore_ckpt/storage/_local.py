@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
-from mcore_ckpt.core.paths import local_path
+from mcore_ckpt.core.options import local_path
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage._local_reader import BouncePool, LocalReader, open_error, open_regular
 from mcore_ckpt.storage.base import (

@@ -34,7 +34,7 @@ from mcore_ckpt.core.errors import (
     LoadError,
     SaveError,
 )
-from mcore_ckpt.core.threads import call_at_the_end, start_thread, together
+from mcore_ckpt.core.process import call_at_the_end, start_thread, together
 from mcore_ckpt.storage._local import save_error
 from mcore_ckpt.storage._local_reader import open_error
 from mcore_ckpt.storage._object_client import ABSENT, Listing, ObjectClient, ObjectState, UndecidedError, Upload

@@ -23,7 +23,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.core.paths import store_url
+from mcore_ckpt.core.options import store_url
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage._object_client import ObjectClient
 from mcore_ckpt.storage._objects import ObjectStorage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mcore_ckpt.core.paths import store_url
+from mcore_ckpt.core.options import store_url
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import Storage
 

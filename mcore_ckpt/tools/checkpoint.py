@@ -23,8 +23,7 @@ import numpy as np
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, MissingKeyError
-from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import METADATA_FILE, open_index, read_index
@@ -223,7 +222,7 @@ class LazyTensor:
         """A slice as a torch tensor: ints, slices (any step) and `...`, as numpy has them."""
         import torch
 
-        from mcore_ckpt.core.torch_modes import without_modes
+        from mcore_ckpt.core.ranks import without_modes
 
         content, box, rest = self._read(index)
         dtype = getattr(torch, self.dtype, None)

@@ -28,13 +28,13 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.core.fingerprints import StateFingerprint, TensorFingerprint, state_of
-from mcore_ckpt.core.threads import in_parallel
-from mcore_ckpt.format.dtypes import DTYPE_OF_STORAGE, DTYPES
+from mcore_ckpt.core.process import in_parallel
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import verify_records
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.safe_pickle import Opaque, StoredStorage, read_plain
+from mcore_ckpt.format.tensor_pickle import DTYPE_OF_STORAGE, DTYPES
 from mcore_ckpt.load.checks import check_apart
 from mcore_ckpt.load.stored_fingerprints import global_shape, part_of_chunk
 from mcore_ckpt.storage.base import FileVersion

@@ -20,10 +20,9 @@ from typing import Any, Final, Literal, TypeVar
 
 from mcore_ckpt.core.console import counted, human_bytes, human_count
 from mcore_ckpt.core.errors import LoadError, SaveError
-from mcore_ckpt.core.paths import checkpoint_path, local_path
-from mcore_ckpt.format.dtypes import DTYPES
-from mcore_ckpt.format.footer import shown_id
+from mcore_ckpt.core.options import checkpoint_path, local_path
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, TensorEntry, parse_object_key
+from mcore_ckpt.format.integrity import shown_id
 from mcore_ckpt.format.metadata_read import (
     MAX_TRACKER_BYTES,
     METADATA_FILE,
@@ -33,6 +32,7 @@ from mcore_ckpt.format.metadata_read import (
     read_index,
     read_small_file,
 )
+from mcore_ckpt.format.tensor_pickle import DTYPES
 from mcore_ckpt.storage.base import FileVersion
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.keys import (

@@ -23,8 +23,8 @@ from mcore_ckpt.core.boxes import Box, covers, intersect, relative, runs, stride
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import LoadOptions, PageCache
-from mcore_ckpt.format.footer import inner_blocks
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
+from mcore_ckpt.format.integrity import inner_blocks
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable

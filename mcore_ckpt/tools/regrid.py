@@ -23,7 +23,7 @@ import numpy as np
 from mcore_ckpt.core.boxes import Box, bounding, intersect
 from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.format.dtypes import DTYPES
+from mcore_ckpt.format.tensor_pickle import DTYPES
 
 _NUMPY = {name: np.dtype(entry.numpy) for name, entry in DTYPES.items() if entry.numpy}
 

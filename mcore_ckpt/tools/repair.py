@@ -16,11 +16,11 @@ from pathlib import Path
 
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
-from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.in_force import index_files, read_common_file
-from mcore_ckpt.format.footer import FOOTER_BYTES
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem
+from mcore_ckpt.format.integrity import FOOTER_BYTES
 from mcore_ckpt.format.item_reading import verify_records
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,

@@ -28,7 +28,7 @@ from mcore_ckpt.core.errors import (
     LoadError,
     OptionError,
 )
-from mcore_ckpt.core.paths import PARTIAL, checkpoint_path
+from mcore_ckpt.core.options import PARTIAL, checkpoint_path
 from mcore_ckpt.directory.copying import CheckpointFiles, copy_and_commit, files_of, refuse_others
 from mcore_ckpt.directory.in_force import read_common_file
 from mcore_ckpt.directory.iterations import (

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from mcore_ckpt.core.boxes import Box, strides_of
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
-from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.in_force import common_file_in_force, read_common_file, with_common_files
 from mcore_ckpt.directory.iterations import common_state_flaw, is_megatrons, structure_flaws
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, TensorEntry

@@ -21,7 +21,7 @@ import pytest
 import mcore_ckpt
 from mcore_ckpt.commands.cli import main, make_parser
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.core.sizes import parse_size
+from mcore_ckpt.core.options import parse_size
 from tests.support.model_like import reshard_killed, write_model
 
 COMMANDS = ["list", "inspect", "verify", "cat", "diff", "copy", "repair", "prune", "reshard", "export", "import"]

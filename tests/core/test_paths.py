@@ -14,7 +14,7 @@ import pytest
 import mcore_ckpt
 from mcore_ckpt import LoadOptions, OptionError, SaveOptions
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.core.paths import checkpoint_path, is_local, is_supported, local_path
+from mcore_ckpt.core.options import checkpoint_path, is_local, is_supported, local_path
 from mcore_ckpt.storage.resolve import storage_at
 
 STORES = ["s3://bucket/run/iter_0000001", "msc://profile/run", "gs://b/x", "az://c/x"]

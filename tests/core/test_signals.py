@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from mcore_ckpt.core.signals import interruptible, interrupts_wait
+from mcore_ckpt.core.process import interruptible, interrupts_wait
 
 
 def step_that_fails(*numbers: signal.Signals) -> None:

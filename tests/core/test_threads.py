@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from mcore_ckpt.core.threads import Crew, in_parallel
+from mcore_ckpt.core.process import Crew, in_parallel
 
 
 def refuse_threads_from(number: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,8 @@ from mcore_ckpt import CheckpointExistsError, SaveError, SaveOptions
 from mcore_ckpt.directory.commit import Owner, note_name
 from mcore_ckpt.directory.in_force import common_file_in_force
 from mcore_ckpt.directory.publish import Target, discard, give_back, open_target, publish, reserve, settle, write_common
-from mcore_ckpt.format.file_names import data_file_name, with_id
-from mcore_ckpt.format.footer import ManifestFile
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.format.manifest import Manifest, with_manifest
+from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_name, with_id, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.storage._local import LocalStorage

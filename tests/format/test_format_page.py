@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from mcore_ckpt.format import item_layout as item_template
-from mcore_ckpt.format.dtypes import DTYPES
 from mcore_ckpt.format.item_layout import LARGE_TENSOR_BYTES, tensor_template
+from mcore_ckpt.format.tensor_pickle import DTYPES
 from mcore_ckpt.format.zip_records import END, END64, END64_LOCATOR
 from tests.support.encoded_items import encode_tensor
 

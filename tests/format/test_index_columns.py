@@ -16,7 +16,6 @@ import pytest
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
 from mcore_ckpt.format import metadata_read
-from mcore_ckpt.format.footer import ManifestFile
 from mcore_ckpt.format.index import (
     CheckpointIndex,
     ObjectEntry,
@@ -24,7 +23,7 @@ from mcore_ckpt.format.index import (
     StoredItem,
     TensorEntry,
 )
-from mcore_ckpt.format.manifest import Manifest, split_metadata, with_manifest
+from mcore_ckpt.format.integrity import Manifest, ManifestFile, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_read import parse_index, pickle_differs
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.tools.verify import verify_checkpoint

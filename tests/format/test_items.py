@@ -15,7 +15,6 @@ import torch
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format import item_layout as item_template
-from mcore_ckpt.format.dtypes import DTYPES, UnsupportedDtypeError
 from mcore_ckpt.format.item_layout import (
     ITEM_ALIGNMENT,
     LARGE_TENSOR_BYTES,
@@ -25,6 +24,7 @@ from mcore_ckpt.format.item_layout import (
     tensor_template,
 )
 from mcore_ckpt.format.item_reading import LocatedTensor, RecordSpan, locate_tensor, locate_tensor_in, verify_records
+from mcore_ckpt.format.tensor_pickle import DTYPES, UnsupportedDtypeError
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.state.torch_classes import torch_dtype
 from tests.support.encoded_items import encode_tensor

@@ -11,9 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.format.dtypes import DTYPES
 from mcore_ckpt.format.item_reading import locate_tensor_in
 from mcore_ckpt.format.tensor_pickle import (
+    DTYPES,
     MalformedPickleError,
     NotPlainTensorError,
     PickledTensor,

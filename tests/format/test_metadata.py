@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
-from mcore_ckpt.format.dtypes import DTYPE_NAMES
 from mcore_ckpt.format.index import (
     CheckpointIndex,
     ObjectEntry,
@@ -41,6 +40,7 @@ from mcore_ckpt.format.metadata_read import (
     read_index,
 )
 from mcore_ckpt.format.metadata_write import FORMAT_VERSION, MetadataEncoder, encode_metadata
+from mcore_ckpt.format.tensor_pickle import DTYPE_NAMES
 from mcore_ckpt.state.torch_classes import from_dcp_metadata, storage_info, to_dcp_metadata
 
 

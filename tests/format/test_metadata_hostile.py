@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, UnsafePickleError
 from mcore_ckpt.format import metadata_read as metadata_module
-from mcore_ckpt.format._index_classes import ALLOWED_GLOBALS, PropertiesState
 from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.index_pickle import ALLOWED_GLOBALS, PropertiesState
 from mcore_ckpt.format.metadata_read import file_name_problem, parse_index, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 

@@ -31,7 +31,7 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError, UnsafePickleError
 from mcore_ckpt.format.index_pickle import plainly_built
-from mcore_ckpt.format.manifest import Manifest, with_manifest
+from mcore_ckpt.format.integrity import Manifest, with_manifest
 from mcore_ckpt.format.metadata_read import parse_index, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.state.torch_classes import dcp_dispatch_table, plans_of_index

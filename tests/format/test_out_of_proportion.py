@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.format.footer import FOOTER_BYTES, FooterPlan, TableColumns, decode_footer, decode_table
 from mcore_ckpt.format.index_pickle import plainly_built
+from mcore_ckpt.format.integrity import FOOTER_BYTES, FooterPlan, TableColumns, decode_footer, decode_table
 from mcore_ckpt.format.metadata_read import parse_index, read_index
 from mcore_ckpt.models._sources import read_safetensors
 from mcore_ckpt.tools.verify import verify_checkpoint

@@ -31,9 +31,8 @@ from mcore_ckpt.core.errors import (
     OptionError,
     UnsafePickleError,
 )
-from mcore_ckpt.format._constructors import ALLOWED_OBJECT_CLASSES
 from mcore_ckpt.format.index_pickle import plainly_built, unpickle_index
-from mcore_ckpt.format.safe_pickle import Unavailable, load_object, read_plain
+from mcore_ckpt.format.safe_pickle import ALLOWED_OBJECT_CLASSES, Unavailable, load_object, read_plain
 from tests.support.stored_layouts import rewritten
 from tests.support.stored_layouts import stock_item as saved
 

@@ -13,12 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
-from mcore_ckpt.format.footer import (
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.integrity import (
     BLOCK_BYTES,
     FOOTER_BYTES,
+    NO_FINGERPRINT,
     FileFooter,
     FileTable,
     FooterPlan,
+    Manifest,
     ManifestFile,
     TableColumns,
     TableObject,
@@ -26,9 +29,9 @@ from mcore_ckpt.format.footer import (
     check_footer,
     decode_footer,
     decode_table,
+    split_metadata,
+    with_manifest,
 )
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.format.manifest import NO_FINGERPRINT, Manifest, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_read import parse_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 

@@ -15,7 +15,7 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.publish import remove_tensors
-from mcore_ckpt.format.footer import shown_id
+from mcore_ckpt.format.integrity import shown_id
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader

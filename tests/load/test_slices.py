@@ -20,7 +20,7 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.format.footer import BLOCK_BYTES
+from mcore_ckpt.format.integrity import BLOCK_BYTES
 from mcore_ckpt.format.item_reading import locate_tensor
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.checksums import BlockSums, contiguous_around, whole_blocks

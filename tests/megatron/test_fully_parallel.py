@@ -15,7 +15,7 @@ import torch.distributed as dist
 import mcore_ckpt
 from mcore_ckpt import LoadError, LoadOptions, OptionError, SaveOptions
 from mcore_ckpt.core.ranks import RankGroup
-from mcore_ckpt.format.file_names import data_file_of
+from mcore_ckpt.format.integrity import data_file_of
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.reader import FileSystemReader
 from tests.megatron.trap_ranks import installed, made

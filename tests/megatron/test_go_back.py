@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 
 from mcore_ckpt import CorruptCheckpointError, LoadError, NewerFormatError, OptionError
-from mcore_ckpt.format.manifest import split_metadata
+from mcore_ckpt.format.integrity import split_metadata
 from mcore_ckpt.megatron._versions import differences
 from tests.megatron.trap_ranks import check, installed, made, state
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from mcore_ckpt import SaveOptions
-from mcore_ckpt.core import host_memory
+from mcore_ckpt.core import process
 from mcore_ckpt.core.errors import WriterDiedError, WriteTimeoutError
 from mcore_ckpt.core.options import ranks_of_this_host
 from mcore_ckpt.save import child_processes, staging, writer_process
@@ -390,13 +390,13 @@ def test_free_memory_is_what_the_tightest_control_group_leaves(
         _group(mount / "memory/job/1", dict(zip(one, (str(300 * _MIB), str(100 * _MIB)), strict=True)))
     else:
         of_process = tmp_path / "not there"
-    limits = host_memory._memory_limits(mount, of_process)
+    limits = process._memory_limits(mount, of_process)
     for group in (mount / "job/step_0/task", mount / "memory/job/1", mount / "memory"):
         if group.is_dir():
             (group / "memory.stat").write_text("anon 5\n")
-    monkeypatch.setattr(host_memory, "_memory_limits", lambda: limits)
+    monkeypatch.setattr(process, "_memory_limits", lambda: limits)
     unlimited = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = host_memory.free_host_bytes()
+    free = process.free_host_bytes()
     assert 0 < free <= unlimited
     if expected_mib is not None:
         assert free == expected_mib * _MIB

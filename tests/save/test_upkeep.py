@@ -13,8 +13,7 @@ import pytest
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
-from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.paths import checkpoint_path, is_local
+from mcore_ckpt.core.options import SaveOptions, checkpoint_path, is_local
 from mcore_ckpt.directory.iterations import iteration_directories
 from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE
 from mcore_ckpt.save import upkeep

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, SaveError
-from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, Storage, check_name
 from mcore_ckpt.storage.resolve import storage_at

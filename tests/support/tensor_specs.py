@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from mcore_ckpt.format.footer import NO_SAVE_ID
+from mcore_ckpt.format.integrity import NO_SAVE_ID
 from mcore_ckpt.save.buckets import TensorSpec, WriteBucket, fill_bucket, lay_out_file
 from mcore_ckpt.save.staging import BucketSource
 

@@ -22,12 +22,12 @@ from mcore_ckpt import (
     verify_checkpoint,
 )
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory import copying
 from mcore_ckpt.directory.commit import Owner
 from mcore_ckpt.directory.copying import file_on_its_way
 from mcore_ckpt.directory.publish import bind_common_file
-from mcore_ckpt.format.footer import FOOTER_BYTES
+from mcore_ckpt.format.integrity import FOOTER_BYTES
 from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, read_index
 from mcore_ckpt.storage._local import LocalWriter
 from mcore_ckpt.storage._local_reader import LocalReader

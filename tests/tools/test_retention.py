@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CorruptCheckpointError, SaveError
-from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory import retention
 from mcore_ckpt.directory.commit import Commit, Owner
@@ -499,7 +499,7 @@ def die_in_a_save(directory: Path) -> None:
     program = f"""
 import os
 from pathlib import Path
-from mcore_ckpt.core.paths import checkpoint_path
+from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.storage.resolve import storage_at
 storage = storage_at(checkpoint_path({str(directory)!r}))
