@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.megatron import nvrx
 from mcore_ckpt.megatron._patches import Patches
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 
@@ -68,7 +69,8 @@ def replace_methods(patches: Patches, stock: Any, errors: type[AbstractContextMa
         return len(self.async_calls) + served_queue(self).get_num_unfinalized_calls()
 
     def close_both(self: Any, abort: bool = False) -> None:
-        if self.async_calls or getattr(self, "persistent_caller", None) is not None:
+        waits_for_work = getattr(stock, "_warmup_persistent_caller", None) is not None  # a worker of NVRx's
+        if self.async_calls or getattr(self, "persistent_caller", None) is not None or waits_for_work:
             close(self, abort) if close_takes_abort else close(self)
         with errors():
             served_queue(self).close(abort=abort)
@@ -100,35 +102,15 @@ def async_strategy_source(torch_strategies: ModuleType) -> Any:
     def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
         try:
             name, modules = stock(async_strategy)
-        except ModuleNotFoundError:
+        except ModuleNotFoundError:  # an NVRx is installed that lacks some of the names
             if async_strategy != "nvrx":
                 raise
-            name, modules = "nvrx", stock("mcore")[1]
+            name, modules = "nvrx", nvrx.strategy_modules()
         modules = {
             **modules,
             "AsyncCallsQueue": AsyncCallsQueue,
-            "get_write_results_queue": _results_queue_is_made_when_needed,
-            "save_state_dict_async_plan": _plan_with_cache_argument(modules["save_state_dict_async_plan"]),
+            "get_write_results_queue": nvrx.results_queue_is_made_when_needed,
         }
         return name, modules if module is None else modules[module]
 
     return get_async_strategy
-
-
-def _results_queue_is_made_when_needed(mp_mode: str = "spawn") -> None:
-    """Called by the job ahead of time; ours needs no such queue, and the stock writers make theirs on first use."""
-
-
-def _plan_with_cache_argument(plan: Any) -> Any:
-    """Megatron's planning function for training code that calls it as NVRx's: with `enable_cache=`, and for the
-    arguments of the finalize function alone. Megatron's own returns its caches as well.
-    """
-    if "enable_cache" in inspect.signature(plan).parameters:
-        return plan
-
-    @functools.wraps(plan)
-    def plan_and_drop_caches(*args: Any, enable_cache: bool | None = None, **kwargs: Any) -> Any:
-        result = plan(*args, **kwargs)
-        return result if enable_cache is None else result[0]
-
-    return plan_and_drop_caches

@@ -35,6 +35,7 @@ class Patches:
     def __init__(self) -> None:
         self._changes: list[_Change] = []
         self._originals: dict[str, Any] = {}
+        self._added: list[ModuleType] = []
 
     def set(self, owner: Any, name: str, replacement: Any) -> None:
         """Set one attribute of a class or module."""
@@ -50,6 +51,14 @@ class Patches:
         for other, alias in _globals_holding(original):
             setattr(other, alias, replacement)
             self._changes.append(_Change(other, alias, original, replacement))
+
+    def add_module(self, module: ModuleType) -> None:
+        """Let an import of the module's name find it, which finds none now."""
+        package, _, name = module.__name__.rpartition(".")
+        sys.modules[module.__name__] = module
+        self._added.append(module)
+        if package:
+            setattr(sys.modules[package], name, module)
 
     def original(self, module: ModuleType, name: str) -> Any:
         """What a module's global was before it was replaced, or is if it was not."""
@@ -73,6 +82,10 @@ class Patches:
                     # Under another name it may be an import from this package, which stays what it is.
                     if alias == change.name:
                         setattr(other, alias, change.original)
+        for module in self._added:
+            if sys.modules.get(module.__name__) is module:
+                del sys.modules[module.__name__]
+        self._added.clear()
         self._changes.clear()
         self._originals.clear()
 

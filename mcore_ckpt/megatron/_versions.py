@@ -74,6 +74,14 @@ def megatron_module(name: str = "") -> ModuleType:
         ) from error
 
 
+def optional_module(name: str) -> ModuleType | None:
+    """One of the modules of `dist_checkpointing`, by dotted name; None where this version has none of that name."""
+    try:
+        return import_module(f"{CHECKPOINTING}.{name}")
+    except ModuleNotFoundError:
+        return None
+
+
 def megatron_version() -> tuple[int, int, int]:
     """Version of the megatron-core that would be imported; `UnsupportedMegatronError`: none, or older than 0.12."""
     megatron_module()
@@ -119,11 +127,6 @@ def sharded_tensor_of(key: str, original_shape: tuple[int, ...] | None, stored: 
         return cls.from_rank_offsets(key, whole).without_data()
     everything = slice(0, whole.numel())
     return cls.from_rank_offsets_flat(key, whole.flatten(), whole.shape, flattened_range=everything).without_data()
-
-
-def async_request_class() -> Any:
-    """Megatron's `AsyncRequest` named tuple, which its training code extends with finalize callbacks."""
-    return megatron_module("strategies.async_utils").AsyncRequest
 
 
 def quantized_test() -> Callable[[Any], bool] | None:

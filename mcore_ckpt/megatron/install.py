@@ -27,7 +27,7 @@ from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.publish import give_back
 from mcore_ckpt.format.metadata_read import read_config
 from mcore_ckpt.megatron import _async_queue as megatron_queue
-from mcore_ckpt.megatron import common_state
+from mcore_ckpt.megatron import common_state, nvrx
 from mcore_ckpt.megatron._errors import MegatronErrors
 from mcore_ckpt.megatron._fully_parallel import first_group, replace_wrappers
 from mcore_ckpt.megatron._go_back import around_load, directory_to_read
@@ -49,8 +49,10 @@ from mcore_ckpt.megatron._versions import (
     installed_version_text,
     megatron_module,
     megatron_version,
+    optional_module,
     patches,
 )
+from mcore_ckpt.megatron.contract import Name, missing
 from mcore_ckpt.megatron.registry import get_strategy, registered_strategies
 from mcore_ckpt.save.transaction import saves_in_progress
 from mcore_ckpt.storage.resolve import storage_at
@@ -118,65 +120,70 @@ def _replace_all(megatron: Differences) -> None:
     # Here and not above: importing the strategies needs megatron-core, importing the name `install` must not.
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
 
-    torch_strategies = _required("strategies.torch", "TorchDistSaveShardedStrategy", "TorchDistLoadShardedStrategy")
-    async_utils = _required("strategies.async_utils", "AsyncCallsQueue", "AsyncRequest")
-    common = _required("strategies.common")
-    serialization = _required("serialization", "save", "load", "load_common_state_dict")
-
+    _check_contract()
+    torch_strategies, common = megatron_module("strategies.torch"), megatron_module("strategies.common")
+    serialization, core = megatron_module("serialization"), megatron_module("core")
     patches.replace(torch_strategies, "TorchDistSaveShardedStrategy", TorchDistSaveStrategy)
     patches.replace(torch_strategies, "TorchDistLoadShardedStrategy", TorchDistLoadStrategy)
-    filesystem_async = _required("strategies.filesystem_async", "FileSystemWriterAsync")
-    patches.replace(filesystem_async, "FileSystemWriterAsync", FileSystemWriterAsync)
     if megatron.has_registry:
         # Called by Megatron at every look-up, to put the stock strategies into its registry.
-        _required("strategies.torch", "register_default_torch_strategies")
         patches.replace(torch_strategies, "register_default_torch_strategies", _register_ours)
-        _required("strategies.common", "TorchCommonSaveStrategy", "TorchCommonLoadStrategy")
         patches.set(common.TorchCommonSaveStrategy, "save_common", _as_method(common_state.save_common))
         patches.set(common.TorchCommonLoadStrategy, "load_common", _as_method(_load_common))
     else:
-        _required("strategies.common", "save_common", "load_common")
         patches.replace(common, "save_common", common_state.save_common)
         patches.replace(common, "load_common", _load_common)
         patches.replace(serialization, "remove_sharded_tensors", _remove_sharded_tensors)
-        _required("strategies.torch", "get_async_strategy")
-        patches.replace(torch_strategies, "get_async_strategy", megatron_queue.async_strategy_source(torch_strategies))
     if megatron.common_state_is_an_object:
         patches.replace(serialization, "load_common_state_dict", _load_common_state_dict)
-    core = _required("core", "save_config", "maybe_load_config")
     patches.replace(core, "save_config", common_state.save_config)
-    _required("core", "CheckpointingConfig")
     patches.replace(
         core, "maybe_load_config", _config_of_what_is_read(core.maybe_load_config, core.CheckpointingConfig)
     )
-    _required("validation", "determine_global_metadata", "validate_sharding_integrity")
-    for name in ("state_dict_utils", "strategies.fully_parallel"):
-        _required(name, "determine_global_metadata", "validate_sharding_integrity")
-    _required("serialization", "determine_global_metadata")
     replace_validation()
     replace_integrity()
-    wrappers = ("FullyParallelSaveStrategyWrapper", "FullyParallelLoadStrategyWrapper")
-    _required("strategies.fully_parallel", *wrappers, "determine_main_replica_uniform_distribution")
     replace_wrappers()
     sync_wrapped_loads()
     patches.replace(serialization, "save", _save_or_leave_nothing(serialization.save, TorchDistSaveStrategy))
     patches.replace(serialization, "load", around_load(serialization.load))
-    megatron_queue.replace_methods(patches, async_utils.AsyncCallsQueue, MegatronErrors)
+    _replace_async(torch_strategies)
     if megatron.calls_numpy_product:
         serve_with_numpy_2(patches, existing_modules(MODULES_CALLING_PRODUCT))
     serve_without_cuda(patches, existing_modules(MODULES_NAMING_CUDA))
 
 
-def _required(module_name: str, *names: str) -> Any:
-    module = megatron_module(module_name)
-    missing = [name for name in names if not hasattr(module, name)]
-    if missing:
+def _replace_async(torch_strategies: Any) -> None:
+    """Queues, requests and the writer for DCP, of Megatron and of nvidia-resiliency-ext: whichever there are."""
+    nvrx.supply(patches)
+    if hasattr(torch_strategies, "get_async_strategy"):
+        patches.replace(torch_strategies, "get_async_strategy", megatron_queue.async_strategy_source(torch_strategies))
+    queues = [optional_module("strategies.async_utils"), nvrx.core() if nvrx.is_installed() else None]
+    for queue in {getattr(module, "AsyncCallsQueue", None) for module in queues} - {None}:
+        megatron_queue.replace_methods(patches, queue, MegatronErrors)
+    writers = optional_module("strategies.filesystem_async")
+    if writers is not None:
+        patches.replace(writers, "FileSystemWriterAsync", FileSystemWriterAsync)
+
+
+def _check_contract() -> None:
+    """Raise `UnsupportedMegatronError` unless all is there that has to be replaced or called; log what else is not."""
+    absent = list(missing(megatron_version()[:2], is_there))
+    if needed := [str(name) for name in absent if not name.absence]:
         raise UnsupportedMegatronError(
-            f"megatron-core {installed_version_text()}: {module.__name__} has no {', '.join(missing)}, so this "
+            f"megatron-core {installed_version_text()}: {CHECKPOINTING} has no {', '.join(needed)}, so this "
             f"version cannot be served (tested: {TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}). Nothing was changed. "
             "Install a tested version of megatron-core, or a newer mcore-ckpt"
         )
-    return module
+    for name in absent:
+        logger.info("megatron-core %s has no %s: %s", installed_version_text(), name, name.absence)
+
+
+def is_there(name: Name) -> bool:
+    """Whether the megatron-core that is installed has it."""
+    found: Any = optional_module(name.module)
+    for part in name.name.split("."):
+        found = getattr(found, part, None)
+    return found is not None
 
 
 def existing_modules(module_names: Iterable[str]) -> Iterator[ModuleType]:

@@ -26,9 +26,10 @@ from mcore_ckpt.core.process import together
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, interrupts_wait_for_others, without_modes
 from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.metadata_read import METADATA_FILE
-from mcore_ckpt.load.files import ReadStats
-from mcore_ckpt.load.reader import FileSystemReader, ranks_that_load_here, read_shards
-from mcore_ckpt.load.records import replaced_error
+from mcore_ckpt.load.checks import replaced_error
+from mcore_ckpt.load.flattened import read_shards
+from mcore_ckpt.load.open_files import ReadStats
+from mcore_ckpt.load.reader import FileSystemReader, ranks_that_load_here
 from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
 from mcore_ckpt.megatron._joint_load import joint_load
 from mcore_ckpt.megatron._one_save import SaveIdentity, check_common, check_ranks, metadata_version
@@ -36,7 +37,6 @@ from mcore_ckpt.megatron._quantized import read_quantized, split_quantized
 from mcore_ckpt.megatron._validation import noted_validation
 from mcore_ckpt.megatron._versions import (
     TESTED_VERSIONS,
-    async_request_class,
     differences,
     installed_version_text,
     load_strategy_base,
@@ -47,6 +47,7 @@ from mcore_ckpt.megatron._versions import (
     sharded_tensor_of,
 )
 from mcore_ckpt.megatron.fixed_layouts import advice_on
+from mcore_ckpt.megatron.nvrx import async_request_class
 from mcore_ckpt.save.buckets import check_hint
 from mcore_ckpt.save.commit import LoadedCheckpoint
 from mcore_ckpt.save.staging import warm_up_buffer
@@ -63,6 +64,7 @@ from mcore_ckpt.state.shards import (
     is_sharded_object,
     is_sharded_tensor,
     leaves,
+    original_shape,
     replace_leaves,
 )
 from mcore_ckpt.storage.resolve import storage_at
@@ -395,7 +397,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             found = {}
             for key, entry in index.without_shadow_copies().tensors.items():
                 stored = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
-                found[key] = sharded_tensor_of(key, index.original_shape(key), stored)
+                found[key] = sharded_tensor_of(key, original_shape(index, key), stored)
             return found
 
     @without_modes()

@@ -1,0 +1,191 @@
+"""Where read bytes end up: destination tensors, and the ways of putting a stored box into one.
+
+A destination that lies in host memory as the bytes lie in the file (same dtype, C-contiguous, a plain tensor) has an
+*address*: bytes are read or copied straight there. Everything else (strided views, other dtypes, devices, tensor
+subclasses) goes through torch, from a strided view of the buffer that the bytes were read into.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from mcore_ckpt.core.boxes import Box, intersect, relative, strides_of
+from mcore_ckpt.storage.direct_io import aligned_buffer
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+# Same-dtype copies are done on integers of the same width: torch copies those for every dtype, and bit by bit.
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class Want(NamedTuple):
+    """A box of a stored chunk, and the destination of the same shape that wants it."""
+
+    box: Box  # relative to the chunk, in elements
+    whole: bool  # the box is the whole chunk
+    tensor: torch.Tensor  # the destination; written in place
+    address: int  # where its bytes lie, when they lie exactly as stored (`address_of`); 0 otherwise
+
+
+def address_of(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
+    """Where in host memory a box of the tensor's own shape, stored as `stored_dtype`, belongs byte for byte; else 0."""
+    if (
+        tensor.dtype is stored_dtype
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and type(tensor) in _PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+        and not (stored_dtype.is_complex and tensor.is_conj())
+    ):
+        return tensor.data_ptr()
+    return 0
+
+
+def can_be_filled(tensor: torch.Tensor) -> bool:
+    """Whether what is written to a tensor stays anywhere: not in one that only describes a tensor, as fake ones do."""
+    return not tensor.is_meta and (type(tensor) in _PLAIN_TYPES or tensor.untyped_storage().device.type != "meta")
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """First byte and end of a tensor's memory, gaps included; None if it has none of its own."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # a subclass that holds other tensors
+        return None
+    if not start:
+        return None
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of `tensor` that `box` (in elements) names."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def memory_at(address: int, length: int) -> memoryview:
+    """Writable bytes `[address, address + length)` of this process; their owner has to stay alive."""
+    return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
+
+
+class HostBytes:
+    """Host memory that holds stored bytes, for copying out of; `tensor` has them as a flat uint8 tensor."""
+
+    __slots__ = ("address", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.address = tensor.data_ptr()
+
+    @classmethod
+    def at(cls, address: int, length: int) -> HostBytes:
+        """Bytes `[address, address + length)` of this process; their owner has to stay alive."""
+        return cls(torch.frombuffer((ctypes.c_ubyte * length).from_address(address), dtype=torch.uint8))
+
+    def strided(self, at: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+        """Elements of `dtype` from byte `at` on, as a view of that shape and strides (in elements). A copy where they
+        are not aligned, which torch requires: stock writers pack items at odd offsets.
+        """
+        span_elems = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        flat = self.tensor[at : at + span_elems * dtype.itemsize]
+        if (self.address + at) % dtype.itemsize:
+            flat = flat.clone()
+        elif flat.storage_offset() % dtype.itemsize:
+            flat = HostBytes.at(self.address + at, len(flat)).tensor
+        return flat.view(dtype).as_strided(sizes, strides)
+
+
+class ReadBuffer(HostBytes):
+    """Page-aligned host memory that spans are read into; reused from span to span, freed when dropped. Pinned, it is
+    copied to a device fast.
+    """
+
+    __slots__ = ("_keep", "size_bytes", "view")
+
+    def __init__(self, size_bytes: int, pinned: bool = False) -> None:
+        self.size_bytes = size_bytes
+        if pinned:
+            block = torch.empty(size_bytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
+            skip = -block.data_ptr() % mmap.PAGESIZE
+            super().__init__(block[skip : skip + size_bytes])
+            self._keep: object = block
+            self.view = memory_at(self.address, size_bytes)
+        else:
+            self.view = aligned_buffer(size_bytes)[:size_bytes]
+            super().__init__(torch.frombuffer(self.view, dtype=torch.uint8))
+            self._keep = self.view
+
+
+def _takes_bits(tensor: torch.Tensor, stored_dtype: torch.dtype) -> bool:
+    """True if stored elements can be put into the tensor bit by bit."""
+    return (
+        tensor.dtype is stored_dtype and type(tensor) in _PLAIN_TYPES and not tensor.is_neg() and not tensor.is_conj()
+    )
+
+
+def alignment_for(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
+    """The alignment at which `place_box` can use bytes in memory as they are. Whole rows are copied as bytes; single
+    elements, and those that are converted, have to be aligned as such.
+    """
+    if tensor.dim() and tensor.stride(-1) == 1 and _takes_bits(tensor, stored_dtype):
+        return 1
+    return stored_dtype.itemsize
+
+
+def place_box(
+    memory: HostBytes,
+    at: int,
+    read_box: Box,
+    chunk_sizes: Sequence[int],
+    stored_dtype: torch.dtype,
+    want: Want,
+) -> None:
+    """Copy what a destination requests of `read_box`, relative to the chunk, in elements. Its bytes lie at `at` of a
+    buffer, from the first to the last element, gaps included.
+    """
+    overlap = intersect(read_box, want.box)
+    if overlap is None:
+        return
+    strides = strides_of(chunk_sizes)
+    first = sum(
+        (offset - base) * stride
+        for offset, base, stride in zip(overlap.offsets, read_box.offsets, strides, strict=True)
+    )
+    span_elems = 1 + sum((size - 1) * stride for size, stride in zip(overlap.sizes, strides, strict=True))
+    elem_bytes = stored_dtype.itemsize
+    inside = relative(overlap, want.box.offsets)
+    destination = want.tensor.detach()
+    if inside.sizes != tuple(destination.shape):
+        destination = narrow(destination, inside)
+    wanted_elems = math.prod(overlap.sizes)
+    if want.address and span_elems == wanted_elems and destination.is_contiguous():
+        source = memory.address + at + first * elem_bytes
+        ctypes.memmove(destination.data_ptr(), source, wanted_elems * elem_bytes)
+        return
+    same_bits = _takes_bits(destination, stored_dtype)
+    at += first * elem_bytes
+    with torch.no_grad():
+        if same_bits and overlap.sizes and destination.stride(-1) == 1:
+            # As bytes, rows need not be aligned; torch copies each of them in one go.
+            row = [*overlap.sizes[:-1], overlap.sizes[-1] * elem_bytes]
+            source_view = memory.strided(at, torch.uint8, row, [*(stride * elem_bytes for stride in strides[:-1]), 1])
+            destination.view(torch.uint8).copy_(source_view)
+        elif same_bits:
+            carrier = _CARRIERS[elem_bytes]
+            destination.view(carrier).copy_(memory.strided(at, carrier, overlap.sizes, strides))
+        else:
+            destination.copy_(memory.strided(at, stored_dtype, overlap.sizes, strides))

@@ -1,0 +1,99 @@
+"""A Megatron-LM without asynchronous saves of its own, made from a checkout that still has them.
+
+Megatron-LM's pull request 7052 removes `strategies/async_utils.py`, `strategies/filesystem_async.py` and the arguments
+`async_strategy`; from then on nvidia-resiliency-ext (NVRx) alone saves asynchronously. `without_own_async` makes such a
+tree: the modules go, what imported from them imports from NVRx, in `try` where Megatron must run without it.
+
+    python -m tests.launch.next_megatron CHECKOUT TARGET
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+__all__ = ["without_own_async"]
+
+_PARTS = ("megatron", "pretrain_gpt.py", "gpt_builders.py", "model_provider.py")
+_CHECKPOINTING = "megatron/core/dist_checkpointing"
+_GONE = ("async_utils", "filesystem_async", "cached_metadata_filesystem_reader", "state_dict_saver")
+_NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
+# Of the modules that go, what the training code uses besides, and where it lies in the tree that is made.
+_KEPT = ("_disable_gc", "_set_process_qos")
+_KEPT_IN = f"{_CHECKPOINTING}/utils.py"
+
+
+def without_own_async(checkout: Path, target: Path, *, arguments_too: bool = True) -> Path:
+    """Make the tree in `target`, which must not exist. `arguments_too`: `save` and `load` no longer take
+    `async_strategy`, nor hand it to strategies. Returns `target`.
+    """
+    target.mkdir(parents=True)
+    for part in _PARTS:
+        source = checkout / part
+        (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target / part)
+    strategies = target / _CHECKPOINTING / "strategies"
+    helpers = _functions((strategies / "async_utils.py").read_text(), _KEPT)
+    for name in _GONE:
+        (strategies / f"{name}.py").unlink()
+    with (target / _KEPT_IN).open("a") as utils:
+        utils.write("\n\nimport gc\nimport os\nimport subprocess\nfrom contextlib import contextmanager\n" + helpers)
+    for path in target.glob("megatron/**/*.py"):
+        text = path.read_text()
+        if "async" in text:
+            # The strategies' own bodies, which ours stand in for, keep what they do with the argument.
+            path.write_text(_rewritten(text, arguments_too and path.name not in ("torch.py", "async_utils.py")))
+    return target
+
+
+def _rewritten(text: str, arguments_too: bool) -> str:
+    for name in _KEPT:
+        text = re.sub(
+            rf"from (?:megatron\.core\.dist_checkpointing)?\.?strategies\.async_utils import {name}\b",
+            f"from {_KEPT_IN.removesuffix('.py').replace('/', '.')} import {name}",
+            text,
+        )
+    text = re.sub(
+        r"^from (?:\.|\.strategies\.|megatron\.core\.dist_checkpointing\.strategies\.)async_utils import AsyncRequest$",
+        f"try:\n    from {_NVRX}.core import AsyncRequest\nexcept ImportError:\n    AsyncRequest = None",
+        text,
+        flags=re.MULTILINE,
+    )
+    # The branch of training/async_utils.py for a job without NVRx.
+    text = re.sub(
+        r"except \(ImportError, ModuleNotFoundError\):\n"
+        r"    from megatron\.core\.dist_checkpointing\.strategies\.filesystem_async import _results_queue\n"
+        r"    from megatron\.core\.dist_checkpointing\.strategies\.state_dict_saver import \(\n"
+        r"        save_state_dict_async_finalize,\n    \)\n",
+        "except (ImportError, ModuleNotFoundError):\n    _results_queue = None\n"
+        "    save_state_dict_async_finalize = None\n",
+        text,
+    )
+    text = re.sub(r"\ndef _import_mcore_async\(\).*?(?=\n\S)", "\n", text, flags=re.DOTALL)
+    text = text.replace("imports = _import_mcore_async()", "raise ModuleNotFoundError('mcore has no async saves')")
+    return _without_arguments(text) if arguments_too else text
+
+
+def _without_arguments(text: str) -> str:
+    """`async_strategy` is no argument any more, and `get_async_strategy` returns NVRx's names alone."""
+    text = re.sub(r"\n *async_strategy: [^\n]*,(?=\n)", "", text)  # a parameter on a line of its own
+    text = re.sub(r"\n *async_strategy=[^\n]*,(?=\n)", "", text)
+    text = re.sub(r", async_strategy(: [\w\[\]]+)? ?= ?[\"\w.]+(?=[,)\n])", "", text)
+    text = re.sub(r", async_strategy=[^,)\n]+(?=[,)])", "", text)
+    text = re.sub(r"^(?! *def )(.*), async_strategy(?=\))", r"\1", text, flags=re.MULTILINE)
+    return re.sub(r"(,\s*)async_strategy,?(?=\n)", r"\1", text)
+
+
+def _functions(text: str, names: tuple[str, ...]) -> str:
+    """The source of these functions of a module, decorators included."""
+    found = []
+    for name in names:
+        match = re.search(rf"^(?:@[^\n]*\n)*def {name}\(.*?(?=^\S)", text, flags=re.DOTALL | re.MULTILINE)
+        assert match, f"the checkout has no {name}"
+        found.append(match.group(0).rstrip())
+    return "\n\n\n" + "\n\n\n".join(found) + "\n"
+
+
+if __name__ == "__main__":
+    without_own_async(Path(sys.argv[1]), Path(sys.argv[2]))
