@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.reshard.conversion import ConversionReport
     from mcore_ckpt.reshard.reshard import reshard_checkpoint
     from mcore_ckpt.save.async_queue import AsyncCallsQueue
-    from mcore_ckpt.state.fingerprint import fingerprint
+    from mcore_ckpt.state.shards import fingerprint
     from mcore_ckpt.tools.checkpoint import Checkpoint, LazyTensor, open_checkpoint
     from mcore_ckpt.tools.diff import DiffReport, checkpoint_fingerprint, diff_checkpoints
     from mcore_ckpt.tools.inspection import CheckpointSummary, summarize_checkpoint
@@ -59,7 +59,7 @@ _HOME = {
     "copy_checkpoint": "tools.runs",
     "diff_checkpoints": "tools.diff",
     "export_checkpoint": "models.conversions",
-    "fingerprint": "state.fingerprint",
+    "fingerprint": "state.shards",
     "get_strategy": "megatron.registry",
     "import_checkpoint": "models.conversions",
     "install": "megatron.install",

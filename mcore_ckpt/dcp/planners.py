@@ -33,13 +33,11 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.format.safe_pickle import load_object
-from mcore_ckpt.load.checks import missing_key
-from mcore_ckpt.load.dtype_conversions import check_dtype
-from mcore_ckpt.load.flattened import destination
-from mcore_ckpt.load.read_requests import check_planned, not_held
+from mcore_ckpt.load.reader import destination
+from mcore_ckpt.load.records import missing_key
+from mcore_ckpt.load.requests import check_dtype, check_planned, not_held
 from mcore_ckpt.save.planner import serialize_objects
-from mcore_ckpt.state.dcp_tensors import global_shape
-from mcore_ckpt.state.shards import box_sizes, is_main_replica, is_sharded_object, leaves, without_leaves
+from mcore_ckpt.state.shards import box_sizes, global_shape, is_main_replica, is_sharded_object, leaves, without_leaves
 
 _PROPERTIES: dict[torch.dtype, TensorProperties] = {}
 

@@ -54,8 +54,7 @@ from mcore_ckpt.format.integrity import SAVE_ID_BYTES, ManifestFile, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.save.buckets import check_hint
 from mcore_ckpt.save.upkeep import check_second_tier, checkpoint_published, note_drain
-from mcore_ckpt.state.dcp_tensors import carry_layout
-from mcore_ckpt.state.shards import is_sharded_object, is_sharded_tensor
+from mcore_ckpt.state.shards import carry_layout, is_sharded_object, is_sharded_tensor
 from mcore_ckpt.state.torch_classes import WrittenSums, check_memory, encoded_metadata, storage_meta
 from mcore_ckpt.storage.resolve import storage_at
 

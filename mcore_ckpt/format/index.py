@@ -192,6 +192,10 @@ class ObjectEntry:
     item: StoredItem
 
 
+# The name of Megatron's note of a parameter's own global shape, where its stretches are stored as rows of a grid.
+ORIGINAL_SHAPE: Final = "nd_reformulated_orig_global_shape"
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointIndex:
     """What a checkpoint holds."""
@@ -201,8 +205,7 @@ class CheckpointIndex:
     objects: dict[str, ObjectEntry]  # stored objects by full key
     # What the saving planner left for the loading one (DCP: flattened fqn -> path in the state dict).
     planner_data: Any = None
-    # For each fqn, what Megatron-Core 0.12 to 0.15 noted about flattened tensors (`nd_reformulated_orig_global_shape`);
-    # empty otherwise.
+    # For each fqn, what Megatron-Core 0.12 to 0.15 noted about flattened tensors (`ORIGINAL_SHAPE`); empty otherwise.
     mcore_data: dict[str, dict[str, Any]] = field(default_factory=dict)
     storage_meta: dict[str, Any] | None = None  # DCP's `StorageMeta` as a dict, None when there is none
     version: str | None = None  # DCP's version of the format, None when there is none
@@ -224,6 +227,11 @@ class CheckpointIndex:
         """The stored fingerprint of each tensor, as a manifest has them; None if none is known."""
         known = self.fingerprints
         return array("q", [known.get(key, NO_FINGERPRINT) for key in self.tensors]) if known else None
+
+    def original_shape(self, fqn: str) -> tuple[int, ...] | None:
+        """Global shape of a parameter that is stored as flattened stretches; None if it is stored as it is."""
+        shape = self.mcore_data.get(fqn, {}).get(ORIGINAL_SHAPE)
+        return None if shape is None else tuple(shape)
 
     def without_shadow_copies(self) -> CheckpointIndex:
         """The same index without shadow copies (`ShadowKey`): what the model and the optimizer are."""
@@ -358,7 +366,6 @@ _MAX_AXES: Final = 64
 _MAX_DETAILS_BYTES: Final = 1024 * 1024
 # Chosen for it, very many shapes would have one hash, and each be compared with all others.
 _MAX_SHAPES_OF_ONE_HASH: Final = 16
-_NOTED: Final = "nd_reformulated_orig_global_shape"
 
 
 class TensorSection(NamedTuple):
@@ -415,7 +422,7 @@ def _notes(numbers: Mapping[bytes, int], mcore_data: Mapping[str, Mapping[str, A
     """What Megatron-Core notes of flattened tensors, as numbers; None if it is something else."""
     notes = array("Q")
     for key, note in mcore_data.items():
-        number, shape = numbers.get(text_bytes(key)), note.get(_NOTED)
+        number, shape = numbers.get(text_bytes(key)), note.get(ORIGINAL_SHAPE)
         if number is None or (note and (len(note) != 1 or type(shape) is not tuple)):
             return None
         try:
@@ -622,7 +629,7 @@ def _noted(columns: Columns, words: list[int], keys: Sequence[str]) -> dict[str,
         stop = at + 1 + max(axes, 1)
         if number >= len(keys) or axes > _MAX_AXES + 1 or stop > len(words):
             raise columns.wrong("a note of no tensor")
-        noted[keys[number]] = {_NOTED: tuple(words[at + 2 : stop])} if axes else {}
+        noted[keys[number]] = {ORIGINAL_SHAPE: tuple(words[at + 2 : stop])} if axes else {}
         at = stop
     return noted
 

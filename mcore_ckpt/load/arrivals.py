@@ -23,9 +23,8 @@ from mcore_ckpt.core.boxes import Stretch
 from mcore_ckpt.core.crc import crc32_combine
 from mcore_ckpt.core.fingerprints import StridedSums, part_of_run, rows_to_sum
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.load._placement import memory_of
-from mcore_ckpt.load._wanted_items import WantedItem
-from mcore_ckpt.load.stored_fingerprints import global_shape, stretch_of
+from mcore_ckpt.load.placement import WantedItem, memory_of
+from mcore_ckpt.load.records import global_shape, stretch_of
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 

@@ -1,21 +1,27 @@
 """The load half of the story, from a checkpoint's directory to filled tensors.
 
-    index (.metadata)  ->  plan (read_requests)  ->  extents, spans (_extents)  ->  reads, destinations (_tensor_reads)
+    index (.metadata)  ->  plan (requests)  ->  byte ranges (ranges, reads)  ->  reads, destinations (placement)
 
 `FileSystemReader` is DCP's `StorageReader`, so `dcp.load(sd, storage_reader=FileSystemReader(path))` works; what else
 loads (the strategies, the optimizer's state, the offline commands) asks it for boxes and objects directly.
+
+`read_shards` reads Megatron's shards. Stretches of flattened tensors, as Megatron-Core 0.12 to 0.15 stored optimizer
+state (`state/shards.py`), go from any stored form to any requested one: the same grid directly; another grid, or none,
+through the parameter's own coordinates.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
+import operator
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -27,9 +33,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from mcore_ckpt.core.boxes import Box, covers
+from mcore_ckpt.core.boxes import Box, covers, flat_boxes, intersect, relative, strides_of
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, OptionError
+from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, OptionError, ShapeMismatchError
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path, is_supported, ranks_of_this_host
 from mcore_ckpt.core.process import collector_paused, together
 from mcore_ckpt.core.ranks import without_modes
@@ -37,25 +43,22 @@ from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
 from mcore_ckpt.format.integrity import shown_id
 from mcore_ckpt.format.metadata_read import METADATA_FILE, index_name, open_index, read_index
 from mcore_ckpt.format.safe_pickle import ANY_CLASS, load_object
-from mcore_ckpt.load import open_files
-from mcore_ckpt.load._columns import UsualRequest, are_apart
-from mcore_ckpt.load._item_locations import ItemLocations
-from mcore_ckpt.load._tensor_reads import TensorReads
-from mcore_ckpt.load.arrivals import noted_now
-from mcore_ckpt.load.checks import check_apart, missing_key, of_one_save, replaced_error
-from mcore_ckpt.load.dtype_conversions import DtypeConversions
-from mcore_ckpt.load.file_footers import FileFooters
-from mcore_ckpt.load.item_decoding import ItemDecoder
-from mcore_ckpt.load.nearest import NearestFiles
-from mcore_ckpt.load.open_files import OpenFiles, ReadStats, naming
+from mcore_ckpt.load import files as data_files
+from mcore_ckpt.load.arrivals import noted_now, noting_nothing
+from mcore_ckpt.load.files import FileFooters, NearestFiles, OpenFiles, ReadStats, naming
+from mcore_ckpt.load.placement import UsualRequest, are_apart, narrow
 from mcore_ckpt.load.ranges import batches
-from mcore_ckpt.load.read_requests import LoadPlan, ReadRequest, check_planned, stored_dtype, tensor_entry
+from mcore_ckpt.load.reads import ItemDecoder, ItemLocations, TensorReads
+from mcore_ckpt.load.records import check_apart, missing_key, of_one_save, replaced_error
+from mcore_ckpt.load.requests import DtypeConversions, LoadPlan, ReadRequest, check_planned, stored_dtype, tensor_entry
+from mcore_ckpt.state.shards import StoredForm, local_box, stored_form
 from mcore_ckpt.storage.base import FileVersion, Storage
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of(__name__)
 
-# Of the destinations that a planner makes buffers for at once.
+
+# Of destinations that a planner makes buffers for, and of stretches that are spread over theirs, at once.
 _BATCH_BYTES = 64 * 1024 * 1024
 
 
@@ -188,7 +191,7 @@ class FileSystemReader(StorageReader):
 
     def plan(self) -> LoadPlan:
         """An empty plan, for `read`."""
-        return LoadPlan(self.index, self.conversions, open_files.WINDOW_BYTES)
+        return LoadPlan(self.index, self.conversions, data_files.WINDOW_BYTES)
 
     @without_modes()
     def read_items(self, requests: Iterable[ReadRequest]) -> None:
@@ -566,3 +569,210 @@ def _destinations_are_in_place(planner: LoadPlanner) -> bool:
         getattr(kind, name) is getattr(DefaultLoadPlanner, name)
         for name in ("resolve_tensor", "transform_tensor", "commit_tensor")
     )
+
+
+# What a piece takes besides its elements, as a request and with all that leads to it.
+_PIECE_BYTES = 2048
+# A chunk is saved for a cell or a part of one; some may have been made one chunk since, but never more than so many.
+_MAX_CELLS_OF_A_CHUNK = 16384
+
+
+def destination(shard: Any) -> torch.Tensor:
+    """The memory that a `ShardedTensor` is loaded into, detached: its own, or new on the CPU. Zeros where the stored
+    tensor may be smaller than the requested one.
+    """
+    if shard.data is None:
+        shard.init_data("cpu", torch.zeros if shard.allow_shape_mismatch else torch.empty)
+    elif shard.allow_shape_mismatch:
+        shard.data.detach().zero_()
+    tensor: torch.Tensor = shard.data.detach()
+    return tensor
+
+
+def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
+    """Fill the data of Megatron's `ShardedTensor`s, flattened or not, of any layout; those without data get some on the
+    CPU. Raises as `FileSystemReader.read_items`.
+    """
+    with reader.conversions.of_one_load():
+        plan, spread = _plan(reader, shards)
+        noted = noted_now()
+        if noted is not None:
+            noted.expect(reader.index, (one.tensor for one in spread))
+        reader.read(plan)
+        with noting_nothing():
+            _read_spread(reader, spread)
+
+
+@collector_paused()
+def _plan(reader: FileSystemReader, shards: Iterable[Any]) -> tuple[LoadPlan, list[_Wanted]]:
+    """What is read of some shards as they are, and what is stored flattened and spread over several of them."""
+    direct: list[ReadRequest] = []
+    spread: list[_Wanted] = []
+    shards = list(shards)
+    usual, others = _usual(shards, reader.index.mcore_data)
+    for shard in others:
+        destination(shard)
+        own_shape = reader.index.original_shape(shard.key)
+        flattened = getattr(shard, "flattened_range", None) is not None
+        if (not flattened and own_shape is None) or (
+            flattened and own_shape == tuple(shard.global_shape) and _same_grid(reader.index, shard)
+        ):
+            direct.append(_request(shard, stored_form(shard)))
+        elif own_shape is None:
+            wanted_shape = None if shard.allow_shape_mismatch else tuple(shard.global_shape)
+            direct += [
+                ReadRequest(shard.key, tensor, box.offsets, box.sizes, wanted_shape, shard.allow_shape_mismatch)
+                for box, tensor in _boxes(shard)
+            ]
+        else:
+            _check_shape(reader, shard, own_shape)
+            spread += [_Wanted(shard.key, own_shape, box, tensor) for box, tensor in _boxes(shard)]
+    plan = reader.plan()
+    plan.keys = [shard.key for shard in shards]
+    plan.add_usual(map(_REQUEST, usual))
+    plan.add(direct)
+    return plan, spread
+
+
+def _usual(shards: Iterable[Any], flat_keys: Container[str]) -> tuple[list[Any], list[Any]]:
+    """Shards whose data are a slice of the global tensor as they are, and all others."""
+    usual: list[Any] = []
+    others: list[Any] = []
+    for shard in shards:
+        as_it_is = (
+            shard.data is not None
+            and not shard.prepend_axis_num
+            and not shard.allow_shape_mismatch
+            and getattr(shard, "flattened_range", None) is None
+            and shard.key not in flat_keys
+        )
+        (usual if as_it_is else others).append(shard)
+    return usual, others
+
+
+# The first five fields of a `ReadRequest`.
+_REQUEST = operator.attrgetter("key", "data", "global_offset", "local_shape", "global_shape")
+
+
+def _request(shard: Any, form: StoredForm) -> ReadRequest:
+    tensor = shard.data.detach()
+    if tuple(tensor.shape) != form.sizes:
+        tensor = tensor.view(form.sizes)
+    shape = None if shard.allow_shape_mismatch else form.shape
+    return ReadRequest(shard.key, tensor, form.offsets, form.sizes, shape, shard.allow_shape_mismatch)
+
+
+def _same_grid(index: CheckpointIndex, shard: Any) -> bool:
+    entry = index.tensors.get(shard.key)
+    return entry is not None and tuple(entry.shape) == stored_form(shard).shape
+
+
+def _check_shape(reader: FileSystemReader, shard: Any, own_shape: tuple[int, ...]) -> None:
+    if not shard.allow_shape_mismatch and own_shape != tuple(shard.global_shape):
+        raise ShapeMismatchError(
+            f"{shard.key}: {reader.checkpoint_id} holds a tensor of global shape {list(own_shape)} (flattened), wanted "
+            f"is {list(shard.global_shape)}; load into a model of the shape that was saved"
+        )
+
+
+def _boxes(shard: Any) -> list[tuple[Box, torch.Tensor]]:
+    """What a shard holds, as boxes of the global parameter, each with the view of its data that has the box's shape."""
+    data = shard.data.detach()
+    stretch = getattr(shard, "flattened_range", None)
+    if stretch is None:
+        sizes = local_box(shard)
+        return [(Box(tuple(shard.global_offset), sizes), data.view(sizes) if shard.prepend_axis_num else data)]
+    found = []
+    position = 0
+    for box in flat_boxes(local_box(shard), stretch.start, stretch.stop):
+        count = math.prod(box.sizes)
+        offsets = tuple(own + base for own, base in zip(box.offsets, shard.global_offset, strict=True))
+        found.append((Box(offsets, box.sizes), data[position : position + count].view(box.sizes)))
+        position += count
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A box of a parameter that is stored flattened, in the parameter's own coordinates, and where it goes."""
+
+    key: str
+    own_shape: tuple[int, ...]
+    box: Box
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _FlatRange:
+    """The elements `[first, stop)` of one flattened cell, which hold what is requested of `share`."""
+
+    wanted: _Wanted
+    cell: Box
+    grid: tuple[int, ...]
+    stored_shape: tuple[int, ...]
+    share: Box
+    first: int
+    stop: int
+
+
+def _read_spread(reader: FileSystemReader, wanted: Iterable[_Wanted]) -> None:
+    """Read the stretches that hold the wanted boxes, some at a time, and copy the boxes out of them."""
+    batch: list[tuple[_FlatRange, torch.Tensor]] = []
+    held_bytes = 0
+    for one in wanted:
+        for piece in _flat_ranges(reader, one):
+            buffer = torch.empty(piece.stop - piece.first, dtype=one.tensor.dtype)
+            batch.append((piece, buffer))
+            held_bytes += buffer.nbytes + _PIECE_BYTES
+            if held_bytes >= _BATCH_BYTES:
+                _read_batch(reader, batch)
+                batch, held_bytes = [], 0
+    if batch:
+        _read_batch(reader, batch)
+
+
+def _flat_ranges(reader: FileSystemReader, wanted: _Wanted) -> Iterator[_FlatRange]:
+    entry = reader.index.tensors.get(wanted.key)
+    if entry is None:
+        reader.read_items([ReadRequest(wanted.key, wanted.tensor, wanted.box.offsets, wanted.box.sizes)])  # raises
+        return
+    stored_shape = tuple(entry.shape)
+    grid = stored_shape[:-1]
+    own_shape = wanted.own_shape
+    if len(grid) != len(own_shape) or any(n <= 0 or size % n for size, n in zip(own_shape, grid, strict=True)):
+        raise CorruptCheckpointError(
+            f"{wanted.key}: stored as a grid {list(grid)} of flattened boxes of a tensor {list(own_shape)}, which it "
+            "does not divide; `.metadata` contradicts itself"
+        )
+    if math.prod(grid) > _MAX_CELLS_OF_A_CHUNK * max(1, len(entry.chunks)):
+        raise CorruptCheckpointError(
+            f"{wanted.key}: stored as a grid {list(grid)} of flattened boxes, in {len(entry.chunks)} chunks, each of "
+            "which was one box or a part of it when it was saved; `.metadata` contradicts itself"
+        )
+    cell = tuple(size // n for size, n in zip(wanted.own_shape, grid, strict=True))
+    ranges = [
+        range(start // size, min(-(-(start + extent) // size), n))
+        for start, extent, size, n in zip(wanted.box.offsets, wanted.box.sizes, cell, grid, strict=True)
+    ]
+    for place in itertools.product(*ranges):
+        cell_box = Box(tuple(i * size for i, size in zip(place, cell, strict=True)), cell)
+        share = intersect(cell_box, wanted.box)
+        if share is None:
+            continue
+        strides = strides_of(cell)
+        first = sum(map(operator.mul, relative(share, cell_box.offsets).offsets, strides))
+        last = first + sum((n - 1) * stride for n, stride in zip(share.sizes, strides, strict=True))
+        yield _FlatRange(wanted, cell_box, place, stored_shape, share, first, last + 1)
+
+
+def _read_batch(reader: FileSystemReader, batch: list[tuple[_FlatRange, torch.Tensor]]) -> None:
+    requests = []
+    for piece, buffer in batch:
+        sizes = (*(1 for _ in piece.grid), piece.stop - piece.first)
+        requests.append(
+            ReadRequest(piece.wanted.key, buffer.view(sizes), (*piece.grid, piece.first), sizes, piece.stored_shape)
+        )
+    reader.read_items(requests)
+    for piece, buffer in batch:
+        source = torch.as_strided(buffer, piece.share.sizes, strides_of(piece.cell.sizes), 0)
+        narrow(piece.wanted.tensor, relative(piece.share, piece.wanted.box.offsets)).copy_(source)

@@ -18,7 +18,7 @@ from mcore_ckpt.directory.in_force import read_common_file
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import Manifest, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
-from mcore_ckpt.load.checks import replaced_error
+from mcore_ckpt.load.records import replaced_error
 from mcore_ckpt.storage.resolve import storage_at
 
 # Of each directory whose common state the load in progress has read: which save that was of. None outside of a load.

@@ -22,10 +22,9 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, MissingKey
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
-from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.state.dcp_tensors import carry_layout, local_slices, tells_its_slices
-from mcore_ckpt.state.shards import leaves
+from mcore_ckpt.load.requests import ReadRequest
+from mcore_ckpt.state.shards import carry_layout, leaves, local_slices, tells_its_slices
 
 # A list in a state dict has no more entries than there are keys, unless some were removed.
 _MAX_REMOVED = 10_000

@@ -26,10 +26,9 @@ from mcore_ckpt.core.process import together
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, interrupts_wait_for_others, without_modes
 from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.metadata_read import METADATA_FILE
-from mcore_ckpt.load.checks import replaced_error
-from mcore_ckpt.load.flattened import read_shards
-from mcore_ckpt.load.open_files import ReadStats
-from mcore_ckpt.load.reader import FileSystemReader, ranks_that_load_here
+from mcore_ckpt.load.files import ReadStats
+from mcore_ckpt.load.reader import FileSystemReader, ranks_that_load_here, read_shards
+from mcore_ckpt.load.records import replaced_error
 from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
 from mcore_ckpt.megatron._joint_load import joint_load
 from mcore_ckpt.megatron._one_save import SaveIdentity, check_common, check_ranks, metadata_version
@@ -64,7 +63,6 @@ from mcore_ckpt.state.shards import (
     is_sharded_object,
     is_sharded_tensor,
     leaves,
-    original_shape,
     replace_leaves,
 )
 from mcore_ckpt.storage.resolve import storage_at
@@ -397,7 +395,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             found = {}
             for key, entry in index.without_shadow_copies().tensors.items():
                 stored = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
-                found[key] = sharded_tensor_of(key, original_shape(index, key), stored)
+                found[key] = sharded_tensor_of(key, index.original_shape(key), stored)
             return found
 
     @without_modes()

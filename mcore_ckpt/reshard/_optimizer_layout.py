@@ -92,11 +92,11 @@ def _from_stretches(index: CheckpointIndex, common: Mapping[str, Any]) -> Conver
             name = f"{found['prefix']}{_MAIN_PARAMETER}.{found['key']}"
         if name != key and name in index.tensors:
             raise OptionError(f"{index.path}: holds {key} and {name}; expected one of them. Nothing was written")
-        shape = index.mcore_data.get(key, {}).get("nd_reformulated_orig_global_shape")
+        shape = index.original_shape(key)
         if shape is None:
             views[name] = as_stored(entry)
         else:
-            views[name] = _unflattened(entry, tuple(shape))
+            views[name] = _unflattened(entry, shape)
             changed += 1
     objects, content = _with_layout(index, common, {})
     kept = tuple(key for key in index.objects if key not in objects)

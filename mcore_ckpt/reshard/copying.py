@@ -34,9 +34,8 @@ from mcore_ckpt.core.fingerprints import StridedSums, part_of_run
 from mcore_ckpt.core.process import Crew, Task, in_parallel
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.load.item_checks import ItemCheck, check_item
-from mcore_ckpt.load.open_files import OpenFiles, padded_range
-from mcore_ckpt.load.stored_fingerprints import global_shape, stretch_of
+from mcore_ckpt.load.files import OpenFiles, padded_range
+from mcore_ckpt.load.records import ItemCheck, check_item, global_shape, stretch_of
 from mcore_ckpt.reshard.plan import TargetPlan, TensorMove, another_fingerprint, source_sums
 from mcore_ckpt.reshard.target_files import (
     FileStream,

@@ -57,7 +57,6 @@ from mcore_ckpt.format.integrity import (
 from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes, place, tensor_template
 from mcore_ckpt.format.metadata_read import file_name_problem
 from mcore_ckpt.format.metadata_write import ChunkFactors, MetadataEncoder
-from mcore_ckpt.state.shards import original_shape
 
 if TYPE_CHECKING:
     import torch
@@ -687,7 +686,7 @@ def chunk_factors(index: CheckpointIndex) -> ChunkFactors:
     one = shift_factor(0)
     for number, (key, dtype, shape, chunks, _) in enumerate(index.tensors.values()):
         firsts.append(len(factors))
-        own_shape = original_shape(index, key)
+        own_shape = index.original_shape(key)
         if _MOMENT.search(key):
             moments.append((number, key, crc32_of_zeros(math.prod(shape) * element_bytes(dtype))))
         if parse_shadow_key(key) is not None:

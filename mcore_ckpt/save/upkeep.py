@@ -46,7 +46,7 @@ from mcore_ckpt.directory.iterations import iteration_of, look_at, tracked_name
 from mcore_ckpt.directory.retention import prune_run
 from mcore_ckpt.format.integrity import id_in_names
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, DRAIN_FILE, METADATA_FILE, TRACKER_FILE
-from mcore_ckpt.load.item_checks import check_data_files
+from mcore_ckpt.load.records import check_data_files
 from mcore_ckpt.save.child_processes import TRAINING_FIRST_NICE, SupervisedChild
 from mcore_ckpt.storage.resolve import storage_at
 

@@ -4,6 +4,6 @@ In: tensors, DTensors, sharded tensors and objects.
 Out: dtypes, slices, DCP's metadata classes; fingerprints of tensors.
 Must not know: files.
 
-Modules: dcp_tensors, fingerprint, shards, torch_classes.
-With torch: dcp_tensors, fingerprint, torch_classes.
+Modules: shards, torch_classes.
+With torch: shards, torch_classes.
 """

@@ -27,7 +27,7 @@ from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import METADATA_FILE, open_index, read_index
-from mcore_ckpt.load.checks import check_apart, missing_key, of_one_save
+from mcore_ckpt.load.records import check_apart, missing_key, of_one_save
 from mcore_ckpt.storage.base import FileVersion
 from mcore_ckpt.tools.inspection import CheckpointSummary, FileRow, checkpoint_directory, file_rows, summarize
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box

@@ -28,17 +28,25 @@ from mcore_ckpt.format.integrity import inner_blocks
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.load.checks import check_apart, check_located, check_proportion, chunk_name
-from mcore_ckpt.load.checksums import BlockSums, checksum_error, contiguous_around, range_crc, whole_blocks
-from mcore_ckpt.load.file_footers import FileFooters
-from mcore_ckpt.load.open_files import OpenFiles, ReadStats, naming
+from mcore_ckpt.load.files import FileFooters, OpenFiles, ReadStats, naming
 from mcore_ckpt.load.ranges import split_box
+from mcore_ckpt.load.records import (
+    BlockSums,
+    check_apart,
+    check_located,
+    check_proportion,
+    checksum_error,
+    chunk_name,
+    contiguous_around,
+    range_crc,
+    whole_blocks,
+)
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.regrid import as_numbers, carrier, slabs
 
 if TYPE_CHECKING:
-    from mcore_ckpt.load.item_decoding import ItemDecoder
+    from mcore_ckpt.load.reads import ItemDecoder
 
 
 MADE_HERE = "(made here)"
@@ -139,8 +147,8 @@ class StoredPayloads:
     def _decode(self, entry: TensorEntry, chunk: StoredChunk, where: str, reason: str) -> StoredPayload:
         import torch
 
-        from mcore_ckpt.load.item_decoding import ItemDecoder
-        from mcore_ckpt.load.read_requests import stored_dtype
+        from mcore_ckpt.load.reads import ItemDecoder
+        from mcore_ckpt.load.requests import stored_dtype
 
         with self._lock:  # one for all items: it says once for each kind of reason that this is slow
             decoder = self._decoder = self._decoder or ItemDecoder(

@@ -19,8 +19,8 @@ from mcore_ckpt import load_sharded_optimizer_state
 from mcore_ckpt.core.errors import LoadError, PlanError
 from mcore_ckpt.dcp.planners import MCoreLoadPlanner, MCoreSavePlanner
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.requests import ReadRequest
 
 FULL = torch.arange(24.0).view(4, 6)
 # Two boxes of columns, and two of rows, which differ in their count: a sum of sizes says something else.

@@ -33,7 +33,7 @@ from mcore_ckpt import (
     SaveOptions,
 )
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.load.read_requests import ReadRequest
+from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.gloo_ranks import run_ranks
 

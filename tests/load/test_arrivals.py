@@ -17,10 +17,10 @@ from mcore_ckpt import ChecksumError, SaveOptions
 from mcore_ckpt.core.boxes import Box, Stretch
 from mcore_ckpt.core.fingerprints import part_of
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.load import open_files
+from mcore_ckpt.load import files
 from mcore_ckpt.load.arrivals import Arrivals, noting
-from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import Storage
 
@@ -33,7 +33,7 @@ STORED = {"rows": (ROWS, 0), "columns": (COLUMNS, 1), "deep": (DEEP, 1), "small"
 
 @pytest.fixture(autouse=True)
 def several_reads_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_files, "WINDOW_BYTES", 1 << 20)
+    monkeypatch.setattr(files, "WINDOW_BYTES", 1 << 20)
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.integrity import shown_id
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint

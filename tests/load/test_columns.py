@@ -20,10 +20,10 @@ from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.load import open_files
-from mcore_ckpt.load._columns import Columns, UsualRequest, spans_of
-from mcore_ckpt.load.read_requests import ReadRequest
+from mcore_ckpt.load import files
+from mcore_ckpt.load.placement import Columns, UsualRequest, spans_of
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage.base import Storage
 from tests.support.local_files import MIB, drop_cached
 
@@ -87,7 +87,7 @@ def outcome(directory: Path, *, whole: bool) -> str | dict[str, list[int]]:
 
 @pytest.mark.parametrize("window_bytes", [64 * 1024, 8 * 1024 * 1024])
 def test_they_arrive(saved: Path, window_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_files, "WINDOW_BYTES", window_bytes)
+    monkeypatch.setattr(files, "WINDOW_BYTES", window_bytes)
     expected = state()
     into = blank(expected)
     assert load(saved, into, whole=True) == len(expected) - 1
@@ -178,7 +178,7 @@ LARGE = "layer.60.large"
 def test_a_large_item_takes_no_reads_but_those_of_its_payload(
     saved: Path, strided: bool, page_cache: Literal["on", "auto"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_files, "WINDOW_BYTES", MIB)
+    monkeypatch.setattr(files, "WINDOW_BYTES", MIB)
     expected = state()[LARGE]
     into = torch.zeros(1000, 700).t() if strided else torch.zeros(700, 1000)
     reader = FileSystemReader(saved, options=LoadOptions(page_cache=page_cache))

@@ -17,9 +17,8 @@ import mcore_ckpt
 from mcore_ckpt.core.errors import DtypeMismatchError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.load.flattened import read_shards
-from mcore_ckpt.load.read_requests import ReadRequest
-from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.reader import FileSystemReader, read_shards
+from mcore_ckpt.load.requests import ReadRequest
 from tests.support.gloo_ranks import run_ranks
 from tests.support.kept_log import kept_log
 

@@ -13,7 +13,7 @@ import torch
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.load import flattened
+from mcore_ckpt.load import reader
 from mcore_ckpt.load.reader import FileSystemReader
 from tests.support.stored_layouts import whole, write_checkpoint
 
@@ -38,7 +38,7 @@ def in_cells_of_one_element(directory: Path, count: int) -> Any:
 
 
 def test_cells_of_one_element_are_read_so_many_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flattened, "_BATCH_BYTES", 512 * 1024)
+    monkeypatch.setattr(reader, "_BATCH_BYTES", 512 * 1024)
     shard = in_cells_of_one_element(tmp_path, 600)
     asked: list[int] = []
 
@@ -47,7 +47,7 @@ def test_cells_of_one_element_are_read_so_many_at_a_time(tmp_path: Path, monkeyp
             asked.append(len(requests))
             super().read_items(requests)
 
-    flattened.read_shards(Reader(tmp_path), [shard])
+    reader.read_shards(Reader(tmp_path), [shard])
     assert shard.data.equal(torch.arange(600.0))
     assert max(asked) <= 512
 
@@ -55,4 +55,4 @@ def test_cells_of_one_element_are_read_so_many_at_a_time(tmp_path: Path, monkeyp
 def test_more_cells_than_any_save_makes_chunks_of_are_refused_before_they_are_listed(tmp_path: Path) -> None:
     shard = in_cells_of_one_element(tmp_path, 3_000_000)
     with pytest.raises(CorruptCheckpointError, match=r"w: stored as a grid \[3000000\] .* in 1 chunks"):
-        flattened.read_shards(FileSystemReader(tmp_path), [shard])
+        reader.read_shards(FileSystemReader(tmp_path), [shard])

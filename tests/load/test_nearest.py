@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import ChecksumError, FileSystemReader, FileSystemWriterAsync, LoadOptions, SaveOptions
 from mcore_ckpt.directory.retention import prune_run
-from mcore_ckpt.load.read_requests import ReadRequest
+from mcore_ckpt.load.requests import ReadRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

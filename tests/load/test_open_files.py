@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_ckpt.load.open_files import OpenFiles
+from mcore_ckpt.load.files import OpenFiles
 from mcore_ckpt.storage._local import LocalStorage
 
 

@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt import ChecksumError, SaveOptions
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.load import open_files
-from mcore_ckpt.load.read_requests import ReadRequest
+from mcore_ckpt.load import files
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage import _local_reader
 from tests.support.stored_layouts import column_chunks, flip_byte, whole, write_checkpoint
 
@@ -152,7 +152,7 @@ def test_a_sum_that_does_not_fit_is_taken_again_in_memory_of_our_own(
     save(tmp_path, state, "ours")
     cold(tmp_path)
     memory = torch.zeros(rows, 4096)
-    monkeypatch.setattr(open_files, "WINDOW_BYTES", 1 << 20)
+    monkeypatch.setattr(files, "WINDOW_BYTES", 1 << 20)
     reader = FileSystemReader(tmp_path)
     reader.read_items([ReadRequest("w", memory, (0, 0), (rows, 4096))])
     assert len(writes_after_first_read) == 1

@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.requests import ReadRequest
 from tests.support.gloo_ranks import run_ranks
 from tests.support.local_files import cached_pages, device_bytes, drop_cached, has_direct_io
 

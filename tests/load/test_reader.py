@@ -19,11 +19,10 @@ from mcore_ckpt.core.errors import (
     UnsafePickleError,
 )
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.load import _tensor_reads as tensor_reads
-from mcore_ckpt.load import open_files
-from mcore_ckpt.load._placement import ReadBuffer
-from mcore_ckpt.load.read_requests import ReadRequest
+from mcore_ckpt.load import files, reads
+from mcore_ckpt.load.placement import ReadBuffer
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage.base import Storage
 from tests.support.stored_layouts import (
     column_chunks,
@@ -258,8 +257,8 @@ def test_read_buffers_stay_within_the_budget(tmp_path: Path, monkeypatch: pytest
             sizes.append(size_bytes)
             super().__init__(size_bytes, pinned)
 
-    monkeypatch.setattr(tensor_reads, "ReadBuffer", Counted)
-    monkeypatch.setattr(open_files, "WINDOW_BYTES", MIB)
+    monkeypatch.setattr(reads, "ReadBuffer", Counted)
+    monkeypatch.setattr(files, "WINDOW_BYTES", MIB)
     monkeypatch.setattr(Storage, "reads_at_once", 2)
     destination = torch.zeros(4 * MIB, dtype=torch.float64)
     cast = torch.zeros(2 * MIB)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.requests import ReadRequest
 from tests.support.gloo_ranks import run_ranks
 from tests.support.stored_layouts import whole, write_checkpoint
 

@@ -17,10 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.load import _extents as extents
-from mcore_ckpt.load import open_files, ranges
-from mcore_ckpt.load.read_requests import ReadRequest
+from mcore_ckpt.load import files, ranges, reads
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage.base import Storage
 from tests.support.encoded_items import encode_tensor
 from tests.support.stored_layouts import StoredTensor, stock_item, write_checkpoint
@@ -72,11 +71,11 @@ def thresholds(draw: st.DrawFn) -> list[tuple[object, str, int]]:
     cheap_gap_bytes = draw(st.sampled_from([0, 16, 32_768]))
     return [
         (Storage, "reads_at_once", draw(st.sampled_from([1, 2, 3]))),
-        (open_files, "WINDOW_BYTES", draw(st.sampled_from([64, 200, 4096, 1 << 23]))),
-        (open_files, "MAX_GAP_BYTES", draw(st.sampled_from([0, 8, 100, 262_144]))),
-        (extents, "MAX_COLUMN_BYTES", draw(st.sampled_from([0, 2000, 1 << 20]))),
-        (extents, "_STRAIGHT_BYTES", draw(st.sampled_from([1, 64, 1 << 20]))),
-        (extents, "CHEAP_GAP_BYTES", cheap_gap_bytes),
+        (files, "WINDOW_BYTES", draw(st.sampled_from([64, 200, 4096, 1 << 23]))),
+        (files, "MAX_GAP_BYTES", draw(st.sampled_from([0, 8, 100, 262_144]))),
+        (reads, "MAX_COLUMN_BYTES", draw(st.sampled_from([0, 2000, 1 << 20]))),
+        (reads, "_STRAIGHT_BYTES", draw(st.sampled_from([1, 64, 1 << 20]))),
+        (reads, "CHEAP_GAP_BYTES", cheap_gap_bytes),
         (ranges, "CHEAP_GAP_BYTES", cheap_gap_bytes),
     ]
 

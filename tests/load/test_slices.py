@@ -23,9 +23,9 @@ from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format.integrity import BLOCK_BYTES
 from mcore_ckpt.format.item_reading import locate_tensor
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.load.checksums import BlockSums, contiguous_around, whole_blocks
-from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.records import BlockSums, contiguous_around, whole_blocks
+from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from tests.support.local_files import drop_cached, has_direct_io
 

@@ -15,7 +15,7 @@ from mcore_ckpt import checkpoint_fingerprint as stored_fingerprint
 from mcore_ckpt.load.arrivals import Arrivals
 from mcore_ckpt.megatron import _proof
 from mcore_ckpt.megatron._proof import prove_load
-from mcore_ckpt.state import fingerprint as fingerprints
+from mcore_ckpt.state import shards as fingerprints
 from tests.megatron.trap_ranks import installed
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 

@@ -27,8 +27,8 @@ from mcore_ckpt.core.errors import CheckpointExistsError, ChecksumError, Corrupt
 from mcore_ckpt.format.index import StoredChunk, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.load.read_requests import ReadRequest, stored_dtype
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.requests import ReadRequest, stored_dtype
 from mcore_ckpt.models.conversions import import_checkpoint
 from mcore_ckpt.reshard import conversion, copying
 from mcore_ckpt.reshard.options import parse_partition_rules

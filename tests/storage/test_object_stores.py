@@ -19,7 +19,7 @@ from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, LoadError, LoadO
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.directory.publish import write_common
-from mcore_ckpt.load.read_requests import ReadRequest
+from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage.resolve import storage_at
 from tests.support.forked import in_child
 from tests.support.gcs_server import ObjectDirectory

@@ -13,8 +13,8 @@ import torch
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.requests import ReadRequest
 
 __all__ = [
     "StoredTensor",

@@ -18,8 +18,8 @@ from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.load.read_requests import ReadRequest
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools import verify
 from mcore_ckpt.tools.checkpoint import open_checkpoint

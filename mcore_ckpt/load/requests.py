@@ -2,41 +2,202 @@
 
 A request names a slice of a global tensor and the destination for it. The slice may overlap many stored chunks, which
 have to hold all of it together. A `LoadPlan` holds each stored item once, with all destinations that request a part.
+
+Where the stored dtype is not the destination's, elements are converted as `torch.Tensor.copy_` does, with one warning
+for the load, or refused. Destinations that share memory (tied weights that were saved as several tensors, views of one
+buffer) are found before anything is read, and are read one after the other, all others before them.
 """
 
 from __future__ import annotations
 
 import bisect
+import ctypes
 import itertools
 import math
 import operator
+import warnings
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.planner import ReadItem
 
 from mcore_ckpt.core.boxes import Box, covers, intersect, relative
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import (
     CorruptCheckpointError,
+    DtypeMismatchError,
     KindMismatchError,
     LoadError,
     ShapeMismatchError,
 )
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
-from mcore_ckpt.load._columns import Columns, UsualRequest
-from mcore_ckpt.load._overlaps import may_overlap, overlapping
-from mcore_ckpt.load._placement import Want, address_of, can_be_filled, memory_of, narrow
-from mcore_ckpt.load._wanted_items import FEW_CHUNKS, WantedItem, only_box
-from mcore_ckpt.load.checks import missing_key
-from mcore_ckpt.load.dtype_conversions import DtypeConversions
-from mcore_ckpt.state.dcp_tensors import local_chunks
+from mcore_ckpt.load.placement import (
+    FEW_CHUNKS,
+    Columns,
+    UsualRequest,
+    Want,
+    WantedItem,
+    address_of,
+    can_be_filled,
+    memory_of,
+    narrow,
+    only_box,
+)
+from mcore_ckpt.load.records import missing_key
+from mcore_ckpt.state.shards import local_chunks
 from mcore_ckpt.state.torch_classes import torch_dtype
+
+_logger = logger_of(__name__)
+
+
+OnDtypeMismatch = Literal["convert", "raise"]
+
+
+def check_dtype(fqn: str, where: str, stored: torch.dtype, requested: torch.dtype, policy: OnDtypeMismatch) -> None:
+    """Raise `DtypeMismatchError` if a tensor may not be converted, by `LoadOptions.on_dtype_mismatch`, or cannot."""
+    if stored is requested:
+        return
+    what = f"{fqn}: {where} holds {_name(stored)}, the destination is {_name(requested)}"
+    if policy == "raise":
+        raise DtypeMismatchError(f'{what}; LoadOptions(on_dtype_mismatch="convert") converts')
+    if not _converts(stored, requested):
+        raise DtypeMismatchError(f"{what}, and torch cannot convert between the two; load into {_name(stored)}")
+
+
+class DtypeConversions:
+    """Collects the conversions of a load, by the policy `LoadOptions.on_dtype_mismatch`."""
+
+    def __init__(self, policy: OnDtypeMismatch, path: str) -> None:
+        self._policy: OnDtypeMismatch = policy
+        self._path = path
+        self._keys: dict[tuple[torch.dtype, torch.dtype], dict[str, None]] = {}
+        self._nested = 0
+
+    def note(self, fqn: str, stored: torch.dtype, requested: torch.dtype) -> None:
+        """A tensor is about to be converted. Raises `DtypeMismatchError` as `check_dtype`."""
+        check_dtype(fqn, f"the checkpoint {self._path}", stored, requested, self._policy)
+        self._keys.setdefault((stored, requested), {})[fqn] = None
+
+    @contextmanager
+    def of_one_load(self) -> Iterator[None]:
+        """Warn at the end of the outermost of these contexts of what was converted inside."""
+        self._nested += 1
+        try:
+            yield
+        except BaseException:
+            self._keys.clear()
+            raise
+        finally:
+            self._nested -= 1
+        if self._nested == 0 and self._keys:
+            self._warn()
+            self._keys.clear()
+
+    def _warn(self) -> None:
+        pairs = []
+        for (stored, requested), keys in self._keys.items():
+            some = [*keys][:2] + ["..."] * (len(keys) > 2)
+            pairs.append(f"{len(keys)} from {_name(stored)} to {_name(requested)} ({', '.join(some)})")
+        count = len({key for keys in self._keys.values() for key in keys})
+        text = (
+            f"{self._path}: {count} tensors are converted to the dtypes of their destinations: {'; '.join(pairs)}."
+            ' LoadOptions(on_dtype_mismatch="raise") refuses'
+        )
+        if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+            _logger.info("%s", text)  # rank 0 warns for all
+        else:
+            _logger.warning("%s", text)
+
+
+@lru_cache(maxsize=256)
+def _converts(stored: torch.dtype, requested: torch.dtype) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of complex numbers that lose their imaginary part: the load itself warns
+        try:
+            torch.empty(1, dtype=requested).copy_(torch.empty(1, dtype=stored))
+        except (RuntimeError, TypeError, NotImplementedError):
+            return False
+    return True
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_Array = np.ndarray[Any, np.dtype[Any]]
+Destination = tuple[str, torch.Tensor, tuple[int, ...]]
+"""A slice of a global tensor: its key, where it goes, and its offsets, in elements."""
+
+
+def may_overlap(starts: _Array, stops: _Array) -> bool:
+    """Whether any two of the ranges `[start, stop)` have a byte in common."""
+    order = np.argsort(starts)
+    reach = np.maximum.accumulate(stops[order])
+    return bool((starts[order][1:] < reach[:-1]).any())
+
+
+def overlapping(destinations: Sequence[Destination]) -> set[int]:
+    """Numbers of those that share memory with another one, which may get other values there."""
+    ranges = [(*found, number) for number, (_, tensor, _) in enumerate(destinations) if (found := memory_of(tensor))]
+    shared: set[int] = set()
+    for group in _touching(sorted(ranges)):
+        tensors = {number: _global_tensor(*destinations[number]) for number in group}
+        if len(set(tensors.values())) == 1:
+            continue  # parts of one destination, as a plan of many stored chunks has them
+        memory = {number: _bytes_of(destinations[number][1]) for number in group}
+        for number in group:
+            others = (other for other in group if tensors[other] != tensors[number])
+            if number not in shared:
+                shared.update(
+                    pair
+                    for other in others
+                    if np.shares_memory(memory[number], memory[other])
+                    for pair in (number, other)
+                )
+    return shared
+
+
+def _touching(ranges: Sequence[tuple[int, int, int]]) -> Iterator[list[int]]:
+    """Numbers of ranges that touch, directly or by others, in order of their starts."""
+    group: list[int] = []
+    reach = 0
+    for start, stop, number in ranges:
+        if start >= reach:
+            if len(group) > 1:
+                yield group
+            group = []
+        group.append(number)
+        reach = max(reach, stop)
+    if len(group) > 1:
+        yield group
+
+
+def _global_tensor(fqn: str, tensor: torch.Tensor, offsets: tuple[int, ...]) -> tuple[str, int, tuple[int, ...]]:
+    """The key, and where all of the global tensor would lie if the memory went on: slices that have these alike get the
+    same values where they overlap.
+    """
+    strides = tensor.stride()
+    behind = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    return fqn, tensor.data_ptr() - behind * tensor.element_size(), strides
+
+
+def _bytes_of(tensor: torch.Tensor) -> _Array:
+    """An array in the same memory, to compare addresses alone: a device's cannot be looked at."""
+    found = memory_of(tensor)
+    assert found is not None
+    start, stop = found
+    size = tensor.element_size()
+    memory: Any = (ctypes.c_ubyte * (stop - start)).from_address(start)
+    strides = [stride * size for stride in tensor.stride()]
+    return np.ndarray(tuple(tensor.shape), f"V{size}", memory, strides=strides)
 
 
 class ReadRequest(NamedTuple):

@@ -1,22 +1,26 @@
-"""Small items that go as they are, all of each, to where they belong: columns of places and addresses, made once.
+"""Where read bytes end up: destination tensors, one by one or in columns.
 
-A load under the layout of the save requests complete chunks, by the ten thousand. The index says of each where it lies,
-how long it is, which bytes stand before and behind its payload (those that this package writes for such a tensor), and
-its CRC-32. So the items of a span are checked together: the bytes around their payloads are compared with the expected
-ones, and their sums with those of `.metadata`. Only where something differs is each item of the span read by itself.
+A destination that lies in host memory as the bytes lie in the file (same dtype, C-contiguous, a plain tensor) has an
+*address*: bytes are read or copied straight there. Everything else (strided views, other dtypes, devices, tensor
+subclasses) goes through torch, from a strided view of the buffer that the bytes were read into.
 
-The kernel scatters what the page cache holds: each payload to where it belongs, the bytes around the payloads side by
-side into a buffer, where they are compared at once (`scatter`). What comes from the device is read into a buffer and
-copied out of it (`place`).
+A load under the layout of the save requests complete small chunks, by the ten thousand. `Columns` hold their places and
+addresses. The index says where each lies, which bytes stand before and behind its payload (those that this package
+writes for such a tensor), and its CRC-32. So the items of a span are checked together: the bytes around their payloads,
+and the sums of these. Only where something differs is each item of the span read by itself. The kernel scatters what
+the page cache holds: payloads to where they belong, the bytes around them side by side into a buffer (`scatter`). What
+comes from the device is read into a buffer and copied out of it (`place`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -24,15 +28,258 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from mcore_ckpt.core.boxes import Box, covers
+from mcore_ckpt.core.boxes import Box, covers, intersect, relative, strides_of
 from mcore_ckpt.core.crc import crc32s
-from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, TensorForm
+from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, StoredItem, TensorForm
 from mcore_ckpt.format.item_layout import tensor_template
-from mcore_ckpt.load._placement import ReadBuffer, Want, address_of, memory_at
-from mcore_ckpt.load._wanted_items import FEW_CHUNKS, WantedItem, only_box
+from mcore_ckpt.format.item_reading import LocatedTensor
 from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES, Extent, coalesce
-from mcore_ckpt.state.torch_classes import torch_dtype
+from mcore_ckpt.load.records import check_located, chunk_name
+from mcore_ckpt.state.torch_classes import dtype_name, torch_dtype
 from mcore_ckpt.storage.base import RangeReader
+from mcore_ckpt.storage.direct_io import aligned_buffer
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+# Same-dtype copies are done on integers of the same width: torch copies those for every dtype, and bit by bit.
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class Want(NamedTuple):
+    """A box of a stored chunk, and the destination of the same shape that wants it."""
+
+    box: Box  # relative to the chunk, in elements
+    whole: bool  # the box is the whole chunk
+    tensor: torch.Tensor  # the destination; written in place
+    address: int  # where its bytes lie, when they lie exactly as stored (`address_of`); 0 otherwise
+
+
+def address_of(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
+    """Where in host memory a box of the tensor's own shape, stored as `stored_dtype`, belongs byte for byte; else 0."""
+    if (
+        tensor.dtype is stored_dtype
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and type(tensor) in _PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+        and not (stored_dtype.is_complex and tensor.is_conj())
+    ):
+        return tensor.data_ptr()
+    return 0
+
+
+def can_be_filled(tensor: torch.Tensor) -> bool:
+    """Whether what is written to a tensor stays anywhere: not in one that only describes a tensor, as fake ones do."""
+    return not tensor.is_meta and (type(tensor) in _PLAIN_TYPES or tensor.untyped_storage().device.type != "meta")
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """First byte and end of a tensor's memory, gaps included; None if it has none of its own."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # a subclass that holds other tensors
+        return None
+    if not start:
+        return None
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The view of `tensor` that `box` (in elements) names."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def memory_at(address: int, length: int) -> memoryview:
+    """Writable bytes `[address, address + length)` of this process; their owner has to stay alive."""
+    return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
+
+
+class HostBytes:
+    """Host memory that holds stored bytes, for copying out of; `tensor` has them as a flat uint8 tensor."""
+
+    __slots__ = ("address", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.address = tensor.data_ptr()
+
+    @classmethod
+    def at(cls, address: int, length: int) -> HostBytes:
+        """Bytes `[address, address + length)` of this process; their owner has to stay alive."""
+        return cls(torch.frombuffer((ctypes.c_ubyte * length).from_address(address), dtype=torch.uint8))
+
+    def strided(self, at: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+        """Elements of `dtype` from byte `at` on, as a view of that shape and strides (in elements). A copy where they
+        are not aligned, which torch requires: stock writers pack items at odd offsets.
+        """
+        span_elems = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        flat = self.tensor[at : at + span_elems * dtype.itemsize]
+        if (self.address + at) % dtype.itemsize:
+            flat = flat.clone()
+        elif flat.storage_offset() % dtype.itemsize:
+            flat = HostBytes.at(self.address + at, len(flat)).tensor
+        return flat.view(dtype).as_strided(sizes, strides)
+
+
+class ReadBuffer(HostBytes):
+    """Page-aligned host memory that spans are read into; reused from span to span, freed when dropped. Pinned, it is
+    copied to a device fast.
+    """
+
+    __slots__ = ("_keep", "size_bytes", "view")
+
+    def __init__(self, size_bytes: int, pinned: bool = False) -> None:
+        self.size_bytes = size_bytes
+        if pinned:
+            block = torch.empty(size_bytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
+            skip = -block.data_ptr() % mmap.PAGESIZE
+            super().__init__(block[skip : skip + size_bytes])
+            self._keep: object = block
+            self.view = memory_at(self.address, size_bytes)
+        else:
+            self.view = aligned_buffer(size_bytes)[:size_bytes]
+            super().__init__(torch.frombuffer(self.view, dtype=torch.uint8))
+            self._keep = self.view
+
+
+def _takes_bits(tensor: torch.Tensor, stored_dtype: torch.dtype) -> bool:
+    """True if stored elements can be put into the tensor bit by bit."""
+    return (
+        tensor.dtype is stored_dtype and type(tensor) in _PLAIN_TYPES and not tensor.is_neg() and not tensor.is_conj()
+    )
+
+
+def alignment_for(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
+    """The alignment at which `place_box` can use bytes in memory as they are. Whole rows are copied as bytes; single
+    elements, and those that are converted, have to be aligned as such.
+    """
+    if tensor.dim() and tensor.stride(-1) == 1 and _takes_bits(tensor, stored_dtype):
+        return 1
+    return stored_dtype.itemsize
+
+
+def place_box(
+    memory: HostBytes,
+    at: int,
+    read_box: Box,
+    chunk_sizes: Sequence[int],
+    stored_dtype: torch.dtype,
+    want: Want,
+) -> None:
+    """Copy what a destination requests of `read_box`, relative to the chunk, in elements. Its bytes lie at `at` of a
+    buffer, from the first to the last element, gaps included.
+    """
+    overlap = intersect(read_box, want.box)
+    if overlap is None:
+        return
+    strides = strides_of(chunk_sizes)
+    first = sum(
+        (offset - base) * stride
+        for offset, base, stride in zip(overlap.offsets, read_box.offsets, strides, strict=True)
+    )
+    span_elems = 1 + sum((size - 1) * stride for size, stride in zip(overlap.sizes, strides, strict=True))
+    elem_bytes = stored_dtype.itemsize
+    inside = relative(overlap, want.box.offsets)
+    destination = want.tensor.detach()
+    if inside.sizes != tuple(destination.shape):
+        destination = narrow(destination, inside)
+    wanted_elems = math.prod(overlap.sizes)
+    if want.address and span_elems == wanted_elems and destination.is_contiguous():
+        source = memory.address + at + first * elem_bytes
+        ctypes.memmove(destination.data_ptr(), source, wanted_elems * elem_bytes)
+        return
+    same_bits = _takes_bits(destination, stored_dtype)
+    at += first * elem_bytes
+    with torch.no_grad():
+        if same_bits and overlap.sizes and destination.stride(-1) == 1:
+            # As bytes, rows need not be aligned; torch copies each of them in one go.
+            row = [*overlap.sizes[:-1], overlap.sizes[-1] * elem_bytes]
+            source_view = memory.strided(at, torch.uint8, row, [*(stride * elem_bytes for stride in strides[:-1]), 1])
+            destination.view(torch.uint8).copy_(source_view)
+        elif same_bits:
+            carrier = _CARRIERS[elem_bytes]
+            destination.view(carrier).copy_(memory.strided(at, carrier, overlap.sizes, strides))
+        else:
+            destination.copy_(memory.strided(at, stored_dtype, overlap.sizes, strides))
+
+
+# Up to here a look at every chunk of a tensor is cheaper than an index of them.
+FEW_CHUNKS = 8
+
+
+@dataclass(slots=True, eq=False)
+class WantedItem:
+    """A stored chunk, and the slices of it that are requested."""
+
+    fqn: str  # key of the global tensor
+    dtype: torch.dtype  # stored dtype
+    chunk: StoredChunk  # the chunk and where it is stored
+    payload_bytes: int  # size of the chunk's elements
+    wants: list[Want] = field(default_factory=list)  # slices and destinations
+
+    @property
+    def needed_bytes(self) -> int:
+        """How many bytes the destinations take; what several of them request counts several times."""
+        wants = self.wants
+        if len(wants) == 1 and wants[0].whole:
+            return self.payload_bytes
+        return sum(math.prod(want.box.sizes) for want in wants) * self.dtype.itemsize
+
+    @property
+    def item(self) -> StoredItem:
+        """Where the chunk is stored."""
+        return self.chunk.item
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        """File, offset and key: the order of the files."""
+        return self.chunk.item.file, self.chunk.item.offset, self.fqn
+
+    @property
+    def where(self) -> str:
+        """The chunk, as an error message names it."""
+        return chunk_name(self.fqn, self.chunk)
+
+    @property
+    def expected(self) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape that the index says the item has."""
+        return dtype_name(self.dtype), self.chunk.sizes
+
+    def check(self, located: LocatedTensor) -> None:
+        """Raise `CorruptCheckpointError` unless the item holds the tensor that the index says it does."""
+        check_located(located, *self.expected, self.payload_bytes, self.item.crc32)
+
+
+def only_box(
+    starts: Sequence[tuple[int, ...]],
+    lengths: Sequence[tuple[int, ...]],
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+) -> int | None:
+    """Number of the slice that is just this one, if no other one overlaps it; of slices at `starts` of `lengths`."""
+    found = None
+    for number, (start_of, length_of) in enumerate(zip(starts, lengths, strict=True)):
+        if start_of == offsets and length_of == sizes:
+            if found is not None:
+                return None
+            found = number
+            continue
+        for start, size, other_start, other_size in zip(offsets, sizes, start_of, length_of):  # noqa: B905
+            if start + size <= other_start or other_start + other_size <= start:
+                break
+        else:
+            return None
+    return found
+
 
 # Up to here, an item is read with its neighbours and copied out of the buffer: a copy at memory speed costs less than
 # reads of its own for header and payload.

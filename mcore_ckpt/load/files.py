@@ -1,0 +1,362 @@
+"""The data files of a checkpoint: where they are nearest, whether the index is of them, opened as they are reached.
+
+With a second tier, a file is read on local storage if it lies there. The names of data files carry the id of their
+save, and their lengths are in the manifest of `.metadata`: a load never mixes two saves.
+
+Each file is compared with `.metadata` before the first byte of it is used. With a manifest that takes one small read.
+Where another program has rewritten `.metadata`, what a file of this package says that it holds is compared with the
+index item by item. Files of other writers carry nothing to compare.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.core.options import PageCache
+from mcore_ckpt.format.index import CheckpointIndex, StoredItem
+from mcore_ckpt.format.integrity import FOOTER_BYTES, FileFooter, FileTable, data_file_of, decode_table
+from mcore_ckpt.format.metadata_read import checked_footer
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, Storage, align_up
+
+
+class NearestFiles:
+    """Opens data files of one checkpoint.
+
+    Args:
+        near: where they are looked for first; the directory need not exist.
+        far: where they are else.
+        home: which of the two the index is of: files that cannot be told from others by name and length, as those of
+            Megatron-Core, are read there alone.
+        index: of the checkpoint; asked at the first file.
+    """
+
+    def __init__(self, near: Storage, far: Storage, home: Storage, index: Callable[[], CheckpointIndex]) -> None:
+        self._near = near
+        self._far = far
+        self._home = home
+        self._index = index
+        self._opened: dict[str, Storage] = {}
+        self._is_left = False
+        self.request_bytes = max(near.request_bytes, far.request_bytes)
+        self.reads_at_once = max(near.reads_at_once, far.reads_at_once)
+        self.open_ahead = max(near.open_ahead, far.open_ahead)
+
+    def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
+        """As `Storage.open_reader`."""
+        manifest = self._index().manifest
+        expected = None if manifest is None else manifest.files.get(name)
+        if not _is_told(name) or expected is None:
+            return self._home.open_reader(name, direct=direct)
+        reader = None if self._is_left else self._open_near(name, direct, expected.size_bytes)
+        self._opened[name] = self._far if reader is None else self._near
+        return reader or self._far.open_reader(name, direct=direct)
+
+    @contextlib.contextmanager
+    def in_use(self, name: str) -> Iterator[None]:
+        """As `Storage.in_use`, of the directory that is read besides that of the index, if there is one to read."""
+        if self._home is self._far:
+            other = self._near
+        elif self._all_are_near():
+            yield
+            return
+        else:
+            other = self._far
+        with other.in_use(name):
+            yield
+
+    def _all_are_near(self) -> bool:
+        manifest = self._index().manifest
+        files = {} if manifest is None else {name: file for name, file in manifest.files.items() if _is_told(name)}
+        there = self._near.sizes() if files else {}
+        return all(there.get(name) == file.size_bytes for name, file in files.items())
+
+    def where(self, error: LoadError) -> Storage | None:
+        """The directory in which the file of an error was read; None if the error is of none."""
+        return None if error.file is None else self._opened.get(error.file)
+
+    def leave_near(self, error: LoadError) -> Storage | None:
+        """Where all files of this save are read from now on, if the error is of one that was read near; else None."""
+        if self._is_left or self.where(error) is not self._near:
+            return None
+        self._is_left = True
+        return self._far
+
+    def _open_near(self, name: str, direct: DirectIo, size_bytes: int) -> RangeReader | None:
+        try:
+            reader = self._near.open_reader(name, direct=direct)
+        except LoadError:
+            return None
+        if reader.size_bytes == size_bytes:
+            return reader
+        reader.close()
+        return None
+
+
+def _is_told(name: str) -> bool:
+    """Whether a name tells of which save a file is."""
+    found = data_file_of(name)
+    return found is not None and found.save is not None
+
+
+class _Row(NamedTuple):
+    """An item of a tensor as index and table both describe it."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class FileFooters:
+    """Checks data files of one checkpoint, each once, for any number of threads; `index` is asked at the first file."""
+
+    def __init__(self, index: Callable[[], CheckpointIndex]) -> None:
+        self._index = index
+        self._checked: set[str] = set()
+        self._lock = threading.Lock()
+        self._items: dict[str, dict[tuple[int, int], str | _Row]] | None = None
+
+    def check(self, name: str, reader: RangeReader) -> None:
+        """Compare a file with what `.metadata` says of it. Raises `CorruptCheckpointError`, or `LoadError`."""
+        if reader.name in self._checked:
+            return
+        index = self._index()
+        footer = checked_footer(index, name, reader)
+        if index.manifest is None and footer is not None:
+            self._check_table(index, name, read_table(reader, footer), reader.name)
+        self._checked.add(reader.name)
+
+    def _check_table(self, index: CheckpointIndex, name: str, table: FileTable, where: str) -> None:
+        with self._lock:
+            if self._items is None:
+                self._items = items_by_file(index)
+        for problem in table_problems(self._items.get(name, {}), table):
+            raise CorruptCheckpointError(
+                f"{where}: {problem}; .metadata and this file do not belong together: put the files of one save "
+                "together again, or load another checkpoint"
+            )
+
+
+def read_table(reader: RangeReader, footer: FileFooter) -> FileTable:
+    """What a data file says that it holds; raises `CorruptCheckpointError`."""
+    start = reader.size_bytes - FOOTER_BYTES - footer.table_bytes
+    if start < 0:
+        raise CorruptCheckpointError(
+            f"{reader.name}: its integrity footer states a table of {footer.table_bytes} bytes, the file has "
+            f"{reader.size_bytes}"
+        )
+    return decode_table(reader.read(start, footer.table_bytes), footer, reader.name)
+
+
+def items_by_file(index: CheckpointIndex) -> dict[str, dict[tuple[int, int], str | _Row]]:
+    """The items of each file by offset and length: an object's key, or what a tensor's chunk is."""
+    found: dict[str, dict[tuple[int, int], str | _Row]] = {}
+    for item, row in _described(index):
+        found.setdefault(item.file, {})[item.offset, item.length] = row
+    return found
+
+
+def _described(index: CheckpointIndex) -> Iterator[tuple[StoredItem, str | _Row]]:
+    for fqn, entry in index.tensors.items():
+        for chunk in entry.chunks:
+            row = _Row(fqn, entry.dtype, entry.shape, chunk.offsets, chunk.sizes)
+            yield chunk.item, fqn if chunk.item.transforms else row
+    for fqn, stored in index.objects.items():
+        yield stored.item, fqn
+
+
+def table_problems(items: dict[tuple[int, int], str | _Row], table: FileTable) -> Iterator[str]:
+    """In what an index and a file's table contradict each other; a table may list more than the index names."""
+    stored: dict[tuple[int, int], str | _Row] = {(row.offset, row.length): row.key for row in table.objects}
+    stored.update({(row.offset, row.length): _Row(*row[:5]) for row in table.tensors})
+    for (offset, length), row in items.items():
+        found = stored.get((offset, length))
+        if found != row:
+            yield (
+                f"bytes [{offset}, {offset + length}) are {_shown(row)} for .metadata, and "
+                f"{'no item' if found is None else _shown(found)} for the file"
+            )
+
+
+def _shown(row: str | _Row) -> str:
+    if isinstance(row, str):
+        return f"the object {row!r:.300}"
+    box = f"box at {list(row.offsets)} of sizes {list(row.sizes)}"
+    return f"{row.key!r:.300} ({row.dtype}, {box} of shape {list(row.shape)})"
+
+
+# Threads work in neighbouring files, so few are in use at once; a reader of 1,000 ranks' files must not need 1,000 fds.
+_MAX_IDLE_FILES = 16
+
+# Of one read, and of the buffer of each thread: long enough for a disk's full speed.
+WINDOW_BYTES = 8 * 1024 * 1024
+# The longest gap between two requested ranges that is read and thrown away: about what a disk delivers meanwhile.
+MAX_GAP_BYTES = 256 * 1024
+
+_DIRECT: dict[PageCache, DirectIo] = {"auto": "auto", "on": "off"}
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """What reads have cost so far; add to it under `lock`."""
+
+    reads: int = 0  # read calls
+    bytes_read: int = 0  # bytes that they brought, headers, padding and gaps included
+    bytes_needed: int = 0  # bytes of the elements and objects that were asked for
+    records_checked: int = 0  # records whose CRC-32 was compared
+    fallbacks: int = 0  # items that had to be decoded completely (`item_decoding`)
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(
+        self,
+        *,
+        reads: int = 0,
+        bytes_read: int = 0,
+        bytes_needed: int = 0,
+        records_checked: int = 0,
+        fallbacks: int = 0,
+    ) -> None:
+        """Count; safe from any thread."""
+        with self.lock:
+            self.reads += reads
+            self.bytes_read += bytes_read
+            self.bytes_needed += bytes_needed
+            self.records_checked += records_checked
+            self.fallbacks += fallbacks
+
+
+class OpenFiles:
+    """Readers of a checkpoint's files, opened on first use and closed when they are no longer in use.
+
+    `footers` checks each file when it is opened; None: what is read of them is checked elsewhere.
+    """
+
+    def __init__(self, storage: Storage | NearestFiles, page_cache: PageCache, footers: FileFooters | None) -> None:
+        self._footers = footers
+        self._storage = storage
+        self._direct = _DIRECT[page_cache]
+        self._lock = threading.Lock()
+        self._closed = False
+        # By name and how it is read. Each file is opened by one thread; others by others meanwhile.
+        self._opening: dict[tuple[str, DirectIo], threading.Lock] = {}
+        self._in_use: dict[tuple[str, DirectIo], tuple[RangeReader, int]] = {}
+        self._idle: OrderedDict[tuple[str, DirectIo], RangeReader] = OrderedDict()
+
+    @property
+    def open_ahead(self) -> int:
+        """How many files are opened ahead of the one that is read (`Storage`)."""
+        return self._storage.open_ahead
+
+    @property
+    def reads_at_once(self) -> int:
+        """How many keep the storage busy (`Storage`)."""
+        return self._storage.reads_at_once
+
+    def read_sizes(self) -> dict[str, int]:
+        """Window and gaps, as `coalesce` and `split_box` take them."""
+        request_bytes = self._storage.request_bytes
+        return {
+            "window_bytes": WINDOW_BYTES,
+            "max_gap_bytes": max(MAX_GAP_BYTES, request_bytes),
+            "request_bytes": request_bytes,
+        }
+
+    @contextmanager
+    def reader(self, name: str, *, keeps: bool = False) -> Iterator[RangeReader]:
+        """The reader of a file; several threads get the same one. Raises as `Storage.open_reader`.
+
+        Args:
+            name: of the file.
+            keeps: what is read stays in the page cache, for the other ranks of this host, if the options leave that
+                open (`LoadOptions.page_cache`).
+        """
+        key: tuple[str, DirectIo] = (name, "keep" if keeps and self._direct == "auto" else self._direct)
+        with self._lock:
+            opening = self._opening.setdefault(key, threading.Lock())
+        with opening:
+            with self._lock:
+                reader, users = self._in_use.get(key, (None, 0))
+                if reader is None:
+                    reader = self._idle.pop(key, None)
+                if reader is not None:
+                    self._in_use[key] = (reader, users + 1)
+            if reader is None:
+                reader = self._opened(*key)
+                with self._lock:
+                    self._in_use[key] = (reader, 1)
+        try:
+            yield reader
+        finally:
+            self._release(key)
+
+    def _opened(self, name: str, direct: DirectIo) -> RangeReader:
+        reader = self._storage.open_reader(name, direct=direct)
+        try:
+            if self._footers is not None:
+                self._footers.check(name, reader)
+        except BaseException:
+            reader.close()
+            raise
+        return reader
+
+    def _release(self, key: tuple[str, DirectIo]) -> None:
+        surplus = None
+        with self._lock:
+            reader, users = self._in_use.pop(key)
+            if users > 1:
+                self._in_use[key] = (reader, users - 1)
+            elif self._closed:
+                surplus = reader
+            else:
+                self._idle[key] = reader
+                if len(self._idle) > _MAX_IDLE_FILES:
+                    _, surplus = self._idle.popitem(last=False)
+        if surplus is not None:
+            surplus.close()
+
+    def forget(self) -> None:
+        """Open files again from now on; none is in use."""
+        with self._lock:
+            readers = list(self._idle.values())
+            self._idle.clear()
+        for reader in readers:
+            reader.close()
+
+    def close(self) -> None:
+        """Close what is idle, and what is in use when its last user releases it."""
+        with self._lock:
+            self._closed = True
+            readers = list(self._idle.values())
+            self._idle.clear()
+        for reader in readers:
+            reader.close()
+
+
+def padded_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:
+    """The aligned range around `[start, stop)`, which O_DIRECT can read straight into a buffer; not past the file."""
+    return start // ALIGNMENT_BYTES * ALIGNMENT_BYTES, max(stop, min(align_up(stop), file_bytes))
+
+
+def naming(error: LoadError, where: str) -> LoadError:
+    """The same error; it names `where` it happened, if it does not yet."""
+    named = error if where in str(error) else type(error)(f"{where}: {error}")
+    named.file = error.file
+    return named
+
+
+@contextmanager
+def using(file: str) -> Iterator[None]:
+    """Items of that file are read and checked within: a `LoadError` gets its name."""
+    try:
+        yield
+    except LoadError as error:
+        error.file = file
+        raise

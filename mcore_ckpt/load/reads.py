@@ -1,0 +1,1054 @@
+"""A plan carried out: which bytes of which files, read into destination tensors, and checked on the way.
+
+    columns          small items that are requested as they are, all at once (`placement.Columns`)
+    packed items     small; head and tail included, many in one span; each is located inside the buffer and copied out
+    complete items   the payload in parts of at most a window. If this package wrote the item, the parts at either end
+                     come with the item's head and tail, which are compared with the expected bytes
+    slices           the parts of the payload that hold them. Rows with short gaps between them are read gaps included;
+                     where that is most of the payload, all of it is read and checked as a complete item
+    all others       (objects; compressed, transformed, strided, or not what this package writes there) are decoded
+                     completely (`ItemDecoder`), tensors one at a time, after all else
+
+The CRC-32 of a payload that is read completely is compared. Of a slice, the blocks are checked that it lies in, if
+`.metadata` has their sums: these show that the payload lies where it should, too. Otherwise head and tail are read and
+compared for that. Where the index does not tell where large payloads lie, their headers are read a little ahead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+import io
+import math
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+
+from mcore_ckpt.core.boxes import Box, Stretch, intersect, relative, runs
+from mcore_ckpt.core.console import logger_of
+from mcore_ckpt.core.crc import crc32
+from mcore_ckpt.core.errors import IF_DAMAGED, ChecksumError, CorruptCheckpointError, LoadError
+from mcore_ckpt.core.fingerprints import may_begin_at, rows_to_sum
+from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.core.process import Crew, Task, in_parallel, together
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem
+from mcore_ckpt.format.integrity import BLOCK_BYTES, inner_blocks
+from mcore_ckpt.format.item_layout import tensor_template
+from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor, locate_tensor_in
+from mcore_ckpt.format.safe_pickle import load_object
+from mcore_ckpt.format.zip_records import NotRangeable
+from mcore_ckpt.load.arrivals import Arrivals
+from mcore_ckpt.load.files import OpenFiles, ReadStats, naming, padded_range, using
+from mcore_ckpt.load.placement import (
+    MAX_COLUMN_BYTES,
+    ColumnSpan,
+    HostBytes,
+    ReadBuffer,
+    Want,
+    WantedItem,
+    alignment_for,
+    cut,
+    memory_at,
+    narrow,
+    place,
+    place_box,
+    scatter,
+    spans_of,
+)
+from mcore_ckpt.load.ranges import (
+    CHEAP_GAP_BYTES,
+    MAX_WASTE,
+    ChunkPart,
+    Extent,
+    Span,
+    cluster_boxes,
+    coalesce,
+    split_box,
+)
+from mcore_ckpt.load.records import (
+    BlockSums,
+    RecordSum,
+    check_proportion,
+    check_records,
+    checksum_error,
+    chunk_name,
+    contiguous_around,
+    item_name,
+    whole_blocks,
+)
+from mcore_ckpt.load.requests import LoadPlan
+from mcore_ckpt.state.torch_classes import dtype_name
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, align_up
+
+_logger = logger_of(__name__)
+
+
+class ItemDecoder:
+    """Reads items and decodes them. `opened` gives the files. Transforms are undone by DCP's `ExtensionRegistry`; None:
+    what torch knows.
+    """
+
+    def __init__(
+        self,
+        opened: Callable[[], AbstractContextManager[OpenFiles]],
+        options: LoadOptions,
+        stats: ReadStats,
+        extension_registry: Any = None,
+    ) -> None:
+        self._extension_registry = extension_registry
+        self._opened = opened
+        self._options = options
+        self._stats = stats
+        self._reasons: set[str] = set()
+
+    def object_contents(self, entries: Iterable[ObjectEntry]) -> Iterator[tuple[ObjectEntry, bytes]]:
+        """Stored objects as `torch.save` made them, in order of the files; neighbours are read together."""
+        extents = [
+            Extent(entry.item.file, entry.item.offset, entry.item.offset + entry.item.length, entry.item.length, entry)
+            for entry in entries
+        ]
+        extents.sort(key=lambda extent: (extent.file, extent.start))
+        with self._opened() as files:
+            spans = coalesce(extents, **files.read_sizes())
+            at_once = max(1, files.open_ahead)
+            while few := list(islice(spans, at_once)):
+                contents = together(at_once, *(partial(self._read_span, files, span) for span in few))
+                for span, content in zip(few, contents, strict=True):
+                    for extent in span.extents:
+                        stored = content[extent.start - span.start : extent.stop - span.start]
+                        with using(span.file):
+                            checked = self._checked(extent.owner.fqn, extent.owner.item, stored, is_object=True)
+                        yield extent.owner, checked
+                        self._stats.add(bytes_needed=len(stored))
+
+    def _read_span(self, files: OpenFiles, span: Span) -> bytes:
+        first: ObjectEntry = span.extents[0].owner
+        return self._read(files, first.fqn, StoredItem(span.file, span.start, span.stop - span.start))
+
+    def tensor(self, fqn: str, chunk: StoredChunk, dtype: torch.dtype, reason: str) -> torch.Tensor:
+        """Decode a stored chunk of a tensor, for a `reason` that is logged once for each kind."""
+        where = chunk_name(fqn, chunk)
+        check_proportion(math.prod(chunk.sizes) * dtype.itemsize, chunk.item, where)
+        kind = re.sub(r"\d+", "#", reason)
+        if kind not in self._reasons:
+            self._reasons.add(kind)
+            _logger.warning(
+                "%s is read and decoded completely, which is slow, because %s; so are others like it", where, reason
+            )
+        with self._opened() as files:
+            stored = self._read(files, fqn, chunk.item)
+        content = self._checked(fqn, chunk.item, stored, is_object=False)
+        self._stats.add(fallbacks=1)
+        try:
+            loaded = load_object(
+                content,
+                self._options.allowed_classes,
+                where=where,
+                verify_crc=False,  # compared above
+            )
+        except CorruptCheckpointError:
+            raise
+        except Exception as error:
+            raise CorruptCheckpointError(
+                f"{where}: cannot be decoded ({type(error).__name__}: {str(error)[:300]}); {IF_DAMAGED}"
+            ) from error
+        if not isinstance(loaded, torch.Tensor) or tuple(loaded.shape) != chunk.sizes or loaded.dtype != dtype:
+            got = f"{loaded.dtype} of shape {list(loaded.shape)}" if isinstance(loaded, torch.Tensor) else type(loaded)
+            raise CorruptCheckpointError(
+                f"{where}: the index says {dtype} of shape {list(chunk.sizes)}, stored is {got}"
+            )
+        if loaded.layout is not torch.strided or loaded.device.type == "meta":
+            kind = "on the meta device" if loaded.device.type == "meta" else f"of layout {loaded.layout}"
+            raise CorruptCheckpointError(
+                f"{where}: expected a tensor with an element at each place, stored is one {kind}; {IF_DAMAGED}"
+            )
+        # Through the class: an attribute that the pickle gave it may have any name.
+        return torch.Tensor.detach(loaded)
+
+    def _read(self, files: OpenFiles, fqn: str, item: StoredItem) -> bytes:
+        try:
+            with using(item.file), files.reader(item.file) as reader:
+                stored = reader.read(item.offset, item.length)
+        except LoadError as error:
+            raise naming(error, item_name(fqn, item)) from error
+        self._stats.add(reads=1, bytes_read=len(stored))
+        return stored
+
+    def _checked(self, fqn: str, item: StoredItem, stored: bytes, *, is_object: bool) -> bytes:
+        """The item's container: transforms undone, checksums compared."""
+        where = item_name(fqn, item)
+        # What is neither an object nor transformed has the CRC-32 of its payload alone in the index.
+        if item.crc32 is not None and (is_object or item.transforms):
+            got = crc32(stored)
+            if got != item.crc32:
+                raise checksum_error(where, "its bytes have", got, item.crc32)
+        content = self._undo_transforms(stored, item.transforms, where) if item.transforms else stored
+        self._verify(content, where)
+        return content
+
+    def _verify(self, content: bytes, where: str) -> None:
+        view = memoryview(content)
+
+        def read(offset: int, length: int) -> bytes:
+            return content[offset : offset + length]
+
+        def sum_up(offset: int, length: int) -> int:
+            return crc32(view[offset : offset + length])
+
+        self._stats.add(records_checked=check_records(read, sum_up, len(content), where))
+
+    def _undo_transforms(self, stored: bytes, transforms: tuple[str, ...], where: str) -> bytes:
+        """Undo DCP's stream transforms, in the order in which they are named."""
+        stream: Any = io.BytesIO(stored)
+        at_fault = ", ".join(transforms)
+        try:
+            registry = self._extension_registry
+            if registry is None:
+                from torch.distributed.checkpoint._extension import ExtensionRegistry
+
+                registry = ExtensionRegistry()
+            for descriptor in transforms:
+                at_fault = descriptor
+                for extension in registry.from_descriptor_list([descriptor]):
+                    # Any extension may be registered; those that transform streams have this method.
+                    if hasattr(extension, "transform_from"):
+                        stream = extension.transform_from(stream)
+            at_fault = ", ".join(transforms)
+            return bytes(stream.read(-1))
+        except Exception as error:
+            raise LoadError(
+                f"{where}: stored through the extension {at_fault}, which cannot be undone here"
+                f" ({type(error).__name__}: {error}); install what it needs, or read with"
+                " `FileSystemReader(path, _extension_registry=...)` and a registry that knows it"
+            ) from error
+
+
+# From here on a part goes straight into its destination rather than through a buffer that it shares with others.
+_STRAIGHT_BYTES = 1024 * 1024
+
+# What so much of is requested, or is read anyway, is read completely.
+_MOSTLY = 0.8
+
+
+class PayloadPlace(NamedTuple):
+    """Where the payload of an item lies in its file."""
+
+    start: int  # its first byte
+    crc32: int | None  # of the payload; None if nothing states it
+    head: bytes = b""  # what has to stand before and behind it; empty if the item itself has been read and says so
+    tail: bytes = b""  # what has to stand before and behind it; empty if the item itself has been read and says so
+
+
+class PartRead(NamedTuple):
+    """A part of a payload, and where it goes."""
+
+    wanted: WantedItem  # the item
+    place: PayloadPlace  # of the item's payload
+    part: ChunkPart  # slice of the chunk, and bytes of the payload
+    wants: list[Want]  # destinations that overlap the part
+    address: int  # host memory that takes the part's bytes just as they are; 0 if there is none
+    alignment: int  # the bytes have to lie on a multiple of this to be placed without a further copy
+    record: RecordSum | None  # sum of the payload, if all of it is read
+    blocks: BlockSums | None  # sums of the blocks that the part lies in, if a slice of the payload is read and checked
+    head: bytes = b""  # what has to stand before and behind the part, read with it
+    tail: bytes = b""  # what has to stand before and behind the part, read with it
+
+
+class Ends(NamedTuple):
+    """The head or tail of an item of which a slice is read that no sum checks: the expected bytes, and where its
+    payload starts in its file.
+    """
+
+    wanted: WantedItem
+    start: int
+    expected: bytes
+
+
+def own_place(wanted: WantedItem) -> PayloadPlace | None:
+    """Where the payload lies if this package wrote the item; None if the index does not tell. It tells the CRC-32 of
+    each payload in a checkpoint with a manifest, with which its files are compared.
+    """
+    item = wanted.item
+    if item.crc32 is None:
+        return None
+    try:
+        template = tensor_template(dtype_name(wanted.dtype), wanted.chunk.sizes)
+    except ValueError:
+        return None
+    if template.item_bytes != item.length or not template.payload_bytes:
+        return None
+    return PayloadPlace(item.offset + len(template.head), item.crc32, template.head, template.tail_with(item.crc32))
+
+
+class Extents:
+    """Plans the reads of one load. `sizes`: as `split_box` takes them; `running`: cumulative sums of payloads, by file
+    and offset of the item (`CheckpointIndex.blocks`); `columns_of`: the place in its tensor of a chunk whose rows are
+    to be summed.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        running: Mapping[tuple[str, int], Sequence[int]],
+        columns_of: Callable[[WantedItem], Stretch | None] | None = None,
+    ) -> None:
+        self._sizes = sizes
+        self._running = running
+        self._columns_of = columns_of
+
+    def is_packed(self, wanted: WantedItem, needed_bytes: int) -> bool:
+        """Whether an item is read with its neighbours, head and tail included; `needed_bytes` of it are requested."""
+        item = wanted.chunk.item
+        length = item.length
+        if length > MAX_COLUMN_BYTES or length > self._sizes["window_bytes"]:
+            return False
+        if item.crc32 is not None:
+            return True  # all of it is a single block, or less
+        return length <= CHEAP_GAP_BYTES or needed_bytes >= _MOSTLY * length
+
+    def packed(self, wanted: WantedItem) -> Extent:
+        """The extent of an item that `is_packed`."""
+        item = wanted.chunk.item
+        return Extent(item.file, item.offset, item.offset + item.length, item.length, wanted)
+
+    def of(self, wanted: WantedItem, place: PayloadPlace) -> Iterator[Extent]:
+        """The extents of an item that is not packed, in order."""
+        clusters = cluster_boxes(wanted.chunk.sizes, [want.box for want in wanted.wants])
+        if len(clusters) == 1 and self._reads_all(wanted, clusters[0][0]):
+            return self._complete(wanted, place)
+        slices = [self._slice(wanted, place, box, [wanted.wants[at] for at in members]) for box, members in clusters]
+        # Parts of one cluster may lie between those of another.
+        return slices[0] if len(slices) == 1 else heapq.merge(*slices, key=lambda extent: extent.start)
+
+    def _reads_all(self, wanted: WantedItem, box: Box) -> bool:
+        sizes, elem_bytes = wanted.chunk.sizes, wanted.dtype.itemsize
+        if box.sizes == sizes:
+            return True
+        joined = {**self._sizes, "window_bytes": wanted.payload_bytes}
+        first = next(split_box(sizes, box, elem_bytes, **joined))
+        read_bytes = first.stop - first.start
+        return read_bytes >= _MOSTLY * wanted.payload_bytes and read_bytes > math.prod(box.sizes) * elem_bytes
+
+    def _complete(self, wanted: WantedItem, place: PayloadPlace) -> Iterator[Extent]:
+        """The parts of all of a payload, with the item's head and tail, if it is known what they have to be."""
+        nbytes, sizes = wanted.payload_bytes, wanted.chunk.sizes
+        whole = Box((0,) * len(sizes), sizes)
+        record = None if place.crc32 is None else RecordSum(nbytes, place.crc32)
+        if len(wanted.wants) == 1 and wanted.wants[0].whole and wanted.wants[0].address:
+            extents = self._straight(wanted, place, whole, record)
+        else:
+            extents = self._parts(wanted, place, whole, wanted.wants, record, None)
+        for extent in extents:
+            read: PartRead = extent.owner
+            head = place.head if read.part.start == 0 else b""
+            tail = place.tail if read.part.stop == nbytes else b""
+            if head or tail:
+                extent = extent._replace(
+                    start=extent.start - len(head),
+                    stop=extent.stop + len(tail),
+                    owner=read._replace(head=head, tail=tail),
+                )
+            yield extent
+
+    def _straight(
+        self, wanted: WantedItem, place: PayloadPlace, whole: Box, record: RecordSum | None
+    ) -> Iterator[Extent]:
+        """The parts of a payload all of which goes to one address as it is: byte ranges of about one length, of whose
+        slice only the beginning counts.
+        """
+        nbytes, address = wanted.payload_bytes, wanted.wants[0].address
+        count = -(-nbytes // self._sizes["window_bytes"])
+        length = align_up(-(-nbytes // count))
+        columns = None if self._columns_of is None or count == 1 else self._columns_of(wanted)
+        rows = None if columns is None else rows_to_sum(columns)
+        if rows is not None and not may_begin_at(rows, length) and rows.run_bytes <= length:
+            length += -length % rows.run_bytes  # a row is summed by the read that fills all of it
+        for begin in range(0, nbytes, length):
+            part = ChunkPart(whole, begin, min(begin + length, nbytes))
+            read = PartRead(wanted, place, part, wanted.wants, address + begin, 1, record, None)
+            yield _extent(read, part.stop - begin, alone=True)
+
+    def _slice(self, wanted: WantedItem, place: PayloadPlace, box: Box, wants: list[Want]) -> Iterator[Extent]:
+        checked = self._checked_slice(wanted, place, box, wants)
+        if checked is not None:
+            yield from self._checked_parts(wanted, place, wants, *checked)
+            return
+        item = wanted.item
+        if place.head:
+            yield Extent(item.file, item.offset, place.start, len(place.head), Ends(wanted, place.start, place.head))
+        yield from self._parts(wanted, place, box, wants, None, None)
+        if place.tail:
+            end = item.offset + item.length
+            yield Extent(item.file, end - len(place.tail), end, len(place.tail), Ends(wanted, place.start, place.tail))
+
+    def _checked_slice(
+        self, wanted: WantedItem, place: PayloadPlace, box: Box, wants: list[Want]
+    ) -> tuple[Box, BlockSums] | None:
+        """What is read of an item to check a slice of it, and its sums; None if it is not to be checked."""
+        item, nbytes = wanted.item, wanted.payload_bytes
+        running = self._running.get((item.file, item.offset), ())
+        if item.crc32 is None or len(running) != inner_blocks(nbytes):
+            return None
+        box, elem_bytes = contiguous_around(wanted.chunk.sizes, box), wanted.dtype.itemsize
+        part_bytes = math.prod(box.sizes) * elem_bytes
+        needed_bytes = sum(math.prod(want.box.sizes) for want in wants) * elem_bytes
+        # Columns of a wide matrix take a read of all of it, which is too much for a check.
+        if part_bytes > (1 + MAX_WASTE) * needed_bytes + BLOCK_BYTES:
+            return None
+        offset = place.start - item.offset
+
+        def error(start: int, stop: int, got: int, expected: int) -> ChecksumError:
+            return damaged(wanted, offset + start, stop - start, got, expected)
+
+        return box, BlockSums(nbytes, running, item.crc32, error)
+
+    def _checked_parts(
+        self, wanted: WantedItem, place: PayloadPlace, wants: list[Want], box: Box, blocks: BlockSums
+    ) -> Iterator[Extent]:
+        """The parts of a slice without gaps, and what is missing of the blocks at both of its ends."""
+        first = runs(wanted.chunk.sizes, box, wanted.dtype.itemsize).first_byte
+        last = first + math.prod(box.sizes) * wanted.dtype.itemsize
+        start, stop = whole_blocks(first, last, wanted.payload_bytes)
+        if start < first:
+            yield _extent(PartRead(wanted, place, ChunkPart(box, start, first), [], 0, 1, None, blocks), first - start)
+        yield from self._parts(wanted, place, box, wants, None, blocks)
+        if last < stop:
+            yield _extent(PartRead(wanted, place, ChunkPart(box, last, stop), [], 0, 1, None, blocks), stop - last)
+
+    def _parts(
+        self,
+        wanted: WantedItem,
+        place: PayloadPlace,
+        box: Box,
+        wants: list[Want],
+        record: RecordSum | None,
+        blocks: BlockSums | None,
+    ) -> Iterator[Extent]:
+        """The parts of a slice, each of which is one read at most."""
+        elem_bytes = wanted.dtype.itemsize
+        alignment = max(alignment_for(want.tensor, wanted.dtype) for want in wants)
+        only = wants[0] if len(wants) == 1 else None
+        exact = only is not None and only.box == box
+        for part in split_box(
+            wanted.chunk.sizes,
+            box,
+            elem_bytes,
+            **self._sizes,
+        ):
+            read_bytes, part_bytes = part.stop - part.start, math.prod(part.box.sizes) * elem_bytes
+            all_needed = exact or blocks is not None
+            needed_bytes = part_bytes if all_needed else _overlap_elems(part.box, wants) * elem_bytes
+            fits = exact and part_bytes == read_bytes
+            address = _address(wants[0], part.box, elem_bytes) if fits else 0
+            # Long straight parts need no buffer to share; parts that are mostly gaps may be copied without a read.
+            straight = address != 0 and read_bytes >= _STRAIGHT_BYTES
+            gappy = read_bytes > (1 + MAX_WASTE) * needed_bytes
+            read = PartRead(wanted, place, part, wants, address, alignment, record, blocks)
+            yield _extent(read, needed_bytes, alone=straight or gappy)
+
+
+def _extent(read: PartRead, wanted_bytes: int, alone: bool = False) -> Extent:
+    start = read.place.start
+    return Extent(read.wanted.item.file, start + read.part.start, start + read.part.stop, wanted_bytes, read, alone)
+
+
+def _overlap_elems(box: Box, wants: Sequence[Want]) -> int:
+    overlaps = [intersect(box, want.box) for want in wants]
+    return min(math.prod(box.sizes), sum(math.prod(overlap.sizes) for overlap in overlaps if overlap))
+
+
+def _address(want: Want, box: Box, elem_bytes: int) -> int:
+    """Where in host memory the bytes of `box` (relative to the chunk) belong, if they are contiguous there; else 0."""
+    if not want.address:
+        return 0
+    destination = runs(want.box.sizes, relative(box, want.box.offsets), elem_bytes)
+    return 0 if destination.counts else want.address + destination.first_byte
+
+
+def damaged(wanted: WantedItem, offset: int, length: int, got: int, expected: int) -> ChecksumError:
+    """The error for bytes `[offset, offset + length)` of an item, which hold its elements."""
+    start = wanted.item.offset + offset
+    what = f"the bytes [{start}, {start + length}) of {wanted.item.file} have"
+    return checksum_error(wanted.where, what, got, expected)
+
+
+# Items located by one task, with nine small reads where they lie side by side.
+_BATCH = 8
+
+# What is read of the next item together with the end of this one, and up to which distance: our own items have up to a
+# page of padding between them.
+_HEAD_BYTES = 1024
+_NEAR_BYTES = 4096
+
+
+class ItemLocations:
+    """Where payloads lie, as far as known; kept as long as a reader's checkpoint. By the item, and by what the index
+    says it holds: that was checked for that dtype and shape alone.
+    """
+
+    def __init__(self) -> None:
+        self._located: dict[tuple[StoredItem, torch.dtype, tuple[int, ...]], LocatedTensor] = {}
+
+    def __contains__(self, wanted: WantedItem) -> bool:
+        return _kind(wanted) in self._located
+
+    def of(self, wanted: WantedItem) -> LocatedTensor | None:
+        """Where the payload of an item lies; None if that is not known."""
+        return self._located.get(_kind(wanted))
+
+    @contextmanager
+    def ahead(
+        self,
+        items: Sequence[WantedItem],
+        files: OpenFiles,
+        stats: ReadStats,
+        threads: int,
+        unranged: Callable[[WantedItem, str], None],
+    ) -> Iterator[Callable[[WantedItem], LocatedTensor | None]]:
+        """Read the headers of items by threads that stay a few items ahead. Yields a function that tells, in order,
+        where each payload lies; None for one that cannot be ranged, of which `unranged` gets the reason.
+        """
+        if not items:
+            yield self.of
+            return
+        batches = iter([items[at : at + _BATCH] for at in range(0, len(items), _BATCH)])
+        pending: deque[Task[None]] = deque()
+        with Crew(threads, "mcore_ckpt-locate") as crew:
+
+            def begin_next() -> None:
+                for batch in batches:
+                    pending.append(crew.submit(partial(self.locate, batch, files, stats, unranged)))
+                    return
+
+            def located(wanted: WantedItem) -> LocatedTensor | None:
+                while wanted not in self and pending:
+                    begin_next()
+                    crew.result(pending.popleft())
+                return self.of(wanted)
+
+            for _ in range(threads):
+                begin_next()
+            yield located
+
+    def locate(
+        self,
+        batch: Sequence[WantedItem],
+        files: OpenFiles,
+        stats: ReadStats,
+        unranged: Callable[[WantedItem, str], None],
+    ) -> None:
+        """Read the headers of items. Arguments and errors as of `ahead`."""
+        headers = _Headers(stats)
+        for wanted, following in zip(batch, [*batch[1:], None], strict=True):
+            item = wanted.item
+            try:
+                with using(item.file), files.reader(item.file) as reader:
+                    reader.check_range(item.offset, item.length)
+                    read = headers.of(reader, item, following.item if following else None)
+                    located = locate_tensor(read, item.length, wanted.where, wanted.expected)
+                    wanted.check(located)
+            except NotRangeable as reason:
+                unranged(wanted, str(reason).removeprefix(f"{wanted.where}: "))
+            except LoadError as error:
+                raise naming(error, wanted.where) from error
+            else:
+                self._located[_kind(wanted)] = located
+
+
+def _kind(wanted: WantedItem) -> tuple[StoredItem, torch.dtype, tuple[int, ...]]:
+    return wanted.item, wanted.dtype, wanted.chunk.sizes
+
+
+class _Headers:
+    """Reads headers of items that follow one another: the end of one with the beginning of the next."""
+
+    def __init__(self, stats: ReadStats) -> None:
+        self._stats = stats
+        self._file, self._start, self._content = "", 0, b""
+
+    def of(self, reader: RangeReader, item: StoredItem, following: StoredItem | None) -> Callable[[int, int], bytes]:
+        """Reads bytes of `item` by offset in it and length; `following` is the item whose turn is next."""
+        end = item.offset + item.length
+        ahead = 0
+        if following is not None and following.file == item.file and 0 <= following.offset - end <= _NEAR_BYTES:
+            ahead = following.offset + min(_HEAD_BYTES, following.length) - end
+
+        def read(offset: int, length: int) -> bytes:
+            start = item.offset + offset
+            if item.file != self._file or not self._start <= start <= start + length <= self._start + len(
+                self._content
+            ):
+                extra = ahead if start + length == end else 0
+                extra = max(0, min(extra, reader.size_bytes - end))
+                self._content = reader.read(start, length + extra)
+                self._file, self._start = item.file, start
+                self._stats.add(reads=1, bytes_read=length + extra)
+            return self._content[start - self._start : start - self._start + length]
+
+        return read
+
+
+# A span of more items than this is placed by one thread at a time, while others read.
+_MANY_ITEMS = 32
+
+# So many threads scatter items out of the page cache: half of the work is Python's, and a third would find what it has
+# read no longer in its core's cache when its turn comes to sum it.
+_SCATTERING_THREADS = 2
+
+# So much is copied at once where bytes are looked at more than once: what a core's own cache holds.
+_CACHED_BYTES = 1024 * 1024
+
+# Forms of items that are remembered; each takes 1 to 4 KB.
+_MAX_FORMS = 2048
+
+# Copies out of the page cache to a place a few bytes ahead, modulo the page, take four times as long on some CPUs (seen
+# on AMD EPYC: 3 GB/s for a shift of 1 to 16 bytes, 12 GB/s for none or for one of half a page).
+_FAR_SKEW = 2048
+
+
+class TensorReads:
+    """Carries out one plan. `arrivals`: where it is noted what has been summed where it belongs; `ranks`: of this host,
+    as `LoadPlan.wanted_by_several` takes them.
+    """
+
+    def __init__(
+        self,
+        files: OpenFiles,
+        options: LoadOptions,
+        located: ItemLocations,
+        stats: ReadStats,
+        decoder: ItemDecoder,
+        index: CheckpointIndex,
+        arrivals: Arrivals | None,
+        ranks: int,
+    ) -> None:
+        self._files = files
+        self._ranks = ranks
+        self._shared: frozenset[str] = frozenset()  # keys of items that other ranks of this host read, too
+        self._columns_are_shared = False
+        self._options = options
+        self._located = located
+        self._stats = stats
+        self._decoder = decoder
+        self._sizes = files.read_sizes()
+        self._index = index
+        self._arrivals = arrivals
+        rows = None if arrivals is None else self._columns_of
+        self._planner = Extents(self._sizes, index.blocks, rows)
+        self._unfit: dict[tuple[str, int, str], WantedItem] = {}
+        self._unranged: dict[tuple[str, int, str], tuple[WantedItem, str]] = {}
+        self._forms: dict[tuple[torch.dtype, tuple[int, ...], int], ItemForm] = {}
+        self._pinned = False
+        self._threads = files.reads_at_once
+        self._per_thread = threading.local()
+        self._placing = threading.Lock()
+        self._scattering = threading.BoundedSemaphore(_SCATTERING_THREADS)
+
+    def run(self, plan: LoadPlan) -> None:
+        """Fill all destinations of a plan."""
+        items = [plan.items[key] for key in sorted(plan.items)]
+        self._pinned = any(want.tensor.is_cuda for wanted in items[:64] for want in wanted.wants)
+        sizes = self._sizes
+        if self._ranks > 1:
+            self._shared = plan.wanted_by_several(self._ranks)
+            self._columns_are_shared = plan.columns is not None and plan.columns.wanted_by_several(self._ranks)
+        columns = [] if plan.columns is None else spans_of(plan.columns, **sizes)
+        if self._arrivals is not None:
+            self._arrivals.expect(self._index, (want.tensor for wanted in items for want in wanted.wants))
+            self._arrivals.expect(self._index, () if plan.columns is None else plan.columns.tensors)
+        ranged: list[tuple[WantedItem, PayloadPlace | None]] = []  # no place: packed, or still to be located
+        packed: set[int] = set()
+        unlocated: list[WantedItem] = []
+        needed_bytes = sum(int(span.items.payloads.sum()) for span in columns)
+        for wanted in items:
+            needed = wanted.needed_bytes
+            needed_bytes += needed
+            transforms = wanted.chunk.item.transforms
+            if transforms:
+                self._decode_later(wanted, f"it is stored through {', '.join(transforms)}")
+                continue
+            where = None
+            if self._planner.is_packed(wanted, needed):
+                packed.add(id(wanted))
+            elif (where := own_place(wanted)) is None and wanted not in self._located:
+                unlocated.append(wanted)
+            ranged.append((wanted, where))
+        self._stats.add(bytes_needed=needed_bytes)
+        with self._located.ahead(unlocated, self._files, self._stats, self._threads, self._decode_later) as located:
+            extents = self._extents(ranged, packed, located)
+            spans: Iterator[Span | ColumnSpan] = coalesce(extents, **sizes)
+            try:
+                in_order = heapq.merge(spans, columns, key=_position)
+                names = {wanted.item.file for wanted, _ in ranged} | {span.file for span in columns}
+                reads = _opening_ahead(in_order, sorted(names), self._files.open_ahead)
+                in_parallel(reads, self._read, self._threads)
+            finally:
+                self._per_thread = threading.local()  # frees the buffers
+        for wanted, reason in map(self._unranged.__getitem__, sorted(self._unranged)):
+            with using(wanted.item.file):
+                self._place_decoded(wanted, reason)
+        for wanted in map(self._unfit.__getitem__, sorted(self._unfit)):
+            with using(wanted.item.file):
+                self._read_again(wanted)
+
+    def _extents(
+        self,
+        ranged: Sequence[tuple[WantedItem, PayloadPlace | None]],
+        packed: set[int],
+        located_at: Callable[[WantedItem], LocatedTensor | None],
+    ) -> Iterator[Extent]:
+        for wanted, where in ranged:
+            if id(wanted) in packed:
+                yield self._planner.packed(wanted)
+            elif where is not None:
+                yield from self._planner.of(wanted, where)
+            elif located := located_at(wanted):  # else it was found not to be rangeable
+                start = wanted.item.offset + located.payload_offset
+                yield from self._planner.of(wanted, PayloadPlace(start, located.crc32))
+
+    def _decode_later(self, wanted: WantedItem, reason: str) -> None:
+        self._unranged[wanted.key] = wanted, reason
+
+    # ---------------------------------------------------------------------------------------------------- reading
+
+    def _read(self, read: _Read) -> None:
+        if not isinstance(read, _Opening):
+            with using(read.file):
+                self._read_span(read)
+            return
+        with suppress(LoadError), self._files.reader(read.file):
+            pass  # (who reads it tells the error, and what of it was to be read)
+
+    def _read_span(self, span: Span | ColumnSpan) -> None:
+        if isinstance(span, ColumnSpan):
+            self._read_columns(span)
+            return
+        first = span.extents[0]
+        owner = first.owner
+        try:
+            with self._files.reader(span.file, keeps=self._is_shared(span)) as reader:
+                reader.check_range(span.start, span.stop - span.start)
+                if first.alone and owner.address and self._read_straight(reader, span, owner):
+                    return
+                if first.alone and not owner.address and self._copy_cached(reader, first):
+                    return
+                buffer = self._buffer(span.stop - span.start)
+                start, stop = padded_range(span.start, span.stop, reader.size_bytes)
+                skew = _skew(first, start)
+                reader.read_into(start, buffer.view[skew : skew + stop - start])
+        except LoadError as error:
+            raise _naming(error, owner if isinstance(owner, WantedItem) else owner.wanted) from error
+        self._stats.add(reads=1, bytes_read=stop - start)
+        shift = skew - start
+        checked = 0
+        # Many small items are Python's work more than memory's: two threads at it would only wait for each other.
+        with self._placing if len(span.extents) > _MANY_ITEMS else nullcontext():
+            for extent in span.extents:
+                owner = extent.owner
+                if isinstance(owner, WantedItem):
+                    checked += self._place_packed(buffer, extent.start + shift, owner)
+                elif isinstance(owner, Ends):
+                    content = buffer.view[extent.start + shift :][: len(owner.expected)]
+                    self._compare_ends(owner.wanted, owner.start, content, owner.expected)
+                else:
+                    self._place_part(buffer, extent.start + shift, owner)
+        self._stats.add(records_checked=checked)
+
+    def _is_shared(self, span: Span | ColumnSpan) -> bool:
+        """Whether other ranks of this host are about to read the same, as far as the first tensor of a span tells."""
+        if isinstance(span, ColumnSpan):
+            return self._columns_are_shared
+        owner = span.extents[0].owner
+        return (owner if isinstance(owner, WantedItem) else owner.wanted).fqn in self._shared
+
+    def _read_columns(self, span: ColumnSpan) -> None:
+        start, nbytes, keeps = span.start, span.stop - span.start, self._is_shared(span)
+        try:
+            with self._files.reader(span.file, keeps=keeps) as reader:
+                reader.check_range(start, nbytes)
+                # What comes out of the page cache is summed while it is in the CPU's.
+                parts = cut(span, _CACHED_BYTES) if reader.is_cached(start, nbytes) else []
+        except LoadError as error:
+            raise _naming(error, span.items.first()) from error
+        with self._files.reader(span.file, keeps=keeps) as reader:
+            if not parts:
+                self._read_and_place(reader, span)
+                return
+            with self._scattering:
+                for part in parts:
+                    self._scatter(reader, part)
+
+    def _scatter(self, reader: RangeReader, span: ColumnSpan) -> None:
+        nbytes = span.stop - span.start
+        read = scatter(span, reader, self._buffer(nbytes))
+        if read is not None and read.are_sound():
+            self._stats.add(reads=1, bytes_read=nbytes, records_checked=len(span.items.starts))
+        else:
+            self._read_and_place(reader, span)
+
+    def _read_and_place(self, reader: RangeReader, span: ColumnSpan) -> None:
+        buffer = self._buffer(span.stop - span.start)
+        start, stop = padded_range(span.start, span.stop, reader.size_bytes)
+        try:
+            reader.read_into(start, buffer.view[: stop - start])
+        except LoadError as error:
+            raise _naming(error, span.items.first()) from error
+        self._stats.add(reads=1, bytes_read=stop - start)
+        with self._placing:
+            if place(span, buffer.view, buffer.address, -start):
+                checked = len(span.items.starts)
+            else:  # each by itself: one of them is damaged, or not as this package writes it
+                checked = sum(self._place_packed(buffer, row.item.offset - start, row) for row in span.items.wanted())
+        self._stats.add(records_checked=checked)
+
+    def _read_straight(self, reader: RangeReader, span: Span, read: PartRead) -> bool:
+        """Read a part to where it belongs, summing it while its bytes are in the CPU's cache. False if its head and
+        tail are better read with it, into a buffer.
+        """
+        item = read.wanted.item
+        reader.check_range(item.offset, item.length)
+        if (read.head or read.tail) and not reader.is_cached(span.start, span.stop - span.start):
+            return False
+        length, sums = read.part.stop - read.part.start, self._sums_of(read)
+        start = span.start + len(read.head)
+        self._compare_ends(read.wanted, read.place.start, reader.read(span.start, len(read.head)), read.head)
+        with self._again_if_unfit(read):
+            reader.read_into(start, memory_at(read.address, length), sums.feed)
+            self._finish(read, length, sums)
+        self._compare_ends(read.wanted, read.place.start, reader.read(start + length, len(read.tail)), read.tail)
+        self._stats.add(reads=1, bytes_read=span.stop - span.start)
+        return True
+
+    def _copy_cached(self, reader: RangeReader, extent: Extent) -> bool:
+        """Copy the requested bytes of a part that is mostly gaps straight out of the page cache, if they are there."""
+        read: PartRead = extent.owner
+        with reader.mapped(extent.start, extent.stop - extent.start) as address:
+            if not address or (address + len(read.head)) % read.alignment:
+                return False
+            memory = HostBytes.at(address, extent.stop - extent.start)
+            self._place_part(memory, 0, read._replace(record=None, blocks=None))
+        self._stats.add(reads=1, bytes_read=extent.wanted_bytes)
+        return True
+
+    def _buffer(self, needed_bytes: int) -> ReadBuffer:
+        buffer: ReadBuffer | None = getattr(self._per_thread, "buffer", None)
+        size_bytes = max(needed_bytes, self._sizes["window_bytes"]) + 3 * ALIGNMENT_BYTES
+        if buffer is None or buffer.size_bytes < size_bytes:
+            self._per_thread.buffer = None  # freed before the larger one is made
+            buffer = self._per_thread.buffer = ReadBuffer(size_bytes, self._pinned)
+        return buffer
+
+    # ---------------------------------------------------------------------------------------------------- placing
+
+    def _place_packed(self, buffer: ReadBuffer, at: int, wanted: WantedItem) -> int:
+        """Copy a whole item out of the buffer; returns how many records were checked."""
+        chunk = wanted.chunk
+        length = chunk.item.length
+        view = buffer.view[at : at + length]
+        kind = wanted.dtype, chunk.sizes, length
+        form = self._forms.get(kind)
+        if form is not None:
+            stated = form.payload_crc32(view)
+            start, stop = len(form.head), form.payload_stop
+            known = stated is not None and (stated == chunk.item.crc32 or chunk.item.crc32 is None)
+            if known and crc32(view[start:stop]) == stated:
+                self._place_payload(buffer, at + start, stop - start, wanted)
+                return 1
+        try:
+            located = locate_tensor_in(view, wanted.fqn, wanted.expected)
+            wanted.check(located)
+        except NotRangeable as reason:
+            self._decode_later(wanted, str(reason).removeprefix(f"{wanted.fqn}: "))
+            return 0
+        except LoadError as error:
+            raise _naming(error, wanted) from error
+        expected = located.record_crc32
+        if located.crc32 is not None and len(self._forms) < _MAX_FORMS:
+            form = form_of(view, located.payload_offset, located.payload_bytes, located.crc32)
+            if form is not None:
+                self._forms[kind] = form
+        if expected is not None:
+            offset, length = located.record_offset, located.record_bytes
+            got = crc32(view[offset : offset + length])
+            if got != expected:
+                raise damaged(wanted, offset, length, got, expected)
+        self._place_payload(buffer, at + located.payload_offset, located.payload_bytes, wanted)
+        return int(expected is not None)
+
+    def _place_payload(self, buffer: ReadBuffer, at: int, length: int, wanted: WantedItem) -> None:
+        """Copy a whole payload out of the buffer."""
+        for want in wanted.wants:
+            if want.whole and want.address:
+                ctypes.memmove(want.address, buffer.address + at, length)
+            else:
+                sizes = wanted.chunk.sizes
+                place_box(buffer, at, Box((0,) * len(sizes), sizes), sizes, wanted.dtype, want)
+
+    def _place_decoded(self, wanted: WantedItem, reason: str) -> None:
+        loaded = self._decoder.tensor(wanted.fqn, wanted.chunk, wanted.dtype, reason)
+        with torch.no_grad():
+            for want in wanted.wants:
+                want.tensor.detach().copy_(narrow(loaded, want.box))
+
+    def _place_part(self, memory: HostBytes, at: int, read: PartRead) -> None:
+        """Check a part that lies in memory, its head and tail included, and copy it to where it belongs."""
+        length = read.part.stop - read.part.start
+        at += len(read.head)
+        for begin, expected in ((at - len(read.head), read.head), (at + length, read.tail)):
+            content = memory_at(memory.address + begin, len(expected))
+            self._compare_ends(read.wanted, read.place.start, content, expected)
+        sums = self._sums_of(read)
+        with self._again_if_unfit(read):
+            if sums.needed or read.address:
+                for done in range(0, length, _CACHED_BYTES):
+                    nbytes, source = min(_CACHED_BYTES, length - done), memory.address + at + done
+                    if read.address:
+                        ctypes.memmove(read.address + done, source, nbytes)
+                        source = read.address + done
+                    sums.feed(memory_at(source, nbytes))
+            self._finish(read, length, sums)
+        if not read.address:
+            for want in read.wants:
+                place_box(memory, at, read.part.box, read.wanted.chunk.sizes, read.wanted.dtype, want)
+
+    @contextmanager
+    def _again_if_unfit(self, read: PartRead) -> Iterator[None]:
+        """Where bytes are summed in their destination and do not fit, they are read again before that says anything of
+        the file: something else may have written there, and that memory is not ours.
+        """
+        try:
+            yield
+        except ChecksumError:
+            if not read.address:
+                raise
+            self._unfit[read.wanted.key] = read.wanted
+
+    def _read_again(self, wanted: WantedItem) -> None:
+        """Read an item into memory of our own, where its sums are compared, and copy it from there."""
+        again = replace(wanted, wants=[want._replace(address=0) for want in wanted.wants])
+        for span in coalesce(self._extents([(again, own_place(wanted))], set(), self._located.of), **self._sizes):
+            self._read_span(span)
+        _logger.warning(
+            "%s: after it was read, its destination held other bytes than the file, which is sound; it was read again. "
+            "Does something else write to this tensor during the load? If not, check the memory of this host",
+            wanted.where,
+        )
+
+    def _sums_of(self, read: PartRead) -> _PartSums:
+        if self._arrivals is None or not read.address:
+            return _PartSums(read)
+        columns = None
+        if read.record is not None and read.wants[0].whole:
+            columns = self._columns_of(read.wanted)
+            rows = None if columns is None else rows_to_sum(columns)
+            if rows is not None and not (may_begin_at(rows, read.part.start) and may_begin_at(rows, read.part.stop)):
+                columns = None
+        return _PartSums(read, self._arrivals, columns)
+
+    def _columns_of(self, wanted: WantedItem) -> Stretch | None:
+        return None if self._arrivals is None else self._arrivals.columns_of(self._index, wanted)
+
+    def _finish(self, read: PartRead, length: int, sums: _PartSums) -> None:
+        """Note a part's CRC-32; with the last part of a payload, compare the sum with what was written."""
+        sums.finish()
+        if read.record is None:
+            return
+        total = read.record.add(read.part.start, length, sums.crc)
+        if total is None or read.wanted.key in self._unranged:
+            return
+        if total != read.record.expected:
+            offset = read.place.start - read.wanted.item.offset
+            raise damaged(read.wanted, offset, read.record.length, total, read.record.expected)
+        self._stats.add(records_checked=1)
+
+    def _compare_ends(self, wanted: WantedItem, start: int, content: bytes | memoryview, expected: bytes) -> None:
+        """Compare head or tail of an item, whose payload should start at `start` of its file. Where they differ the
+        item itself tells where its payload lies.
+        """
+        if content == expected:
+            return
+        self._located.locate([wanted], self._files, self._stats, self._decode_later)
+        located = self._located.of(wanted)
+        if located is not None and wanted.item.offset + located.payload_offset != start:
+            self._decode_later(wanted, "its elements do not lie where this package writes them")
+
+
+class _PartSums:
+    """The sums of one part, fed with its bytes from the first to the last. With `arrivals` these lie where they belong,
+    and that is noted.
+    """
+
+    __slots__ = ("_arrivals", "_columns", "_done", "_number", "_read", "_stream", "crc", "needed")
+
+    def __init__(self, read: PartRead, arrivals: Arrivals | None = None, columns: Stretch | None = None) -> None:
+        self.crc = self._done = 0
+        self._read = read
+        self._arrivals = arrivals
+        self._number = 0 if arrivals is None else arrivals.new_read()
+        self._columns = columns
+        self._stream = None if read.blocks is None else read.blocks.stream(read.part.start)
+        self.needed = self._stream is not None or read.record is not None or arrivals is not None
+
+    def feed(self, content: memoryview) -> None:
+        if self._stream is not None:
+            self._stream.feed(content)
+        if self._columns is not None and self._arrivals is not None:
+            first_byte = self._read.part.start + self._done
+            self._arrivals.feed_rows(self._number, self._columns, content, first_byte)
+        elif self._read.record is not None or self._arrivals is not None:
+            self.crc = crc32(content, self.crc)
+        self._done += len(content)
+
+    def finish(self) -> None:
+        """All bytes have come. `ChecksumError`: a block of them is not what was written."""
+        if self._stream is not None:
+            self._stream.finish()
+        if self._arrivals is not None:
+            read = self._read
+            if self._columns is not None:
+                self.crc = self._arrivals.crc32_of_rows(self._number)
+            self._arrivals.note(self._number, read.wants[0].tensor, read.address, self._done, self.crc, self._columns)
+
+
+class _Opening(NamedTuple):
+    """A file that is read later, and is opened already: where that takes a request, nobody waits for it then."""
+
+    file: str
+
+
+_Read = Span | ColumnSpan | _Opening
+
+
+def _opening_ahead(spans: Iterable[Span | ColumnSpan], files: Iterable[str], ahead: int) -> Iterator[_Read]:
+    """The same, and between them files that come later, if any are to be opened ahead."""
+    left = map(_Opening, files if ahead else ())
+    yield from islice(left, ahead)
+    current = None
+    for span in spans:
+        if span.file != current:
+            current = span.file
+            yield from islice(left, 1)
+        yield span
+
+
+def _position(span: Span | ColumnSpan) -> tuple[str, int]:
+    return span.file, span.start
+
+
+def _skew(first: Extent, start: int) -> int:
+    """How far into the buffer to read a span from `start` on, so that its first part lies aligned there."""
+    owner = first.owner
+    skew = -(first.start + len(owner.head) - start) % owner.alignment if isinstance(owner, PartRead) else 0
+    return skew + _FAR_SKEW if skew else 0
+
+
+def _naming(error: LoadError, wanted: WantedItem) -> LoadError:
+    return naming(error, wanted.where)

@@ -1,0 +1,665 @@
+"""One stored record, as loads and commands both see it: its name, and whether it is what the index says. Without torch.
+
+A record that is read completely is compared with the CRC-32 that its archive states. A payload that is read in parts,
+in any order, is summed part by part and combined. Of a slice of a payload, the blocks that it lies in are checked by
+the cumulative CRCs of the manifest: a block is sound if its CRC-32, continued from the cumulative CRC before it, is the
+one behind it. So a load reads complete blocks.
+
+`ItemChecker` compares all records of a checkpoint: small ones are read many at a time, large ones in windows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Literal, NamedTuple, Protocol
+
+from mcore_ckpt.core.boxes import Box, Stretch
+from mcore_ckpt.core.crc import crc32, crc32_combine
+from mcore_ckpt.core.errors import IF_DAMAGED, ChecksumError, CorruptCheckpointError, LoadError, MissingKeyError
+from mcore_ckpt.core.fingerprints import part_of_elements, part_of_run
+from mcore_ckpt.core.options import checkpoint_path
+from mcore_ckpt.core.process import in_parallel
+from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.integrity import BLOCK_BYTES, inner_blocks
+from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor, locate_tensor_in, verify_records
+from mcore_ckpt.format.metadata_read import checked_footer, index_name, read_index
+from mcore_ckpt.format.state_file import read_tensor_outline
+from mcore_ckpt.format.zip_records import NotRangeable
+from mcore_ckpt.load.files import OpenFiles, naming, read_table
+from mcore_ckpt.storage.base import FileVersion, RangeReader, Storage
+from mcore_ckpt.storage.direct_io import aligned_buffer
+from mcore_ckpt.storage.resolve import storage_at
+
+# More than any deflated record can grow.
+_MAX_INFLATION = 1100
+
+
+def item_name(fqn: str, item: StoredItem) -> str:
+    """An item as messages name it."""
+    return f"{fqn} ({item.file}, bytes [{item.offset}, {item.offset + item.length}))"
+
+
+def chunk_name(fqn: str, chunk: StoredChunk) -> str:
+    """A tensor's item as messages name it."""
+    return item_name(f"{fqn} at {list(chunk.offsets)}", chunk.item)
+
+
+@contextmanager
+def of_one_save(
+    index: CheckpointIndex, version: FileVersion | None, rank: int | None = None, *, shows: bool = True
+) -> Iterator[None]:
+    """Within the block something is read by that index, whose file had that `version`: raises `LoadError` if a read
+    fails since another save has replaced the checkpoint, or where that would not show (no manifest, or not `shows`).
+    """
+    try:
+        yield
+    except LoadError as error:
+        if _was_replaced(index, version, rank):
+            raise replaced_error(index.path, str(error)) from error
+        raise
+    if (index.manifest is None or not shows) and _was_replaced(index, version, rank):
+        raise replaced_error(index.path, f"{index_name(rank)} is another file than before")
+
+
+def _was_replaced(index: CheckpointIndex, version: FileVersion | None, rank: int | None) -> bool:
+    try:
+        found = storage_at(checkpoint_path(index.path)).version(index_name(rank))
+        if found != version or index.manifest is None:
+            return found is not None and found != version
+        manifest = read_index(index.path, rank=rank).manifest
+    except LoadError:
+        return False
+    return manifest is None or manifest.save_id != index.manifest.save_id
+
+
+def replaced_error(directory: str | PurePath, what: str) -> LoadError:
+    """What to raise of a checkpoint that another save replaced under the load."""
+    return LoadError(
+        f"{directory}: the checkpoint was replaced by another save while it was loaded: {what}; what was loaded is "
+        "not to be used. Load again, when no save is at work in this directory"
+    )
+
+
+def missing_key(fqn: str, where: str, keys: Iterable[str]) -> MissingKeyError:
+    """The error for a key that a checkpoint does not have; names the keys most like it."""
+    import difflib  # (seldom needed, and slow to import)
+
+    known = list(keys)
+    close = difflib.get_close_matches(fqn, known[:5000], n=3, cutoff=0.6)
+    hint = f"similar keys: {', '.join(close)}" if close else f"it has {len(known)} keys, none of them similar"
+    return MissingKeyError(f"{fqn}: {where} has no such key; {hint}")
+
+
+def check_apart(index: CheckpointIndex) -> None:
+    """Raise `CorruptCheckpointError` if two items of a checkpoint have a byte in common.
+
+    No writer stores two things in one place: then an offset or a file in the index is not what was written, and the
+    bytes that are there may well be sound, and another shard's. Takes 0.4 us for each item.
+
+    Chunks without elements do not count, since nothing is read for them: DCP knows a chunk by its offsets, so that all
+    empty ones at the end of a tensor (DTensors of more ranks than rows) have the one item that was written last.
+    """
+    ends: dict[str, int] = {}
+    for file, offset, length in _places(index):
+        # As a rule they stand in the index in the order in which they lie in their files.
+        if offset < ends.get(file, 0):
+            break
+        ends[file] = offset + length
+    else:
+        return
+    bounds: dict[str, tuple[list[int], list[int]]] = {}
+    for file, offset, length in _places(index):
+        known = bounds.get(file)
+        if known is None:
+            known = bounds[file] = [], []
+        known[0].append(offset)
+        known[1].append(offset + length)
+    for file, (starts, stops) in bounds.items():
+        starts.sort()
+        stops.sort()
+        # Ranges are apart exactly if, sorted each by itself, every stop comes before the next start.
+        if not all(map(operator.le, stops, itertools.islice(starts, 1, None))):
+            raise _overlap(index, file)
+
+
+def _places(index: CheckpointIndex) -> Iterator[tuple[str, int, int]]:
+    """File, offset and length of all items from which something is read."""
+    tensors = index.tensors
+    if not isinstance(tensors, PackedTensors):
+        return ((item.file, item.offset, item.length) for _, _, item in _read_items(index))
+    places = tensors.places
+    columns: Iterator[tuple[str, int, int]] = zip(
+        map(places.files.__getitem__, places.file_numbers), places.offsets, places.lengths, strict=True
+    )
+    empty = {id(form): [0 in sizes for sizes in form.sizes] for form in tensors.forms}
+    if any(map(any, empty.values())):
+        of_chunks = itertools.chain.from_iterable(empty[id(form)] for form in tensors.forms)
+        columns = itertools.compress(columns, map(operator.not_, of_chunks))
+    of_objects = [(stored.item.file, stored.item.offset, stored.item.length) for stored in index.objects.values()]
+    return itertools.chain(columns, of_objects)
+
+
+def _read_items(index: CheckpointIndex) -> Iterator[tuple[str, StoredChunk | None, StoredItem]]:
+    """Key, chunk (None: an object) and item of all from which something is read."""
+    for fqn, entry in index.tensors.items():
+        for chunk in entry.chunks:
+            if 0 not in chunk.sizes:
+                yield fqn, chunk, chunk.item
+    for fqn, stored in index.objects.items():
+        yield fqn, None, stored.item
+
+
+def _overlap(index: CheckpointIndex, file: str) -> CorruptCheckpointError:
+    inside = sorted(
+        (item.offset, item.offset + item.length, item_name(fqn, item) if chunk is None else chunk_name(fqn, chunk))
+        for fqn, chunk, item in _read_items(index)
+        if item.file == file
+    )
+    reaching = inside[0]  # the one that reaches furthest of those before
+    for following in inside[1:]:
+        if following[0] < reaching[1]:
+            break
+        reaching = max(reaching, following, key=operator.itemgetter(1))
+    return CorruptCheckpointError(
+        f"{index.path}: {reaching[2]} and {following[2]} are said to be stored in the same bytes, so one of the"
+        f" two is not: the index is damaged; {IF_DAMAGED}"
+    )
+
+
+def check_located(
+    located: LocatedTensor, dtype: str, sizes: Sequence[int], payload_bytes: int, crc: int | None = None
+) -> None:
+    """Raise `CorruptCheckpointError` unless an item holds the tensor, and its CRC-32 if known, that the index says."""
+    if located.shape != sizes or located.dtype != dtype:
+        raise CorruptCheckpointError(
+            f"the index says {dtype} of shape {list(sizes)}, stored is {located.dtype} of shape {list(located.shape)};"
+            " index and data file do not belong together"
+        )
+    if located.payload_bytes != payload_bytes:
+        raise CorruptCheckpointError(f"expected {payload_bytes} bytes of elements, got {located.payload_bytes}")
+    if crc is not None and located.crc32 is not None and located.crc32 != crc:
+        raise ChecksumError(
+            f"the item states the CRC-32 {located.crc32:#010x} for its elements, .metadata {crc:#010x}: the file was"
+            f" damaged after it was written, or part of it is another save's; {IF_DAMAGED}"
+        )
+
+
+def check_proportion(nbytes: int, item: StoredItem, where: str) -> None:
+    """Raise `CorruptCheckpointError` if an item is to hold many times more elements than it has bytes.
+
+    The item repeats one element (a stride of 0), or the index is damaged; the elements would fill the memory.
+    """
+    if not item.transforms and nbytes > _MAX_INFLATION * item.length:
+        raise CorruptCheckpointError(
+            f"{where}: {nbytes} bytes of elements cannot lie in {item.length} bytes: the index is damaged, or the item "
+            f"repeats one element, as no checkpoint does; {IF_DAMAGED}"
+        )
+
+
+def contiguous_around(sizes: Sequence[int], box: Box) -> Box:
+    """The smallest box around `box` whose elements follow one another without gaps in an array of `sizes`."""
+    offsets, inner = list(box.offsets), list(box.sizes)
+    first = next((axis for axis, size in enumerate(inner) if size > 1), len(inner))
+    for axis in range(first + 1, len(inner)):
+        offsets[axis], inner[axis] = 0, sizes[axis]
+    return Box(tuple(offsets), tuple(inner))
+
+
+def whole_blocks(start: int, stop: int, payload_bytes: int) -> tuple[int, int]:
+    """Bytes `[start, stop)` of a payload, widened to the blocks that they lie in."""
+    return start // BLOCK_BYTES * BLOCK_BYTES, min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, payload_bytes)
+
+
+class BlockSums:
+    """The sums of one payload, whose bytes are read in pieces, in any order and by any number of threads.
+
+    `running` are its cumulative CRCs. `damaged(start, stop, got, expected)` makes the error for bytes of the payload.
+    """
+
+    def __init__(
+        self,
+        payload_bytes: int,
+        running: Sequence[int],
+        crc: int,
+        damaged: Callable[[int, int, int, int], Exception],
+    ) -> None:
+        assert len(running) == inner_blocks(payload_bytes)
+        self._payload_bytes = payload_bytes
+        self._running = running
+        self._crc = crc
+        self._damaged = damaged
+        self._parts: dict[int, list[tuple[int, int, int]]] = {}
+        self._lock = threading.Lock()
+
+    def stream(self, start: int) -> BlockStream:
+        """Takes bytes from `start` on, front to back."""
+        return BlockStream(self, start)
+
+    def begin(self, position: int) -> int:
+        """The sum that bytes from `position` on continue: the running one at the beginning of a block, 0 inside."""
+        block, inside = divmod(position, BLOCK_BYTES)
+        return self._running[block - 1] if block and not inside and block <= len(self._running) else 0
+
+    def end_of_block(self, position: int) -> int:
+        """Where the block ends that holds the byte at `position`."""
+        return min((position // BLOCK_BYTES + 1) * BLOCK_BYTES, self._payload_bytes)
+
+    def note(self, start: int, stop: int, value: int) -> None:
+        """Bytes `[start, stop)` of one block have that sum; compared, and raised, as soon as all of the block
+        is known.
+        """
+        block = start // BLOCK_BYTES
+        first, last = block * BLOCK_BYTES, self.end_of_block(start)
+        if (start, stop) != (first, last):
+            with self._lock:
+                parts = self._parts.setdefault(block, [])
+                parts.append((start, stop, value))
+                if sum(b - a for a, b, _ in parts) < last - first:
+                    return
+                del self._parts[block]
+            parts.sort()
+            value = parts[0][2]
+            for a, b, part in parts[1:]:
+                value = crc32_combine(value, part, b - a)
+        expected = self._running[block] if block < len(self._running) else self._crc
+        if value != expected:
+            raise self._damaged(first, last, value, expected)
+
+
+class BlockStream:
+    """Bytes of a payload on their way, in order; see `BlockSums.stream`."""
+
+    __slots__ = ("_begun", "_position", "_sums", "_value")
+
+    def __init__(self, sums: BlockSums, start: int) -> None:
+        self._sums = sums
+        self._begun = self._position = start
+        self._value = sums.begin(start)
+
+    def feed(self, view: memoryview) -> None:
+        """The next bytes. Raises as `BlockSums.note`."""
+        sums, at = self._sums, 0
+        while at < len(view):
+            end = sums.end_of_block(self._position)
+            taken = min(len(view) - at, end - self._position)
+            self._value = crc32(view[at : at + taken], self._value)
+            self._position += taken
+            at += taken
+            if self._position == end:
+                sums.note(self._begun, end, self._value)
+                self._begun, self._value = end, sums.begin(end)
+
+    def finish(self) -> None:
+        """There are no more bytes. Raises as `BlockSums.note`."""
+        if self._position > self._begun:
+            self._sums.note(self._begun, self._position, self._value)
+
+
+def checksum_error(where: str, what: str, got: int, expected: int) -> ChecksumError:
+    """The error for bytes that do not have the CRC-32 which was written with them; `what` is those bytes and a verb."""
+    return ChecksumError(
+        f"{where}: {what} CRC-32 {got:#010x}, expected {expected:#010x}: the file was damaged after it was written; "
+        f"{IF_DAMAGED}"
+    )
+
+
+def check_records(
+    read: Callable[[int, int], bytes], sum_up: Callable[[int, int], int], item_bytes: int, where: str
+) -> int:
+    """Compare the CRC-32 of every record of an item; returns how many (none of an item without checksums).
+
+    `read` returns bytes of the item, for headers; `sum_up` the CRC-32 of bytes. Raises `CorruptCheckpointError`.
+    """
+    checked = 0
+    for name, offset, nbytes, expected in verify_records(read, item_bytes, where):
+        if expected is None:
+            continue
+        got = sum_up(offset, nbytes)
+        if got != expected:
+            what = f"record {name} (bytes [{offset}, {offset + nbytes}) of the item) has"
+            raise checksum_error(where, what, got, expected)
+        checked += 1
+    return checked
+
+
+class _ReadInto(Protocol):
+    def __call__(self, offset: int, view: memoryview, /) -> None: ...
+
+
+def range_crc(read_into: _ReadInto, start: int, nbytes: int, window: memoryview, value: int = 0) -> int:
+    """CRC-32 of bytes `[start, start + nbytes)`, read through a window of memory from front to back; after `value`."""
+    done = 0
+    while done < nbytes:
+        view = window[: min(len(window), nbytes - done)]
+        read_into(start + done, view)
+        value = crc32(view, value)
+        done += len(view)
+    return value
+
+
+class RecordSum:
+    """The CRC-32 of a record whose pieces are read in any order."""
+
+    __slots__ = ("_lock", "_parts", "_remaining_bytes", "expected", "length")
+
+    def __init__(self, length: int, expected: int) -> None:
+        self.length = length
+        self.expected = expected
+        self._remaining_bytes = length
+        self._parts: list[tuple[int, int, int]] = []
+        self._lock = threading.Lock()
+
+    def add(self, start: int, length: int, crc: int) -> int | None:
+        """Note a piece; returns the CRC-32 of the record when this was the last one."""
+        with self._lock:
+            self._parts.append((start, length, crc))
+            self._remaining_bytes -= length
+            if self._remaining_bytes:
+                return None
+        total = 0
+        for _, part_bytes, part_crc in sorted(self._parts):
+            total = crc32_combine(total, part_crc, part_bytes)
+        return total
+
+
+_WINDOW_BYTES = 8 * 1024 * 1024
+
+
+def global_shape(index: CheckpointIndex, entry: TensorEntry) -> tuple[int, ...]:
+    """The parameter's own shape, where its stretches are stored as rows of a grid (Megatron-Core 0.12 to 0.14)."""
+    shape, grid = index.original_shape(entry.fqn), entry.shape[:-1]
+    if shape is None:
+        return entry.shape
+    cell = [size // count for size, count in zip(shape, grid, strict=False) if count]
+    if len(grid) != len(shape) or math.prod(cell) != entry.shape[-1] or math.prod(shape) != math.prod(entry.shape):
+        raise CorruptCheckpointError(
+            f"{entry.fqn}: {index.path} notes the global shape {list(shape)} for what is stored as {list(entry.shape)}"
+        )
+    return shape
+
+
+def stretch_of(entry: TensorEntry, chunk: StoredChunk, shape: tuple[int, ...]) -> Stretch:
+    """Where a chunk lies in a tensor of this global shape (`global_shape`)."""
+    return Stretch.of_chunk(entry.shape, chunk.offsets, chunk.sizes, element_bytes(entry.dtype), shape)
+
+
+def fingerprint_from_sums(index: CheckpointIndex, entry: TensorEntry, crcs: Sequence[int | None]) -> int | None:
+    """The CRC-32 of a tensor from those of its chunks; None if they do not tell."""
+    shape, total = global_shape(index, entry), 0
+    for chunk, crc in zip(entry.chunks, crcs, strict=True):
+        part = None if crc is None else part_of_run(crc, stretch_of(entry, chunk, shape))
+        if part is None:
+            return None
+        total ^= part
+    return total
+
+
+def part_of_chunk(
+    entry: TensorEntry, chunk: StoredChunk, shape: tuple[int, ...], crc: int | None, read: Callable[[int, int], Any]
+) -> int:
+    """What a chunk of a tensor of this global shape adds; `read(first, count)` gives the bytes of so many of its
+    elements, `crc` is the stored CRC-32 of all, if any. `ChecksumError`: they were read, and do not have it.
+    """
+    stretch = stretch_of(entry, chunk, shape)
+    if not stretch.elems:
+        return 0
+    if crc is not None and (part := part_of_run(crc, stretch)) is not None:
+        return part
+    step = max(1, _WINDOW_BYTES // stretch.elem_bytes)
+    total = value = 0
+    for at in range(0, stretch.elems, step):
+        view = memoryview(read(at, min(step, stretch.elems - at))).cast("B")
+        value = crc32(view, value)
+        total ^= part_of_elements(view, stretch, at)
+    if crc is not None and crc != value:
+        raise checksum_error(chunk_name(entry.fqn, chunk), "its elements have", value, crc)
+    return total
+
+
+_MAX_GAP_BYTES = 256 * 1024
+_WORKERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is wrong.
+
+    Attributes:
+        kind: `"index"`, `"file"`, `"structure"` (chunks, overlaps), `"item"` (headers), `"checksum"`, `"copy"` (a
+            shadow copy with other bits than its tensor) or `"optimizer"`.
+        message: what, where, expected and got.
+        fqn: the key, where it is one item's problem.
+        file, offset, length: the bytes of that item.
+    """
+
+    kind: Literal["index", "file", "structure", "item", "checksum", "copy", "optimizer"]
+    message: str
+    fqn: str | None = None
+    file: str | None = None
+    offset: int | None = None
+    length: int | None = None
+
+
+class ItemCheck(NamedTuple):
+    """One stored item to check: its tensor's entry and chunk, or None for an object; cumulative CRCs, if any."""
+
+    fqn: str
+    item: StoredItem
+    entry: TensorEntry | None = None
+    chunk: StoredChunk | None = None
+    blocks: Sequence[int] = ()
+
+    @property
+    def where(self) -> str:
+        """The item as messages name it."""
+        return item_name(self.fqn, self.item)
+
+
+class _Span(NamedTuple):
+    """Items of one file that are read at once; or one item that is too large for that."""
+
+    items: list[ItemCheck]
+    start: int
+    stop: int
+
+
+def checks_of(index: CheckpointIndex) -> list[ItemCheck]:
+    """Every item of a checkpoint once, in the order of its files."""
+    checks = [ItemCheck(fqn, entry.item) for fqn, entry in index.objects.items()]
+    empty: list[ItemCheck] = []
+    for fqn, entry in index.tensors.items():
+        for chunk in entry.chunks:
+            blocks = index.blocks.get((chunk.item.file, chunk.item.offset), ())
+            (empty if 0 in chunk.sizes else checks).append(ItemCheck(fqn, chunk.item, entry, chunk, blocks))
+    # DCP knows a chunk by its offsets: those without elements may have one item together, or another chunk's.
+    named = {check.item for check in checks}
+    checks += {check.item: check for check in empty if check.item not in named}.values()
+    checks.sort(key=lambda check: (check.item.file, check.item.offset))
+    return checks
+
+
+def check_data_files(storage: Storage, index: CheckpointIndex, names: Iterable[str]) -> None:
+    """Compare these data files with the index: their footers and tables, and the CRC-32 of each record.
+
+    Raises `CorruptCheckpointError` that tells what is wrong first, or `LoadError`.
+    """
+    files = set(names)
+    for name in sorted(files):
+        with storage.open_reader(name) as reader:
+            footer = checked_footer(index, name, reader)
+            if footer is not None:
+                read_table(reader, footer)
+    checks = [check for check in checks_of(index) if check.item.file in files]
+    checker = ItemChecker(storage)
+    checker.run(list(spans_of(checks)), _WORKERS)
+    if checker.problems:
+        raise CorruptCheckpointError(min(checker.problems)[1].message)
+
+
+def item_problem(kind: Literal["file", "structure", "item", "checksum"], check: ItemCheck, message: str) -> Problem:
+    item = check.item
+    return Problem(kind, message, check.fqn, item.file, item.offset, item.length)
+
+
+def spans_of(checks: list[ItemCheck]) -> Iterator[_Span]:
+    """What to read of sorted items: small neighbours together, as far as a window goes; each large one for itself.
+
+    Zero-length items go along.
+    """
+    items: list[ItemCheck] = []
+    start = stop = 0
+    for check in checks:
+        item = check.item
+        joins = (
+            items
+            and items[-1].item.file == item.file
+            and item.offset - stop <= _MAX_GAP_BYTES
+            and max(stop, item.offset + item.length) - start <= _WINDOW_BYTES
+        )
+        if not joins:
+            if items:
+                yield _Span(items, start, stop)
+            items, start, stop = [], item.offset, item.offset
+        items.append(check)
+        stop = max(stop, item.offset + item.length)
+    if items:
+        yield _Span(items, start, stop)
+
+
+class ItemChecker:
+    """Reads spans in threads and collects what is wrong."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.problems: list[tuple[str, Problem]] = []
+        self.items = self.records = self.read_bytes = self.unchecked = 0
+        self._files = OpenFiles(storage, "auto", None)
+        self._lock = threading.Lock()
+        self._buffers = threading.local()
+
+    def run(self, spans: list[_Span], workers: int, advance: Callable[[int], object] = lambda nbytes: None) -> None:
+        """Check all spans; `advance` is called with the lengths of what was read."""
+
+        def work(span: _Span) -> None:
+            self._check(span)
+            advance(span.stop - span.start)
+
+        try:
+            in_parallel(spans, work, workers)
+        finally:
+            self._files.close()
+
+    def _check(self, span: _Span) -> None:
+        with self._files.reader(span.items[0].item.file) as reader:
+            view: memoryview | None = None
+            if span.stop - span.start <= _WINDOW_BYTES:
+                view = self._buffer()[: span.stop - span.start]
+                try:
+                    reader.read_into(span.start, view)
+                except LoadError as error:
+                    for check in span.items:
+                        self._found(check, item_problem("item", check, f"{check.where}: {error}"))
+                    return
+            records = unchecked = 0
+            for check in span.items:
+                item = check.item
+                inside = None if view is None else view[item.offset - span.start :][: item.length]
+                try:
+                    checked = check_item(check, reader, inside, self._buffer)
+                except ChecksumError as error:
+                    self._found(check, item_problem("checksum", check, str(error)))
+                except LoadError as error:
+                    self._found(check, item_problem("item", check, str(naming(error, check.where))))
+                else:
+                    records += checked
+                    unchecked += checked == 0
+        with self._lock:
+            self.items += len(span.items)
+            self.records += records
+            self.unchecked += unchecked
+            self.read_bytes += span.stop - span.start
+
+    def _found(self, check: ItemCheck, problem: Problem) -> None:
+        with self._lock:
+            self.problems.append((check.where, problem))
+
+    def _buffer(self) -> memoryview:
+        """This thread's window."""
+        buffer: memoryview | None = getattr(self._buffers, "window", None)
+        if buffer is None:
+            buffer = self._buffers.window = _window()
+        return buffer
+
+
+def check_file(storage: Storage, name: str) -> int:
+    """Compare all checksums of a file that is one item by itself, as the common state is; as `check_item`."""
+    with storage.open_reader(name) as reader:
+        return check_item(ItemCheck(name, StoredItem(name, 0, reader.size_bytes)), reader)
+
+
+def _window() -> memoryview:
+    return memoryview(aligned_buffer(_WINDOW_BYTES))
+
+
+def check_item(
+    check: ItemCheck, reader: RangeReader, inside: memoryview | None = None, buffer: Callable[[], memoryview] = _window
+) -> int:
+    """Compare all checksums of one item, and its own description with the index; how many records were compared, 0 if
+    the item hides them. `inside`: its bytes, if they have been read; otherwise `buffer` returns a window.
+    """
+    item, where = check.item, check.where
+
+    def read(offset: int, length: int) -> bytes:
+        if inside is not None:
+            return bytes(inside[offset : offset + length])
+        return reader.read(item.offset + offset, length)
+
+    def sum_up(offset: int, length: int) -> int:
+        running = iter(check.blocks) if length > BLOCK_BYTES else iter(())
+        value = done = 0
+        for expected in running:
+            value = part_crc(offset + done, BLOCK_BYTES, value)
+            done += BLOCK_BYTES
+            if value != expected:
+                what = f"the first {done} bytes of its payload have"
+                raise checksum_error(where, what, value, expected)
+        return part_crc(offset + done, length - done, value)
+
+    def part_crc(offset: int, length: int, value: int) -> int:
+        if inside is not None:
+            return crc32(inside[offset : offset + length], value)
+        return range_crc(reader.read_into, item.offset + offset, length, buffer(), value)
+
+    if item.crc32 is not None and (check.entry is None or item.transforms):
+        whole = part_crc(0, item.length, 0)
+        if whole != item.crc32:
+            raise checksum_error(where, "its bytes have", whole, item.crc32)
+    if item.transforms:
+        return int(item.crc32 is not None)
+    checked = check_records(read, sum_up, item.length, where)
+    if check.entry is None or check.chunk is None:
+        return checked
+    dtype, sizes = check.entry.dtype, check.chunk.sizes
+    nbytes = math.prod(sizes) * element_bytes(dtype)
+    try:
+        said = dtype, sizes
+        found = (
+            locate_tensor(read, item.length, where, said) if inside is None else locate_tensor_in(inside, where, said)
+        )
+        check_located(found, dtype, sizes, nbytes, item.crc32)
+    except NotRangeable:
+        check_proportion(nbytes, item, where)
+        outline = read_tensor_outline(read, item.length, where)
+        if outline is not None and (outline.dtype, outline.shape) != (dtype, sizes):
+            raise CorruptCheckpointError(
+                f"{where}: the index says {dtype} of shape {list(sizes)}, stored is {outline.dtype} of shape "
+                f"{list(outline.shape)}; index and data file do not belong together"
+            ) from None
+    return checked
