@@ -60,7 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Before install(): a checkout of Megatron-LM next to the script is the Megatron that the script will use.
         sys.path[0] = str(Path(target[0]).resolve().parent)
     try:
-        from mcore_ckpt.megatron.fixed_layouts import advise_on
         from mcore_ckpt.megatron.install import announce, install
 
         install()
@@ -78,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _run_script(target[0])
     except RuntimeError as error:
+        from mcore_ckpt.megatron.strategy import advise_on
+
         advise_on(error)
         raise
     return 0

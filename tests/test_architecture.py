@@ -18,7 +18,6 @@ PACKAGE = TREE.package
 # Where megatron-core may be named in an import; all else gets what it needs of it from there.
 KNOWS_MEGATRON = {
     "megatron._versions",
-    "megatron._errors",
     "megatron.strategy",
     "reshard.parameter_orders",
     "models.logits",

@@ -1,18 +1,22 @@
 """`install()` and `uninstall()`: this package in the place of Megatron-Core's own checkpointing, version by version.
 
 Names are replaced, not behaviour of torch: the strategy classes and what hands them out, the writer for DCP, the
-readers and writers of the common state and of `metadata.json`, and the methods of the async queue (so that queues made
-before `install()` are served too). docs/megatron.md lists them.
+readers and writers of the common state and of `metadata.json`, and the methods of the async queue. docs/megatron.md
+lists them. Behind `install()` and `uninstall()` stand, in this order: the calls of Megatron that are served here, this
+package's registry of strategies, and `integrity.json`. `nvrx.py` has the async queues.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
+from enum import Enum
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -20,41 +24,42 @@ from typing import Any
 
 from mcore_ckpt import __version__
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import UnsupportedMegatronError
+from mcore_ckpt.core.errors import (
+    CheckpointNotFoundError,
+    OptionError,
+    StrategyNotFoundError,
+    UnsupportedMegatronError,
+)
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, is_supported, unknown_variables
 from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.directory.copying import own_files
 from mcore_ckpt.directory.publish import give_back
-from mcore_ckpt.format.metadata_read import read_config
-from mcore_ckpt.megatron import _async_queue as megatron_queue
+from mcore_ckpt.format.metadata_read import INTEGRITY_FILE, METADATA_FILE, read_config
 from mcore_ckpt.megatron import common_state, nvrx
-from mcore_ckpt.megatron._errors import MegatronErrors
 from mcore_ckpt.megatron._fully_parallel import first_group, replace_wrappers
-from mcore_ckpt.megatron._go_back import around_load, directory_to_read
-from mcore_ckpt.megatron._integrity import replace_integrity
-from mcore_ckpt.megatron._joint_load import sync_wrapped_loads
-from mcore_ckpt.megatron._patches import (
-    MODULES_CALLING_PRODUCT,
-    MODULES_NAMING_CUDA,
-    serve_with_numpy_2,
-    serve_without_cuda,
-)
-from mcore_ckpt.megatron._validation import replace_validation, validation_of_save
+from mcore_ckpt.megatron._joint_calls import replace_validation, sync_wrapped_loads, validation_of_save
 from mcore_ckpt.megatron._versions import (
     CHECKPOINTING,
+    MODULES_CALLING_PRODUCT,
+    MODULES_NAMING_CUDA,
     NEWEST_TESTED,
     TESTED_VERSIONS,
     Differences,
+    MegatronErrors,
     differences,
     installed_version_text,
     megatron_module,
     megatron_version,
     optional_module,
     patches,
+    serve_with_numpy_2,
+    serve_without_cuda,
 )
+from mcore_ckpt.megatron.common_state import around_load, directory_to_read
 from mcore_ckpt.megatron.contract import Name, missing
-from mcore_ckpt.megatron.registry import get_strategy, registered_strategies
 from mcore_ckpt.save.transaction import saves_in_progress
+from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
 logger = logger_of("mcore_ckpt")
@@ -112,7 +117,7 @@ def uninstall() -> None:
         SaveError: an async queue still holds a save that was not finalized; finalize it first.
     """
     if patches.replaced():
-        megatron_queue.require_idle()
+        nvrx.require_idle()
         patches.undo()
 
 
@@ -141,7 +146,7 @@ def _replace_all(megatron: Differences) -> None:
         core, "maybe_load_config", _config_of_what_is_read(core.maybe_load_config, core.CheckpointingConfig)
     )
     replace_validation()
-    replace_integrity()
+    _replace_integrity()
     replace_wrappers()
     sync_wrapped_loads()
     patches.replace(serialization, "save", _save_or_leave_nothing(serialization.save, TorchDistSaveStrategy))
@@ -156,10 +161,10 @@ def _replace_async(torch_strategies: Any) -> None:
     """Queues, requests and the writer for DCP, of Megatron and of nvidia-resiliency-ext: whichever there are."""
     nvrx.supply(patches)
     if hasattr(torch_strategies, "get_async_strategy"):
-        patches.replace(torch_strategies, "get_async_strategy", megatron_queue.async_strategy_source(torch_strategies))
+        patches.replace(torch_strategies, "get_async_strategy", nvrx.async_strategy_source(torch_strategies))
     queues = [optional_module("strategies.async_utils"), nvrx.core() if nvrx.is_installed() else None]
     for queue in {getattr(module, "AsyncCallsQueue", None) for module in queues} - {None}:
-        megatron_queue.replace_methods(patches, queue, MegatronErrors)
+        nvrx.serve_queues(queue)
     writers = optional_module("strategies.filesystem_async")
     if writers is not None:
         patches.replace(writers, "FileSystemWriterAsync", FileSystemWriterAsync)
@@ -184,6 +189,9 @@ def is_there(name: Name) -> bool:
     for part in name.name.split("."):
         found = getattr(found, part, None)
     return found is not None
+
+
+# --- what Megatron calls ----------------------------------------------------------------------------------------------
 
 
 def existing_modules(module_names: Iterable[str]) -> Iterator[ModuleType]:
@@ -316,3 +324,134 @@ def announce(text: str, *values: object) -> None:
     if own is not None:
         named.removeHandler(own)
     named.setLevel(level)
+
+
+# --- strategies by action, backend and version -----------------------------------------------------------------------
+
+# Megatron-Core had a registry up to 0.16, refilled it at every look-up, and dropped it in 0.17. This one holds
+# factories, so that each look-up gets a strategy of its own: a shared one would leak its caches between unrelated
+# checkpoints.
+
+ACTIONS = ("load_common", "load_sharded", "save_common", "save_sharded")
+
+_Key = tuple[str, str, int]
+
+
+# The strategies are imported when one is looked up: they need torch and Megatron-Core, registering others does not.
+def _default_save() -> Any:
+    from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
+
+    return TorchDistSaveStrategy()
+
+
+def _default_load() -> Any:
+    from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
+
+    return TorchDistLoadStrategy()
+
+
+_factories: dict[_Key, Callable[[], Any]] = {
+    ("save_sharded", "torch_dist", 1): _default_save,
+    ("load_sharded", "torch_dist", 1): _default_load,
+}
+
+
+def register_strategy(action: str | Enum, backend: str, version: int, strategy: Any) -> None:
+    """Let `strategy` serve this action, backend and version, in place of what served it before.
+
+    Args:
+        action: `"save_sharded"`, `"load_sharded"`, `"save_common"`, `"load_common"`, or Megatron's `StrategyAction`.
+        backend: the format's name, as in `metadata.json`; for example `"torch_dist"`.
+        version: the format's version.
+        strategy: a class or function that is called without arguments at each look-up, or an instance that every
+            look-up then shares, caches included.
+
+    Raises:
+        OptionError: there is no such action.
+    """
+    _factories[_key(action, backend, version)] = strategy if _is_factory(strategy) else lambda: strategy
+
+
+def get_strategy(action: str | Enum, backend: str, version: int) -> Any:
+    """The strategy for this action, backend and version; a new one where a factory was registered.
+
+    Raises:
+        OptionError: there is no such action.
+        StrategyNotFoundError: nothing is registered for it; the message lists what is.
+    """
+    key = _key(action, backend, version)
+    try:
+        factory = _factories[key]
+    except KeyError:
+        registered = "; ".join(f"{a} {b!r} version {v}" for a, b, v in sorted(_factories))
+        raise StrategyNotFoundError(
+            f"no strategy is registered for {key[0]} {backend!r} version {version}; registered: {registered}. "
+            "Add one with mcore_ckpt.register_strategy(action, backend, version, strategy)"
+        ) from None
+    return factory()
+
+
+def registered_strategies() -> tuple[_Key, ...]:
+    """What can be looked up, as (action, backend, version), sorted."""
+    return tuple(sorted(_factories))
+
+
+def _key(action: str | Enum, backend: str, version: int) -> _Key:
+    name = action.value if isinstance(action, Enum) else action
+    if name not in ACTIONS:
+        raise OptionError(f"action {action!r}: expected one of {', '.join(ACTIONS)}, or Megatron's StrategyAction")
+    return name, backend, version
+
+
+def _is_factory(strategy: Any) -> bool:
+    # A strategy that happens to be callable is still a strategy: what can save or load is an instance.
+    if isinstance(strategy, type):
+        return True
+    return callable(strategy) and not hasattr(strategy, "save") and not hasattr(strategy, "load")
+
+
+# --- integrity.json --------------------------------------------------------------------------------------------------
+
+# From 0.19 on (`--verify-integrity`): the SHA-256 of each file of a checkpoint. Megatron sums up whatever lies in the
+# directory. Some of that is no part of the checkpoint: it changes later, goes, or is in no copy, and each of these
+# would make every later load fail.
+
+_NAME = "save_integrity_manifest"
+_PIECE_BYTES = 8 * 1024 * 1024
+
+
+def _replace_integrity() -> None:
+    """Where this version of Megatron-Core has such a file."""
+    validation = megatron_module("validation")
+    if hasattr(validation, _NAME):
+        patches.replace(validation, _NAME, _of_what_belongs_to_it(getattr(validation, _NAME)))
+
+
+def _of_what_belongs_to_it(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(stock)
+    def save_integrity_manifest(checkpoint_dir: Any) -> None:
+        with MegatronErrors():
+            if not is_supported(checkpoint_dir):
+                return stock(checkpoint_dir)
+            directory = checkpoint_path(checkpoint_dir)
+            storage = storage_at(directory)
+            version = storage.version(METADATA_FILE)
+            try:
+                names = own_files(directory)
+            except CheckpointNotFoundError:  # of another format
+                return stock(checkpoint_dir)
+            sums = {name: _sha256(storage, name) for name in sorted(names) if name != INTEGRITY_FILE}
+            if storage.version(METADATA_FILE) == version:  # else they are of a checkpoint that was replaced
+                content = json.dumps({"algorithm": "sha256", "files": sums}, indent=2)
+                storage.publish(INTEGRITY_FILE, content.encode())
+            return None
+
+    return save_integrity_manifest
+
+
+def _sha256(storage: Storage, name: str) -> str:
+    found = hashlib.sha256()
+    with storage.open_reader(name, direct="off") as reader:
+        for at in range(0, reader.size_bytes, _PIECE_BYTES):
+            found.update(reader.read(at, min(_PIECE_BYTES, reader.size_bytes - at)))
+    return found.hexdigest()

@@ -2,19 +2,24 @@
 
 save:  sharded_state_dict -> begin_save: main replicas, plan, writing -> commit
 load:  sharded_state_dict -> read requests -> FileSystemReader -> the tensors, in the structure that came in
+
+Transformer Engine's quantized tensors are read through a few wide ones at a time. Where optimizer state belongs to the
+layout that saved it, the error says how to convert it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
+import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -24,28 +29,37 @@ from mcore_ckpt.core.errors import KindMismatchError, LoadError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host
 from mcore_ckpt.core.process import together
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, interrupts_wait_for_others, without_modes
+from mcore_ckpt.directory.iterations import is_checkpoint_name, iteration_of, tracked_name
 from mcore_ckpt.directory.publish import remove_tensors
+from mcore_ckpt.format.index import CheckpointIndex, is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
+from mcore_ckpt.load.arrivals import noting_nothing
 from mcore_ckpt.load.files import ReadStats
+from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import FileSystemReader, ranks_that_load_here, read_shards
 from mcore_ckpt.load.records import replaced_error
-from mcore_ckpt.megatron._errors import MegatronErrors, is_first_rank
-from mcore_ckpt.megatron._joint_load import joint_load
-from mcore_ckpt.megatron._one_save import SaveIdentity, check_common, check_ranks, metadata_version
-from mcore_ckpt.megatron._quantized import read_quantized, split_quantized
-from mcore_ckpt.megatron._validation import noted_validation
+from mcore_ckpt.megatron._joint_calls import (
+    SaveIdentity,
+    check_common,
+    check_ranks,
+    joint_load,
+    metadata_version,
+    noted_validation,
+)
 from mcore_ckpt.megatron._versions import (
     TESTED_VERSIONS,
+    MegatronErrors,
     differences,
     installed_version_text,
+    is_first_rank,
     load_strategy_base,
     mapping,
     megatron_module,
+    quantized_test,
     replaced_load_planner,
     save_strategy_base,
     sharded_tensor_of,
 )
-from mcore_ckpt.megatron.fixed_layouts import advice_on
 from mcore_ckpt.megatron.nvrx import async_request_class
 from mcore_ckpt.save.buckets import check_hint
 from mcore_ckpt.save.commit import LoadedCheckpoint
@@ -68,6 +82,8 @@ from mcore_ckpt.state.shards import (
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of(__name__)
+
+
 _Path = str | os.PathLike[str]
 
 
@@ -369,7 +385,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
     def _to_read(self, checkpoint_dir: _Path) -> Path:
         path = checkpoint_path(checkpoint_dir)
         if self.options.on_damaged == "go_back":
-            from mcore_ckpt.megatron._go_back import directory_to_read
+            from mcore_ckpt.megatron.common_state import directory_to_read
 
             path = directory_to_read(path, self.options)
         return path
@@ -531,3 +547,105 @@ class _ObjectsInTurn:
                 f"{key}: object {position + 1} is requested, the checkpoint holds {len(values)} under this key"
             )
         return values[position]
+
+
+# --- quantized tensors ------------------------------------------------------------------------------------------------
+
+# One of Transformer Engine looks like one of bfloat16, but holds FP8 (or narrower) elements and their scales; a
+# checkpoint holds the wide elements. They are read into scratch memory of the wide dtype and copied over, which
+# quantizes. Megatron before 0.19 makes a wide copy of every quantized tensor ahead of the load; from 0.19 on it leaves
+# that to a strategy which says `stream_ckpt_dequant`, and the peak is a few tensors instead of the whole model.
+
+# Scratch that is held at once, in bytes; more only where a single tensor is larger.
+_SCRATCH_BYTES = 64 * 1024 * 1024
+
+
+def split_quantized(shards: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Divide `ShardedTensor`s into those whose data are plain, and those whose data are quantized."""
+    is_quantized = quantized_test()
+    if is_quantized is None:
+        return shards, ()
+    plain: list[Any] = []
+    quantized: list[Any] = []
+    for shard in shards:
+        (quantized if shard.data is not None and is_quantized(shard.data) else plain).append(shard)
+    return plain, quantized
+
+
+def read_quantized(read: Callable[[Sequence[Any]], None], shards: Sequence[Any]) -> None:
+    """Fill `ShardedTensor`s whose data are quantized, each at once; `read` fills plain ones. The running maxima of
+    delayed scaling (`amax`) stay: what is loaded is not what was trained on.
+    """
+    for batch in batches(shards, lambda shard: shard.data.numel() * shard.data.dtype.itemsize, _SCRATCH_BYTES):
+        scratches = [_with_scratch(shard) for shard in batch]
+        with noting_nothing():
+            read(scratches)
+        for shard, scratch in zip(batch, scratches, strict=True):
+            _quantize(shard.data, scratch.data)
+
+
+def _with_scratch(shard: Any) -> Any:
+    wide = shard.data
+    copied = copy.copy(shard)
+    copied.data = torch.empty(tuple(wide.shape), dtype=wide.dtype, device=wide.device)
+    return copied
+
+
+def _quantize(quantized: torch.Tensor, wide: torch.Tensor) -> None:
+    amax = getattr(getattr(quantized, "_quantizer", None), "amax", None)
+    kept = amax.detach().clone() if isinstance(amax, torch.Tensor) else None
+    with torch.no_grad():
+        quantized.copy_(wide)
+        if amax is not None and kept is not None:
+            amax.copy_(kept)
+
+
+# --- optimizer state of another layout --------------------------------------------------------------------------------
+
+# `dp_reshardable` state is flat buckets of TP, PP and EP. What Megatron-LM proposes there, an option of the next save,
+# does not help the checkpoint that is there.
+
+# In Megatron-LM's message; its training code raises it before anything is loaded by this package.
+_MEGATRONS_WORDS: Final = "not supported for DistributedOptimizer with sharding type dp_"
+_LAYOUT: Final = "fully_reshardable"
+
+
+def advise_on(error: BaseException) -> None:
+    """Put a line below Megatron-LM's error, if it is of such state: how the checkpoint that is there can be loaded."""
+    if _MEGATRONS_WORDS not in str(error):
+        return
+    arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    run = getattr(arguments, "load", None) or "RUN"
+    line = f"mcore_ckpt: that option does not help here. {_conversion(str(run), getattr(arguments, 'ckpt_step', None))}"
+    if sys.version_info >= (3, 11):
+        error.add_note(line)
+    else:
+        _logger.error("%s", line)
+
+
+def advice_on(checkpoint: Path, index: CheckpointIndex, shards: Iterable[Any]) -> str:
+    """What a load's error says, too, if flat buckets were requested of another layout than the stored; or nothing."""
+    stored = index.tensors
+    wanted = {shard.key: tuple(shard.global_shape) for shard in shards if is_flat_bucket(shard.key)}
+    if all(key in stored and stored[key].shape == shape for key, shape in wanted.items()):
+        return ""
+    why = ". The optimizer's state is flat buckets (dp_reshardable) of the TP, PP and EP that saved it. "
+    if not is_checkpoint_name(checkpoint.name):
+        return why + _command(str(checkpoint), "load that")
+    run, step = checkpoint.parent, iteration_of(checkpoint.name)
+    with contextlib.suppress(LoadError):
+        step = None if tracked_name(run) == checkpoint.name else step
+    return why + _conversion(str(run), step)
+
+
+def _conversion(run: str, step: int | None) -> str:
+    """The conversion of a run, or of one of its checkpoints, as a command; and what the job gets then."""
+    if step is None:
+        return _command(run, f"--load {shlex.quote(f'{run}-{_LAYOUT}')}")
+    name = f"/iter_{step:07d}"
+    return _command(run, f"--load {shlex.quote(f'{run}-{_LAYOUT}')} --ckpt-step {step}", name)
+
+
+def _command(source: str, then: str, name: str = "") -> str:
+    words = shlex.join(["mcore-ckpt", "reshard", source + name, f"{source}-{_LAYOUT}{name}"])
+    return f"Convert it, for any layout: {words} --optimizer-layout {_LAYOUT}; then {then}"

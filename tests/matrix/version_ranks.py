@@ -32,7 +32,7 @@ def prepare(who: str, as_cuda: bool) -> None:
 
         mcore_ckpt.install()
         return
-    from mcore_ckpt.megatron._patches import (
+    from mcore_ckpt.megatron._versions import (
         MODULES_CALLING_PRODUCT,
         MODULES_NAMING_CUDA,
         Patches,

@@ -83,7 +83,7 @@ def queues_made_before_install_are_served(rank: int, directory: Path) -> None:
     import mcore_ckpt
 
     dist_checkpointing = installed()
-    from mcore_ckpt.megatron._async_queue import served_queue
+    from mcore_ckpt.megatron.nvrx import served_queue
 
     target = made(directory)
     for fill, queue in ((1, old), (2, AsyncCallsQueue(persistent=True))):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt.megatron._distribution import (
+from mcore_ckpt.megatron._fully_parallel import (
     Held,
     flags_of,
     megatrons_owners,

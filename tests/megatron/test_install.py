@@ -43,8 +43,7 @@ from mcore_ckpt import (
     TorchDistSaveStrategy,
     UnsupportedMegatronError,
 )
-from mcore_ckpt.megatron._errors import as_megatron_error
-from mcore_ckpt.megatron._versions import TESTED_VERSIONS, megatron_version
+from mcore_ckpt.megatron._versions import TESTED_VERSIONS, as_megatron_error, megatron_version
 from tests.support.forked import in_child
 
 HAS_REGISTRY = megatron_version() < (0, 17)

@@ -38,7 +38,7 @@ def two_saves(directory: Path, iteration: int = 2) -> tuple[Path, Callable[[], N
 def replaced_between(rank: int, directory: Path) -> list[str]:
     """The messages of loads of a checkpoint that is replaced behind the common state, and behind rank 0's load."""
     dist_checkpointing = installed()
-    from mcore_ckpt.megatron import _joint_load, strategy
+    from mcore_ckpt.megatron import _joint_calls, strategy
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
 
     messages = []
@@ -68,7 +68,7 @@ def replaced_between(rank: int, directory: Path) -> list[str]:
             replace()
             done.touch()
 
-    agree: Any = _joint_load._check_all_agree
+    agree: Any = _joint_calls._check_all_agree
 
     def agree_and_wait(*args: Any) -> None:
         agree(*args)
@@ -78,7 +78,7 @@ def replaced_between(rank: int, directory: Path) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(strategy, "check_common", replace_behind)
-        patched.setattr(_joint_load, "_check_all_agree", agree_and_wait)
+        patched.setattr(_joint_calls, "_check_all_agree", agree_and_wait)
         with pytest.raises(LoadError) as raised:
             dist_checkpointing.load(state(0), str(named), validate_access_integrity=False)
     messages.append(str(raised.value))
@@ -100,7 +100,7 @@ def gone_back_beside(rank: int, directory: Path) -> list[str]:
     """As `on_damaged="go_back"` asks, what is replaced under a load is loaded anew, and an older one is let be."""
     dist_checkpointing = installed()
     from mcore_ckpt.load.reader import FileSystemReader
-    from mcore_ckpt.megatron import _go_back
+    from mcore_ckpt.megatron import common_state
 
     run = directory / "run"
     dist_checkpointing.save(state(1), made(run / "iter_0000001"))
@@ -122,17 +122,17 @@ def gone_back_beside(rank: int, directory: Path) -> list[str]:
         check(dist_checkpointing.load(state(0), str(named)), 7)
 
     # The same, while one rank looks whether the checkpoint can be loaded.
-    look: Any = _go_back.look_at
+    look: Any = common_state.look_at
     named, replace = two_saves(run / "again")
     if rank == 0:
         with pytest.MonkeyPatch.context() as patched:
 
             def replaced_meanwhile(path: Path) -> Any:
-                patched.setattr(_go_back, "look_at", look)
+                patched.setattr(common_state, "look_at", look)
                 replace()
                 raise LoadError(f"{path}: is no checkpoint, as it were")
 
-            patched.setattr(_go_back, "look_at", replaced_meanwhile)
+            patched.setattr(common_state, "look_at", replaced_meanwhile)
             assert dist_checkpointing.load_common_state_dict(str(named)) == {"common": {"iteration": 7}}
     dist.barrier()
 

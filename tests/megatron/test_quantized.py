@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mcore_ckpt import LoadError
 from mcore_ckpt.load.arrivals import Arrivals, noted_now, noting
-from mcore_ckpt.megatron._quantized import read_quantized
+from mcore_ckpt.megatron.strategy import read_quantized
 from tests.support.cpu_megatron import pretend_cuda
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.kept_log import kept_log
@@ -111,7 +111,7 @@ def loads_into_quantized_tensors(rank: int, directory: str) -> None:
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
     from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
-    from mcore_ckpt.megatron import _quantized
+    from mcore_ckpt.megatron import strategy
     from mcore_ckpt.megatron._versions import megatron_version
 
     world = dist.get_world_size()
@@ -129,7 +129,7 @@ def loads_into_quantized_tensors(rank: int, directory: str) -> None:
 
     quantized_engine()
     one_bytes = ROWS // world * COLUMNS * 2
-    _quantized._SCRATCH_BYTES = 3 * one_bytes  # type: ignore[misc]
+    strategy._SCRATCH_BYTES = 3 * one_bytes  # type: ignore[misc]
     for wrapped in (False, True):
         targets, state = targets_and_state(rank, world)
         bias = state["bias"].data

@@ -7,7 +7,7 @@ from enum import Enum
 import pytest
 
 from mcore_ckpt import OptionError, StrategyNotFoundError, get_strategy, register_strategy
-from mcore_ckpt.megatron import registry
+from mcore_ckpt.megatron import install as registry
 
 
 class Action(Enum):

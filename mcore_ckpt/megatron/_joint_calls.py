@@ -1,0 +1,483 @@
+"""What the ranks of one call of Megatron's `save` or `load` have to agree on, around what Megatron does itself.
+
+**Loads.** To Megatron-Core 0.17 all ranks load together. Later ones let some load alone, but not where Megatron's
+`load` checks the access integrity, as it does by default, or looks for keys that no rank asks for, nor behind a fully
+parallel wrapper: there it gathers from all ranks. So all come together there, and one exchange more says whether their
+options agree. A rank that fails tells the others in the next exchange of this package (`RankGroup.give_up`). One is
+made ahead of whatever Megatron gathers (`JointLoad.sync`), so that the others are never in a gather which this rank
+does not reach.
+
+**Validation.** Megatron gathers all shards of all ranks on every rank, at each save and load, and sends the common
+state of rank 0 to all. Within a save of this package it is asked for here, and done when the strategy agrees with the
+other ranks on the plan (`save/planner.py`). Within a load the ranks tell the coordinator in columns. Elsewhere (another
+strategy, local checkpoints) Megatron's own functions run.
+
+**One save.** Another save may replace the checkpoint at any moment. The common state is read ahead of the tensors, by
+each rank for itself. What was read is known by the save's id, which the manifest of `.metadata` carries, and is
+compared; that of stock has none, and is known by the file itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from mcore_ckpt.core.console import logger_of
+from mcore_ckpt.core.errors import CheckpointError, LoadError, OptionError, PlanError, SaveError, attempt
+from mcore_ckpt.core.options import LoadOptions, SaveOptions
+from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, mark_as_told, reached_every_rank
+from mcore_ckpt.directory.in_force import read_common_file
+from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.integrity import Manifest, shown_id
+from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
+from mcore_ckpt.load.records import replaced_error
+from mcore_ckpt.megatron._versions import CHECKPOINTING, MegatronErrors, differences, megatron_module, patches
+from mcore_ckpt.save.plan_check import Accesses, check_requests
+from mcore_ckpt.save.transaction import Validation
+from mcore_ckpt.storage.resolve import storage_at
+
+# --- loads ------------------------------------------------------------------------------------------------------------
+
+_Exchange = Literal["options", "sync", "check", "load", "proof"]
+
+
+@dataclass(slots=True)
+class JointLoad:
+    """A load to which all ranks of `group` have come.
+
+    Attributes:
+        group: the ranks.
+        is_distributed: Megatron's fully parallel wrapper distributes the reads, so each byte is read by one rank.
+        last: the last exchange of this package that the load is known to make.
+    """
+
+    group: RankGroup
+    is_distributed: bool
+    last: _Exchange
+    _is_over: bool = False
+
+    def sync(self) -> None:
+        """Come together ahead of a gather of Megatron's. Raises on all ranks what one has raised before."""
+        self.group.run_merged("load", lambda: None, lambda _, __: None, lambda _: None, wrap=LoadError)
+        self.has_made("sync")
+
+    def has_made(self, exchange: _Exchange) -> None:
+        """Note that all ranks have come to an exchange."""
+        self._is_over = exchange == self.last
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the others what this rank alone has raised, if they still come to an exchange of this package."""
+        if not self._is_over and not reached_every_rank(error):
+            attempt(functools.partial(self.group.give_up, "load", error, wrap=LoadError))
+            mark_as_told(error)
+
+
+_joint_load: ContextVar[JointLoad | None] = ContextVar("_joint_load", default=None)
+
+
+def joint_load() -> JointLoad | None:
+    """The load in progress, if all ranks have come to it, and that is known."""
+    return _joint_load.get()
+
+
+@contextmanager
+def joined_load(joint: JointLoad | None) -> Iterator[None]:
+    """Within the block, `joint_load` is this one. What one rank raises there, it tells the others."""
+    joint = None if joint is None else replace(joint)  # a load that goes back begins again
+    token = _joint_load.set(joint)
+    try:
+        yield
+    except BaseException as error:
+        if joint is not None:
+            joint.tell(error)
+        raise
+    finally:
+        _joint_load.reset(token)
+
+
+def join(options: LoadOptions, goes_back: bool, arguments: dict[str, Any]) -> JointLoad | None:
+    """Come together with the other ranks, if they load together; None if ranks may load alone.
+
+    Args:
+        options: of this rank.
+        goes_back: it goes back to an older checkpoint if this one is damaged, and has not begun to.
+        arguments: of Megatron's `load` after the directory, by name.
+
+    Raises:
+        OptionError: on all ranks, if their options differ.
+        LoadError: a rank is gone.
+    """
+    validation = megatron_module("validation")
+    strict = validation.parse_strict_flag(arguments.get("strict", validation.StrictHandling.ASSUME_OK_UNEXPECTED))
+    validates = bool(arguments.get("validate_access_integrity", True))
+    gathers = validation.StrictHandling.requires_global_app_metadata(strict)
+    strategy: Any = arguments.get("sharded_strategy")
+    is_wrapped = hasattr(strategy, "base_strategy")
+    needs_all = goes_back or is_wrapped or options.prove != "off"
+    if not (differences().all_ranks_load or validates or gathers or needs_all):
+        return None
+    group = coordination_group(arguments.get("process_group"))
+    _check_all_agree(goes_back, options, group)
+    last: _Exchange = "options"
+    if validates or gathers:
+        last = "check" if validates else "sync"
+    if is_ours(strategy):
+        # Behind a wrapper Megatron's exchange of tensors comes between reading and the proof.
+        last = "proof" if options.prove != "off" and not is_wrapped else "load"
+    joint = JointLoad(group, is_wrapped and dist.get_world_size(strategy.parallelization_group) > 1, last)
+    joint.has_made("options")
+    return joint
+
+
+def is_ours(strategy: Any) -> bool:
+    """Whether a strategy of this package loads, behind a wrapper or not; None: the one that Megatron takes."""
+    while hasattr(strategy, "base_strategy"):
+        strategy = strategy.base_strategy
+    return strategy is None or isinstance(getattr(strategy, "options", None), LoadOptions)
+
+
+def _check_all_agree(goes_back: bool, options: LoadOptions, group: RankGroup) -> None:
+    """Raise `OptionError` on all ranks unless all go back and prove alike: those that do otherwise exchange
+    other things, and one alone would wait for ever.
+    """
+    values = [int(goes_back), ("off", "sample", "always").index(options.prove)]
+    maxima = group.maximum("compare the options of a load", values + [-value for value in values], wrap=LoadError)
+    named = {"on_damaged": "go_back" if goes_back else "raise", "prove": options.prove}
+    for (name, value), highest, negated_lowest in zip(
+        named.items(), maxima[: len(values)], maxima[len(values) :], strict=True
+    ):
+        if highest != -negated_lowest:
+            raise OptionError(
+                f"{name} is {value!r} on rank {group.rank} of the load, and another on others: set "
+                f"MCORE_CKPT_{name.upper()} alike on all hosts, or nowhere"
+            )
+
+
+def sync_wrapped_loads() -> None:
+    """Have the ranks come together ahead of what Megatron's fully parallel wrapper gathers for a load."""
+    wrapper = megatron_module("strategies.fully_parallel").FullyParallelLoadStrategyWrapper
+    stock = wrapper.load
+
+    @functools.wraps(stock)
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (joint := joint_load()) is not None and is_ours(self):
+            joint.sync()
+        return stock(self, *args, **kwargs)
+
+    patches.set(wrapper, "load", load)
+
+
+# --- validation -------------------------------------------------------------------------------------------------------
+
+# Under this name Megatron warns of a common state that differs.
+_logger = logger_of(f"{CHECKPOINTING}.validation")
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What Megatron has asked to be validated within one call of its `save`."""
+
+    accesses: Accesses | None = None
+    common: Any = None
+    # A fully parallel wrapper has chosen others to save the main replicas, and has looked that they are the same.
+    mains_are_saved: bool = False
+    # The ranks of a wrapper's group, if an exchange between them comes ahead of any of all ranks, and is still to come.
+    meets_in: Callable[[], RankGroup] | None = None
+    # This rank has come to an exchange of all ranks. What fails before it, the others are told of there.
+    has_come: bool = False
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the others, in the exchanges that they come to first, what this rank has raised before."""
+        if self.has_come or reached_every_rank(error):
+            return
+        groups = [everyone := coordination_group()]
+        if self.meets_in is not None:
+            within = self.meets_in()
+            groups = [within, everyone] if within.size < everyone.size else [within]
+        for group in groups:
+            attempt(functools.partial(group.give_up, "save", error, wrap=SaveError))
+        mark_as_told(error)
+
+
+_of_save: ContextVar[_Asked | None] = ContextVar("_of_save", default=None)
+_of_load: ContextVar[bool] = ContextVar("_of_load", default=False)
+
+
+@contextmanager
+def validation_of_save(strategy: Any, strategy_class: type, meets_in: Callable[[], RankGroup] | None) -> Iterator[None]:
+    """Within a call of Megatron's `save` with that strategy: what it asks to be validated is noted for the strategy.
+    What this rank raises before the first exchange, all ranks raise. `meets_in`: as of `_Asked`.
+    """
+    while hasattr(strategy, "base_strategy"):
+        strategy = strategy.base_strategy
+    if strategy is not None and type(strategy) is not strategy_class:
+        with _as_asked(None):
+            yield
+        return
+    options = getattr(strategy, "options", None) or SaveOptions.from_environment()
+    # Ranks exchange or compare other things by other values. The exchange that comes first says whether they are alike.
+    with carrying({"compare_replicas": options.compare_replicas}):
+        asked = _Asked(meets_in=meets_in)
+        with _as_asked(asked):
+            try:
+                yield
+            except BaseException as error:
+                asked.tell(error)
+                raise
+
+
+@contextmanager
+def _as_asked(asked: _Asked | None) -> Iterator[None]:
+    token = _of_save.set(asked)
+    try:
+        yield
+    finally:
+        _of_save.reset(token)
+
+
+@contextmanager
+def validation_of_load() -> Iterator[None]:
+    """Within a call of Megatron's `load`."""
+    token = _of_load.set(True)
+    try:
+        yield
+    finally:
+        _of_load.reset(token)
+
+
+def come_to_exchange() -> None:
+    """This rank comes to an exchange of the save in progress, in which all ranks are told what fails on one."""
+    if (asked := _of_save.get()) is not None:
+        asked.has_come = True
+
+
+def come_to_exchange_within() -> None:
+    """This rank comes to the exchange within the group of a wrapper, `_Asked.meets_in`."""
+    if (asked := _of_save.get()) is not None:
+        asked.meets_in = None
+
+
+def meet(group: RankGroup, everyone: RankGroup) -> None:
+    """Come together with the ranks of a group, ahead of what Megatron gathers: they are told of failures here."""
+    try:
+        group.run_merged("agree on the options", lambda: None, lambda _, __: None, lambda _: None, wrap=SaveError)
+    except BaseException as error:
+        tell_other_groups(group, everyone, error, "save", SaveError)
+        raise
+
+
+def tell_other_groups(
+    group: RankGroup, everyone: RankGroup, error: BaseException, what: str, wrap: type[CheckpointError]
+) -> None:
+    """Tell the ranks of other groups, on their way to the next exchange of all, that this group has failed."""
+    if group.size < everyone.size:
+        attempt(functools.partial(everyone.give_up, what, error, wrap=wrap))
+        mark_as_told(error)
+
+
+def noted_validation() -> Validation | None:
+    """What the save in progress has to validate, for the exchange that comes next; None if nothing, or if Megatron has
+    done so.
+    """
+    come_to_exchange()
+    asked = _of_save.get()
+    if asked is None or asked.accesses is None:
+        return None
+    found = Validation(asked.accesses, mains_are_saved=asked.mains_are_saved)
+    if asked.common is None:
+        return found
+    compare = functools.partial(_compare_common, asked.common)
+    return found._replace(common_digest=_digest(asked.common), compare_common=compare)
+
+
+def is_validated_here() -> bool:
+    """Whether all ranks have come to a save that this package validates: then Megatron's validation gathers nothing."""
+    return _of_save.get() is not None
+
+
+def note_mains_are_saved() -> None:
+    """What the ranks of a parallelization group save are the main replicas of the group, each once."""
+    if (asked := _of_save.get()) is not None:
+        asked.mains_are_saved = True
+
+
+def _digest(common: Any) -> bytes:
+    try:
+        return hashlib.blake2b(pickle.dumps(common), digest_size=16).digest()
+    except Exception:  # noqa: BLE001  (anything may be in there; the comparison tells what cannot be sent)
+        return b""
+
+
+def _compare_common(common: Any, group: RankGroup) -> None:
+    """Warn on each rank whose common state is not that of the first, of which alone it is saved."""
+    sent = group.run_on_coordinator("compare the common state", lambda: pickle.dumps(common), wrap=SaveError)
+    if group.is_coordinator:
+        return
+    try:
+        # Within the exchange, what does not unpickle would end it on this rank, and the others would wait.
+        only_first, only_here, mismatch = megatron_module("dict_utils").diff(pickle.loads(sent), common)
+    except Exception:  # on this rank alone: the others continue the save
+        _logger.exception("Rank %d common state dict cannot be compared with that of rank 0", group.rank)
+        return
+    if only_first or only_here or mismatch:
+        _logger.warning(
+            "Rank %d common state dict differs from rank 0 common state dict. Keys only on rank 0: %s, "
+            "Keys only on %d: %s, Mismatched keys: %s",
+            group.rank,
+            only_first,
+            group.rank,
+            only_here,
+            mismatch,
+        )
+
+
+class _Ungathered:
+    """What all ranks hold, in the place of Megatron's list: gathered where it is iterated over, on all ranks then."""
+
+    def __init__(self, accesses: Accesses, gather: Callable[[], Any], group: Any) -> None:
+        self.accesses = accesses
+        self.group = group
+        self._gather = gather
+
+    def __iter__(self) -> Iterator[Any]:
+        if (joint := joint_load()) is not None:
+            joint.sync()
+        return iter(self._gather()[1])
+
+
+def replace_validation() -> None:
+    """Put ours where Megatron's `save` and `load` ask for theirs; every other caller still gets that."""
+    validation = megatron_module("validation")
+    metadata_of, check = validation.determine_global_metadata, validation.validate_sharding_integrity
+    for name in ("state_dict_utils", "strategies.fully_parallel", "serialization"):
+        patches.set(megatron_module(name), "determine_global_metadata", _noting(metadata_of))
+    for name in ("state_dict_utils", "strategies.fully_parallel", "validation"):
+        patches.set(megatron_module(name), "validate_sharding_integrity", _checking(check))
+
+
+def _noting(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def determine_global_metadata(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if _of_save.get() is None and not _of_load.get():
+            if (joint := joint_load()) is not None:
+                joint.sync()
+            return stock(sharded_state_dict, *args, **kwargs)
+        gather = functools.partial(stock, sharded_state_dict, *args, **kwargs)
+        group = args[0] if args else kwargs.get("process_group")
+        asked = _of_save.get()
+        accesses = None if asked is None else asked.accesses
+        if accesses is None:
+            accesses = Accesses.of(sharded_state_dict)
+        return None, _Ungathered(accesses, gather, group)
+
+    return determine_global_metadata
+
+
+def _checking(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def validate_sharding_integrity(global_metadata: Any, common_state_dict: Any = None) -> None:
+        if not isinstance(global_metadata, _Ungathered):
+            stock(global_metadata, common_state_dict)
+        elif (asked := _of_save.get()) is None:
+            with MegatronErrors():
+                _check_load(global_metadata)
+        elif asked.accesses is None:
+            asked.accesses, asked.common = global_metadata.accesses, common_state_dict
+        # A fully parallel wrapper asks again, of the distribution that it has made: that is the plan, which is checked.
+
+    return validate_sharding_integrity
+
+
+def _check_load(requested: _Ungathered) -> None:
+    group = coordination_group(requested.group)
+    what = "check what is loaded"
+    told = group.run_gather_parts(what, requested.accesses.told, wrap=PlanError)
+    group.run_on_coordinator(what, functools.partial(check_requests, told or ()), wrap=PlanError)
+    if (joint := joint_load()) is not None:
+        joint.has_made("check")
+
+
+# --- one save ---------------------------------------------------------------------------------------------------------
+
+# Of each directory whose common state the load in progress has read: which save that was of. None outside of a load.
+_common_of: ContextVar[dict[str, SaveIdentity] | None] = ContextVar("_common_of", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveIdentity:
+    """Which save something was read of: its id (empty where `.metadata` has no manifest), and the version of that
+    `.metadata`.
+    """
+
+    save_id: bytes
+    version: tuple[int, ...]
+
+    @classmethod
+    def of(cls, manifest: Manifest | None, version: tuple[int, ...]) -> SaveIdentity:
+        """What was read by a `.metadata` of that manifest and version."""
+        return cls(b"" if manifest is None else manifest.save_id, version)
+
+    def is_same(self, other: SaveIdentity) -> bool:
+        """Whether both are of one save."""
+        if self.save_id or other.save_id:
+            return self.save_id == other.save_id
+        return self.version == other.version
+
+    def __str__(self) -> str:
+        return f"save {shown_id(self.save_id)}" if self.save_id else "a .metadata without a manifest"
+
+
+def metadata_version(directory: Path) -> tuple[int, ...]:
+    """Changes when the checkpoint in that directory is replaced; empty if there is none."""
+    try:
+        found = storage_at(directory).version(METADATA_FILE)
+    except LoadError:
+        return ()
+    return () if found is None else tuple(found)
+
+
+@contextmanager
+def one_load() -> Iterator[None]:
+    """What is read within is of one load."""
+    token = _common_of.set({})
+    try:
+        yield
+    finally:
+        _common_of.reset(token)
+
+
+def note_common(directory: Path, source: SaveIdentity) -> None:
+    """The common state was read, and is of that save."""
+    if (noted := _common_of.get()) is not None:
+        noted[str(directory.absolute())] = source
+
+
+def check_common(directory: Path, source: SaveIdentity, index: CheckpointIndex) -> None:
+    """Raise `LoadError` if tensors and the common state that the same load has read are of two saves. Without
+    `install()` Megatron-Core has read `common.pt` by itself: then that file is compared with the manifest.
+    """
+    noted = _common_of.get()
+    if noted is None:
+        if index.manifest is not None and COMMON_FILE in index.manifest.files:
+            read_common_file(storage_at(directory), COMMON_FILE, index.manifest)
+        return
+    common = noted.get(str(directory.absolute()))
+    if common is not None and not common.is_same(source):
+        raise replaced_error(directory, f"the common state was read of {common}, the tensors of {source}")
+
+
+def check_ranks(directory: Path, first_ranks: Mapping[bytes, int]) -> None:
+    """Raise `LoadError` if ranks have opened several saves; of each id the first rank that has."""
+    if len(first_ranks) > 1:
+        (rank, save_id), (other, other_id) = sorted((rank, save_id) for save_id, rank in first_ranks.items())[:2]
+        first, second = SaveIdentity(save_id, ()), SaveIdentity(other_id, ())
+        raise replaced_error(directory, f"rank {rank} has read {first}, rank {other} {second}")
