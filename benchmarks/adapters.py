@@ -145,7 +145,6 @@ class McoreCkpt(_UnderMegatron):
     """This package's strategies."""
 
     isolates = True
-    load_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
         from mcore_ckpt import AsyncCallsQueue
@@ -159,16 +158,12 @@ class McoreCkpt(_UnderMegatron):
         return TorchDistSaveStrategy()
 
     def _load(self) -> Any:
-        from mcore_ckpt import LoadOptions, TorchDistLoadStrategy
+        from mcore_ckpt import TorchDistLoadStrategy
 
-        return TorchDistLoadStrategy(options=LoadOptions(**self.load_options))
+        return TorchDistLoadStrategy()
 
     def warm_up(self, state: Any) -> None:
         self._save.warm_up(state)
-
-
-class _Off(McoreCkpt):
-    load_options: ClassVar[dict[str, Any]] = {"page_cache": "off"}
 
 
 class _Replanned(McoreCkpt):
@@ -321,7 +316,6 @@ class _TorchCheckpointing(Adapter):
 ADAPTERS: dict[str, type[Adapter]] = {
     "raw": Raw,
     "mcore_ckpt": McoreCkpt,
-    "off": _Off,
     "replanned": _Replanned,
     "megatron": _Megatron,
     "megatron constant": _MegatronConstant,

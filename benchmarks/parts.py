@@ -161,7 +161,7 @@ def _loads(
     run: Run, work: str, state: State, world: int, bound: str = "bare", then: Sequence[str] = ("second",)
 ) -> Samples:
     """Loads of what `_save` has left, by all who have one; by lower bounds and the raw device out of this package's."""
-    contenders = run.chosen("raw", bound, "off", *_WRITERS)
+    contenders = run.chosen("raw", bound, *_WRITERS)
 
     def turn(one: Contender, group: Group, _: int) -> dict[str, float]:
         # What a second load finds in the page cache depends on how the first one read: no lower bound.
@@ -299,8 +299,8 @@ def _phases(run: Run) -> dict[str, Samples]:
 def _scarce(run: Run) -> dict[str, Samples]:
     """Cold loads of ranks whose control group has no room for the page cache of what they read."""
     state = State("dense", run.size_bytes)
-    contenders = run.chosen("mcore_ckpt", "off", "megatron")
-    _save(run, "scarce", [one for one in contenders if not one.reads], state, 2)
+    contenders = run.chosen("mcore_ckpt", "megatron")
+    _save(run, "scarce", contenders, state, 2)
     with run.groups(contenders, 2) as groups, ExitStack() as stack:
         for number, group in enumerate(groups.values()):
             try:
@@ -313,7 +313,7 @@ def _scarce(run: Run) -> dict[str, Samples]:
             stack.callback(group.call, "enter_cgroup", str(limit.parent.parent / "cgroup.procs"))
         loads = run.turns(
             groups,
-            lambda one, group, _: group.call("load", run.path("scarce", one.reads or one.label), state, (), run.slow_s),
+            lambda one, group, _: group.call("load", run.path("scarce", one.label), state, (), run.slow_s),
         )
         return {"scarce": loads}
 

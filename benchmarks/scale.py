@@ -1,4 +1,4 @@
-"""What each rank of a large job has to save, and what planning that costs: measured here for as many ranks as asked.
+"""What planning a save costs a job of as many ranks as asked.
 
 No rank is started. Plans of all ranks are made one after the other by the package's own code, the coordinator's part is
 run on them, and each part is timed and weighed in a process of its own. What crosses the network is counted; what that
@@ -8,7 +8,6 @@ takes is worked out by a `Network`. For stock, Megatron-Core's and torch's funct
 from __future__ import annotations
 
 import gc
-import heapq
 import math
 import multiprocessing
 import pickle
@@ -16,148 +15,32 @@ import resource
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from mcore_ckpt.save.buckets import RankLayout, TensorSpec, lay_out_rank
 
-__all__ = ["Gpt", "Job", "Layout", "Network", "Ours", "Stock", "measure_ours", "measure_stock", "shard_of"]
+__all__ = ["Job", "Network", "Ours", "Stock", "measure_ours", "measure_stock", "shard_of"]
 
 T = TypeVar("T")
 
-_BYTES = {"bfloat16": 2, "float32": 4}
 _SAVE_ID = bytes(range(16))
-# What Megatron keeps of each parameter: the weight, and the optimizer's copy and moments.
-_KEPT = (
-    ("", "bfloat16"),
-    ("optimizer.state.fp32_param.", "float32"),
-    ("optimizer.state.exp_avg.", "float32"),
-    ("optimizer.state.exp_avg_sq.", "float32"),
-)
 
 
-class Layout(NamedTuple):
-    """How a job is divided."""
+class Job(NamedTuple):
+    """What is saved: `items` tensors of 1 KB a rank, of which each rank has a few rows."""
 
-    tp: int
-    pp: int
-    ep: int  # divides dp
-    dp: int
-
-    @property
-    def ranks(self) -> int:
-        """How many."""
-        return self.tp * self.pp * self.dp
-
-
-class Gpt(NamedTuple):
-    """A model; sizes in elements. `experts` 0: dense."""
-
-    layers: int
-    hidden: int
-    ffn: int
-    vocabulary: int
-    experts: int = 0
-
-
-class Slice(NamedTuple):
-    """What one rank holds of a parameter; `of_experts`: the ranks that hold it, too, are fewer."""
-
-    key: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    of_experts: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is saved: a model under a layout, or `items` tensors of which each rank has a few rows."""
-
-    layout: Layout
-    gpt: Gpt | None = None
-    items: int = 0
+    ranks: int
+    items: int
 
     def specs(self, rank: int) -> list[TensorSpec]:
         """The tensors that one rank writes."""
-        if self.gpt is None:
-            return _rows(self.items, self.layout.ranks, rank)
-        tp, dp = self.layout.tp, self.layout.dp
-        tensor, data, pipeline = rank % tp, rank // tp % dp, rank // (tp * dp)
-        return list(_shares(self.gpt, self.layout, tensor, pipeline, data % self.layout.ep)[data])
-
-
-def _rows(items: int, ranks: int, rank: int) -> list[TensorSpec]:
-    shape, offsets, sizes = (4 * ranks, 64), (4 * rank, 0), (4, 64)
-    return [TensorSpec(f"model.layer{n:05}.weight", "float32", shape, offsets, sizes, 1024) for n in range(items)]
-
-
-def _slices(gpt: Gpt, layout: Layout, tensor: int, pipeline: int, expert: int) -> Iterator[Slice]:
-    """What a rank holds of a GPT in Megatron's keys; replicas over the tensor-parallel ranks only on the first."""
-    tp, hidden, ffn = layout.tp, gpt.hidden, gpt.ffn
-
-    def divided(key: str, shape: tuple[int, ...], offsets: tuple[int, ...], axis: int | None, **more: Any) -> Slice:
-        """One layer's slice: axes up to `offsets` are counted, `axis` is divided among the tensor-parallel ranks."""
-        counted = len(offsets)
-        sizes, at = [1] * counted + list(shape[counted:]), list(offsets) + [0] * (len(shape) - counted)
-        if axis is not None:
-            sizes[axis] //= tp
-            at[axis] = tensor * sizes[axis]
-        return Slice(key, shape, tuple(at), tuple(sizes), **more)
-
-    per_stage = gpt.layers // layout.pp
-    for layer in range(pipeline * per_stage, (pipeline + 1) * per_stage):
-        name, count = "decoder.layers.", gpt.layers
-        yield divided(f"{name}self_attention.linear_qkv.weight", (count, 3 * hidden, hidden), (layer,), 1)
-        yield divided(f"{name}self_attention.linear_proj.weight", (count, hidden, hidden), (layer,), 2)
-        if tensor == 0:
-            for norm in ("input_layernorm", "pre_mlp_layernorm"):
-                yield divided(f"{name}{norm}.weight", (count, hidden), (layer,), None)
-        if not gpt.experts:
-            yield divided(f"{name}mlp.linear_fc1.weight", (count, ffn, hidden), (layer,), 1)
-            yield divided(f"{name}mlp.linear_fc2.weight", (count, hidden, ffn), (layer,), 2)
-            continue
-        if tensor == 0:
-            yield divided(f"{name}mlp.router.weight", (count, gpt.experts, hidden), (layer,), None)
-        local = gpt.experts // layout.ep
-        for number in range(expert * local, (expert + 1) * local):
-            place, first = (layer, number), f"{name}mlp.experts.experts."
-            shapes = {"linear_fc1": ((count, gpt.experts, ffn, hidden), 2)}
-            shapes["linear_fc2"] = ((count, gpt.experts, hidden, ffn), 3)
-            for part, (shape, axis) in shapes.items():
-                yield divided(f"{first}{part}.weight", shape, place, axis, of_experts=True)
-    if pipeline == 0:
-        yield divided("embedding.word_embeddings.weight", (gpt.vocabulary, hidden), (), 0)
-    if pipeline == layout.pp - 1:
-        yield divided("output_layer.weight", (gpt.vocabulary, hidden), (), 0)
-        if tensor == 0:
-            yield divided("decoder.final_layernorm.weight", (hidden,), (), None)
-
-
-@cache
-def _shares(gpt: Gpt, layout: Layout, tensor: int, pipeline: int, expert: int) -> tuple[tuple[TensorSpec, ...], ...]:
-    """By data-parallel rank, what it writes: the ranks that hold the same divide it by bytes, the largest first, as
-    Megatron's fully parallel save does.
-    """
-    written: list[list[TensorSpec]] = [[] for _ in range(layout.dp)]
-    items = []
-    for one, (prefix, dtype) in product(_slices(gpt, layout, tensor, pipeline, expert), _KEPT):
-        nbytes = math.prod(one.sizes) * _BYTES[dtype]
-        items.append((one, TensorSpec(prefix + one.key, dtype, one.shape, one.offsets, one.sizes, nbytes)))
-    for of_experts in (False, True):
-        holders = range(expert, layout.dp, layout.ep) if of_experts else range(layout.dp)
-        loads = [(0, holder) for holder in holders]
-        chosen = [spec for one, spec in items if one.of_experts is of_experts]
-        for spec in sorted(chosen, key=lambda spec: -spec.nbytes):
-            nbytes, holder = heapq.heappop(loads)
-            written[holder].append(spec)
-            heapq.heappush(loads, (nbytes + spec.nbytes, holder))
-    return tuple(map(tuple, written))
+        shape, offsets, sizes = (4 * self.ranks, 64), (4 * rank, 0), (4, 64)
+        keys = (f"model.layer{n:05}.weight" for n in range(self.items))
+        return [TensorSpec(key, "float32", shape, offsets, sizes, 1024) for key in keys]
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +180,7 @@ def _lay_out(job: Job, rank: int) -> RankLayout:
 def _ours(job: Job) -> Ours:
     from mcore_ckpt.save.plan_check import global_plan
 
-    ranks = job.layout.ranks
+    ranks = job.ranks
     encoded: list[tuple[bytes, dict[str, tuple[int, ...]]]] = []
     counts, files = [], []
     for rank in range(ranks):
@@ -415,7 +298,7 @@ def _stock(job: Job) -> Stock:
     from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    ranks = job.layout.ranks
+    ranks = job.ranks
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     described, plans = [], []
     slowest = [0.0, 0.0]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.scale import Job, Layout, Network, Ours, shard_of
+from benchmarks.scale import Job, Network, Ours, shard_of
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
 from mcore_ckpt.save.planner import RankState, SavePlan, Structure, agree, collect
@@ -78,7 +78,7 @@ def _exchange(rank: int) -> float:
 
 
 def _plan(rank: int, items: int, ranks: int) -> tuple[float, float]:
-    specs = Job(Layout(1, 1, 1, ranks), items=items).specs(rank)
+    specs = Job(ranks, items).specs(rank)
     state = {spec.key: shard_of(spec) for spec in specs}
     group, firsts, laters = coordination_group(), [], []
     gc.collect()

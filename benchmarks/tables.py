@@ -1,17 +1,38 @@
-"""Tables in README.md and docs out of docs/benchmark.json, between `<!-- benchmark: NAME -->` and `<!-- end -->`."""
+"""Tables in README.md and docs out of docs/*.json, between `<!-- benchmark: NAME -->` and `<!-- end -->`.
+
+A figure whose rounds differ by more than 30 % is not published.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-from benchmarks.results import FILE, Results
+from benchmarks.results import FILE, ROOT, Results
+from benchmarks.scale import Network, Ours, Stock
 
-__all__ = ["NAMES", "changed", "everything", "one", "write"]
+__all__ = [
+    "CALLS_FILE",
+    "PROOF_FILE",
+    "SCALE_FILE",
+    "changed",
+    "everything",
+    "of_calls",
+    "of_proof",
+    "of_scale",
+    "of_wrapped_calls",
+    "one",
+    "put_results",
+    "stock_for",
+    "write",
+]
+
+CALLS_FILE, PROOF_FILE, SCALE_FILE = (ROOT / "docs" / f"{name}.json" for name in ("scale_calls", "proof", "scale"))
 
 _BLOCK: Final = re.compile(r"(?<=<!-- benchmark: )([\w ]+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -93,31 +114,18 @@ _LANDING: Final = tuple(
     in {("dense", "save s"), ("dense", "cold s"), ("4 to 1", "cold s"), ("small", "save s"), ("first", "save s")}
 )
 _BASELINES: Final = ("megatron", "megatron constant", "nvrx", "nvrx constant", "torch_checkpointing", "dcp")
-# Name, work, figure, what it is divided by, and what the ratio may be.
-_TARGETS: Final = (
-    *(
-        (f"{work}: first load, default / page_cache off", work, "cold s", "off", 1.05)
-        for work in ("dense", "4 to 2", "4 to 1", "a fifth", "slices", "small", "scarce")
-    ),
-    *(
-        (f"{work}: load, cold / Megatron-Core", work, "cold s", "megatron", 0.7)
-        for work in ("dense", "4 to 2", "4 to 1", "slices")
-    ),
-    *(
-        (f"{work}: load, second / Megatron-Core", work, "second s", "megatron", 1.2)
-        for work in ("dense", "4 to 2", "4 to 1", "slices")
-    ),
-    ("dense: load, warm / Megatron-Core", "dense", "warm s", "megatron", 0.55),
-)
 _PHASES: Final = ("walk", "plan", "stage", "new stage", "dispatch", "call", "writer", "commit")
 _NOT_ISOLATED: Final = "†"
 _ONCE: Final = "‡"
+_WITHHELD: Final = "¤"
+_MOST_SPREAD: Final = 0.3
 _FOOTNOTES: Final = {
     _NOT_ISOLATED: (
         "Not comparable: CPU tensors are not copied there, so the checkpoint holds what was written to them after "
         "the call."
     ),
     _ONCE: "Measured once, since it takes long.",
+    _WITHHELD: f"Not published: the rounds differ by more than {100 * _MOST_SPREAD:.0f} %.",
 }
 
 
@@ -143,18 +151,13 @@ class _Read:
         """Whether asynchronous saves held the state at the call; true of what is none."""
         return all(self.values(work if work != "first" else "async dense", "isolated", label))
 
-    def own(self, label: str) -> str:
-        """This package under the interpreter of a label."""
-        python = self.contenders[label]["python"]
-        return next(one for one in self.labels("mcore_ckpt") if self.contenders[one]["python"] == python)
-
     def ratio(self, work: str, figure: str, label: str, to: str) -> str:
         """Median, least and most of the rounds' ratios."""
         pairs = zip(self.values(work, figure, label), self.values(work, figure, to), strict=False)
         ratios = [value / other for value, other in pairs if other]
         if not ratios or ("async" in work + figure and not self.isolated(work, to)):
             return ""
-        return f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+        return _spread(ratios, "{:.2f}".format)
 
     def variant(self, row: _Row, label: str) -> str:
         """The label that has the row's variant. This package itself keeps the plan of a constant structure."""
@@ -170,7 +173,7 @@ class _Read:
         asynchronous = "async" in work + figure and not self.isolated(work, label)
         most = max(map(len, self.results["samples"][work][figure].values()))
         marks = (_NOT_ISOLATED if asynchronous else "") + (_ONCE if len(values) == 1 < most else "")
-        return _number(median(values)) + marks
+        return (_number(median(values)) if _is_steady(values) else _WITHHELD) + marks
 
     def rows(self, rows: Sequence[_Row], labels: Sequence[str], *, cpu: bool = False) -> str:
         """A table of cells."""
@@ -189,8 +192,15 @@ def _number(value: float) -> str:
     return f"{value:.{digits}f}"
 
 
-def _spread(values: Sequence[float]) -> str:
-    return f"{_number(median(values))} ({_number(min(values))}-{_number(max(values))})"
+def _is_steady(values: Sequence[float]) -> bool:
+    return max(values) - min(values) <= _MOST_SPREAD * median(values)
+
+
+def _spread(values: Sequence[float], number: Callable[[float], str] = _number) -> str:
+    """Median, least and most."""
+    if not _is_steady(values):
+        return _WITHHELD
+    return f"{number(median(values))} ({number(min(values))}-{number(max(values))})"
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -209,11 +219,9 @@ def _title(read: _Read) -> str:
     note = f" **{read.results['note']}**" if read.results["note"] else ""
     return (
         f"CPU tensors, 2 ranks unless the row says otherwise; {machine['cores']} cores ({machine['cpu']}), "
-        f"{machine['memory GB']} GB, {machine['file system']}, Linux {machine['kernel']}, "
-        f"torch {' and '.join(torches)}; commit {read.results['commit']}. "
-        f"Large: {part['gb']:g} GB in tensors of 16 MiB; small: {20_000 * part['gb']:,.0f} of 4 to 64 KB. "
+        f"{machine['file system']}, torch {' and '.join(torches)}; commit {read.results['commit']}. "
         "Cold: page cache dropped; second: right after the cold one; warm: files in the page cache. "
-        f"Seconds, medians of {part['rounds']} rounds ({part['baseline_rounds']} with baselines), less is better. "
+        f"Seconds, medians of {part['rounds']} rounds ({part['baseline_rounds']} with baselines). "
         f"**Nothing has been measured on a GPU.**{note}\n\n"
     )
 
@@ -242,7 +250,7 @@ def _summary(read: _Read) -> str:
         medians = {
             label: median(read.values(row.work, row.figure, label))
             for label, text in texts.items()
-            if text and _NOT_ISOLATED not in text
+            if text and _NOT_ISOLATED not in text and _WITHHELD not in text
         }
         best = min(medians, key=lambda label: medians[label], default="")
         cells.append((row.name, *(f"**{text}**" if label == best else text for label, text in texts.items())))
@@ -271,27 +279,6 @@ def _asynchronous(read: _Read) -> str:
         for label in labels
     ]  # fmt: skip
     return _title(read) + _markdown(("", *(row.name for row in _ASYNC), "isolated"), rows)
-
-
-def _ratios(read: _Read) -> str:
-    labels = read.labels(*_BASELINES)
-    rows = [
-        (row.name, *(read.ratio(row.work, row.figure, read.own(label), label) for label in labels))
-        for row in (*_ROWS, *_ASYNC)
-        if "/" not in row.figure and not row.variant
-    ]
-    return _markdown(("mcore_ckpt / baseline", *labels), rows)
-
-
-def _targets(read: _Read) -> str:
-    rows = []
-    for name, work, figure, to, target in _TARGETS:
-        for other in read.labels(to):
-            own, version = (read.main, "") if to == "off" else (read.own(other), " " + other.split()[-1])
-            cpu = _Row(work, figure, "").cpu
-            ratios = (read.ratio(work, one, own, other) for one in (figure, cpu))
-            rows.append((name + version, str(target), *ratios))
-    return _markdown(("ratio", "at most", "seconds", "CPU seconds"), [row for row in rows if row[2]])
 
 
 def _against(read: _Read) -> str:
@@ -355,16 +342,23 @@ def _tools(read: _Read) -> str:
 
 
 def _about(read: _Read) -> str:
-    lines = [f"{name}: {value}" for name, value in read.results["machine"].items()]
+    rows = [
+        (
+            name + ", other work ran" * part.get("busy", False),
+            part["date"].partition("+")[0],
+            *(str(part[fact]) for fact in ("took s", "gb", "rounds")),
+            part["load average"].replace(" to ", "-"),
+        )
+        for name, part in read.parts.items()
+    ]
+    lines = [f"machine: {', '.join(f'{name} {value}' for name, value in read.results['machine'].items())}"]
     lines += [f"not run: {name} ({why})" for name, why in read.results["not run"].items()]
-    for name, part in read.parts.items():
-        facts = ", ".join(f"{fact} {part[fact]}" for fact in ("date", "took s", "gb", "rounds", "load average"))
-        lines.append(f"{name}: {facts}")
-        lines += [f"{name}, failed: {failed}" for failed in part["failed"]]
+    lines += [f"{name}, failed: {failed}" for name, part in read.parts.items() for failed in part["failed"]]
     for label in read.labels("mcore_ckpt"):
         versions = (f"{name} {version}" for name, version in read.contenders[label].items() if version)
         lines.append(f"{label}: {', '.join(list(versions)[1:])}")
-    return "".join(f"- {line}\n" for line in lines)
+    table = _markdown(("part", "date", "took s", "GB", "rounds", "load average"), rows)
+    return table + "\n" + "".join(f"- {line}\n" for line in lines)
 
 
 _COLUMNS: Final = ("raw", "mcore_ckpt", "megatron", "torch_checkpointing", "dcp")
@@ -374,9 +368,7 @@ _TABLES: Final[dict[str, Callable[[_Read], str]]] = {
     "landing": lambda read: read.rows(_LANDING, [read.main, *read.labels("megatron")]),
     "saves and loads": lambda read: _title(read) + read.rows(_ROWS, read.labels(*_COLUMNS)),
     "cpu": lambda read: read.rows([row for row in _ROWS if row.with_cpu], read.labels(*_COLUMNS), cpu=True),
-    "ratios": _ratios,
     "async": _asynchronous,
-    "targets": _targets,
     "against": _against,
     "bounds": _bounds,
     "phases": _phases,
@@ -386,20 +378,163 @@ _TABLES: Final[dict[str, Callable[[_Read], str]]] = {
 }
 
 
-NAMES: Final = tuple(_TABLES)
+def of_calls(results: Results) -> str:
+    """Whole calls without the fully parallel wrappers."""
+    rows = []
+    for ranks, items, call, cpu_s in _calls(results, wrapped=False):
+        ours, stock = cpu_s["mcore_ckpt"], cpu_s.get("Megatron-Core")
+        against = (f"{stock:.1f}", f"{stock / ours:.1f}") if stock else ("-", "-")
+        rows.append((f"{ranks[0]:,} x {items:,}", call, f"{ours:.2f}", *against))
+    return _titled(results, ("ranks x tensors", "call", "mcore_ckpt", "Megatron-Core", "times as much"), rows)
+
+
+def of_wrapped_calls(results: Results) -> str:
+    """Saves behind the fully parallel wrappers."""
+    rows = []
+    for (ranks, replicas), items, call, cpu_s in _calls(results, wrapped=True):
+        layout = f"DP {replicas}" + (f" x TP {ranks // replicas}" if ranks > replicas else "")
+        rows.append((f"{layout} x {items:,}", call, *(f"{s:.2f}" if s < 10 else f"{s:.1f}" for s in cpu_s.values())))
+    return _titled(results, ("ranks x shards", "call", "mcore_ckpt", "Megatron-Core"), rows)
+
+
+def _calls(results: Results, *, wrapped: bool) -> Iterator[tuple[tuple[int, int], int, str, dict[str, float]]]:
+    """Ranks and replicas, tensors, call, and processor seconds by side."""
+    found: dict[tuple[tuple[int, int], str], tuple[int, dict[str, float]]] = {}
+    for one in results["calls"]:
+        if bool(one["replicas"]) == wrapped:
+            key = (one["ranks"], one["replicas"]), one["call"]
+            found.setdefault(key, (one["items"], {}))[1][one["side"]] = one["cpu_s"]
+    yield from ((ranks, items, call, cpu_s) for (ranks, call), (items, cpu_s) in found.items())
+
+
+def _titled(results: Results, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    busy = ", while other work ran" * results.get("busy", False)
+    return f"{results['machine']['cpu']}{busy}; processor seconds of all ranks together.\n\n" + _markdown(head, rows)
+
+
+def of_proof(results: Results) -> str:
+    """Medians of CPU seconds; of their ratios within each round, with the quartiles."""
+    rows = []
+    for part, (without, *ways) in results["ways"].items():
+        for state, measured in results["states"].items():
+            costs = [costs[part] for costs in measured if costs.get(part)]
+            for way in ways if costs else ():
+                ratios = sorted(one[way] / one[without] for one in costs)
+                low, high = (ratios[len(ratios) * n // 4] for n in (1, 3))
+                is_steady = high - low <= _MOST_SPREAD * median(ratios)
+                ratio = f"{median(ratios):.2f} ({low:.2f} - {high:.2f})" if is_steady else _WITHHELD
+                before, after = (median(one[which] for one in costs) for which in (without, way))
+                rows.append((part, state, f"`{way}`", f"{before:.3f}", f"{after:.3f}", ratio))
+    machine, rounds = results["machine"], len(next(iter(results["states"].values())))
+    busy = ", while other work ran" * results.get("busy", False)
+    return (
+        f"{machine['cpu']}, {machine['file system']}{busy}; {results['bytes'] / 1e9:g} GB of float32, one rank; "
+        f"medians of {rounds} rounds.\n\n"
+        + _markdown(("what", "state", "option", "CPU s without", "with", "ratio"), rows)
+    )
+
+
+def stock_for(results: Results) -> dict[int, tuple[Stock, bool]]:
+    """For each number of ranks of ours: stock's, and whether it was measured; none where too little was."""
+    measured = [Stock(**one) for one in results["stock"]]
+    found = {stock.ranks: (stock, True) for stock in measured}
+    for one in results["ours"] if len(measured) > 1 else ():
+        found.setdefault(one["ranks"], (measured[-1].grown_to(one["ranks"], measured[-2]), False))
+    return found
+
+
+_FURTHER: Final = 16_384  # ranks
+
+
+def of_scale(results: Results) -> str:
+    """What planning costs by number of ranks, and the model next to real ranks."""
+    net = Network(**results["network"])
+    ours = [Ours(**one) for one in results["ours"]]
+    by_ranks = stock_for(results)
+    title = (
+        f"{results['what']}; {results['machine']['cpu']}, one core for each process"
+        f"{', while other work ran' * results.get('busy', False)}; messages of a kilobyte {net.message_s * 1e6:.0f} µs "
+        f"of processor here; network {net.latency_s * 1e6:.0f} µs, {net.bytes_per_s * 8 / 1e9:g} Gbit/s.\n"
+    )
+    head = (
+        "ranks; lay out, plan; compare; plans MB; check; its memory MB; index (writer); its memory MB; `.metadata` MB"
+    )
+    costs = [
+        (
+            f"{one.ranks:,}",
+            *(_s(one.lay_out_s), _s(one.compare_s), f"{one.plan_bytes / 1e6:.1f}"),
+            *(_s(one.check_s), f"{one.coordinator_bytes / 1e6:.0f}"),
+            *(_s(one.index_s), f"{one.index_bytes / 1e6:.0f}", f"{one.metadata_bytes / 1e6:.1f}"),
+        )
+        for one in ours
+    ]
+    parts = [title, _markdown(head.split("; "), costs)]
+    rows = []
+    for one in ours:
+        stock, measured = by_ranks.get(one.ranks, (None, False))
+        first, later = (
+            ("", "")
+            if stock is None
+            else (f"{_s(seconds)}{'' if measured else ' *'}" for seconds in (stock.first_s(net), stock.later_s(net)))
+        )
+        own = (_s(one.commit_s(net)), _s(one.read_s), _s(one.requests_s))
+        rows.append((f"{one.ranks:,}", _s(one.first_s(net)), first, _s(one.later_s(net)), later, *own))
+    if ours and ours[-1].ranks < _FURTHER:
+        # What a rank compares does not depend on how many there are.
+        further = replace(ours[-1], ranks=_FURTHER)
+        rows.append((f"{_FURTHER:,} §", "", "", _s(further.later_s(net)), "", "", "", ""))
+    head = "ranks; first save; stock; later save; stock; commit; load: read `.metadata`; plan the reads"
+    parts.append(_markdown(head.split("; "), rows))
+    if by_ranks:
+        parts.append("`*` extrapolated: each part grows on as between the two largest that were run.\n")
+    parts.append("`§` only the exchange grows, by the logarithm of the number of ranks.\n")
+    real = [
+        (
+            str(one["ranks"]),
+            *(
+                text
+                for which in ("first_s", "later_s")
+                for text in (
+                    _s(one[which]),
+                    f"{_s(one['modelled_' + which])} ({one['modelled_' + which] / one[which]:.2f})",
+                )
+            ),
+        )
+        for one in results["real"]
+    ]
+    if real:
+        head = "real gloo ranks; first save, CPU s of all; the model; later save; the model"
+        parts.append(_markdown(head.split("; "), real))
+    return "\n".join(parts)
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s" if seconds >= 0.1 else f"{seconds * 1e3:.2g} ms"
+
+
+_OF_OTHER_FILES: Final[dict[str, tuple[Path, Callable[[Results], str]]]] = {
+    "whole calls": (CALLS_FILE, of_calls),
+    "wrapped calls": (CALLS_FILE, of_wrapped_calls),
+    "proof": (PROOF_FILE, of_proof),
+    "scale": (SCALE_FILE, of_scale),
+}
 
 
 def one(results: Results, name: str) -> str:
-    """A table of `NAMES`."""
+    """A table of docs/benchmark.json."""
     return _TABLES[name](_Read(results))
 
 
 def _pages(root: Path) -> Iterator[tuple[Path, str, str]]:
     """Each page with tables: as it is, and as the results have it."""
-    read = _Read(json.loads((root / FILE.relative_to(FILE.parent.parent)).read_text()))
+
+    def table(found: re.Match[str]) -> str:
+        file, made = _OF_OTHER_FILES.get(found[1], (FILE, lambda results: one(results, found[1])))
+        return found[1] + found[2] + made(json.loads((root / file.relative_to(ROOT)).read_text()))
+
     for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
         text = page.read_text()
-        yield page, text, _BLOCK.sub(lambda found: found[1] + found[2] + _TABLES[found[1]](read), text)
+        yield page, text, _BLOCK.sub(table, text)
 
 
 def write(root: Path) -> None:
@@ -407,6 +542,14 @@ def write(root: Path) -> None:
     for page, text, new in _pages(root):
         if new != text:
             page.write_text(new)
+
+
+def put_results(file: Path, results: Results) -> None:
+    """Write results, and the tables of the pages if the file is theirs."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(results, indent=1) + "\n")
+    if file.parent == FILE.parent:
+        write(ROOT)
 
 
 def changed(root: Path) -> list[str]:

@@ -4,8 +4,9 @@
     make bench ARGS="--only small"                   a part of it, put into what is there from the same commit
     make bench ARGS="--against 65e37f1"              the package of that commit takes its turns in every row, too
     make bench ARGS="--only dense --gb 0.1 --rounds 1 --out build/bench.json"      a try, which changes no table
-    python scripts/bench.py --tables                 the tables again, out of docs/benchmark.json
-    python scripts/bench.py --show targets against   tables that are in no page
+    python scripts/bench.py --tables                 the tables of all pages again, out of docs/*.json
+
+With `--against` the ratios to that commit are printed. A part begins when the load average is at most 1.
 
 Baselines that need Python 3.12 (Megatron-Core 0.19, nvidia-resiliency-ext, torch_checkpointing) run under
 `--python312`, which `make bench` makes where there is such a Python. What is not installed is named as not run.
@@ -14,7 +15,6 @@ Baselines that need Python 3.12 (Megatron-Core 0.19, nvidia-resiliency-ext, torc
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import signal
 import sys
@@ -66,7 +66,6 @@ def _contenders(
         Contender("lower bound", "bare", main, "mcore_ckpt", True),
         Contender("lower bound", "bare loop", main, "mcore_ckpt", True),
         Contender("mcore_ckpt", "mcore_ckpt", main, own=True),
-        Contender("mcore_ckpt, page_cache off", "off", main, "mcore_ckpt", True),
         Contender("mcore_ckpt, replanned", "replanned", main, own=True),
     ]
     if arguments.against:
@@ -115,13 +114,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=results.FILE, help="results (default: docs/benchmark.json)")
     parser.add_argument("--note", default="", help="to stand with the tables")
     parser.add_argument("--tables", action="store_true", help="only write the tables again")
-    parser.add_argument("--show", nargs="*", choices=tables.NAMES, default=[], help="only print these tables")
+    results.add_busy(parser)
     arguments = parser.parse_args()
-    for name in arguments.show:
-        sys.stdout.write(f"{tables.one(json.loads(arguments.out.read_text()), name)}\n")
     if arguments.tables:
         tables.write(ROOT)
-    if arguments.show or arguments.tables:
         return 0
     measurement = results.Measurement(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is written is removed
@@ -137,6 +133,7 @@ def main() -> int:
                 contenders, base, int(arguments.gb * 1e9), arguments.rounds, arguments.baseline_rounds, arguments.slow_s
             )
             for name in arguments.only or PARTS:
+                measurement.begin(name)
                 samples = run.part(name)
                 failed = [f"{label} ({why})" for label, why in run.failed.get(name, {}).items()]
                 measurement.put(name, samples, failed=failed, baseline_rounds=arguments.baseline_rounds)
@@ -145,6 +142,8 @@ def main() -> int:
     finally:
         shutil.rmtree(base, ignore_errors=True)
     sys.stdout.write(tables.everything(measurement.results))
+    if arguments.against:
+        sys.stdout.write(tables.one(measurement.results, "against"))
     if arguments.out == results.FILE:
         tables.write(ROOT)
     return 0

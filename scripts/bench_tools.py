@@ -211,6 +211,7 @@ def main() -> int:
     parser.add_argument("--against", default="", metavar="COMMIT", help="measure the commands of this commit, too")
     parser.add_argument("--out", type=Path, default=results.FILE, help="results (default: docs/benchmark.json)")
     parser.add_argument("--note", default="", help="to stand with the tables")
+    results.add_busy(parser)
     arguments = parser.parse_args()
     measurement = results.Measurement(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is written is removed
@@ -236,6 +237,7 @@ def main() -> int:
             making = [*_COMMAND, "import", str(model), str(of_model), "--from", "hf", "--tp", str(_RANKS), "--quiet"]
             subprocess.run(making, env=environment, stdout=subprocess.DEVNULL, check=True)
         samples: dict[str, dict[str, list[float]]] = {}
+        measurement.begin("tools")
         for turn in range(arguments.rounds):
             for work in works:
                 for suffix, variables in environments.items():

@@ -22,7 +22,7 @@ def test_tables_are_those_of_the_results() -> None:
 @pytest.mark.timeout(900)
 def test_a_short_run_measures_and_compares(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    options = "--only dense async phases --gb 0.02 --rounds 1 --python312 /nowhere".split()
+    options = "--only dense async phases --gb 0.02 --rounds 1 --python312 /nowhere --busy".split()
     command = [sys.executable, str(ROOT / "scripts" / "bench.py"), *options, "--out", str(out), "--dir", str(tmp_path)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     results = json.loads(out.read_text())

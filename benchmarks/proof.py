@@ -1,5 +1,8 @@
 """What it costs to know that a checkpoint is what was in the model: CPU seconds with and without, in turns.
 
+    python -m benchmarks.proof                       1 GB, 9 rounds; docs/proof.json, and docs/reliability.md
+    python -m benchmarks.proof --gb 0.1 --rounds 3 --states rows --out build/a-try.json
+
 One rank holds a dense state in halves, as two tensor-parallel ranks would: rows, columns, or what a transformer layer
 has of both. Each round runs all ways one after the other, in another order, so that what else the machine does meets
 all of them. A synchronous save and a load are measured by the CPU seconds of the process; an async save by those of the
@@ -8,10 +11,13 @@ call, which the trainer waits for.
 
 from __future__ import annotations
 
+import argparse
 import random
 import shutil
+import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,18 +25,18 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.machine import drop_page_cache
+from benchmarks import tables
+from benchmarks.machine import describe_machine, drop_page_cache
+from benchmarks.results import ROOT, add_busy, wait_until_quiet
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
 from mcore_ckpt.megatron._proof import prove_load
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 
-__all__ = ["PARTS", "STATES", "measure_proof_costs"]
-
 # Global shape of float32, and the axis that is divided; so often as the size asks for.
 _Shapes = dict[str, tuple[tuple[int, int], int]]
 _HALF: Final = {"rows": ((4096, 2048), 0)}
-STATES: Final[dict[str, _Shapes]] = {
+_STATES: Final[dict[str, _Shapes]] = {
     "rows": _HALF,
     "a transformer layer, hidden size 2048": {
         "qkv": ((6144, 2048), 0),
@@ -43,7 +49,7 @@ STATES: Final[dict[str, _Shapes]] = {
     "columns, rows of 1 KB": {"columns": ((16384, 512), 1)},
 }
 # Ways that are compared within each part; the first one is what the others are divided by.
-PARTS: Final[dict[str, tuple[str, ...]]] = {
+_PARTS: Final[dict[str, tuple[str, ...]]] = {
     "save": ("fingerprints=False", "fingerprints=True"),
     "async call": ("fingerprints=False", "fingerprints=True"),
     "load, cold": ('prove="off"', 'prove="sample"', 'prove="always"'),
@@ -63,21 +69,29 @@ _REPLICAS: Final = 0.9
 _Round = dict[str, dict[str, float]]
 
 
-def measure_proof_costs(folder: Path, total_bytes: int, rounds: int, states: list[str]) -> dict[str, list[_Round]]:
-    """CPU seconds by state, round, part and way; a first round is not returned. Replicas are measured with rows only.
-
-    Args:
-        folder: on the storage that is measured.
-        total_bytes: of the state, about.
-        rounds: that count.
-        states: of `STATES`.
-    """
-    found = {}
-    for name in states:
-        state = _state(STATES[name], total_bytes)
-        with tempfile.TemporaryDirectory(prefix="proof-costs-", dir=folder) as scratch:
-            found[name] = [_round(state, Path(scratch), name) for _ in range(rounds + 1)][1:]
-    return found
+def main() -> int:
+    """Parse arguments, measure, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=1.0, help="of the state (default: 1)")
+    parser.add_argument("--rounds", type=int, default=9, help="after a first one that is not counted (default: 9)")
+    parser.add_argument("--states", nargs="+", choices=list(_STATES), default=list(_STATES), help="(default: all)")
+    parser.add_argument("--dir", type=Path, default=ROOT / "build", help="on the storage that is measured")
+    parser.add_argument("--out", type=Path, default=tables.PROOF_FILE, help="results (default: docs/proof.json)")
+    add_busy(parser)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")  # of Megatron and torch about themselves
+    arguments.dir.mkdir(parents=True, exist_ok=True)
+    size_bytes, states = int(arguments.gb * 1e9), {}
+    for name in arguments.states:
+        wait_until_quiet(name, busy=arguments.busy)
+        state = _state(_STATES[name], size_bytes)
+        with tempfile.TemporaryDirectory(prefix="proof-", dir=arguments.dir) as scratch:
+            states[name] = [_round(state, Path(scratch), name) for _ in range(arguments.rounds + 1)][1:]
+    about = {"machine": describe_machine(arguments.dir), "busy": arguments.busy, "bytes": size_bytes}
+    results = {**about, "ways": _PARTS, "states": states}
+    tables.put_results(arguments.out, results)
+    sys.stdout.write(tables.of_proof(results))
+    return 0
 
 
 def _state(shapes: _Shapes, total_bytes: int) -> dict[str, Any]:
@@ -105,9 +119,9 @@ def _shard(key: str, data: torch.Tensor, shape: tuple[int, ...], offsets: tuple[
 
 
 def _round(state: dict[str, Any], folder: Path, name: str) -> _Round:
-    found: _Round = {part: {} for part in PARTS}
+    found: _Round = {part: {} for part in _PARTS}
     replicated = _with_replicas(state) if name == "rows" else None
-    turns = [(part, way) for part, ways in PARTS.items() for way in ways]
+    turns = [(part, way) for part, ways in _PARTS.items() for way in ways]
     random.shuffle(turns)
     saved = folder / "saved"
     if not saved.exists():
@@ -188,3 +202,7 @@ def _cpu_s(clock: Callable[[], float], work: Callable[[], Any]) -> float:
     before = clock()
     work()
     return clock() - before
+
+
+if __name__ == "__main__":
+    sys.exit(main())
