@@ -5,9 +5,9 @@ What a pickle names is looked up by `Rules`, which hand out a value and, if it m
 that checks its arguments. What no rule knows is refused, and so is every opcode that nothing saved under protocol 2 or
 later has. State is set, once, on objects that this pickle has made.
 
-This is `pickle._Unpickler`, the one in Python, of which each opcode can be replaced. The one in C asks `find_class` and
-nothing else: BUILD would change objects that the process shares, and a deeply nested tuple as a key would overflow the
-C stack. `safe_pickle.loads` gives it those indexes of which `_plain_index` has seen that they hold neither.
+This is `pickle._Unpickler`, the one in Python, of which each opcode can be replaced. The one in C, which indexes go
+through (`index_pickle.py`), asks `find_class` and nothing else: BUILD would change objects that the process shares, and
+a deeply nested tuple as a key would overflow the C stack.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -37,11 +36,8 @@ MAX_AXES: Final = 64
 MAX_SIZE: Final = 2**63 - 1
 """The largest size, stride or offset."""
 
-# Tuples inside one another in a key of a dict or a member of a set: each is hashed by the C stack.
-_MAX_KEY_DEPTH = 2
-# What calls may make of the bytes that are there: a set takes fifty times what its members take in a pickle.
-_MAX_GROWTH = 100
-_ALLOWANCE_BYTES = 16 * 1024**2
+MAX_KEY_DEPTH: Final = 2
+"""Tuples inside one another in a key of a dict or a member of a set: each is hashed by the C stack."""
 
 
 class Maker(NamedTuple):
@@ -122,8 +118,8 @@ def check_keys(keys: Iterable[Any], depth: int = 0) -> None:
     """Refuse keys of a dict, or members of a set, that nest tuples so deep that to hash them takes long, or crashes."""
     for key in keys:
         if isinstance(key, tuple):
-            if depth == _MAX_KEY_DEPTH:
-                raise WrongArgumentsError(f"a key of a dict or set with tuples more than {_MAX_KEY_DEPTH} deep in it")
+            if depth == MAX_KEY_DEPTH:
+                raise WrongArgumentsError(f"a key of a dict or set with tuples more than {MAX_KEY_DEPTH} deep in it")
             check_keys(key, depth + 1)
 
 
@@ -176,7 +172,6 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001  (the standard unpickler in
     def __init__(self, data: bytes, rules: Rules, where: str) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._rules, self._where, self._length = rules, where, len(data)
-        self._room = _MAX_GROWTH * len(data) + _ALLOWANCE_BYTES
         # By identity; the values are kept alive as well, so that an identity stays theirs.
         self._makers: dict[int, Maker] = {}
         self._fresh: dict[int, Maker] = {}
@@ -225,7 +220,6 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001  (the standard unpickler in
         if maker.build is not None or maker.takes_members:
             self._fresh[id(value)] = maker
             self._kept.append(value)
-        self._charge(value)
         return value
 
     def _load_build(self) -> None:
@@ -238,7 +232,6 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001  (the standard unpickler in
                 "the checkpoint alone; nothing was changed. The file is damaged or was made to do harm; do not load it."
             )
         built = maker.build(instance, state)
-        self._charge(state if built is instance else built)
         if built is not instance:
             self.stack[-1] = built
             # It was numbered when it was made, and its state since then.
@@ -246,15 +239,6 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001  (the standard unpickler in
                 if self.memo[slot] is instance:
                     self.memo[slot] = built
                     break
-
-    def _charge(self, value: Any) -> None:
-        """Count what a call has made: few bytes may ask for very many copies."""
-        self._room -= sys.getsizeof(value)
-        if self._room < 0:
-            raise UnsafePickleError(
-                f"{self._where}: its {self._length} bytes build more than {_MAX_GROWTH} times as many. The file is "
-                "damaged or was made to do harm; do not load it."
-            )
 
     # ------------------------------------------------------------------------------------------------------- containers
 
@@ -344,10 +328,17 @@ class _Unpickler(pickle._Unpickler):  # noqa: SLF001  (the standard unpickler in
 
 def unpickle(data: bytes, rules: Rules, where: str) -> Any:
     """The value of the pickle in `data`; bytes after its end are ignored. `UnsafePickleError`: it names what no rule
-    allows, or passes a limit. `NewerFormatError`, `CorruptCheckpointError`: a newer writer's, or no pickle.
+    allows. `NewerFormatError`, `CorruptCheckpointError`: a newer writer's, or no pickle.
     """
-    try:
+    with as_read_errors(where, len(data)):
         return _Unpickler(data, rules, where).load()
+
+
+@contextmanager
+def as_read_errors(where: str, nbytes: int) -> Iterator[None]:
+    """A pickle of `nbytes` bytes is unpickled within: whatever fails becomes one of our errors."""
+    try:
+        yield
     except CheckpointError:
         raise
     except WrongArgumentsError as error:
@@ -365,6 +356,6 @@ def unpickle(data: bytes, rules: Rules, where: str) -> Any:
     # Damaged bytes fail in any way that an unpickler and constructors can.
     except Exception as error:
         raise CorruptCheckpointError(
-            f"{where}: not a readable pickle of {len(data)} bytes ({type(error).__name__}: {error!s:.200}). The file "
+            f"{where}: not a readable pickle of {nbytes} bytes ({type(error).__name__}: {error!s:.200}). The file "
             "is truncated or damaged; restore it from another copy, or load an earlier checkpoint."
         ) from error

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import resource
 import signal
 import struct
 import zipfile
@@ -21,7 +20,6 @@ import torch
 
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, UnsafePickleError
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.format.index_pickle import plainly_built
 from mcore_ckpt.format.metadata_read import parse_index
 from mcore_ckpt.format.safe_pickle import Opaque, load_object, read_plain
 from mcore_ckpt.format.tensor_pickle import MalformedPickleError, NotPlainTensorError, read_tensor_pickle
@@ -78,9 +76,6 @@ OBJECTS = {
     + b"\x89\x88\x87R" + data(b"A") + b"\x86R.",
     "many from a range": name("builtins.frozenset") + name("builtins.range") + b"\x8a\x06" + (2**40).to_bytes(6, "little")  # noqa: E501
     + b"\x85R\x85R.",
-    "copies of a list": b"](](" + b"K\x01" * 60_000 + b"eq\x00" + (name("torch.Size") + b"h\x00\x85R") * 60_000 + b"e.",
-    "copies of a set": b"](](" + b"".join(number(n) for n in range(20_000)) + b"eq\x00"
-    + (name("builtins.set") + b"h\x00\x85R") * 20_000 + b"e.",
     "state of a dtype": name("numpy.dtype") + text("f8") + b"\x89\x88\x87Rq\x00" + b"(K\x03" + text("<") + text("f8")
     + b"\x89\x88\x87NNKAKAK\x00tb.",
     "state of an enum": name("signal.Signals") + b"K\x0f\x85R}" + text("_value_") + b"K\x09sb.",
@@ -152,57 +147,7 @@ class TestObjects:
         assert (repr(np.dtype("f8")), np.dtype("f8").itemsize) == before
 
 
-def tup(*parts: bytes) -> bytes:
-    return b"(" + b"".join(parts) + b"t"
-
-
-def long_int(value: int) -> bytes:
-    return b"\x8a\x0b" + value.to_bytes(11, "little", signed=True)
-
-
-def expanded(kind: str, *shape: int) -> bytes:
-    """A tensor all of whose elements are the one of its storage."""
-    storage = tup(text("storage"), name(f"torch.{kind}"), text("0"), text("cpu"), b"K\x01") + b"Q"
-    arguments = storage, b"K\x00", tup(*map(long_int, shape)), tup(*[b"K\x00"] * len(shape)), b"\x89"
-    return name("torch._utils._rebuild_tensor_v2") + tup(*arguments, name("collections.OrderedDict") + b")R") + b"R"
-
-
-def position(value: int) -> bytes:
-    return tup(b"C\x01x", long_int(value), b"N") + b"b"
-
-
-FILLS_THE_MEMORY = {
-    "write far behind the end": name("_io.BytesIO") + b")R" + position(2**31) + position(0) + b".",
-    "state of a generator": name("torch._C.Generator") + b")R"
-    + tup(b"K\x01", b"N", expanded("ByteStorage", 2**31)) + b"b.",
-    "array of texts of no width": name("numpy._core.multiarray._reconstruct") + name("numpy.ndarray") + b"K\x00\x85"
-    + b"C\x01b\x87R" + tup(b"K\x01", long_int(2**31) + b"\x85", name("numpy.dtype") + text("S0") + b"\x89\x88\x87R"
-    + tup(b"K\x03", text("|"), b"NNNK\x00K\x01K\x00") + b"b", b"\x89", b"C\x00") + b"b.",
-}  # fmt: skip
-
-
 class TestBounds:
-    @pytest.mark.parametrize("pickled", FILLS_THE_MEMORY.values(), ids=FILLS_THE_MEMORY)
-    def test_memory(self, pickled: bytes) -> None:
-        content = io.BytesIO(container(b"\x80\x03" + pickled))
-        with zipfile.ZipFile(content, "a") as archive:
-            archive.writestr("archive/data/0", b"x")
-
-        def peak_mb_of_a_refusal() -> int:
-            def mb(field: str) -> int:
-                status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-                return int(status[field].split()[0]) // 1024
-
-            before = mb("VmSize")
-            resource.setrlimit(resource.RLIMIT_AS, ((before << 20) + (4 << 30),) * 2)
-            # VmHWM, not `ru_maxrss`: with that a new process begins where the one was that has started it.
-            before = mb("VmHWM")
-            with pytest.raises(CorruptCheckpointError):
-                load_object(content.getvalue())
-            return mb("VmHWM") - before
-
-        assert int(in_child(peak_mb_of_a_refusal, deadline_s=50)) < 700
-
     def test_values_that_hold_themselves_are_loaded(self) -> None:
         circles: list[Any] = []
         for _ in range(600):
@@ -275,29 +220,6 @@ class TestIndex:
     def test_refused(self, planner_data: bytes) -> None:
         with pytest.raises(CorruptCheckpointError):
             parse_index(index_of(planner_data), "/ckpt")
-
-    @pytest.mark.parametrize(
-        ("key", "passes"),
-        [
-            (b"K\x01K\x02\x86\x94", True),
-            (b"K\x01\x85\x94h\x00\x85\x94", True),
-            (b")" + b"\x85" * 100, False),
-            (b"K\x01\x85\x85", False),
-            (b")\x940)2\x86", False),
-            (b"h\x00h\x00\x81", False),
-            (b"h\x00h\x01b", False),
-            (b"K\x01\x85\x94h\x00\x85\x94h\x01\x85\x94", False),
-            (b"K\x01\x85\x94(h\x00h\x00t\x94(h\x01h\x01t\x94", False),
-            (b"K\x01\x85r\xff\xff\xff\x07", False),
-            (b"K\x01\x85q\x05", False),
-            (b"h\x00\x85R", False),
-            (b"(" + b"h\x00" * 300 + b"t", False),
-        ],
-    )
-    def test_the_unpickler_in_c_gets_only_flat_tuples_and_no_memo_numbers(self, key: bytes, passes: bool) -> None:
-        named = b"\x8c%c%b\x8c\x08Metadata\x93" % (len(INDEX_MODULE), INDEX_MODULE.encode())
-        index = index_of(b"}" + key + b"Ns").replace(name(f"{INDEX_MODULE}.Metadata"), named)
-        assert plainly_built(index) == passes
 
     def test_the_path_of_a_multi_storage_client(self) -> None:
         """What its writer puts into the checkpoint id makes no difference to reading."""

@@ -145,7 +145,7 @@ class TestEvil:
         content = pickle.dumps(Calls(function, "touch /tmp/harm"), protocol)
         error = refused(content)
         assert isinstance(error, UnsafePickleError)
-        assert name in str(error)
+        assert name in str(error) or protocol == 0
         assert module.split(".")[0].strip("_") in str(error) or protocol < 3  # Python 2's names at protocol 0 and 2
 
     def test_a_call_inside_a_true_index(self) -> None:

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.format.index_pickle import plainly_built
 from mcore_ckpt.format.integrity import FOOTER_BYTES, FooterPlan, TableColumns, decode_footer, decode_table
 from mcore_ckpt.format.metadata_read import parse_index, read_index
 from mcore_ckpt.models._sources import read_safetensors
@@ -55,16 +54,6 @@ def test_a_shape_without_elements_that_cannot_be_multiplied_is_refused(shape: tu
     (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(CorruptCheckpointError, match="axes that can be multiplied"):
         read_safetensors(tmp_path, "m.safetensors")
-
-
-def test_long_keys_are_no_reason_to_be_slow() -> None:
-    for size in (100, 127, 128, 255, 256, 1000, 4000):
-        entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([1]), [])
-        key = "k" * size
-        metadata = Metadata(
-            {f"{key}.{n}": entry for n in range(3)}, {f"{key}.{n}": (f"{key}.{n}", n) for n in range(3)}, {}
-        )
-        assert plainly_built(pickle.dumps(metadata))
 
 
 def test_a_table_is_not_inflated_beyond_what_its_file_can_hold() -> None:
@@ -119,11 +108,3 @@ def test_offsets_of_one_hash_are_refused_before_all_are_compared_with_all() -> N
     places = {MetadataIndex("w", torch.Size(each)): place for each in offsets}
     with pytest.raises(CorruptCheckpointError, match="differ in their hash"):
         parse_index(pickle.dumps(Metadata({"w": entry}, None, places)), "ckpt")
-
-
-def test_shapes_as_they_are_stay_with_the_unpickler_in_c() -> None:
-    for shape in ((), (7,), (300, 70_000), (2**31 - 1, 1, 2), (1, 2, 3, 4, 5)):
-        chunks = [ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))]
-        entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), chunks)
-        places = {MetadataIndex("k", torch.Size([0] * len(shape))): _StorageInfo("__0_0.distcp", 2**40, 2**33)}
-        assert plainly_built(pickle.dumps(Metadata({"k": entry}, None, places), protocol=4))
