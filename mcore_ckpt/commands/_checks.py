@@ -239,15 +239,7 @@ def run_copy(arguments: argparse.Namespace) -> Outcome:
     )
     if report.kept:
         text += f"; {len(report.kept)} were there already"
-    document = {
-        "source": report.source,
-        "target": report.target,
-        "copied": report.copied,
-        "kept": report.kept,
-        "copied_bytes": report.copied_bytes,
-        "seconds": report.seconds,
-    }
-    return Outcome(document, text)
+    return Outcome(report, text)
 
 
 def add_prune(parser: argparse.ArgumentParser) -> None:

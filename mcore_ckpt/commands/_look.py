@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import shlex
 import sys
-import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +35,9 @@ from mcore_ckpt.reshard.options import FULLY_RESHARDABLE
 from mcore_ckpt.tools.keys import is_optimizer_key
 
 if TYPE_CHECKING:
-    from mcore_ckpt.format.index import CheckpointIndex
     from mcore_ckpt.tools.checkpoint import Checkpoint, LazyTensor
     from mcore_ckpt.tools.diff import DiffReport, TensorDiff
-    from mcore_ckpt.tools.inspection import GroupRow
+    from mcore_ckpt.tools.inspection import FileRow, GroupRow, ItemRow, ObjectRow, TensorRow
     from mcore_ckpt.tools.payloads import Stats
 
 
@@ -123,172 +122,103 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
 def run_inspect(arguments: argparse.Namespace) -> Outcome:
     """Show what was asked for."""
     from mcore_ckpt.format.metadata_read import read_index
-    from mcore_ckpt.tools.inspection import checkpoint_directory
+    from mcore_ckpt.tools import inspection
 
-    index = read_index(checkpoint_directory(arguments.checkpoint), strict=False)
+    index = read_index(inspection.checkpoint_directory(arguments.checkpoint), strict=False)
     if arguments.tensors is not None:
-        return _tensors(index, arguments.tensors)
+        tensors = list(inspection.tensor_rows(index, arguments.tensors))
+        total = human_bytes(sum(row.payload_bytes for row in tensors))
+        return Outcome({"tensors": tensors}, f"{_tensor_table(tensors)}\n{len(tensors)} tensors, {total}")
     if arguments.items is not None:
-        return _items(index, arguments.items)
+        items = inspection.describe_items(index, arguments.items)
+        total = human_bytes(sum(row.stop - row.start for row in items))
+        return Outcome({"items": items}, f"{_item_table(items)}\n{counted(len(items), 'item')}, {total}")
     if arguments.objects is not None:
-        return _objects(index, arguments.objects)
+        objects = list(inspection.object_rows(index, arguments.objects))
+        return Outcome({"objects": objects}, f"{_object_table(objects)}\n{len(objects)} objects")
     if arguments.files:
-        return _files(index)
+        files = inspection.file_rows(index)
+        balance = inspection.rank_balance(files)
+        return Outcome({"files": files, "rank_bytes": balance}, f"{_file_table(files)}\n\n{_rank_table(balance)}")
     if arguments.html:
-        from mcore_ckpt.tools.inspection import write_report
-
-        write_report(index, arguments.html)
+        inspection.write_report(index, arguments.html)
         return Outcome({"report": arguments.html}, f"wrote {arguments.html}")
-    return _summary(index, arguments_only=arguments.args)
-
-
-def _tensors(index: CheckpointIndex, pattern: str) -> Outcome:
-    from mcore_ckpt.tools.inspection import tensor_rows
-
-    rows = list(tensor_rows(index, pattern))
-    text = table(
-        ("key", "dtype", "shape", "chunks", "grid", "bytes", "files"),
-        (
-            (
-                row.fqn,
-                row.dtype,
-                numbers(row.shape),
-                row.chunks,
-                "x".join(map(str, row.grid)) or "-",
-                human_bytes(row.payload_bytes),
-                " ".join(row.files[:4]) + (f" +{len(row.files) - 4}" if len(row.files) > 4 else ""),
-            )
-            for row in rows
-        ),
-        right=(3, 5),
-    )
-    total = sum(row.payload_bytes for row in rows)
-    return Outcome({"tensors": rows}, f"{text}\n{len(rows)} tensors, {human_bytes(total)}")
-
-
-def _items(index: CheckpointIndex, pattern: str) -> Outcome:
-    from mcore_ckpt.tools.inspection import describe_items
-
-    rows = describe_items(index, pattern)
-    text = table(
-        ("file", "start", "stop", "half", "key", "type", "dtype", "shape", "offsets"),
-        (
-            (
-                row.file,
-                row.start,
-                row.stop,
-                row.half,
-                row.fqn,
-                "object" if row.dtype is None else "tensor",
-                row.dtype or "-",
-                "-" if row.shape is None else numbers(row.shape),
-                "-" if row.offsets is None else numbers(row.offsets),
-            )
-            for row in rows
-        ),
-        right=(1, 2),
-    )
-    total = sum(row.stop - row.start for row in rows)
-    return Outcome({"items": rows}, f"{text}\n{counted(len(rows), 'item')}, {human_bytes(total)}")
-
-
-def _objects(index: CheckpointIndex, pattern: str) -> Outcome:
-    from mcore_ckpt.tools.inspection import object_rows
-
-    rows = list(object_rows(index, pattern))
-    text = table(
-        ("key", "shard", "of", "file", "start", "stop"),
-        (
-            (
-                row.fqn if row.key is None else row.key,
-                "-" if row.offset is None else numbers(row.offset),
-                "-" if row.grid is None else numbers(row.grid),
-                row.file,
-                row.start,
-                row.stop,
-            )
-            for row in rows
-        ),
-        right=(4, 5),
-    )
-    return Outcome({"objects": rows}, f"{text}\n{len(rows)} objects")
-
-
-def _files(index: CheckpointIndex) -> Outcome:
-    from mcore_ckpt.tools.inspection import file_rows, rank_balance
-
-    rows = file_rows(index)
-    balance = rank_balance(rows)
-    text = table(
-        ("file", "rank", "size", "tensors", "tensor_data", "objects", "bytes_data", "unused"),
-        (
-            (
-                row.file,
-                "-" if row.rank is None else row.rank,
-                "MISSING" if row.size_bytes is None else human_bytes(row.size_bytes),
-                row.tensors,
-                "-" if row.tensor_data is None else "[{}, {})".format(*row.tensor_data),
-                row.objects,
-                "-" if row.bytes_data is None else "[{}, {})".format(*row.bytes_data),
-                "-" if row.unused_bytes is None else human_bytes(row.unused_bytes),
-            )
-            for row in rows
-        ),
-        right=(1, 2, 3, 5, 7),
-    )
-    most = max(balance.values(), default=0)
-    bars = {rank: "#" * round(40 * nbytes / most if most else 0) for rank, nbytes in balance.items()}
-    ranks = table(
-        ("rank", "size", ""),
-        ((rank, human_bytes(nbytes), bars[rank]) for rank, nbytes in balance.items()),
-        right=(0, 1),
-    )
-    return Outcome({"files": rows, "rank_bytes": balance}, f"{text}\n\n{ranks}")
-
-
-def _summary(index: CheckpointIndex, *, arguments_only: bool) -> Outcome:
-    from mcore_ckpt.tools.inspection import summarize
-
-    summary = summarize(index)
-    if arguments_only:
+    summary = inspection.summarize(index)
+    if arguments.args:
         text = table(("argument", "value"), sorted(summary.arguments.items()))
         return Outcome({"arguments": summary.arguments}, text)
-    layout = f"{summary.layout} (from its chunks)"
-    if summary.trained_layout is not None:
-        layout += f"; saved at {summary.trained_layout} (args)"
-    facts = [
-        ("checkpoint", summary.path),
-        ("written by", summary.origin),
-        ("iteration", "-" if summary.iteration is None else summary.iteration),
-        ("save", "no manifest" if summary.save_id is None else summary.save_id),
-        (
-            "size",
-            f"{human_bytes(summary.file_bytes)} in {counted(summary.files, 'file')} of {counted(summary.ranks, 'rank')}"
-            + ("" if summary.balance is None else f" (largest rank / mean {summary.balance:.2f})")
-            + f", .metadata {human_bytes(summary.metadata_bytes)}",
-        ),
-        (
-            "holds",
-            f"{summary.tensors} tensors in {summary.chunks} chunks, {summary.objects} objects"
-            + (
-                f"; {summary.shadow_copies} shadow copies, {human_bytes(summary.shadow_bytes)}"
-                if summary.shadow_copies
-                else ""
-            ),
-        ),
-        ("model", f"{human_count(summary.model_elements)} elements, {human_bytes(summary.model_bytes)}"),
-        (
-            "optimizer",
-            "none" if summary.optimizer is None else f"{summary.optimizer}, {human_bytes(summary.optimizer_bytes)}",
-        ),
-        ("layout", layout),
-    ]
-    lines = [fact(name, value) for name, value in facts]
-    lines += ["", _group_table(summary.groups)]
+    lines = [*starmap(fact, summary.facts()), "", _group_table(summary.groups)]
     if summary.arguments:
         lines += ["", f"{len(summary.arguments)} Megatron arguments are stored; --args shows them"]
     lines += [one_line(f"problem: {problem}") for problem in summary.problems]
-    return Outcome(summary, "\n".join(lines), DONE)
+    return Outcome(summary, "\n".join(lines))
+
+
+def _tensor_table(rows: Sequence[TensorRow]) -> str:
+    cells = (
+        (
+            row.fqn,
+            row.dtype,
+            numbers(row.shape),
+            row.chunks,
+            "x".join(map(str, row.grid)) or "-",
+            human_bytes(row.payload_bytes),
+            " ".join(row.files[:4]) + (f" +{len(row.files) - 4}" if len(row.files) > 4 else ""),
+        )
+        for row in rows
+    )
+    return table(("key", "dtype", "shape", "chunks", "grid", "bytes", "files"), cells, right=(3, 5))
+
+
+def _item_table(rows: Sequence[ItemRow]) -> str:
+    cells = (
+        (
+            *(row.file, row.start, row.stop, row.half, row.fqn),
+            "object" if row.dtype is None else "tensor",
+            row.dtype or "-",
+            _numbers_or_none(row.shape),
+            _numbers_or_none(row.offsets),
+        )
+        for row in rows
+    )
+    header = ("file", "start", "stop", "half", "key", "type", "dtype", "shape", "offsets")
+    return table(header, cells, right=(1, 2))
+
+
+def _object_table(rows: Sequence[ObjectRow]) -> str:
+    cells = (
+        (row.key or row.fqn, _numbers_or_none(row.offset), _numbers_or_none(row.grid), row.file, row.start, row.stop)
+        for row in rows
+    )
+    return table(("key", "shard", "of", "file", "start", "stop"), cells, right=(4, 5))
+
+
+def _file_table(rows: Sequence[FileRow]) -> str:
+    cells = (
+        (
+            row.file,
+            "-" if row.rank is None else row.rank,
+            "MISSING" if row.size_bytes is None else human_bytes(row.size_bytes),
+            row.tensors,
+            "-" if row.tensor_data is None else "[{}, {})".format(*row.tensor_data),
+            row.objects,
+            "-" if row.bytes_data is None else "[{}, {})".format(*row.bytes_data),
+            "-" if row.unused_bytes is None else human_bytes(row.unused_bytes),
+        )
+        for row in rows
+    )
+    header = ("file", "rank", "size", "tensors", "tensor_data", "objects", "bytes_data", "unused")
+    return table(header, cells, right=(1, 2, 3, 5, 7))
+
+
+def _rank_table(balance: Mapping[int, int]) -> str:
+    most = max(balance.values(), default=0) or 1
+    cells = ((rank, human_bytes(nbytes), "#" * round(40 * nbytes / most)) for rank, nbytes in balance.items())
+    return table(("rank", "size", ""), cells, right=(0, 1))
+
+
+def _numbers_or_none(values: tuple[int, ...] | None) -> str:
+    return "-" if values is None else numbers(values)
 
 
 def _group_table(groups: tuple[GroupRow, ...]) -> str:
@@ -434,12 +364,6 @@ def _plain_numbers(value: Any) -> Any:
     return str(value) if isinstance(value, complex) else value
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 def _write_npy(checkpoint: Checkpoint, tensor: LazyTensor, index: Any, path: Path) -> tuple[int, ...]:
     """Write a numpy file: a slice at once, a whole tensor slab by slab."""
     import numpy as np
@@ -460,25 +384,16 @@ def _write_npy(checkpoint: Checkpoint, tensor: LazyTensor, index: Any, path: Pat
     if path.exists() and not path.is_file():
         raise OptionError(f"--npy {path}: not a regular file; give a --slice, which is written as a stream")
     # A damaged tensor must leave no file that looks whole, and another program's file may not be in the way.
-    handle, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".partial", dir=path.absolute().parent)
-    partial = Path(name)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with partial.open("xb") as file:
             descriptor = np.lib.format.dtype_to_descr(sample.dtype)
             header = {"descr": descriptor, "fortran_order": False, "shape": tensor.shape}
             np.lib.format.write_array_header_1_0(file, header)
-            start, nbytes = file.tell(), math.prod(tensor.shape) * sample.dtype.itemsize
-            file.flush()
-            # A disk that is full has to say so here: writing to mapped memory would end in a signal.
-            os.posix_fallocate(handle, 0, start + nbytes)
-            os.fchmod(handle, 0o666 & ~_umask())
-        target = np.memmap(partial, mode="r+", offset=start, dtype=sample.dtype, shape=tensor.shape)
-        for box, content in SlabReader(checkpoint.payloads).walk(checkpoint.index.tensors[tensor.fqn]):
-            numbers = as_numbers(content, tensor.dtype)
-            assert numbers is not None
-            place = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
-            target[place] = numbers.reshape(box.sizes)
-        target.flush()
+            for _, content in SlabReader(checkpoint.payloads).walk(checkpoint.index.tensors[tensor.fqn]):
+                slab = as_numbers(content, tensor.dtype)
+                assert slab is not None
+                file.write(slab.data)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

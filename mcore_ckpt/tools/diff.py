@@ -16,11 +16,11 @@ import ctypes
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.core.fingerprints import StateFingerprint, TensorFingerprint, state_of
 from mcore_ckpt.core.process import in_parallel
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, TensorEntry
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import verify_records
 from mcore_ckpt.format.metadata_read import read_index
@@ -50,10 +50,6 @@ from mcore_ckpt.tools.keys import (
 )
 from mcore_ckpt.tools.payloads import SLAB_BYTES, SlabReader, StoredPayloads, batches, check_elements, check_tiled
 from mcore_ckpt.tools.regrid import as_numbers, slabs
-
-if TYPE_CHECKING:
-    from mcore_ckpt.format.index import StoredChunk, TensorEntry
-
 
 Verdict = Literal["same", "different", "unknown"]
 
@@ -487,30 +483,22 @@ def _diff(
     in_a, in_b = set(keys_a), set(keys_b)
     both = [key for key in keys_a if key in left.tensors and key in right.tensors]
     kinds = {key for key in in_a & in_b if (key in left.tensors) != (key in right.tensors)}
-    found = {key: _structure(left.tensors[key], right.tensors[key]) for key in both}
+    pairs = ((left.tensors[key], right.tensors[key]) for key in both)
+    found = {x.fqn: TensorDiff(x.fqn, x.dtype, y.dtype, x.shape, y.shape) for x, y in pairs}
     comparable = [key for key in both if left.tensors[key].shape == right.tensors[key].shape]
     read_bytes = 0
     with StoredPayloads(left) as payloads_a, StoredPayloads(right) as payloads_b:
         if values:
             for index in (left, right):
                 check_tiled(index, comparable)
-            total = sum(_nbytes(left.tensors[key]) + _nbytes(right.tensors[key]) for key in comparable)
-            with Progress("diff", total, shown=progress) as bar:
-                compare = _Comparison(payloads_a, payloads_b, bar.advance)
-                in_parallel(_tasks(left, comparable), compare.task, workers)
-            results = compare.results()
-            _check_those_that_differ(results, payloads_a, payloads_b, workers)
+            results, read_bytes = _compare_values(payloads_a, payloads_b, comparable, workers, progress)
             for key, difference in results.items():
-                tensor = found[key]
                 within = not difference.differing or (
                     difference.measured
                     and not difference.nan_mismatches
                     and (difference.max_abs <= atol or difference.max_rel <= rtol)
                 )
-                found[key] = TensorDiff(
-                    key, tensor.dtype_a, tensor.dtype_b, tensor.shape_a, tensor.shape_b, difference, within
-                )
-            read_bytes = total
+                found[key] = replace(found[key], values=difference, within_tolerance=within)
         if state:
             states = []
             for payloads in (payloads_a, payloads_b):
@@ -520,10 +508,14 @@ def _diff(
             for key in comparable:
                 found[key] = replace(found[key], crcs=(states[0][key].crc32, states[1][key].crc32))
         objects = [key for key in keys_a if key in left.objects and key in right.objects]
-        differing = [
-            key for key in objects if not _same_object(left.objects[key], payloads_a, right.objects[key], payloads_b)
-        ]
-        _check_objects(differing, payloads_a, payloads_b)
+        contents = (
+            [_contents(index.objects[key], payloads) for key in objects]
+            for index, payloads in ((left, payloads_a), (right, payloads_b))
+        )
+        differing = [key for key, x, y in zip(objects, *contents, strict=True) if x != y]
+        for key in differing:  # a damaged one is no other value
+            for payloads in (payloads_a, payloads_b):
+                read_object(payloads.index, payloads.index.objects[key])
     common_values, not_compared = ([], ()) if only else _compare_common_states(left, right)
     return DiffReport(
         a=left.path,
@@ -602,151 +594,112 @@ def _entries(stored: StoredState) -> _Named:
     return _parts_of(value) if all(type(key) in SIMPLE_KEYS for key in value) else {("str", "common_state"): value}
 
 
-def _structure(a: TensorEntry, b: TensorEntry) -> TensorDiff:
-    return TensorDiff(a.fqn, a.dtype, b.dtype, a.shape, b.shape)
+def _compare_values(
+    a: StoredPayloads, b: StoredPayloads, keys: list[str], workers: int, progress: bool | None
+) -> tuple[dict[str, Difference], int]:
+    """How the tensors under these keys differ, and how many bytes that took; slabs are compared in several threads."""
+    entries = {key: (a.index.tensors[key], b.index.tensors[key]) for key in keys}
+    total = sum(math.prod(entry.shape) * element_bytes(entry.dtype) for pair in entries.values() for entry in pair)
+    found = {key: Difference(0, 0, 0.0, 0.0, 0, 0, 0, x.dtype == y.dtype) for key, (x, y) in entries.items()}
+    threads, lock = threading.local(), threading.Lock()
+    with Progress("diff", total, shown=progress) as bar:
 
+        def compare_slabs(task: tuple[str, list[Box]]) -> None:
+            key, boxes = task
+            readers = getattr(threads, "readers", None)
+            if readers is None:
+                readers = threads.readers = SlabReader(a), SlabReader(b)
+            x, y = entries[key]
+            for box in boxes:
+                left, right = readers[0].read(x, box), readers[1].read(y, box)
+                part = _difference(left, right, x.dtype, y.dtype)
+                with lock:
+                    found[key] = _sum(found[key], part)
+                bar.advance(len(left) + len(right))
 
-def _nbytes(entry: TensorEntry) -> int:
-    return math.prod(entry.shape) * element_bytes(entry.dtype)
-
-
-class _Task(NamedTuple):
-    """Some slabs of one tensor."""
-
-    fqn: str
-    slabs: list[Box]
+        in_parallel(_tasks(a.index, keys), compare_slabs, workers)
+    # A damaged file is not another value. Where all bits are the same there is nothing to be mistaken about.
+    suspects = [(payloads, key) for key, value in found.items() if not value.identical for payloads in (a, b)]
+    in_parallel(suspects, lambda suspect: check_elements(suspect[0], suspect[0].index.tensors[suspect[1]]), workers)
+    return found, total
 
 
 _TASK_BYTES = 256 * 1024 * 1024
 
 
-def _tasks(index: CheckpointIndex, keys: list[str]) -> list[_Task]:
-    """Tensors in the order of their files; large ones in several tasks."""
+def _tasks(index: CheckpointIndex, keys: list[str]) -> Iterator[tuple[str, list[Box]]]:
+    """Slabs of tensors in the order of their files; of large ones in several tasks."""
 
     def place(key: str) -> tuple[str, int]:
         chunks = index.tensors[key].chunks
         return (chunks[0].item.file, chunks[0].item.offset) if chunks else ("", 0)
 
-    tasks = []
+    step = _TASK_BYTES // SLAB_BYTES
     for key in sorted(keys, key=place):
         entry = index.tensors[key]
         found = list(slabs(Box((0,) * len(entry.shape), entry.shape), element_bytes(entry.dtype), SLAB_BYTES))
-        step = max(1, _TASK_BYTES // SLAB_BYTES)
-        tasks += [_Task(key, found[at : at + step]) for at in range(0, len(found), step)] or [_Task(key, [])]
-    return tasks
+        yield from ((key, found[at : at + step]) for at in range(0, len(found), step))
 
 
-class _Comparison:
-    """Compares slabs, in several threads."""
-
-    def __init__(self, a: StoredPayloads, b: StoredPayloads, advance: Callable[[int], None]) -> None:
-        self._a, self._b, self._advance = a, b, advance
-        self._threads = threading.local()
-        self._lock = threading.Lock()
-        self._found: dict[str, list[Difference]] = {}
-
-    def task(self, task: _Task) -> None:
-        """Compare one task's slabs."""
-        readers = getattr(self._threads, "readers", None)
-        if readers is None:
-            readers = self._threads.readers = SlabReader(self._a), SlabReader(self._b)
-        a, b = self._a.index.tensors[task.fqn], self._b.index.tensors[task.fqn]
-        differences = _Differences(a.dtype, b.dtype)
-        for slab in task.slabs:
-            left, right = readers[0].read(a, slab), readers[1].read(b, slab)
-            differences.add(left, right)
-            self._advance(len(left) + len(right))
-        with self._lock:
-            self._found.setdefault(task.fqn, []).append(differences.result())
-
-    def results(self) -> dict[str, Difference]:
-        """Of each tensor, over all its tasks."""
-        return {fqn: _sum(parts) for fqn, parts in self._found.items()}
+def _sum(one: Difference, other: Difference) -> Difference:
+    return Difference(
+        one.elements + other.elements,
+        one.differing + other.differing,
+        max(one.max_abs, other.max_abs),
+        max(one.max_rel, other.max_rel),
+        one.nan_mismatches + other.nan_mismatches,
+        one.nans_a + other.nans_a,
+        one.nans_b + other.nans_b,
+        one.identical and other.identical,
+        one.measured and other.measured,
+    )
 
 
-class _Differences:
-    """Adds up `Difference` over slabs."""
+def _difference(a: memoryview, b: memoryview, dtype_a: str, dtype_b: str) -> Difference:
+    """How the same box of two tensors differs."""
+    width = element_bytes(dtype_a)
+    left = as_numbers(a, dtype_a)
+    if dtype_a == dtype_b and _same_bytes(a, b):
+        nans = 0 if left is None else _nans(left)
+        return Difference(len(a) // width, 0, 0.0, 0.0, 0, nans, nans, True)
+    right = as_numbers(b, dtype_b)
+    if left is None or right is None:  # no numbers: only their bits can be compared
+        differing = _differing_elements(a, b, width, element_bytes(dtype_b))
+        return Difference(len(a) // width, differing, 0.0, 0.0, 0, 0, 0, False, False)
+    return reduce(_sum, map(_difference_of_numbers, batches(left), batches(right)))
 
-    def __init__(self, dtype_a: str, dtype_b: str) -> None:
-        self._dtypes = dtype_a, dtype_b
-        self._elements = self._differing = self._mismatches = self._nans_a = self._nans_b = 0
-        self._max_abs = self._max_rel = 0.0
-        self._identical = dtype_a == dtype_b
-        self._measured = True
 
-    def add(self, a: memoryview, b: memoryview) -> None:
-        """Compare the same box of both."""
-        elem_bytes = element_bytes(self._dtypes[0])
-        if self._dtypes[0] == self._dtypes[1] and _same_bytes(a, b):
-            self._elements += len(a) // elem_bytes
-            self._count_same_nans(a)
-            return
-        self._identical = False
-        left, right = as_numbers(a, self._dtypes[0]), as_numbers(b, self._dtypes[1])
-        if left is None or right is None:  # no numbers: only their bits can be compared
-            self._elements += len(a) // elem_bytes
-            self._differing += _differing_elements(a, b, elem_bytes, element_bytes(self._dtypes[1]))
-            self._measured = False
-            return
-        self._elements += left.size
-        for x, y in zip(batches(left), batches(right), strict=True):
-            self._compare(x, y)
+def _nans(numbers: np.ndarray[Any, Any]) -> int:
+    """How many there are; a NaN makes the sum a NaN (so may infinities): one pass that rarely needs another."""
+    if numbers.dtype.kind not in "fc":
+        return 0
+    with np.errstate(all="ignore"):
+        total = numbers.sum(dtype=np.float64 if numbers.dtype.kind == "f" else None)
+        return int(np.count_nonzero(np.isnan(numbers))) if math.isnan(abs(total)) else 0
 
-    def _count_same_nans(self, content: memoryview) -> None:
-        # Equal bits need no comparison; NaNs in them are found only where a float could be one.
-        numbers = as_numbers(content, self._dtypes[0])
-        if numbers is None or numbers.dtype.kind not in "fc":
-            return
-        # A NaN makes the sum a NaN (so may infinities): one pass that rarely needs another.
+
+def _difference_of_numbers(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Difference:
+    wide = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.float64
+    a, b = x.astype(wide), y.astype(wide)
+    exact_ints = x.dtype.kind in "iu" and x.dtype == y.dtype  # 64-bit integers are not exact in double precision
+    nan_a, nan_b = np.isnan(a), np.isnan(b)
+    unequal = ~((x == y if exact_ints else a == b) | (nan_a & nan_b))
+    finite = np.isfinite(a) & np.isfinite(b)
+    chosen = unequal & finite
+    max_abs = max_rel = 0.0
+    if chosen.any():
         with np.errstate(all="ignore"):
-            if math.isnan(abs(numbers.sum(dtype=np.float64 if numbers.dtype.kind == "f" else None))):
-                count = int(np.count_nonzero(np.isnan(numbers)))
-                self._nans_a += count
-                self._nans_b += count
-
-    def _compare(self, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> None:
-        wide = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.float64
-        a, b = x.astype(wide), y.astype(wide)
-        exact_ints = x.dtype.kind in "iu" and x.dtype == y.dtype
-        if exact_ints:
-            same = x == y  # 64-bit integers are not exact in double precision
-        else:
-            same = a == b
-        nan_a, nan_b = np.isnan(a), np.isnan(b)
-        same |= nan_a & nan_b
-        self._nans_a += int(np.count_nonzero(nan_a))
-        self._nans_b += int(np.count_nonzero(nan_b))
-        unequal = ~same
-        self._differing += int(np.count_nonzero(unequal))
-        finite = np.isfinite(a) & np.isfinite(b)
-        self._mismatches += int(np.count_nonzero(unequal & ~finite))
-        chosen = unequal & finite
-        if chosen.any():
             if exact_ints:
                 high, low = np.maximum(x, y)[chosen], np.minimum(x, y)[chosen]
                 # Modulo 2**64 the difference is right whatever the sign, and never too large.
                 distance = (high.astype(np.uint64) - low.astype(np.uint64)).astype(np.float64)
             else:
-                with np.errstate(over="ignore"):
-                    distance = np.abs(a[chosen] - b[chosen])
+                distance = np.abs(a[chosen] - b[chosen])
             scale = np.maximum(np.abs(a[chosen]), np.abs(b[chosen]))
-            self._max_abs = max(self._max_abs, float(distance.max()))
-            with np.errstate(all="ignore"):
-                self._max_rel = max(self._max_rel, float(np.max(distance / np.where(scale == 0, 1, scale))))
-
-    def result(self) -> Difference:
-        """The sum."""
-        return Difference(
-            self._elements,
-            self._differing,
-            self._max_abs,
-            self._max_rel,
-            self._mismatches,
-            self._nans_a,
-            self._nans_b,
-            self._identical,
-            self._measured,
-        )
+            max_abs = float(distance.max())
+            max_rel = float(np.max(distance / np.where(scale == 0, 1, scale)))
+    differing, mismatches, nans_a, nans_b = map(int, map(np.count_nonzero, (unequal, unequal & ~finite, nan_a, nan_b)))
+    return Difference(x.size, differing, max_abs, max_rel, mismatches, nans_a, nans_b, False)
 
 
 def _differing_elements(a: memoryview, b: memoryview, a_bytes: int, b_bytes: int) -> int:
@@ -775,49 +728,12 @@ def _same_bytes(a: memoryview, b: memoryview) -> bool:
     return bool(_memcmp()(*addresses, len(a)) == 0)
 
 
-def _check_those_that_differ(
-    found: Mapping[str, Difference], a: StoredPayloads, b: StoredPayloads, workers: int
-) -> None:
-    """Compare the checksums of tensors with different bits: a damaged file is not another value. Where all bits are the
-    same there is nothing to be mistaken about.
-    """
-    suspects = [(payloads, key) for key, value in found.items() if not value.identical for payloads in (a, b)]
-    in_parallel(suspects, lambda suspect: check_elements(suspect[0], suspect[0].index.tensors[suspect[1]]), workers)
-
-
-def _check_objects(keys: Iterable[str], a: StoredPayloads, b: StoredPayloads) -> None:
-    """As `_check_those_that_differ`, of objects."""
-    for key in keys:
-        for payloads in (a, b):
-            read_object(payloads.index, payloads.index.objects[key])
-
-
-def _sum(parts: list[Difference]) -> Difference:
-    if len(parts) == 1:
-        return parts[0]
-    return Difference(
-        sum(part.elements for part in parts),
-        sum(part.differing for part in parts),
-        max(part.max_abs for part in parts),
-        max(part.max_rel for part in parts),
-        sum(part.nan_mismatches for part in parts),
-        sum(part.nans_a for part in parts),
-        sum(part.nans_b for part in parts),
-        all(part.identical for part in parts),
-        all(part.measured for part in parts),
-    )
-
-
-def _same_object(a: ObjectEntry, in_a: StoredPayloads, b: ObjectEntry, in_b: StoredPayloads) -> bool:
-    """Whether two objects were pickled to the same bytes; the archives around them may differ."""
-    return _contents(a, in_a) == _contents(b, in_b)
-
-
 # What torch.save adds that says nothing about the object.
 _INCIDENTAL = ("version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment")
 
 
 def _contents(entry: ObjectEntry, payloads: StoredPayloads) -> object:
+    """What an object was pickled to; the archives around the same bytes may differ."""
     item = entry.item
     with payloads.files.reader(item.file) as reader:
         if item.transforms:

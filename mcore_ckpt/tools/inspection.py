@@ -182,6 +182,28 @@ class CheckpointSummary:
         format_of = "torch.distributed.checkpoint" if self.backend is None else "Megatron-Core"
         return f"mcore_ckpt, in the format of {format_of}" if self.written_by == "mcore_ckpt" else format_of
 
+    def facts(self) -> list[tuple[str, str]]:
+        """What there is to say, each fact under its name."""
+        size = f"{human_bytes(self.file_bytes)} in {counted(self.files, 'file')} of {counted(self.ranks, 'rank')}"
+        balance = "" if self.balance is None else f" (largest rank / mean {self.balance:.2f})"
+        holds = f"{self.tensors} tensors in {self.chunks} chunks, {self.objects} objects"
+        copies = f"; {self.shadow_copies} shadow copies, {human_bytes(self.shadow_bytes)}" if self.shadow_copies else ""
+        trained = "" if self.trained_layout is None else f"; saved at {self.trained_layout} (args)"
+        return [
+            ("checkpoint", self.path),
+            ("written by", self.origin),
+            ("iteration", "-" if self.iteration is None else str(self.iteration)),
+            ("save", "no manifest" if self.save_id is None else self.save_id),
+            ("size", f"{size}{balance}, .metadata {human_bytes(self.metadata_bytes)}"),
+            ("holds", f"{holds}{copies}"),
+            ("model", f"{human_count(self.model_elements)} elements, {human_bytes(self.model_bytes)}"),
+            (
+                "optimizer",
+                "none" if self.optimizer is None else f"{self.optimizer}, {human_bytes(self.optimizer_bytes)}",
+            ),
+            ("layout", f"{self.layout} (from its chunks){trained}"),
+        ]
+
 
 def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
     """The directory that holds `.metadata`: `path` itself, or the iteration that the tracker file in `path` names.
@@ -478,7 +500,7 @@ def _data(index: CheckpointIndex, summary: CheckpointSummary) -> dict[str, Any]:
     kinds, layers = _layers(index)
     return {
         "subtitle": summary.path,
-        "summary": list(_facts(summary)),
+        "summary": [*summary.facts(), *(("problem", problem) for problem in summary.problems)],
         "tensors": tensors,
         "first": first,
         "files": [
@@ -517,23 +539,6 @@ def _tensor(entry: TensorEntry, numbers: dict[str, int]) -> dict[str, Any]:
             for chunk in entry.chunks
         ],
     }
-
-
-def _facts(summary: CheckpointSummary) -> Iterator[tuple[str, str]]:
-    yield "written by", summary.origin
-    if summary.iteration is not None:
-        yield "iteration", str(summary.iteration)
-    yield (
-        "size",
-        f"{human_bytes(summary.file_bytes)} in {counted(summary.files, 'file')} of {counted(summary.ranks, 'rank')}",
-    )
-    yield "holds", f"{summary.tensors} tensors in {summary.chunks} chunks, {summary.objects} objects"
-    yield "model", f"{human_count(summary.model_elements)} elements, {human_bytes(summary.model_bytes)}"
-    if summary.optimizer is not None:
-        yield "optimizer", f"{summary.optimizer}, {human_bytes(summary.optimizer_bytes)}"
-    yield "layout", str(summary.layout)
-    for problem in summary.problems:
-        yield "problem", problem
 
 
 def _layers(index: CheckpointIndex) -> tuple[list[str], list[dict[str, Any]]]:
