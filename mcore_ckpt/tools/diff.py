@@ -580,7 +580,7 @@ def _parts_of(value: Any) -> _Named:
 def _shown(value: Any) -> str:
     if value is _MISSING:
         return "(not there)"
-    text = repr(plain(value))
+    text = repr(plain(value, 1000))
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 

@@ -300,38 +300,32 @@ _MAX_VALUES = 1_000_000
 _CHARACTERS_OF_A_VALUE = 64
 
 
-def plain(value: Any) -> Any:
-    """`value` for showing and for JSON: containers, numbers and strings; namespaces as dicts, the rest as text."""
-    return _plain(value, 0, _Counter())
+def plain(value: Any, most: int | None = None) -> Any:
+    """`value` for showing and for JSON: containers, numbers and strings; namespaces as dicts, the rest as text; of more
+    than `most` values the first.
+    """
+    left = _MAX_VALUES if most is None else most
 
+    def shown(value: Any, depth: int) -> Any:
+        nonlocal left
+        left -= 1 + (len(value) // _CHARACTERS_OF_A_VALUE if isinstance(value, str) else 0)
+        if depth > 20 or left < 0:
+            return "..."
+        if value is None or isinstance(value, (str, int, float, bool)):
+            return value
+        if isinstance(value, Mapping):
+            return {str(key): shown(part, depth + 1) for key, part in value.items()}
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return [shown(part, depth + 1) for part in (value if left > len(value) else [*value][: left + 1])]
+        if isinstance(value, Opaque):
+            if value.name in ("argparse.Namespace", "types.SimpleNamespace") and isinstance(value.state, dict):
+                return shown(value.state, depth + 1)
+            if value.name == "torch._utils._rebuild_tensor_v2" and len(value.arguments) > 2:
+                return f"<tensor of shape {shown(value.arguments[2], depth + 1)}>"
+            simple = [part for part in value.arguments if isinstance(part, (str, int, float))]
+            return f"<{value.name}{' ' + repr(simple[0]) if simple else ''}>"
+        if isinstance(value, type):  # a dtype or the like, named and not called
+            return value.name if issubclass(value, Opaque) else value.__name__
+        return f"<{type(value).__name__}>"
 
-class _Counter:
-    """How many values have been shown."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def is_spent(self, value: Any) -> bool:
-        self._count += 1 + (len(value) // _CHARACTERS_OF_A_VALUE if isinstance(value, str) else 0)
-        return self._count > _MAX_VALUES
-
-
-def _plain(value: Any, depth: int, counter: _Counter) -> Any:
-    if depth > 20 or counter.is_spent(value):
-        return "..."
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(part, depth + 1, counter) for key, part in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(part, depth + 1, counter) for part in value]
-    if isinstance(value, Opaque):
-        if value.name in ("argparse.Namespace", "types.SimpleNamespace") and isinstance(value.state, dict):
-            return _plain(value.state, depth + 1, counter)
-        if value.name == "torch._utils._rebuild_tensor_v2" and len(value.arguments) > 2:
-            return f"<tensor of shape {_plain(value.arguments[2], depth + 1, counter)}>"
-        simple = [part for part in value.arguments if isinstance(part, (str, int, float))]
-        return f"<{value.name}{' ' + repr(simple[0]) if simple else ''}>"
-    if isinstance(value, type):  # a dtype or the like, named and not called
-        return value.name if issubclass(value, Opaque) else value.__name__
-    return f"<{type(value).__name__}>"
+    return shown(value, 0)

@@ -245,7 +245,7 @@ class TestValuesOfTheCommonState:
             ({1, 2}, {1, 3}),
             (slice(1, 2), slice(1, 3)),
             (deep(1e-4, 100), deep(3e-4, 100)),
-            ([0] * 1_100_000 + [1], [0] * 1_100_000 + [2]),
+            ([0] * 1_100 + [1], [0] * 1_100 + [2]),
             (shared(1), shared(2)),
         ],
         ids=lambda value: type(value).__name__,
