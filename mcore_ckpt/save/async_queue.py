@@ -158,6 +158,10 @@ _COMPARE_EVERY_S = 1.0
 _BAR_PERIOD_S = 0.2
 
 
+# What the queue uses of a request, whoever made its class.
+_FIELDS_USED = (*AsyncRequest._fields[:5], "freeze")
+
+
 class _ActiveCall(NamedTuple):
     idx: int
     job: Job
@@ -297,7 +301,16 @@ class AsyncCallsQueue:
 
         Returns:
             The request's number.
+
+        Raises:
+            SaveError: it is no such request; every rank should then say so, since the queue would wait for nothing.
         """
+        if lacking := [name for name in _FIELDS_USED if not hasattr(async_request, name)]:
+            cls = type(async_request)
+            raise SaveError(
+                f"expected an AsyncRequest of mcore_ckpt, Megatron or nvidia-resiliency-ext, got "
+                f"{cls.__module__}.{cls.__qualname__}, which has no {', '.join(lacking)}"
+            )
         self.call_idx += 1
         request = async_request.freeze()
         if request.async_fn is None:

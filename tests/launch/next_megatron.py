@@ -26,12 +26,14 @@ _KEPT_IN = f"{_CHECKPOINTING}/utils.py"
 
 
 def without_own_async(checkout: Path, target: Path, *, arguments_too: bool = True) -> Path:
-    """Make the tree in `target`, which must not exist. `arguments_too`: `save` and `load` no longer take
-    `async_strategy`, nor hand it to strategies. Returns `target`.
+    """Make the tree in `target`, which must not exist, of a checkout or of the folder of an installed megatron-core.
+    `arguments_too`: `save` and `load` no longer take `async_strategy`, nor hand it to strategies. Returns `target`.
     """
     target.mkdir(parents=True)
     for part in _PARTS:
         source = checkout / part
+        if not source.exists():  # the wheel is `megatron.core` alone
+            continue
         (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target / part)
     strategies = target / _CHECKPOINTING / "strategies"
     helpers = _functions((strategies / "async_utils.py").read_text(), _KEPT)

@@ -1,0 +1,177 @@
+"""Megatron without asynchronous saves of its own, and the names of nvidia-resiliency-ext that it then imports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import mcore_ckpt
+from mcore_ckpt import AsyncCallsQueue, SaveError
+from tests.launch.next_megatron import without_own_async
+from tests.support.forked import in_child
+
+megatron_core = pytest.importorskip("megatron.core", reason="what imports these names")
+
+ROOT = Path(__file__).resolve().parents[2]
+ASYNC = "nvidia_resiliency_ext.checkpointing.async_ckpt"
+needs_own = pytest.mark.skipif(
+    find_spec("nvidia_resiliency_ext") is not None, reason="nvidia-resiliency-ext is installed here"
+)
+
+
+@needs_own
+def test_what_megatron_imports_of_it_is_supplied_and_taken_back() -> None:
+    def check() -> None:
+        mcore_ckpt.install()
+        from importlib import import_module
+
+        core = import_module(f"{ASYNC}.core")
+        assert core.AsyncCallsQueue is AsyncCallsQueue
+        assert import_module(f"{ASYNC}.filesystem_async").FileSystemWriterAsync is mcore_ckpt.FileSystemWriterAsync
+        assert find_spec("nvidia_resiliency_ext") is not None
+        with pytest.raises(ModuleNotFoundError):
+            import_module("nvidia_resiliency_ext.inprocess")
+        mcore_ckpt.uninstall()
+        with pytest.raises(ModuleNotFoundError):
+            import_module("nvidia_resiliency_ext")
+
+    in_child(check)
+
+
+@needs_own
+@pytest.mark.parametrize("made", ["before install()", "after install()"])
+def test_one_that_is_installed_is_never_covered_and_its_queue_finishes_our_saves(
+    made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site" / ASYNC.replace(".", "/")
+    package.mkdir(parents=True)
+    (tmp_path / "site/nvidia_resiliency_ext/__init__.py").write_text("__version__ = '0.7.0'\n")
+    (package / "core.py").write_text(
+        textwrap.dedent(
+            """
+            from mcore_ckpt.save.async_queue import AsyncRequest as _Like
+            AsyncRequest = type("AsyncRequest", (_Like,), {})
+            class AsyncCallsQueue:
+                def __init__(self, persistent=False):
+                    self.async_calls, self.call_idx, self.persistent, self.persistent_caller = [], -1, persistent, None
+                def schedule_async_request(self, async_request): raise AssertionError("this worker drops the request")
+                def maybe_finalize_async_calls(self, blocking=False, no_dist=False): return []
+                def get_num_unfinalized_calls(self): return len(self.async_calls)
+                def close(self, abort=False): pass
+            """
+        )
+    )
+
+    def check() -> None:
+        monkeypatch.syspath_prepend(str(tmp_path / "site"))
+        from importlib import import_module
+
+        theirs = import_module(f"{ASYNC}.core").AsyncCallsQueue
+        queue = theirs() if made == "before install()" else None
+        mcore_ckpt.install()
+        assert import_module(f"{ASYNC}.core").AsyncCallsQueue is theirs
+        queue = queue or theirs()
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing import ShardedTensor
+
+        state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+        target = tmp_path / "checkpoint"
+        target.mkdir()
+        request: Any = dist_checkpointing.save(
+            state, str(target), mcore_ckpt.TorchDistSaveStrategy(), async_sharded_save=True
+        )
+        queue.schedule_async_request(request)
+        assert queue.get_num_unfinalized_calls() == 1
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+        assert (target / ".metadata").exists()
+        queue.close()
+
+    in_child(check)
+
+
+def _ran(values: list[int], staged: list[int]) -> None:
+    assert staged == [1, 2], "the preload function stands for the second argument"
+
+
+def test_a_request_is_taken_by_its_fields_or_refused_by_its_class() -> None:
+    class Request(NamedTuple):
+        """As in Megatron and in nvidia-resiliency-ext."""
+
+        async_fn: Any
+        async_fn_args: tuple[Any, ...]
+        finalize_fns: list[Any]
+        async_fn_kwargs: dict[str, Any] = {}
+        preload_fn: Any = None
+        is_frozen: bool = False
+        call_idx: int = 0
+
+        def freeze(self) -> Any:
+            return self._replace(is_frozen=True)
+
+    queue, called = AsyncCallsQueue(), []
+    for finalized in range(2):
+        request = Request(_ran, ([], None), [lambda: called.append("done")], preload_fn=lambda: [1, 2])
+        assert queue.schedule_async_request(request) == finalized
+    with pytest.raises(
+        SaveError, match=r"AsyncRequest of mcore_ckpt, Megatron or nvidia-resiliency-ext, got builtins\.dict"
+    ):
+        queue.schedule_async_request({"async_fn": None})
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1]
+    assert called == ["done", "done"]
+    queue.close()
+
+
+_JOB = """
+import os, signal, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import mcore_ckpt
+mcore_ckpt.install()
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import torch as strategies
+from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
+assert not [name for name in sys.modules if name.endswith(("strategies.async_utils", "strategies.filesystem_async"))]
+
+def state(value):
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((64,), float(value))), "iteration": value}
+
+def folder(iteration):
+    path = f"{sys.argv[1]}/iter_{iteration:07d}"
+    os.makedirs(path, exist_ok=True)
+    return path
+
+if sys.argv[2] == "save":
+    queue, strategy = AsyncCallsQueue(persistent=True), strategies.TorchDistSaveShardedStrategy()
+    dist_checkpointing.save(state(1), folder(1))
+    queue.schedule_async_request(dist_checkpointing.save(state(2), folder(2), strategy, async_sharded_save=True))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    dist_checkpointing.save(state(3), folder(3), strategy, async_sharded_save=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+for iteration in (1, 2):
+    loaded = dist_checkpointing.load(state(0), folder(iteration))
+    assert loaded["iteration"] == iteration and loaded["w"].eq(iteration).all()
+assert not os.path.exists(folder(3) + "/.metadata")
+"""
+
+
+@needs_own
+def test_the_next_megatron_saves_asynchronously_is_killed_and_loads(tmp_path: Path) -> None:
+    """On the installed megatron-core without its modules for asynchronous saves."""
+    if (megatron_core.package_info.MAJOR, megatron_core.package_info.MINOR) < (0, 19):
+        pytest.skip("the next Megatron is made from 0.19 or later")
+    tree = without_own_async(Path(megatron_core.__path__[0]).parents[1], tmp_path / "tree", arguments_too=arguments_too)
+    environment = {**os.environ, "PYTHONPATH": f"{tree}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    for step, code in (("save", -9), ("load", 0)):
+        command = [sys.executable, "-c", _JOB, str(tmp_path / "run"), step]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == code, done.stderr
