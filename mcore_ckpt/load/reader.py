@@ -44,11 +44,10 @@ from mcore_ckpt.format.integrity import shown_id
 from mcore_ckpt.format.metadata_read import METADATA_FILE, index_name, open_index, read_index
 from mcore_ckpt.format.safe_pickle import ANY_CLASS, load_object
 from mcore_ckpt.load import files as data_files
-from mcore_ckpt.load.arrivals import noted_now, noting_nothing
 from mcore_ckpt.load.files import FileFooters, NearestFiles, OpenFiles, ReadStats, naming
 from mcore_ckpt.load.placement import UsualRequest, are_apart, narrow
 from mcore_ckpt.load.ranges import batches
-from mcore_ckpt.load.reads import ItemDecoder, ItemLocations, TensorReads
+from mcore_ckpt.load.reads import ItemDecoder, Located, TensorReads
 from mcore_ckpt.load.records import check_apart, missing_key, of_one_save, replaced_error
 from mcore_ckpt.load.requests import DtypeConversions, LoadPlan, ReadRequest, check_planned, stored_dtype, tensor_entry
 from mcore_ckpt.state.shards import StoredForm, local_box, stored_form
@@ -121,7 +120,7 @@ class FileSystemReader(StorageReader):
         self.index_version: FileVersion | None = None
         self._metadata: Metadata | None = None
         self.conversions = DtypeConversions(self.options.on_dtype_mismatch, str(self.path))
-        self._located = ItemLocations()
+        self._located: Located = {}
         self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
         self._footers = FileFooters(lambda: self.index)
         self._open: OpenFiles | None = None
@@ -232,17 +231,7 @@ class FileSystemReader(StorageReader):
 
     def _run(self, plan: LoadPlan) -> None:
         with self._opened() as files:
-            reads = TensorReads(
-                files,
-                self.options,
-                self._located,
-                self.stats,
-                self._decoder,
-                self.index,
-                noted_now(),
-                self.ranks,
-            )
-            reads.run(plan)
+            TensorReads(files, self._located, self.stats, self._decoder, self.index, self.ranks).run(plan)
 
     def _naming(self, error: LoadError) -> LoadError:
         """The same error; it names the directory of the file."""
@@ -262,7 +251,7 @@ class FileSystemReader(StorageReader):
             named,
             far,
         )
-        self._located = ItemLocations()
+        self._located = {}
         if self._open is not None:
             self._open.forget()
         return True
@@ -595,12 +584,8 @@ def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
     """
     with reader.conversions.of_one_load():
         plan, spread = _plan(reader, shards)
-        noted = noted_now()
-        if noted is not None:
-            noted.expect(reader.index, (one.tensor for one in spread))
         reader.read(plan)
-        with noting_nothing():
-            _read_spread(reader, spread)
+        _read_spread(reader, spread)
 
 
 @collector_paused()

@@ -22,7 +22,6 @@ import io
 import math
 import re
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -32,20 +31,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mcore_ckpt.core.boxes import Box, Stretch, intersect, relative, runs
+from mcore_ckpt.core.boxes import Box, intersect, relative, runs
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import IF_DAMAGED, ChecksumError, CorruptCheckpointError, LoadError
-from mcore_ckpt.core.fingerprints import may_begin_at, rows_to_sum
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.core.process import Crew, Task, in_parallel, together
+from mcore_ckpt.core.process import in_parallel, together
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem
 from mcore_ckpt.format.integrity import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.format.item_layout import tensor_template
-from mcore_ckpt.format.item_reading import ItemForm, LocatedTensor, form_of, locate_tensor, locate_tensor_in
+from mcore_ckpt.format.item_reading import Forms, LocatedTensor, locate_tensor, locate_tensor_in
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.load.arrivals import Arrivals
 from mcore_ckpt.load.files import OpenFiles, ReadStats, naming, padded_range, using
 from mcore_ckpt.load.placement import (
     MAX_COLUMN_BYTES,
@@ -74,8 +71,8 @@ from mcore_ckpt.load.ranges import (
     split_box,
 )
 from mcore_ckpt.load.records import (
-    BlockSums,
-    RecordSum,
+    PartSum,
+    PayloadSums,
     check_proportion,
     check_records,
     checksum_error,
@@ -120,7 +117,18 @@ class ItemDecoder:
             spans = coalesce(extents, **files.read_sizes())
             at_once = max(1, files.open_ahead)
             while few := list(islice(spans, at_once)):
-                contents = together(at_once, *(partial(self._read_span, files, span) for span in few))
+                contents = together(
+                    at_once,
+                    *(
+                        partial(
+                            self._read,
+                            files,
+                            span.extents[0].owner.fqn,
+                            StoredItem(span.file, span.start, span.stop - span.start),
+                        )
+                        for span in few
+                    ),
+                )
                 for span, content in zip(few, contents, strict=True):
                     for extent in span.extents:
                         stored = content[extent.start - span.start : extent.stop - span.start]
@@ -128,10 +136,6 @@ class ItemDecoder:
                             checked = self._checked(extent.owner.fqn, extent.owner.item, stored, is_object=True)
                         yield extent.owner, checked
                         self._stats.add(bytes_needed=len(stored))
-
-    def _read_span(self, files: OpenFiles, span: Span) -> bytes:
-        first: ObjectEntry = span.extents[0].owner
-        return self._read(files, first.fqn, StoredItem(span.file, span.start, span.stop - span.start))
 
     def tensor(self, fqn: str, chunk: StoredChunk, dtype: torch.dtype, reason: str) -> torch.Tensor:
         """Decode a stored chunk of a tensor, for a `reason` that is logged once for each kind."""
@@ -148,12 +152,8 @@ class ItemDecoder:
         content = self._checked(fqn, chunk.item, stored, is_object=False)
         self._stats.add(fallbacks=1)
         try:
-            loaded = load_object(
-                content,
-                self._options.allowed_classes,
-                where=where,
-                verify_crc=False,  # compared above
-            )
+            # (The CRC-32 of each record was compared above.)
+            loaded = load_object(content, self._options.allowed_classes, where=where, verify_crc=False)
         except CorruptCheckpointError:
             raise
         except Exception as error:
@@ -191,19 +191,12 @@ class ItemDecoder:
             if got != item.crc32:
                 raise checksum_error(where, "its bytes have", got, item.crc32)
         content = self._undo_transforms(stored, item.transforms, where) if item.transforms else stored
-        self._verify(content, where)
-        return content
-
-    def _verify(self, content: bytes, where: str) -> None:
         view = memoryview(content)
-
-        def read(offset: int, length: int) -> bytes:
-            return content[offset : offset + length]
-
-        def sum_up(offset: int, length: int) -> int:
-            return crc32(view[offset : offset + length])
-
-        self._stats.add(records_checked=check_records(read, sum_up, len(content), where))
+        checked = check_records(
+            lambda at, length: content[at : at + length], lambda at, n: crc32(view[at : at + n]), len(content), where
+        )
+        self._stats.add(records_checked=checked)
+        return content
 
     def _undo_transforms(self, stored: bytes, transforms: tuple[str, ...], where: str) -> bytes:
         """Undo DCP's stream transforms, in the order in which they are named."""
@@ -251,25 +244,14 @@ class PartRead(NamedTuple):
     """A part of a payload, and where it goes."""
 
     wanted: WantedItem  # the item
-    place: PayloadPlace  # of the item's payload
+    start: int  # where its payload begins in the file
     part: ChunkPart  # slice of the chunk, and bytes of the payload
     wants: list[Want]  # destinations that overlap the part
     address: int  # host memory that takes the part's bytes just as they are; 0 if there is none
     alignment: int  # the bytes have to lie on a multiple of this to be placed without a further copy
-    record: RecordSum | None  # sum of the payload, if all of it is read
-    blocks: BlockSums | None  # sums of the blocks that the part lies in, if a slice of the payload is read and checked
-    head: bytes = b""  # what has to stand before and behind the part, read with it
-    tail: bytes = b""  # what has to stand before and behind the part, read with it
-
-
-class Ends(NamedTuple):
-    """The head or tail of an item of which a slice is read that no sum checks: the expected bytes, and where its
-    payload starts in its file.
-    """
-
-    wanted: WantedItem
-    start: int
-    expected: bytes
+    sums: PayloadSums | None  # of the payload, if all of it is read, or of the blocks that the part lies in
+    head: bytes = b""  # what has to stand before the part, read with it
+    tail: bytes = b""  # what has to stand behind the part, read with it
 
 
 def own_place(wanted: WantedItem) -> PayloadPlace | None:
@@ -290,34 +272,22 @@ def own_place(wanted: WantedItem) -> PayloadPlace | None:
 
 class Extents:
     """Plans the reads of one load. `sizes`: as `split_box` takes them; `running`: cumulative sums of payloads, by file
-    and offset of the item (`CheckpointIndex.blocks`); `columns_of`: the place in its tensor of a chunk whose rows are
-    to be summed.
+    and offset of the item (`CheckpointIndex.blocks`).
     """
 
-    def __init__(
-        self,
-        sizes: Mapping[str, int],
-        running: Mapping[tuple[str, int], Sequence[int]],
-        columns_of: Callable[[WantedItem], Stretch | None] | None = None,
-    ) -> None:
+    def __init__(self, sizes: Mapping[str, int], running: Mapping[tuple[str, int], Sequence[int]]) -> None:
         self._sizes = sizes
         self._running = running
-        self._columns_of = columns_of
 
-    def is_packed(self, wanted: WantedItem, needed_bytes: int) -> bool:
-        """Whether an item is read with its neighbours, head and tail included; `needed_bytes` of it are requested."""
+    def is_packed(self, wanted: WantedItem) -> bool:
+        """Whether an item is read with its neighbours, head and tail included."""
         item = wanted.chunk.item
         length = item.length
         if length > MAX_COLUMN_BYTES or length > self._sizes["window_bytes"]:
             return False
         if item.crc32 is not None:
             return True  # all of it is a single block, or less
-        return length <= CHEAP_GAP_BYTES or needed_bytes >= _MOSTLY * length
-
-    def packed(self, wanted: WantedItem) -> Extent:
-        """The extent of an item that `is_packed`."""
-        item = wanted.chunk.item
-        return Extent(item.file, item.offset, item.offset + item.length, item.length, wanted)
+        return length <= CHEAP_GAP_BYTES or wanted.needed_bytes >= _MOSTLY * length
 
     def of(self, wanted: WantedItem, place: PayloadPlace) -> Iterator[Extent]:
         """The extents of an item that is not packed, in order."""
@@ -339,41 +309,25 @@ class Extents:
 
     def _complete(self, wanted: WantedItem, place: PayloadPlace) -> Iterator[Extent]:
         """The parts of all of a payload, with the item's head and tail, if it is known what they have to be."""
-        nbytes, sizes = wanted.payload_bytes, wanted.chunk.sizes
+        sizes = wanted.chunk.sizes
         whole = Box((0,) * len(sizes), sizes)
-        record = None if place.crc32 is None else RecordSum(nbytes, place.crc32)
+        sums = None if place.crc32 is None else self._sums(wanted, place, (), place.crc32)
         if len(wanted.wants) == 1 and wanted.wants[0].whole and wanted.wants[0].address:
-            extents = self._straight(wanted, place, whole, record)
-        else:
-            extents = self._parts(wanted, place, whole, wanted.wants, record, None)
-        for extent in extents:
-            read: PartRead = extent.owner
-            head = place.head if read.part.start == 0 else b""
-            tail = place.tail if read.part.stop == nbytes else b""
-            if head or tail:
-                extent = extent._replace(
-                    start=extent.start - len(head),
-                    stop=extent.stop + len(tail),
-                    owner=read._replace(head=head, tail=tail),
-                )
-            yield extent
+            return self._straight(wanted, place, whole, sums)
+        return self._parts(wanted, place, whole, wanted.wants, sums, with_ends=True)
 
     def _straight(
-        self, wanted: WantedItem, place: PayloadPlace, whole: Box, record: RecordSum | None
+        self, wanted: WantedItem, place: PayloadPlace, whole: Box, sums: PayloadSums | None
     ) -> Iterator[Extent]:
         """The parts of a payload all of which goes to one address as it is: byte ranges of about one length, of whose
         slice only the beginning counts.
         """
         nbytes, address = wanted.payload_bytes, wanted.wants[0].address
-        count = -(-nbytes // self._sizes["window_bytes"])
-        length = align_up(-(-nbytes // count))
-        columns = None if self._columns_of is None or count == 1 else self._columns_of(wanted)
-        rows = None if columns is None else rows_to_sum(columns)
-        if rows is not None and not may_begin_at(rows, length) and rows.run_bytes <= length:
-            length += -length % rows.run_bytes  # a row is summed by the read that fills all of it
+        length = align_up(-(-nbytes // -(-nbytes // self._sizes["window_bytes"])))
         for begin in range(0, nbytes, length):
             part = ChunkPart(whole, begin, min(begin + length, nbytes))
-            read = PartRead(wanted, place, part, wanted.wants, address + begin, 1, record, None)
+            ends = _ends(place, part, nbytes)
+            read = PartRead(wanted, place.start, part, wanted.wants, address + begin, 1, sums, *ends)
             yield _extent(read, part.stop - begin, alone=True)
 
     def _slice(self, wanted: WantedItem, place: PayloadPlace, box: Box, wants: list[Want]) -> Iterator[Extent]:
@@ -381,17 +335,25 @@ class Extents:
         if checked is not None:
             yield from self._checked_parts(wanted, place, wants, *checked)
             return
-        item = wanted.item
+        nothing = PartRead(wanted, place.start, ChunkPart(box, 0, 0), [], 0, 1, None)
         if place.head:
-            yield Extent(item.file, item.offset, place.start, len(place.head), Ends(wanted, place.start, place.head))
-        yield from self._parts(wanted, place, box, wants, None, None)
+            yield _extent(nothing._replace(head=place.head), len(place.head))
+        yield from self._parts(wanted, place, box, wants, None)
         if place.tail:
-            end = item.offset + item.length
-            yield Extent(item.file, end - len(place.tail), end, len(place.tail), Ends(wanted, place.start, place.tail))
+            end = ChunkPart(box, wanted.payload_bytes, wanted.payload_bytes)
+            yield _extent(nothing._replace(part=end, tail=place.tail), len(place.tail))
+
+    def _sums(self, wanted: WantedItem, place: PayloadPlace, running: Sequence[int], crc: int) -> PayloadSums:
+        offset = place.start - wanted.item.offset
+
+        def error(start: int, stop: int, got: int, expected: int) -> ChecksumError:
+            return damaged(wanted, offset + start, stop - start, got, expected)
+
+        return PayloadSums(wanted.payload_bytes, crc, running, error)
 
     def _checked_slice(
         self, wanted: WantedItem, place: PayloadPlace, box: Box, wants: list[Want]
-    ) -> tuple[Box, BlockSums] | None:
+    ) -> tuple[Box, PayloadSums] | None:
         """What is read of an item to check a slice of it, and its sums; None if it is not to be checked."""
         item, nbytes = wanted.item, wanted.payload_bytes
         running = self._running.get((item.file, item.offset), ())
@@ -403,25 +365,21 @@ class Extents:
         # Columns of a wide matrix take a read of all of it, which is too much for a check.
         if part_bytes > (1 + MAX_WASTE) * needed_bytes + BLOCK_BYTES:
             return None
-        offset = place.start - item.offset
-
-        def error(start: int, stop: int, got: int, expected: int) -> ChecksumError:
-            return damaged(wanted, offset + start, stop - start, got, expected)
-
-        return box, BlockSums(nbytes, running, item.crc32, error)
+        return box, self._sums(wanted, place, running, item.crc32)
 
     def _checked_parts(
-        self, wanted: WantedItem, place: PayloadPlace, wants: list[Want], box: Box, blocks: BlockSums
+        self, wanted: WantedItem, place: PayloadPlace, wants: list[Want], box: Box, sums: PayloadSums
     ) -> Iterator[Extent]:
         """The parts of a slice without gaps, and what is missing of the blocks at both of its ends."""
         first = runs(wanted.chunk.sizes, box, wanted.dtype.itemsize).first_byte
         last = first + math.prod(box.sizes) * wanted.dtype.itemsize
         start, stop = whole_blocks(first, last, wanted.payload_bytes)
-        if start < first:
-            yield _extent(PartRead(wanted, place, ChunkPart(box, start, first), [], 0, 1, None, blocks), first - start)
-        yield from self._parts(wanted, place, box, wants, None, blocks)
-        if last < stop:
-            yield _extent(PartRead(wanted, place, ChunkPart(box, last, stop), [], 0, 1, None, blocks), stop - last)
+        for begin, end in ((start, first), (last, stop)):
+            if begin == last:
+                yield from self._parts(wanted, place, box, wants, sums)
+            if begin < end:
+                part = ChunkPart(box, begin, end)
+                yield _extent(PartRead(wanted, place.start, part, [], 0, 1, sums), end - begin)
 
     def _parts(
         self,
@@ -429,35 +387,35 @@ class Extents:
         place: PayloadPlace,
         box: Box,
         wants: list[Want],
-        record: RecordSum | None,
-        blocks: BlockSums | None,
+        sums: PayloadSums | None,
+        with_ends: bool = False,
     ) -> Iterator[Extent]:
         """The parts of a slice, each of which is one read at most."""
         elem_bytes = wanted.dtype.itemsize
         alignment = max(alignment_for(want.tensor, wanted.dtype) for want in wants)
-        only = wants[0] if len(wants) == 1 else None
-        exact = only is not None and only.box == box
-        for part in split_box(
-            wanted.chunk.sizes,
-            box,
-            elem_bytes,
-            **self._sizes,
-        ):
+        exact = len(wants) == 1 and wants[0].box == box
+        for part in split_box(wanted.chunk.sizes, box, elem_bytes, **self._sizes):
             read_bytes, part_bytes = part.stop - part.start, math.prod(part.box.sizes) * elem_bytes
-            all_needed = exact or blocks is not None
+            all_needed = exact or (sums is not None and not with_ends)
             needed_bytes = part_bytes if all_needed else _overlap_elems(part.box, wants) * elem_bytes
             fits = exact and part_bytes == read_bytes
             address = _address(wants[0], part.box, elem_bytes) if fits else 0
             # Long straight parts need no buffer to share; parts that are mostly gaps may be copied without a read.
             straight = address != 0 and read_bytes >= _STRAIGHT_BYTES
             gappy = read_bytes > (1 + MAX_WASTE) * needed_bytes
-            read = PartRead(wanted, place, part, wants, address, alignment, record, blocks)
+            ends = _ends(place, part, wanted.payload_bytes) if with_ends else ()
+            read = PartRead(wanted, place.start, part, wants, address, alignment, sums, *ends)
             yield _extent(read, needed_bytes, alone=straight or gappy)
 
 
+def _ends(place: PayloadPlace, part: ChunkPart, payload_bytes: int) -> tuple[bytes, bytes]:
+    """What has to stand before and behind a part: at either end of the payload."""
+    return place.head if part.start == 0 else b"", place.tail if part.stop == payload_bytes else b""
+
+
 def _extent(read: PartRead, wanted_bytes: int, alone: bool = False) -> Extent:
-    start = read.place.start
-    return Extent(read.wanted.item.file, start + read.part.start, start + read.part.stop, wanted_bytes, read, alone)
+    start, stop = read.start + read.part.start - len(read.head), read.start + read.part.stop + len(read.tail)
+    return Extent(read.wanted.item.file, start, stop, wanted_bytes, read, alone)
 
 
 def _overlap_elems(box: Box, wants: Sequence[Want]) -> int:
@@ -480,122 +438,6 @@ def damaged(wanted: WantedItem, offset: int, length: int, got: int, expected: in
     return checksum_error(wanted.where, what, got, expected)
 
 
-# Items located by one task, with nine small reads where they lie side by side.
-_BATCH = 8
-
-# What is read of the next item together with the end of this one, and up to which distance: our own items have up to a
-# page of padding between them.
-_HEAD_BYTES = 1024
-_NEAR_BYTES = 4096
-
-
-class ItemLocations:
-    """Where payloads lie, as far as known; kept as long as a reader's checkpoint. By the item, and by what the index
-    says it holds: that was checked for that dtype and shape alone.
-    """
-
-    def __init__(self) -> None:
-        self._located: dict[tuple[StoredItem, torch.dtype, tuple[int, ...]], LocatedTensor] = {}
-
-    def __contains__(self, wanted: WantedItem) -> bool:
-        return _kind(wanted) in self._located
-
-    def of(self, wanted: WantedItem) -> LocatedTensor | None:
-        """Where the payload of an item lies; None if that is not known."""
-        return self._located.get(_kind(wanted))
-
-    @contextmanager
-    def ahead(
-        self,
-        items: Sequence[WantedItem],
-        files: OpenFiles,
-        stats: ReadStats,
-        threads: int,
-        unranged: Callable[[WantedItem, str], None],
-    ) -> Iterator[Callable[[WantedItem], LocatedTensor | None]]:
-        """Read the headers of items by threads that stay a few items ahead. Yields a function that tells, in order,
-        where each payload lies; None for one that cannot be ranged, of which `unranged` gets the reason.
-        """
-        if not items:
-            yield self.of
-            return
-        batches = iter([items[at : at + _BATCH] for at in range(0, len(items), _BATCH)])
-        pending: deque[Task[None]] = deque()
-        with Crew(threads, "mcore_ckpt-locate") as crew:
-
-            def begin_next() -> None:
-                for batch in batches:
-                    pending.append(crew.submit(partial(self.locate, batch, files, stats, unranged)))
-                    return
-
-            def located(wanted: WantedItem) -> LocatedTensor | None:
-                while wanted not in self and pending:
-                    begin_next()
-                    crew.result(pending.popleft())
-                return self.of(wanted)
-
-            for _ in range(threads):
-                begin_next()
-            yield located
-
-    def locate(
-        self,
-        batch: Sequence[WantedItem],
-        files: OpenFiles,
-        stats: ReadStats,
-        unranged: Callable[[WantedItem, str], None],
-    ) -> None:
-        """Read the headers of items. Arguments and errors as of `ahead`."""
-        headers = _Headers(stats)
-        for wanted, following in zip(batch, [*batch[1:], None], strict=True):
-            item = wanted.item
-            try:
-                with using(item.file), files.reader(item.file) as reader:
-                    reader.check_range(item.offset, item.length)
-                    read = headers.of(reader, item, following.item if following else None)
-                    located = locate_tensor(read, item.length, wanted.where, wanted.expected)
-                    wanted.check(located)
-            except NotRangeable as reason:
-                unranged(wanted, str(reason).removeprefix(f"{wanted.where}: "))
-            except LoadError as error:
-                raise naming(error, wanted.where) from error
-            else:
-                self._located[_kind(wanted)] = located
-
-
-def _kind(wanted: WantedItem) -> tuple[StoredItem, torch.dtype, tuple[int, ...]]:
-    return wanted.item, wanted.dtype, wanted.chunk.sizes
-
-
-class _Headers:
-    """Reads headers of items that follow one another: the end of one with the beginning of the next."""
-
-    def __init__(self, stats: ReadStats) -> None:
-        self._stats = stats
-        self._file, self._start, self._content = "", 0, b""
-
-    def of(self, reader: RangeReader, item: StoredItem, following: StoredItem | None) -> Callable[[int, int], bytes]:
-        """Reads bytes of `item` by offset in it and length; `following` is the item whose turn is next."""
-        end = item.offset + item.length
-        ahead = 0
-        if following is not None and following.file == item.file and 0 <= following.offset - end <= _NEAR_BYTES:
-            ahead = following.offset + min(_HEAD_BYTES, following.length) - end
-
-        def read(offset: int, length: int) -> bytes:
-            start = item.offset + offset
-            if item.file != self._file or not self._start <= start <= start + length <= self._start + len(
-                self._content
-            ):
-                extra = ahead if start + length == end else 0
-                extra = max(0, min(extra, reader.size_bytes - end))
-                self._content = reader.read(start, length + extra)
-                self._file, self._start = item.file, start
-                self._stats.add(reads=1, bytes_read=length + extra)
-            return self._content[start - self._start : start - self._start + length]
-
-        return read
-
-
 # A span of more items than this is placed by one thread at a time, while others read.
 _MANY_ITEMS = 32
 
@@ -606,46 +448,41 @@ _SCATTERING_THREADS = 2
 # So much is copied at once where bytes are looked at more than once: what a core's own cache holds.
 _CACHED_BYTES = 1024 * 1024
 
-# Forms of items that are remembered; each takes 1 to 4 KB.
-_MAX_FORMS = 2048
-
 # Copies out of the page cache to a place a few bytes ahead, modulo the page, take four times as long on some CPUs (seen
 # on AMD EPYC: 3 GB/s for a shift of 1 to 16 bytes, 12 GB/s for none or for one of half a page).
 _FAR_SKEW = 2048
 
 
+Located = dict[tuple[StoredItem, torch.dtype, tuple[int, ...]], LocatedTensor]
+"""Where payloads lie whose headers were read: by the item, and by the dtype and sizes that the index says it has."""
+
+
 class TensorReads:
-    """Carries out one plan. `arrivals`: where it is noted what has been summed where it belongs; `ranks`: of this host,
-    as `LoadPlan.wanted_by_several` takes them.
+    """Carries out one plan. `located` is kept as long as a reader's checkpoint; `ranks`: of this host, as
+    `LoadPlan.wanted_by_several` takes them.
     """
 
     def __init__(
         self,
         files: OpenFiles,
-        options: LoadOptions,
-        located: ItemLocations,
+        located: Located,
         stats: ReadStats,
         decoder: ItemDecoder,
         index: CheckpointIndex,
-        arrivals: Arrivals | None,
         ranks: int,
     ) -> None:
         self._files = files
         self._ranks = ranks
         self._shared: frozenset[str] = frozenset()  # keys of items that other ranks of this host read, too
         self._columns_are_shared = False
-        self._options = options
         self._located = located
+        self._forms: Forms = {}
         self._stats = stats
         self._decoder = decoder
         self._sizes = files.read_sizes()
-        self._index = index
-        self._arrivals = arrivals
-        rows = None if arrivals is None else self._columns_of
-        self._planner = Extents(self._sizes, index.blocks, rows)
+        self._planner = Extents(self._sizes, index.blocks)
         self._unfit: dict[tuple[str, int, str], WantedItem] = {}
         self._unranged: dict[tuple[str, int, str], tuple[WantedItem, str]] = {}
-        self._forms: dict[tuple[torch.dtype, tuple[int, ...], int], ItemForm] = {}
         self._pinned = False
         self._threads = files.reads_at_once
         self._per_thread = threading.local()
@@ -656,42 +493,32 @@ class TensorReads:
         """Fill all destinations of a plan."""
         items = [plan.items[key] for key in sorted(plan.items)]
         self._pinned = any(want.tensor.is_cuda for wanted in items[:64] for want in wanted.wants)
-        sizes = self._sizes
         if self._ranks > 1:
             self._shared = plan.wanted_by_several(self._ranks)
             self._columns_are_shared = plan.columns is not None and plan.columns.wanted_by_several(self._ranks)
-        columns = [] if plan.columns is None else spans_of(plan.columns, **sizes)
-        if self._arrivals is not None:
-            self._arrivals.expect(self._index, (want.tensor for wanted in items for want in wanted.wants))
-            self._arrivals.expect(self._index, () if plan.columns is None else plan.columns.tensors)
-        ranged: list[tuple[WantedItem, PayloadPlace | None]] = []  # no place: packed, or still to be located
-        packed: set[int] = set()
-        unlocated: list[WantedItem] = []
+        columns = [] if plan.columns is None else spans_of(plan.columns, **self._sizes)
         needed_bytes = sum(int(span.items.payloads.sum()) for span in columns)
+        self._stats.add(bytes_needed=needed_bytes + sum(wanted.needed_bytes for wanted in items))
+        ranged: list[tuple[WantedItem, bool]] = []  # whether each is packed
         for wanted in items:
-            needed = wanted.needed_bytes
-            needed_bytes += needed
-            transforms = wanted.chunk.item.transforms
-            if transforms:
-                self._decode_later(wanted, f"it is stored through {', '.join(transforms)}")
-                continue
-            where = None
-            if self._planner.is_packed(wanted, needed):
-                packed.add(id(wanted))
-            elif (where := own_place(wanted)) is None and wanted not in self._located:
-                unlocated.append(wanted)
-            ranged.append((wanted, where))
-        self._stats.add(bytes_needed=needed_bytes)
-        with self._located.ahead(unlocated, self._files, self._stats, self._threads, self._decode_later) as located:
-            extents = self._extents(ranged, packed, located)
-            spans: Iterator[Span | ColumnSpan] = coalesce(extents, **sizes)
-            try:
-                in_order = heapq.merge(spans, columns, key=_position)
-                names = {wanted.item.file for wanted, _ in ranged} | {span.file for span in columns}
-                reads = _opening_ahead(in_order, sorted(names), self._files.open_ahead)
-                in_parallel(reads, self._read, self._threads)
-            finally:
-                self._per_thread = threading.local()  # frees the buffers
+            if wanted.item.transforms:
+                self._decode_later(wanted, f"it is stored through {', '.join(wanted.item.transforms)}")
+            else:
+                ranged.append((wanted, self._planner.is_packed(wanted)))
+        unlocated = [
+            wanted
+            for wanted, packed in ranged
+            if not packed and own_place(wanted) is None and _kind(wanted) not in self._located
+        ]
+        in_parallel(unlocated, self._locate, self._threads)
+        spans: Iterator[Span | ColumnSpan] = coalesce(self._extents(ranged), **self._sizes)
+        try:
+            in_order = heapq.merge(spans, columns, key=_position)
+            names = {wanted.item.file for wanted, _ in ranged} | {span.file for span in columns}
+            reads = _opening_ahead(in_order, sorted(names), self._files.open_ahead)
+            in_parallel(reads, self._read, self._threads)
+        finally:
+            self._per_thread = threading.local()  # frees the buffers
         for wanted, reason in map(self._unranged.__getitem__, sorted(self._unranged)):
             with using(wanted.item.file):
                 self._place_decoded(wanted, reason)
@@ -699,20 +526,36 @@ class TensorReads:
             with using(wanted.item.file):
                 self._read_again(wanted)
 
-    def _extents(
-        self,
-        ranged: Sequence[tuple[WantedItem, PayloadPlace | None]],
-        packed: set[int],
-        located_at: Callable[[WantedItem], LocatedTensor | None],
-    ) -> Iterator[Extent]:
-        for wanted, where in ranged:
-            if id(wanted) in packed:
-                yield self._planner.packed(wanted)
-            elif where is not None:
+    def _extents(self, ranged: Iterable[tuple[WantedItem, bool]]) -> Iterator[Extent]:
+        for wanted, packed in ranged:
+            item = wanted.item
+            if packed:
+                yield Extent(item.file, item.offset, item.offset + item.length, item.length, wanted)
+            elif where := own_place(wanted):
                 yield from self._planner.of(wanted, where)
-            elif located := located_at(wanted):  # else it was found not to be rangeable
-                start = wanted.item.offset + located.payload_offset
-                yield from self._planner.of(wanted, PayloadPlace(start, located.crc32))
+            elif located := self._located.get(_kind(wanted)):  # else it was found not to be rangeable
+                place = PayloadPlace(item.offset + located.payload_offset, located.crc32)
+                yield from self._planner.of(wanted, place)
+
+    def _locate(self, wanted: WantedItem) -> None:
+        """Read the headers of an item of which the index does not tell where its payload lies."""
+        item = wanted.item
+
+        def read(offset: int, length: int) -> bytes:
+            self._stats.add(reads=1, bytes_read=length)
+            return reader.read(item.offset + offset, length)
+
+        try:
+            with using(item.file), self._files.reader(item.file) as reader:
+                reader.check_range(item.offset, item.length)
+                located = locate_tensor(read, item.length, wanted.where, wanted.expected, self._forms)
+                wanted.check(located)
+        except NotRangeable as reason:
+            self._decode_later(wanted, str(reason).removeprefix(f"{wanted.where}: "))
+        except LoadError as error:
+            raise _naming(error, wanted) from error
+        else:
+            self._located[_kind(wanted)] = located
 
     def _decode_later(self, wanted: WantedItem, reason: str) -> None:
         self._unranged[wanted.key] = wanted, reason
@@ -755,9 +598,6 @@ class TensorReads:
                 owner = extent.owner
                 if isinstance(owner, WantedItem):
                     checked += self._place_packed(buffer, extent.start + shift, owner)
-                elif isinstance(owner, Ends):
-                    content = buffer.view[extent.start + shift :][: len(owner.expected)]
-                    self._compare_ends(owner.wanted, owner.start, content, owner.expected)
                 else:
                     self._place_part(buffer, extent.start + shift, owner)
         self._stats.add(records_checked=checked)
@@ -817,13 +657,11 @@ class TensorReads:
         reader.check_range(item.offset, item.length)
         if (read.head or read.tail) and not reader.is_cached(span.start, span.stop - span.start):
             return False
-        length, sums = read.part.stop - read.part.start, self._sums_of(read)
-        start = span.start + len(read.head)
-        self._compare_ends(read.wanted, read.place.start, reader.read(span.start, len(read.head)), read.head)
-        with self._again_if_unfit(read):
-            reader.read_into(start, memory_at(read.address, length), sums.feed)
-            self._finish(read, length, sums)
-        self._compare_ends(read.wanted, read.place.start, reader.read(start + length, len(read.tail)), read.tail)
+        start, length = span.start + len(read.head), read.part.stop - read.part.start
+        self._compare_ends(read, reader.read(span.start, len(read.head)), read.head)
+        with self._summing(read) as stream:
+            reader.read_into(start, memory_at(read.address, length), stream.feed)
+        self._compare_ends(read, reader.read(start + length, len(read.tail)), read.tail)
         self._stats.add(reads=1, bytes_read=span.stop - span.start)
         return True
 
@@ -834,7 +672,7 @@ class TensorReads:
             if not address or (address + len(read.head)) % read.alignment:
                 return False
             memory = HostBytes.at(address, extent.stop - extent.start)
-            self._place_part(memory, 0, read._replace(record=None, blocks=None))
+            self._place_part(memory, 0, read._replace(sums=None))
         self._stats.add(reads=1, bytes_read=extent.wanted_bytes)
         return True
 
@@ -850,36 +688,18 @@ class TensorReads:
 
     def _place_packed(self, buffer: ReadBuffer, at: int, wanted: WantedItem) -> int:
         """Copy a whole item out of the buffer; returns how many records were checked."""
-        chunk = wanted.chunk
-        length = chunk.item.length
-        view = buffer.view[at : at + length]
-        kind = wanted.dtype, chunk.sizes, length
-        form = self._forms.get(kind)
-        if form is not None:
-            stated = form.payload_crc32(view)
-            start, stop = len(form.head), form.payload_stop
-            known = stated is not None and (stated == chunk.item.crc32 or chunk.item.crc32 is None)
-            if known and crc32(view[start:stop]) == stated:
-                self._place_payload(buffer, at + start, stop - start, wanted)
-                return 1
+        view = buffer.view[at : at + wanted.item.length]
         try:
-            located = locate_tensor_in(view, wanted.fqn, wanted.expected)
+            located = locate_tensor_in(view, wanted.fqn, wanted.expected, self._forms)
             wanted.check(located)
         except NotRangeable as reason:
             self._decode_later(wanted, str(reason).removeprefix(f"{wanted.fqn}: "))
             return 0
         except LoadError as error:
             raise _naming(error, wanted) from error
-        expected = located.record_crc32
-        if located.crc32 is not None and len(self._forms) < _MAX_FORMS:
-            form = form_of(view, located.payload_offset, located.payload_bytes, located.crc32)
-            if form is not None:
-                self._forms[kind] = form
-        if expected is not None:
-            offset, length = located.record_offset, located.record_bytes
-            got = crc32(view[offset : offset + length])
-            if got != expected:
-                raise damaged(wanted, offset, length, got, expected)
+        expected, offset, length = located.record_crc32, located.record_offset, located.record_bytes
+        if expected is not None and (got := crc32(view[offset : offset + length])) != expected:
+            raise damaged(wanted, offset, length, got, expected)
         self._place_payload(buffer, at + located.payload_offset, located.payload_bytes, wanted)
         return int(expected is not None)
 
@@ -903,38 +723,42 @@ class TensorReads:
         length = read.part.stop - read.part.start
         at += len(read.head)
         for begin, expected in ((at - len(read.head), read.head), (at + length, read.tail)):
-            content = memory_at(memory.address + begin, len(expected))
-            self._compare_ends(read.wanted, read.place.start, content, expected)
-        sums = self._sums_of(read)
-        with self._again_if_unfit(read):
-            if sums.needed or read.address:
+            self._compare_ends(read, memory_at(memory.address + begin, len(expected)), expected)
+        if read.sums is not None or read.address:
+            with self._summing(read) as stream:
                 for done in range(0, length, _CACHED_BYTES):
                     nbytes, source = min(_CACHED_BYTES, length - done), memory.address + at + done
                     if read.address:
                         ctypes.memmove(read.address + done, source, nbytes)
                         source = read.address + done
-                    sums.feed(memory_at(source, nbytes))
-            self._finish(read, length, sums)
+                    stream.feed(memory_at(source, nbytes))
         if not read.address:
             for want in read.wants:
                 place_box(memory, at, read.part.box, read.wanted.chunk.sizes, read.wanted.dtype, want)
 
     @contextmanager
-    def _again_if_unfit(self, read: PartRead) -> Iterator[None]:
-        """Where bytes are summed in their destination and do not fit, they are read again before that says anything of
-        the file: something else may have written there, and that memory is not ours.
+    def _summing(self, read: PartRead) -> Iterator[PartSum]:
+        """Takes the bytes of a part, and compares their sums.
+
+        Where bytes are summed in their destination and do not fit, they are read again before that says anything of the
+        file: something else may have written there, and that memory is not ours.
         """
+        stream = PartSum(read.sums, read.part.start)
         try:
-            yield
+            yield stream
+            stream.finish()
         except ChecksumError:
+            if read.wanted.key in self._unranged:
+                return
             if not read.address:
                 raise
             self._unfit[read.wanted.key] = read.wanted
+        self._stats.add(records_checked=stream.records)
 
     def _read_again(self, wanted: WantedItem) -> None:
         """Read an item into memory of our own, where its sums are compared, and copy it from there."""
         again = replace(wanted, wants=[want._replace(address=0) for want in wanted.wants])
-        for span in coalesce(self._extents([(again, own_place(wanted))], set(), self._located.of), **self._sizes):
+        for span in coalesce(self._extents([(again, False)]), **self._sizes):
             self._read_span(span)
         _logger.warning(
             "%s: after it was read, its destination held other bytes than the file, which is sound; it was read again. "
@@ -942,80 +766,19 @@ class TensorReads:
             wanted.where,
         )
 
-    def _sums_of(self, read: PartRead) -> _PartSums:
-        if self._arrivals is None or not read.address:
-            return _PartSums(read)
-        columns = None
-        if read.record is not None and read.wants[0].whole:
-            columns = self._columns_of(read.wanted)
-            rows = None if columns is None else rows_to_sum(columns)
-            if rows is not None and not (may_begin_at(rows, read.part.start) and may_begin_at(rows, read.part.stop)):
-                columns = None
-        return _PartSums(read, self._arrivals, columns)
-
-    def _columns_of(self, wanted: WantedItem) -> Stretch | None:
-        return None if self._arrivals is None else self._arrivals.columns_of(self._index, wanted)
-
-    def _finish(self, read: PartRead, length: int, sums: _PartSums) -> None:
-        """Note a part's CRC-32; with the last part of a payload, compare the sum with what was written."""
-        sums.finish()
-        if read.record is None:
-            return
-        total = read.record.add(read.part.start, length, sums.crc)
-        if total is None or read.wanted.key in self._unranged:
-            return
-        if total != read.record.expected:
-            offset = read.place.start - read.wanted.item.offset
-            raise damaged(read.wanted, offset, read.record.length, total, read.record.expected)
-        self._stats.add(records_checked=1)
-
-    def _compare_ends(self, wanted: WantedItem, start: int, content: bytes | memoryview, expected: bytes) -> None:
-        """Compare head or tail of an item, whose payload should start at `start` of its file. Where they differ the
-        item itself tells where its payload lies.
-        """
+    def _compare_ends(self, read: PartRead, content: bytes | memoryview, expected: bytes) -> None:
+        """Compare head or tail of an item. Where they differ the item itself tells where its payload lies."""
         if content == expected:
             return
-        self._located.locate([wanted], self._files, self._stats, self._decode_later)
-        located = self._located.of(wanted)
-        if located is not None and wanted.item.offset + located.payload_offset != start:
+        wanted = read.wanted
+        self._locate(wanted)
+        located = self._located.get(_kind(wanted))
+        if located is not None and wanted.item.offset + located.payload_offset != read.start:
             self._decode_later(wanted, "its elements do not lie where this package writes them")
 
 
-class _PartSums:
-    """The sums of one part, fed with its bytes from the first to the last. With `arrivals` these lie where they belong,
-    and that is noted.
-    """
-
-    __slots__ = ("_arrivals", "_columns", "_done", "_number", "_read", "_stream", "crc", "needed")
-
-    def __init__(self, read: PartRead, arrivals: Arrivals | None = None, columns: Stretch | None = None) -> None:
-        self.crc = self._done = 0
-        self._read = read
-        self._arrivals = arrivals
-        self._number = 0 if arrivals is None else arrivals.new_read()
-        self._columns = columns
-        self._stream = None if read.blocks is None else read.blocks.stream(read.part.start)
-        self.needed = self._stream is not None or read.record is not None or arrivals is not None
-
-    def feed(self, content: memoryview) -> None:
-        if self._stream is not None:
-            self._stream.feed(content)
-        if self._columns is not None and self._arrivals is not None:
-            first_byte = self._read.part.start + self._done
-            self._arrivals.feed_rows(self._number, self._columns, content, first_byte)
-        elif self._read.record is not None or self._arrivals is not None:
-            self.crc = crc32(content, self.crc)
-        self._done += len(content)
-
-    def finish(self) -> None:
-        """All bytes have come. `ChecksumError`: a block of them is not what was written."""
-        if self._stream is not None:
-            self._stream.finish()
-        if self._arrivals is not None:
-            read = self._read
-            if self._columns is not None:
-                self.crc = self._arrivals.crc32_of_rows(self._number)
-            self._arrivals.note(self._number, read.wants[0].tensor, read.address, self._done, self.crc, self._columns)
+def _kind(wanted: WantedItem) -> tuple[StoredItem, torch.dtype, tuple[int, ...]]:
+    return wanted.item, wanted.dtype, wanted.chunk.sizes
 
 
 class _Opening(NamedTuple):

@@ -27,9 +27,9 @@ from mcore_ckpt.core.fingerprints import part_of_elements, part_of_run
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
 from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.format.integrity import BLOCK_BYTES, inner_blocks
+from mcore_ckpt.format.integrity import BLOCK_BYTES
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor, locate_tensor_in, verify_records
+from mcore_ckpt.format.item_reading import Forms, LocatedTensor, locate_tensor, verify_records
 from mcore_ckpt.format.metadata_read import checked_footer, index_name, read_index
 from mcore_ckpt.format.state_file import read_tensor_outline
 from mcore_ckpt.format.zip_records import NotRangeable
@@ -218,52 +218,49 @@ def whole_blocks(start: int, stop: int, payload_bytes: int) -> tuple[int, int]:
     return start // BLOCK_BYTES * BLOCK_BYTES, min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, payload_bytes)
 
 
-class BlockSums:
-    """The sums of one payload, whose bytes are read in pieces, in any order and by any number of threads.
+class PayloadSums:
+    """The sums of a payload whose bytes are read in parts, in any order and by any number of threads.
 
-    `running` are its cumulative CRCs. `damaged(start, stop, got, expected)` makes the error for bytes of the payload.
+    They are compared block by block, where `running` has its cumulative CRCs; without these it is one block. `damaged`
+    makes the error for bytes [start, stop) of the payload, of what they have and what they should.
     """
 
     def __init__(
         self,
         payload_bytes: int,
-        running: Sequence[int],
         crc: int,
+        running: Sequence[int],
         damaged: Callable[[int, int, int, int], Exception],
     ) -> None:
-        assert len(running) == inner_blocks(payload_bytes)
         self._payload_bytes = payload_bytes
+        self._block_bytes = BLOCK_BYTES if running else max(1, payload_bytes)
         self._running = running
         self._crc = crc
         self._damaged = damaged
         self._parts: dict[int, list[tuple[int, int, int]]] = {}
         self._lock = threading.Lock()
 
-    def stream(self, start: int) -> BlockStream:
-        """Takes bytes from `start` on, front to back."""
-        return BlockStream(self, start)
-
     def begin(self, position: int) -> int:
         """The sum that bytes from `position` on continue: the running one at the beginning of a block, 0 inside."""
-        block, inside = divmod(position, BLOCK_BYTES)
-        return self._running[block - 1] if block and not inside and block <= len(self._running) else 0
+        block, inside = divmod(position, self._block_bytes)
+        return self._running[block - 1] if not inside and 0 < block <= len(self._running) else 0
 
     def end_of_block(self, position: int) -> int:
         """Where the block ends that holds the byte at `position`."""
-        return min((position // BLOCK_BYTES + 1) * BLOCK_BYTES, self._payload_bytes)
+        return min((position // self._block_bytes + 1) * self._block_bytes, self._payload_bytes)
 
-    def note(self, start: int, stop: int, value: int) -> None:
-        """Bytes `[start, stop)` of one block have that sum; compared, and raised, as soon as all of the block
-        is known.
+    def note(self, start: int, stop: int, value: int) -> bool:
+        """Bytes `[start, stop)` of one block have that sum; compared, and raised, as soon as all of the block is known.
+        Whether all of the payload was compared at once.
         """
-        block = start // BLOCK_BYTES
-        first, last = block * BLOCK_BYTES, self.end_of_block(start)
+        block = start // self._block_bytes
+        first, last = block * self._block_bytes, self.end_of_block(start)
         if (start, stop) != (first, last):
             with self._lock:
                 parts = self._parts.setdefault(block, [])
                 parts.append((start, stop, value))
                 if sum(b - a for a, b, _ in parts) < last - first:
-                    return
+                    return False
                 del self._parts[block]
             parts.sort()
             value = parts[0][2]
@@ -272,21 +269,25 @@ class BlockSums:
         expected = self._running[block] if block < len(self._running) else self._crc
         if value != expected:
             raise self._damaged(first, last, value, expected)
+        return not self._running
 
 
-class BlockStream:
-    """Bytes of a payload on their way, in order; see `BlockSums.stream`."""
+class PartSum:
+    """Sums a part of a payload, whose bytes come in order; of no `sums`, nothing."""
 
-    __slots__ = ("_begun", "_position", "_sums", "_value")
+    __slots__ = ("_begun", "_position", "_sums", "_value", "records")
 
-    def __init__(self, sums: BlockSums, start: int) -> None:
+    def __init__(self, sums: PayloadSums | None, start: int) -> None:
         self._sums = sums
         self._begun = self._position = start
-        self._value = sums.begin(start)
+        self._value = 0 if sums is None else sums.begin(start)
+        self.records = 0  # that were compared completely
 
     def feed(self, view: memoryview) -> None:
-        """The next bytes. Raises as `BlockSums.note`."""
+        """The next bytes. Raises as `PayloadSums.note`."""
         sums, at = self._sums, 0
+        if sums is None:
+            return
         while at < len(view):
             end = sums.end_of_block(self._position)
             taken = min(len(view) - at, end - self._position)
@@ -294,13 +295,13 @@ class BlockStream:
             self._position += taken
             at += taken
             if self._position == end:
-                sums.note(self._begun, end, self._value)
+                self.records += sums.note(self._begun, end, self._value)
                 self._begun, self._value = end, sums.begin(end)
 
     def finish(self) -> None:
-        """There are no more bytes. Raises as `BlockSums.note`."""
-        if self._position > self._begun:
-            self._sums.note(self._begun, self._position, self._value)
+        """There are no more bytes. Raises as `PayloadSums.note`."""
+        if self._sums is not None and self._position > self._begun:
+            self.records += self._sums.note(self._begun, self._position, self._value)
 
 
 def checksum_error(where: str, what: str, got: int, expected: int) -> ChecksumError:
@@ -343,31 +344,6 @@ def range_crc(read_into: _ReadInto, start: int, nbytes: int, window: memoryview,
         value = crc32(view, value)
         done += len(view)
     return value
-
-
-class RecordSum:
-    """The CRC-32 of a record whose pieces are read in any order."""
-
-    __slots__ = ("_lock", "_parts", "_remaining_bytes", "expected", "length")
-
-    def __init__(self, length: int, expected: int) -> None:
-        self.length = length
-        self.expected = expected
-        self._remaining_bytes = length
-        self._parts: list[tuple[int, int, int]] = []
-        self._lock = threading.Lock()
-
-    def add(self, start: int, length: int, crc: int) -> int | None:
-        """Note a piece; returns the CRC-32 of the record when this was the last one."""
-        with self._lock:
-            self._parts.append((start, length, crc))
-            self._remaining_bytes -= length
-            if self._remaining_bytes:
-                return None
-        total = 0
-        for _, part_bytes, part_crc in sorted(self._parts):
-            total = crc32_combine(total, part_crc, part_bytes)
-        return total
 
 
 _WINDOW_BYTES = 8 * 1024 * 1024
@@ -543,6 +519,7 @@ class ItemChecker:
         self._files = OpenFiles(storage, "auto", None)
         self._lock = threading.Lock()
         self._buffers = threading.local()
+        self._forms: Forms = {}
 
     def run(self, spans: list[_Span], workers: int, advance: Callable[[int], object] = lambda nbytes: None) -> None:
         """Check all spans; `advance` is called with the lengths of what was read."""
@@ -572,7 +549,7 @@ class ItemChecker:
                 item = check.item
                 inside = None if view is None else view[item.offset - span.start :][: item.length]
                 try:
-                    checked = check_item(check, reader, inside, self._buffer)
+                    checked = check_item(check, reader, inside, self._buffer, self._forms)
                 except ChecksumError as error:
                     self._found(check, item_problem("checksum", check, str(error)))
                 except LoadError as error:
@@ -609,7 +586,11 @@ def _window() -> memoryview:
 
 
 def check_item(
-    check: ItemCheck, reader: RangeReader, inside: memoryview | None = None, buffer: Callable[[], memoryview] = _window
+    check: ItemCheck,
+    reader: RangeReader,
+    inside: memoryview | None = None,
+    buffer: Callable[[], memoryview] = _window,
+    forms: Forms | None = None,
 ) -> int:
     """Compare all checksums of one item, and its own description with the index; how many records were compared, 0 if
     the item hides them. `inside`: its bytes, if they have been read; otherwise `buffer` returns a window.
@@ -649,10 +630,7 @@ def check_item(
     dtype, sizes = check.entry.dtype, check.chunk.sizes
     nbytes = math.prod(sizes) * element_bytes(dtype)
     try:
-        said = dtype, sizes
-        found = (
-            locate_tensor(read, item.length, where, said) if inside is None else locate_tensor_in(inside, where, said)
-        )
+        found = locate_tensor(read, item.length, where, (dtype, sizes), forms)
         check_located(found, dtype, sizes, nbytes, item.crc32)
     except NotRangeable:
         check_proportion(nbytes, item, where)

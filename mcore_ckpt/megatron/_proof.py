@@ -1,13 +1,12 @@
 """Is what a load has put into memory what the checkpoint holds, bit for bit? (`LoadOptions.prove`)
 
 Checksums prove what was read. This proves where it went, under another layout and through Megatron's exchange between
-ranks, too. Each rank sums up what it holds after the load. What the load has summed in that memory, after the last byte
-had come, is not summed again, unless Megatron exchanges tensors between ranks, or torch has written to it since. The
-rank that has a tensor's first element adds the fingerprint that was stored with it, or where there is none, what its
-chunks come to. Replicas with one `replica_id` are the tensor again, compared as one of its own, if its fingerprint
-is stored. One reduction says whether all is equal: numbers of a fixed size, and 8 bytes for each slice, but for 65,536
-at most. Only if it is not, or if the slices of a tensor do not make it up once (Megatron allows one `replica_id` for
-all ranks but the first), lists of what ranks hold are exchanged.
+ranks, too. Each rank sums up what it holds after the load. The rank that has a tensor's first element adds the
+fingerprint that was stored with it, or where there is none, what its chunks come to. Replicas with one `replica_id` are
+the tensor again, compared as one of its own, if its fingerprint is stored. One reduction says whether all is equal:
+numbers of a fixed size, and 8 bytes for each slice, but for 65,536 at most. Only if it is not, or if the slices of a
+tensor do not make it up once (Megatron allows one `replica_id` for all ranks but the first), lists of what ranks hold
+are exchanged.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ import inspect
 import logging
 import math
 import operator
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,12 +35,13 @@ from mcore_ckpt.core.fingerprints import StateWords, state_words
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry, parse_shadow_key
-from mcore_ckpt.load.arrivals import Arrivals, noting, save_id
+from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.records import global_shape, part_of_chunk
 from mcore_ckpt.load.requests import ReadRequest, stored_dtype
-from mcore_ckpt.state.shards import Known, is_factory, is_main_replica, is_sharded_tensor, part_of_shard, shards_of
+from mcore_ckpt.state.shards import is_factory, is_main_replica, is_sharded_tensor, part_of_shard, shards_of
 from mcore_ckpt.state.torch_classes import dtype_name
+from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of("mcore_ckpt")
 
@@ -138,47 +139,45 @@ class _Outcome(NamedTuple):
 def prove_load(
     stock: Callable[..., Any],
     options: LoadOptions,
-    strategy: Any,
     sharded_state_dict: Any,
     checkpoint_dir: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Megatron's `load`, and the proof; `strategy`: that loads. Raises `LoadError` on all ranks if a tensor differs."""
+    """Megatron's `load`, and the proof. Raises `LoadError` on all ranks if a tensor differs."""
     noted = _noted(sharded_state_dict)  # Megatron changes what it is given
-    arrivals = Arrivals(partial(_is_chosen, options))
-    with noting(arrivals):
-        result = stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    directory = checkpoint_path(checkpoint_dir)
+    before = storage_at(directory).version(METADATA_FILE)
+    result = stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
     loaded = result[0] if isinstance(result, tuple) else result
     names = list(inspect.signature(stock).parameters)[2:]  # versions have them in another order
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    directory, group = checkpoint_path(checkpoint_dir), coordination_group(arguments.get("process_group"))
-    # An exchange between ranks writes to tensors without counting as a new version of them.
-    known = None if hasattr(strategy, "base_strategy") else arrivals.part_of
+    group = coordination_group(arguments.get("process_group"))
     held: list[_Held] = []
 
     @without_modes()
     def sums() -> _Sums:
         reader = FileSystemReader(directory, options=options)
-        if arrivals.saves - {save_id(reader.index)}:
+        index = reader.index
+        if reader.index_version != before:
             raise LoadError(
                 f"{directory}: the checkpoint was replaced while it was loaded, and what was loaded cannot be compared "
                 "any more: load again"
             )
-        leaves, lost = _with_loaded(noted, loaded, reader.index)
+        leaves, lost = _with_loaded(noted, loaded, index)
         left_out: Counter[bool] = Counter()  # of main replicas, of others
         requested = {one.key for one in lost}
-        for one in [*_held(leaves, reader, options, known, requested), *_left_out(lost, reader.index, options)]:
+        for one in [*_held(leaves, reader, options, requested), *_left_out(lost, index, options)]:
             if isinstance(one, bool):
                 left_out[one] += 1
             else:
                 held.append(one)
-        stored = [key for key in reader.index.tensors if parse_shadow_key(key) is None]
+        stored = [key for key in index.tensors if parse_shadow_key(key) is None]
         bits = np.packbits(np.fromiter(map(requested.__contains__, stored), bool, len(stored)))
         return _sums_of(held, group.rank, left_out[True], left_out[False])._replace(
             stored=len(stored),
             requested=int.from_bytes(bits.tobytes(), "little"),
-            absent=frozenset(requested.difference(reader.index.tensors)),
+            absent=frozenset(requested.difference(index.tensors)),
         )
 
     found = group.run_merged(_WHAT, sums, _Sums.merged, _Sums.concluded, wrap=LoadError)
@@ -337,11 +336,16 @@ def _is_chosen(options: LoadOptions, index: CheckpointIndex, key: str) -> bool:
     """Whether this tensor is compared; of a sample, other ones of each save."""
     if options.prove != "sample":
         return True
-    return crc32(key.encode("utf-8", "surrogatepass"), crc32(save_id(index))) % _SAMPLE == 0
+    return crc32(key.encode("utf-8", "surrogatepass"), crc32(_save_id(index))) % _SAMPLE == 0
+
+
+def _save_id(index: CheckpointIndex) -> bytes:
+    """By which a save is known; the name of its directory where it has no manifest."""
+    return os.fsencode(PurePath(index.path).name) if index.manifest is None else index.manifest.save_id
 
 
 def _held(
-    leaves: list[Any], reader: FileSystemReader, options: LoadOptions, known: Known | None, requested: set[str]
+    leaves: list[Any], reader: FileSystemReader, options: LoadOptions, requested: set[str]
 ) -> Iterator[_Held | bool]:
     """What this rank holds of what is stored in the same dtype and shape; True for the first part of a main replica of
     what is not, False for other replicas of that, and of what has no fingerprint stored to compare them with. All keys
@@ -363,7 +367,7 @@ def _held(
         if not is_main and entry.fqn not in index.fingerprints:
             yield False
             continue
-        part = part_of_shard(shard.key, shard, is_main, known)
+        part = part_of_shard(shard.key, shard, is_main)
         stored = _stored_crc(reader, index, entry, shape) if part.is_first else None
         replica = "" if is_main else str(shard.replica_id)
         yield _Held(part.key, replica, part.dtype, shape, (part.box, part.stretch), part.crc, stored)

@@ -228,7 +228,7 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             strategy = arguments.get("sharded_strategy")
             options = _options_of(strategy)
             goes_back = options.on_damaged == "go_back" and not _is_settled.get()
-            call = stock if options.prove == "off" else partial(prove_load, stock, options, strategy)
+            call = stock if options.prove == "off" else partial(prove_load, stock, options)
             call = partial(_joined, call, options, join(options, goes_back, arguments))
             if not goes_back:
                 with one_load(), storage_at(directory).in_use(METADATA_FILE):

@@ -33,7 +33,6 @@ from mcore_ckpt.directory.iterations import is_checkpoint_name, iteration_of, tr
 from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.index import CheckpointIndex, is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
-from mcore_ckpt.load.arrivals import noting_nothing
 from mcore_ckpt.load.files import ReadStats
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import FileSystemReader, ranks_that_load_here, read_shards
@@ -578,8 +577,7 @@ def read_quantized(read: Callable[[Sequence[Any]], None], shards: Sequence[Any])
     """
     for batch in batches(shards, lambda shard: shard.data.numel() * shard.data.dtype.itemsize, _SCRATCH_BYTES):
         scratches = [_with_scratch(shard) for shard in batch]
-        with noting_nothing():
-            read(scratches)
+        read(scratches)
         for shard, scratch in zip(batch, scratches, strict=True):
             _quantize(shard.data, scratch.data)
 

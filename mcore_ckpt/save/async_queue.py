@@ -158,7 +158,7 @@ _COMPARE_EVERY_S = 1.0
 _BAR_PERIOD_S = 0.2
 
 
-# What the queue uses of a request, whoever made its class.
+# What the queue uses of a request of any class.
 _FIELDS_USED = (*AsyncRequest._fields[:5], "freeze")
 
 

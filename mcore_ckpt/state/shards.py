@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_items
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from mcore_ckpt.core.boxes import Box, Stretch, flat_boxes
+from mcore_ckpt.core.boxes import Box, flat_boxes
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.core.fingerprints import (
     DivergedReplica,
@@ -280,9 +280,6 @@ _WINDOW_BYTES = 32 * 1024 * 1024
 # What the storage of a subclass holds is not known.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-# What a tensor that is that stretch of a global one adds, if that is known already.
-Known = Callable[[torch.Tensor, Stretch], int | None]
-
 
 @without_modes()
 def fingerprint(
@@ -406,8 +403,8 @@ def _built(tree: Any) -> Any:
     return tree
 
 
-def part_of_shard(key: str, shard: Any, is_main: bool, known: Known | None = None) -> Part:
-    """A replica, summed up, unless what it adds is `known`. Raises `PlanError` as `fingerprint`."""
+def part_of_shard(key: str, shard: Any, is_main: bool) -> Part:
+    """A replica, summed up. Raises `PlanError` as `fingerprint`."""
     data = shard.data
     if not isinstance(data, torch.Tensor):
         raise PlanError(f"{key}: the shard at {list(shard.global_offset)} has no data ({type(data).__name__})")
@@ -421,11 +418,6 @@ def part_of_shard(key: str, shard: Any, is_main: bool, known: Known | None = Non
             f"{key}: the shard at {list(box.offsets)} has data of shape {list(data.shape)}, expected "
             f"{stretch[1] - stretch[0]} elements of the slice of sizes {list(sizes)}"
         )
-    if known is not None:
-        start, stop = stretch
-        crc = known(data, Stretch(shape, box, start, stop - start, data.element_size()))
-        if crc is not None:
-            return Part(key, dtype_name(data.dtype), shape, box, stretch, crc, is_main)
     return _part(key, data, shape, box, stretch, is_main)
 
 

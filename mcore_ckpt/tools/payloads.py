@@ -31,7 +31,8 @@ from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.files import FileFooters, OpenFiles, ReadStats, naming
 from mcore_ckpt.load.ranges import split_box
 from mcore_ckpt.load.records import (
-    BlockSums,
+    PartSum,
+    PayloadSums,
     check_apart,
     check_located,
     check_proportion,
@@ -264,7 +265,7 @@ def _check_part(
     around = contiguous_around(chunk.sizes, box)
     first = runs(chunk.sizes, around, elem_bytes).first_byte
     start, stop = whole_blocks(first, first + math.prod(around.sizes) * elem_bytes, payload.nbytes)
-    stream = BlockSums(payload.nbytes, running, item.crc32, damaged).stream(start)
+    stream = PartSum(PayloadSums(payload.nbytes, item.crc32, running, damaged), start)
     window = memoryview(bytearray(min(_WINDOW_BYTES, stop - start)))
     while start < stop:
         view = window[: min(len(window), stop - start)]

@@ -24,7 +24,7 @@ from mcore_ckpt.format.integrity import BLOCK_BYTES
 from mcore_ckpt.format.item_reading import locate_tensor
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.load.records import BlockSums, contiguous_around, whole_blocks
+from mcore_ckpt.load.records import PartSum, PayloadSums, contiguous_around, whole_blocks
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from tests.support.local_files import drop_cached, has_direct_io
@@ -152,11 +152,11 @@ def test_blocks_are_checked_in_any_order_of_their_pieces(data: st.DataObject) ->
         assert first <= damaged < last
         return ValueError("damaged")
 
-    sums = BlockSums(nbytes, running, crc32(payload), error)
+    sums = PayloadSums(nbytes, crc32(payload), running, error)
 
     def feed_all() -> None:
         for first, last in pieces:
-            stream = sums.stream(first)
+            stream = PartSum(sums, first)
             middle = (first + last) // 2
             stream.feed(memoryview(content)[first:middle])
             stream.feed(memoryview(content)[middle:last])

@@ -169,7 +169,7 @@ def test_the_next_megatron_saves_asynchronously_is_killed_and_loads(tmp_path: Pa
     """On the installed megatron-core without its modules for asynchronous saves."""
     if (megatron_core.package_info.MAJOR, megatron_core.package_info.MINOR) < (0, 19):
         pytest.skip("the next Megatron is made from 0.19 or later")
-    tree = without_own_async(Path(megatron_core.__path__[0]).parents[1], tmp_path / "tree", arguments_too=arguments_too)
+    tree = without_own_async(Path(megatron_core.__path__[0]).parents[1], tmp_path / "tree")
     environment = {**os.environ, "PYTHONPATH": f"{tree}:{ROOT}", "OMP_NUM_THREADS": "1"}
     for step, code in (("save", -9), ("load", 0)):
         command = [sys.executable, "-c", _JOB, str(tmp_path / "run"), step]

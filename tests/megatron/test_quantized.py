@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt import LoadError
-from mcore_ckpt.load.arrivals import Arrivals, noted_now, noting
-from mcore_ckpt.megatron.strategy import read_quantized
 from tests.support.cpu_megatron import pretend_cuda
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.kept_log import kept_log
@@ -74,17 +72,6 @@ def quantized_engine() -> None:
 
 def values(i: int) -> torch.Tensor:
     return ((torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS) * (i + 7)) % 251 - 125).to(torch.bfloat16)
-
-
-def test_the_scratch_of_quantized_tensors_is_not_kept_for_a_proof() -> None:
-    arrivals = Arrivals(lambda *_: True)
-    noted = []
-    target = Quantized(4, 4)
-    with noting(arrivals):
-        read_quantized(lambda shards: noted.append((noted_now(), len(shards))), [SimpleNamespace(data=target)])
-        assert noted_now() is arrivals
-    assert noted == [(None, 1)]
-    assert target.fills == 1
 
 
 def sharded(key: str, data: Any, part: int, parts: int) -> Any:

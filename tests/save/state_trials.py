@@ -187,7 +187,7 @@ class _Trial:
             return loaded
 
         try:
-            prove_load(load, options, None, sharded(whole, self.other, self.rank, empty=True), path)
+            prove_load(load, options, sharded(whole, self.other, self.rank, empty=True), path)
         except LoadError as error:
             return key, [f"load: {error}".splitlines()[0]]
         return key, []
