@@ -50,8 +50,6 @@ _STATES: Final[dict[str, _Shapes]] = {
 }
 # Ways that are compared within each part; the first one is what the others are divided by.
 _PARTS: Final[dict[str, tuple[str, ...]]] = {
-    "save": ("fingerprints=False", "fingerprints=True"),
-    "async call": ("fingerprints=False", "fingerprints=True"),
     "load, cold": ('prove="off"', 'prove="sample"', 'prove="always"'),
     "load, page cache": ('prove="off"', 'prove="sample"', 'prove="always"'),
     "save with 0.9 times as many bytes of replicas": (
@@ -128,7 +126,7 @@ def _round(state: dict[str, Any], folder: Path, name: str) -> _Round:
         _save(state, saved, SaveOptions())
     for part, way in turns:
         option, _, value = way.partition("=")
-        options = {option: {"True": True, "False": False}.get(value, value.strip('"'))}
+        options = {option: value.strip('"')}
         if part.startswith("load"):
             if part == "load, cold":
                 drop_page_cache(saved)

@@ -7,11 +7,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from benchmarks.scale import Job, Network, Ours, shard_of
-from mcore_ckpt.core.errors import CheckpointError
+from mcore_ckpt.core.errors import CheckpointError, Outcome
+from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
-from mcore_ckpt.save.planner import RankState, SavePlan, Structure, agree, collect
+from mcore_ckpt.save.planner import RankState, SavePlan, SaveRequest, Structure, agree, collect
 from tests.support.standing_ranks import standing_ranks
 
 __all__ = ["Measured", "measure_message_s", "measure_ranks"]
@@ -94,15 +96,5 @@ def _plan(rank: int, items: int, ranks: int) -> tuple[float, float]:
 def _agree(structure: Structure, state: dict[str, object], group: RankGroup) -> tuple[SavePlan, RankState] | None:
     collected = collect(state, structure.described)
     structure.described = collected.described
-    return agree(
-        structure,
-        collected,
-        group,
-        lambda: bytes(range(16)),
-        lambda _: False,
-        name="checkpoint",
-        thread_count=2,
-        separation_hint=None,
-        drain_to=None,
-        fingerprints=True,
-    )
+    request = SaveRequest(Path("checkpoint"), SaveOptions(), thread_count=2)
+    return agree(structure, Outcome.of(lambda: collected), group, request, lambda: bytes(range(16)))

@@ -34,7 +34,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 __all__ = [
     "CheckpointError",
@@ -174,22 +174,26 @@ class FailureReport:
     interrupted: bool = False  # it is no failure but a request to end (Ctrl-C, an exit), or that is the cause
 
 
-def attempt(step: Callable[[], T]) -> T | BaseException:
-    """The value of a step, or what it raised: one rank's step, whose failure waits until the others can be told.
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[T]):
+    """What a step of one rank has come to: a value, or what it raised, kept until the other ranks can be told."""
 
-    The exception is a value until `value_of` raises it, inside an exchange of all ranks.
-    """
-    try:
-        return step()
-    except BaseException as error:  # noqa: BLE001  (also on Ctrl-C the others must not wait for us; raised again)
-        return error
+    _value: T | None = None
+    error: BaseException | None = None
 
+    @classmethod
+    def of(cls, step: Callable[[], T]) -> Outcome[T]:
+        """Take the step. Also after a Ctrl-C in it the others must not wait for this rank."""
+        try:
+            return cls(step())
+        except BaseException as error:  # noqa: BLE001  (raised again by `value`)
+            return cls(error=error)
 
-def value_of(outcome: T | BaseException) -> T:
-    """The value that `attempt` got; raises what it caught."""
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return outcome
+    def value(self) -> T:
+        """The value; raises what the step raised, inside an exchange of all ranks."""
+        if self.error is not None:
+            raise self.error
+        return self._value  # type: ignore[return-value]
 
 
 def describe(error: BaseException) -> FailureReport:

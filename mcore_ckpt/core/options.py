@@ -254,9 +254,6 @@ class SaveOptions:
             that are saved: `"always"` all, `"sample"` one in 16, which depend on the save, `"off"` none. Each rank
             sums its own before the call returns, so training waits longer. Rank 0 warns of each that differs, before
             the checkpoint is published.
-        fingerprints: store the fingerprint of each tensor, which a load with `prove`, `verify --state` and
-            `diff --state` compare with, without reading the tensor. False saves the CPU time of
-            the sums, which is most for tensors that ranks divide by columns.
         trace_path: directory for Chrome trace files, one for each rank and save, to see what a save waits for; None
             writes none.
     """
@@ -272,7 +269,6 @@ class SaveOptions:
     keep_every: int | None = None
     drain_to: str | None = None
     compare_replicas: Literal["always", "sample", "off"] = "off"
-    fingerprints: bool = True
     trace_path: str | None = None
 
     def __post_init__(self) -> None:

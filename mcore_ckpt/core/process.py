@@ -35,7 +35,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Generic, TypeVar, overload
 
-from mcore_ckpt.core.errors import attempt, value_of
+from mcore_ckpt.core.errors import Outcome
 
 
 def free_host_bytes() -> int:
@@ -589,10 +589,10 @@ def together(threads: int, /, *calls: Callable[[], Any]) -> tuple[Any, ...]:
     outcomes: dict[int, Any] = {}
 
     def call(number: int) -> None:
-        outcomes[number] = attempt(calls[number])
+        outcomes[number] = Outcome.of(calls[number])
 
     in_parallel(range(len(calls)), call, min(threads, len(calls)), "mcore_ckpt-ask")
-    return tuple(value_of(outcomes[number]) for number in range(len(calls)))
+    return tuple(outcomes[number].value() for number in range(len(calls)))
 
 
 def interpreter_ends() -> bool:

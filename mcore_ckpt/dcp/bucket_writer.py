@@ -239,18 +239,18 @@ def write_buckets(
     if not buckets:
         return []
     storage = storage_at(Path(buckets[0].path).parent).within(options.write_deadline_s)
-    prepared = [_to_write(bucket, extensions, fingerprints=options.fingerprints) for bucket in buckets]
+    prepared = [_to_write(bucket, extensions) for bucket in buckets]
     written = write_in_process(storage, [to_write for to_write, _ in prepared], options)
     return [
-        _with_sums(results, bucket.save_id, file, to_write.layout.specs if options.fingerprints else None)
+        _with_sums(results, bucket.save_id, file, to_write.layout.specs)
         for bucket, (to_write, results), file in zip(buckets, prepared, written, strict=True)
     ]
 
 
 def _with_sums(
-    results: Sequence[WriteResult], save_id: bytes, written: WrittenFile, specs: Sequence[TensorSpec] | None
+    results: Sequence[WriteResult], save_id: bytes, written: WrittenFile, specs: Sequence[TensorSpec]
 ) -> list[WriteResult]:
-    """The results of a file's items, with their checksums, and with `specs` what its tensors add to fingerprints."""
+    """The results of a file's items, with their checksums, and what its tensors add to fingerprints."""
     file = ManifestFile(written.size_bytes, written.table_crc32, save_id)
     counts = dict(zip(written.long_payloads, written.inner_blocks, strict=True))
     ends = list(accumulate((counts.get(n, 0) for n in range(len(written.crcs))), initial=0))
@@ -258,9 +258,7 @@ def _with_sums(
     sums = [ItemSums(file, crc, array("I")) for crc in written.object_crcs]
     strided = dict(written.parts)
     for number, (crc, running) in enumerate(zip(written.crcs, blocks, strict=True)):
-        part = None
-        if specs is not None:
-            part = strided[number] if number in strided else part_of_run(crc, specs[number].stretch())
+        part = strided[number] if number in strided else part_of_run(crc, specs[number].stretch())
         sums.append(ItemSums(file, crc, running, part))
     return [
         _SummedResult(result.index, result.size_in_bytes, result.storage_data, item)
@@ -268,9 +266,7 @@ def _with_sums(
     ]
 
 
-def _to_write(
-    bucket: ItemBucket, extensions: Sequence[Any], *, fingerprints: bool = False
-) -> tuple[WriteBucket, list[WriteResult]]:
+def _to_write(bucket: ItemBucket, extensions: Sequence[Any]) -> tuple[WriteBucket, list[WriteResult]]:
     """The same bucket without DCP's items, and the results of all its items when it is written."""
     name = Path(bucket.path).name
     bytes_data, tensor_data = bucket.data
@@ -287,7 +283,7 @@ def _to_write(
     if extensions:
         blob_keys += [item.index.fqn for item, _ in bucket.data.tensor_data]
     specs = [_spec(item, tensor) for item, tensor in tensor_data]
-    layout = lay_out_file(name, specs, blob_keys, sizes, fingerprints=fingerprints)
+    layout, _ = lay_out_file(name, specs, blob_keys, sizes)
     tensors = [_plain(tensor) for _, tensor in tensor_data]
     to_write = fill_bucket(layout, name, bucket.save_id, [blob for _, blob in blobs], tensors)
     results = [

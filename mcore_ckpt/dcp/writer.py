@@ -53,7 +53,6 @@ from mcore_ckpt.directory.publish import Target, check_files, discard, open_targ
 from mcore_ckpt.format.integrity import SAVE_ID_BYTES, ManifestFile, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.save.buckets import check_hint
-from mcore_ckpt.save.upkeep import check_second_tier, checkpoint_published, note_drain
 from mcore_ckpt.state.shards import carry_layout, is_sharded_object, is_sharded_tensor
 from mcore_ckpt.state.torch_classes import WrittenSums, check_memory, encoded_metadata, storage_meta
 from mcore_ckpt.storage.resolve import storage_at
@@ -149,7 +148,10 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     def _set_path(self, path: str | os.PathLike[str]) -> None:
         # The directory that it names now: what writes and publishes later must not follow a `chdir`.
         self.path = checkpoint_path(path).absolute()
-        check_second_tier(self.path, self.options)
+        if self.options.drain_to is not None:
+            from mcore_ckpt.save.upkeep import check_second_tier
+
+            check_second_tier(self.path, self.options)
         self._storage = storage_at(self.path).within(self.options.write_deadline_s)
         self._save_id = secrets.token_bytes(SAVE_ID_BYTES)
         self._target: Target | None = None
@@ -435,7 +437,10 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self._target = target = self._target or open_target(self._storage, self.options)
         check_files(self._storage, ends.items(), at_least=True)
         try:
-            note_drain(self.path, self.options, self._save_id, None, commits=True)
+            if self.options.drain_to is not None:
+                from mcore_ckpt.save.upkeep import note_drain
+
+                note_drain(self.path, self.options, self._save_id, None, commits=True)
             publish(self._storage, target, content, has_common_state=False, needed=ends)
         except BaseException:
             self._give_up()
@@ -443,7 +448,10 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
                 discard(self._storage, ends)
             raise
         self._target = self._planned = self._thread = None
-        checkpoint_published(self.path, self.options)
+        if self.options.keep_last is not None or self.options.drain_to is not None:
+            from mcore_ckpt.save.upkeep import checkpoint_published
+
+            checkpoint_published(self.path, self.options)
 
     # -- dcp.async_save ------------------------------------------------------------------------------------------
 

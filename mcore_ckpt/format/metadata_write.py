@@ -137,8 +137,6 @@ class ChunkFactors(NamedTuple):
     factors: array[int]  # of each chunk's CRC-32; 0 if that is several runs of its tensor (`array('I')`)
     firsts: array[int]  # number of the first chunk of each tensor (`array('q')`)
     without: array[int]  # numbers of the tensors that have no fingerprint: shadow copies (`array('I')`)
-    # Number and key of each tensor that an optimizer changes in each step, and the fingerprint of zeros of its size.
-    moments: tuple[tuple[int, str, int], ...]
 
 
 class MetadataEncoder:

@@ -32,7 +32,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import CheckpointError, LoadError, OptionError, PlanError, SaveError, attempt
+from mcore_ckpt.core.errors import CheckpointError, LoadError, OptionError, Outcome, PlanError, SaveError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, mark_as_told, reached_every_rank
 from mcore_ckpt.directory.in_force import read_common_file
@@ -42,7 +42,7 @@ from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.load.records import replaced_error
 from mcore_ckpt.megatron._versions import CHECKPOINTING, MegatronErrors, differences, megatron_module, patches
 from mcore_ckpt.save.plan_check import Accesses, check_requests
-from mcore_ckpt.save.transaction import Validation
+from mcore_ckpt.save.planner import Validation
 from mcore_ckpt.storage.resolve import storage_at
 
 # --- loads ------------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class JointLoad:
     def tell(self, error: BaseException) -> None:
         """Tell the others what this rank alone has raised, if they still come to an exchange of this package."""
         if not self._is_over and not reached_every_rank(error):
-            attempt(functools.partial(self.group.give_up, "load", error, wrap=LoadError))
+            Outcome.of(functools.partial(self.group.give_up, "load", error, wrap=LoadError))
             mark_as_told(error)
 
 
@@ -204,7 +204,7 @@ class _Asked:
             within = self.meets_in()
             groups = [within, everyone] if within.size < everyone.size else [within]
         for group in groups:
-            attempt(functools.partial(group.give_up, "save", error, wrap=SaveError))
+            Outcome.of(functools.partial(group.give_up, "save", error, wrap=SaveError))
         mark_as_told(error)
 
 
@@ -280,7 +280,7 @@ def tell_other_groups(
 ) -> None:
     """Tell the ranks of other groups, on their way to the next exchange of all, that this group has failed."""
     if group.size < everyone.size:
-        attempt(functools.partial(everyone.give_up, what, error, wrap=wrap))
+        Outcome.of(functools.partial(everyone.give_up, what, error, wrap=wrap))
         mark_as_told(error)
 
 

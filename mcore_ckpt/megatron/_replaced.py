@@ -28,7 +28,7 @@ from mcore_ckpt.dcp.planners import object_write_item, tensor_write_item
 from mcore_ckpt.dcp.writer import replaced_write_function
 from mcore_ckpt.load.reader import FileSystemReader, destination
 from mcore_ckpt.save.buckets import PlannedFile, WriteBucket, WrittenFile
-from mcore_ckpt.save.transaction import BucketWriter
+from mcore_ckpt.save.planner import BucketWriter
 from mcore_ckpt.state.shards import box_sizes
 
 

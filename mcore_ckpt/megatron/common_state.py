@@ -39,10 +39,9 @@ from mcore_ckpt.core.errors import (
     CorruptCheckpointError,
     LoadError,
     NewerFormatError,
+    Outcome,
     SaveError,
     UnsafePickleError,
-    attempt,
-    value_of,
 )
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.core.ranks import coordination_group, without_modes, without_tracebacks
@@ -264,17 +263,19 @@ def _load_whole(read: Callable[[Path], Any], named: Path, options: LoadOptions, 
     while True:
         _chosen[str(named.absolute())] = (metadata_version(named), directory)
         before = metadata_version(directory)
-        outcome = attempt(partial(read, directory))
+        outcome = Outcome.of(partial(read, directory))
         replaced_meanwhile = metadata_version(directory) != before
         told = group.all_gather(
-            "tell of a damaged checkpoint", (_damage(outcome), _fate(outcome), replaced_meanwhile), wrap=LoadError
+            "tell of a damaged checkpoint",
+            (_damage(outcome.error), _fate(outcome.error), replaced_meanwhile),
+            wrap=LoadError,
         )
         fates = {fate for _, fate, _ in told}
         if "failed" in fates and "interrupted" not in fates and any(is_another for _, _, is_another in told):
             # No damage as far as is known: another checkpoint has replaced the one that was there.
             replaced += 1
             if replaced == _READ_AGAIN:
-                failed = partial(_raise_replaced, directory, outcome)
+                failed = partial(_raise_replaced, directory, outcome.error)
                 what = f"load {directory}, which others replace all the time"
                 group.run(what, failed, wrap=LoadError, name="load what is replaced")
             if is_first_rank():
@@ -282,7 +283,7 @@ def _load_whole(read: Callable[[Path], Any], named: Path, options: LoadOptions, 
             continue
         damage = next((damage for damage, _, _ in told if damage is not None), None)
         if damage is None:
-            return value_of(outcome)
+            return outcome.value()
         go_back = partial(_newest_older, directory, damage, options)
         directory = group.run_on_coordinator("go back to an older checkpoint", go_back, wrap=LoadError)
 
@@ -315,30 +316,28 @@ def _options_of(strategy: Any) -> LoadOptions:
     return options if isinstance(options, LoadOptions) else LoadOptions.from_environment()
 
 
-def _fate(outcome: Any) -> Literal["read", "failed", "interrupted"]:
+def _fate(error: BaseException | None) -> Literal["read", "failed", "interrupted"]:
     """What became of a rank's load; an interrupted rank does not load again."""
-    if isinstance(outcome, LoadError):
+    if isinstance(error, LoadError):
         return "failed"
-    return "interrupted" if isinstance(outcome, BaseException) else "read"
+    return "read" if error is None else "interrupted"
 
 
-def _raise_replaced(directory: Path, outcome: Any) -> None:
-    said = f": {outcome}" if isinstance(outcome, LoadError) else ""
+def _raise_replaced(directory: Path, error: BaseException | None) -> None:
+    said = f": {error}" if isinstance(error, LoadError) else ""
     raise LoadError(
         f"{directory}: another save replaced the checkpoint each of the {_READ_AGAIN} times that it was loaded; load "
         f"again, when no save is at work in this directory{said}"
     )
 
 
-def _damage(outcome: Any) -> str | None:
-    """What an outcome says of the checkpoint; None if that was read, or is not to blame. A class outside the allow-list
+def _damage(error: BaseException | None) -> str | None:
+    """What an error says of the checkpoint; None if that was read, or is not to blame. A class outside the allow-list
     is no damage, nor one that this process cannot rebuild, nor a newer format: an older checkpoint would have it, too.
     """
-    if isinstance(outcome, UnsafePickleError) or not isinstance(
-        outcome, CorruptCheckpointError | CheckpointNotFoundError
-    ):
+    if isinstance(error, UnsafePickleError) or not isinstance(error, CorruptCheckpointError | CheckpointNotFoundError):
         return None
-    return str(outcome)
+    return str(error)
 
 
 def _is_of_another_format(directory: Path) -> bool:

@@ -58,7 +58,7 @@ from mcore_ckpt.megatron._versions import (
 )
 from mcore_ckpt.megatron.common_state import around_load, directory_to_read
 from mcore_ckpt.megatron.contract import Name, missing
-from mcore_ckpt.save.transaction import saves_in_progress
+from mcore_ckpt.save.commit import saves_in_progress
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 

@@ -61,16 +61,10 @@ from mcore_ckpt.megatron._versions import (
 )
 from mcore_ckpt.megatron.nvrx import async_request_class
 from mcore_ckpt.save.buckets import check_hint
-from mcore_ckpt.save.commit import LoadedCheckpoint
+from mcore_ckpt.save.commit import SaveTransaction
+from mcore_ckpt.save.planner import BucketWriter, LoadedCheckpoint, SaveRequest, Structure
 from mcore_ckpt.save.staging import warm_up_buffer
-from mcore_ckpt.save.transaction import (
-    BucketWriter,
-    SaveRequest,
-    SaveTransaction,
-    Structure,
-    begin_save,
-)
-from mcore_ckpt.save.upkeep import run_loaded
+from mcore_ckpt.save.transaction import begin_save
 from mcore_ckpt.state.shards import (
     is_main_replica,
     is_sharded_object,
@@ -342,7 +336,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             with self._one_save(self._to_read(checkpoint_dir)) as reader:
                 reader.ranks = 1 if joint is not None and joint.is_distributed else ranks_that_load_here()
                 loaded.append(_load(reader, sharded_state_dict))
-            self._loaded = LoadedCheckpoint(reader.path.name, reader.index)
+            self._loaded = LoadedCheckpoint(reader.index)
             return {SaveIdentity.of(reader.index.manifest, ()).save_id: group.rank}
 
         with MegatronErrors():
@@ -376,8 +370,11 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
                 # read.
                 raise replaced_error(path, ".metadata, which has no manifest, is another file than before")
             check_common(path, source, reader.index)
-            if first_of_this_host(dist.get_rank() if dist.is_initialized() else 0):
-                run_loaded(path, SaveOptions.from_environment(), self.options.local_tier)
+            saving = SaveOptions.from_environment()
+            if saving.drain_to is not None and first_of_this_host(dist.get_rank() if dist.is_initialized() else 0):
+                from mcore_ckpt.save.upkeep import run_loaded
+
+                run_loaded(path, saving, self.options.local_tier)
             if is_first_rank():
                 _log_load(reader, before, time.monotonic() - started_s)
 

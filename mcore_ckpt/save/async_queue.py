@@ -5,9 +5,9 @@ tracker file, delete the previous checkpoint. The rule here is that callbacks ru
 every rank. If it failed anywhere, or was skipped, then none of them runs on any rank; the failure is raised (or
 warned about) once, on all ranks, when the request is finalized.
 
-A save of this package comes as a `SaveCall`: its job has been started already, and the queue only watches that. Any
-other request is a third-party function (a flush of logits, a local checkpoint, another format). It runs in a process
-apart from the byte writer, so that neither can harm the other.
+A save of this package comes as a `SaveTransaction`: its job has been started already, and the queue only watches that.
+Any other request is a third-party function (a flush of logits, a local checkpoint, another format). It runs in a
+process apart from the byte writer, so that neither can harm the other.
 
 Ranks agree in small gloo collectives on the caller's thread; nothing is put on a device.
 """
@@ -15,7 +15,6 @@ Ranks agree in small gloo collectives on the caller's thread; nothing is put on 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mcore_ckpt.core.console import WaitingBar, logger_of
-from mcore_ckpt.core.errors import CheckpointError, SaveError, attempt, value_of
+from mcore_ckpt.core.errors import CheckpointError, Outcome, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import interruptible
 from mcore_ckpt.core.ranks import (
@@ -35,7 +34,8 @@ from mcore_ckpt.core.ranks import (
     was_interrupted,
     without_modes,
 )
-from mcore_ckpt.save.child_processes import Job, JobWatch
+from mcore_ckpt.save.commit import SaveTransaction
+from mcore_ckpt.save.writer import Job
 from mcore_ckpt.save.writer_process import shared_writer
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ class AsyncRequest(NamedTuple):
                 fn()
             return
         with interrupts_wait_for_others():
-            outcome = attempt(interruptible()(self._work))
-            if group.any("end the work of an async request", isinstance(outcome, BaseException), wrap=SaveError):
-                group.run("do the work of an async request", partial(value_of, outcome), wrap=SaveError)
+            outcome = Outcome.of(interruptible()(self._work))
+            if group.any("end the work of an async request", outcome.error is not None, wrap=SaveError):
+                group.run("do the work of an async request", outcome.value, wrap=SaveError)
             _run_callbacks(group, self.finalize_fns, "an async request")
 
     def _work(self) -> None:
@@ -92,61 +92,6 @@ def staged_arguments(request: Any) -> tuple[Any, ...]:
     if request.preload_fn is not None:
         arguments[1] = request.preload_fn()
     return tuple(arguments)
-
-
-class SaveCall:
-    """A save of this package in progress, as a request's `async_fn`.
-
-    A queue of ours only watches its job. Megatron's own queue calls it, in the trainer or in a forked or spawned
-    process. There it waits until the writing has ended, well or not: the commit tells which, on all ranks.
-
-    Attributes:
-        job: this rank's writing.
-        what: the save in words for messages, such as its directory.
-        skipped: there is nothing to wait for and nothing to commit; the same on all ranks.
-        on_failure: what to do if this save fails; None leaves it to the queue's options. The same on all ranks.
-        interrupted: what has interrupted this rank (Ctrl-C, an exit) while the save began, if that waits to be raised
-            until all ranks are notified of it.
-        bar_bytes: what a progress bar takes for 100 % while a caller waits; 0 shows none.
-        waited_s: seconds that this rank's training has waited since the save began, for it and for other ranks' parts.
-    """
-
-    def __init__(
-        self, job: Job, what: str, *, skipped: bool = False, on_failure: Literal["raise", "warn"] | None = None
-    ) -> None:
-        self.job = job
-        self.what = what
-        self.skipped = skipped
-        self.on_failure = on_failure
-        self.interrupted: BaseException | None = None
-        self.bar_bytes = 0
-        self.waited_s = 0.0
-        self._pid = os.getpid()
-
-    def abort(self) -> None:
-        """Stop writing and remove what was written. Called on every rank, and harmless on one that is done.
-
-        The queue calls it when the save will not be committed: it failed on some rank, or the queue was closed. It is
-        no place for collectives.
-        """
-        self.job.abort()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for the writing, in this process or in a fork of it."""
-        if os.getpid() == self._pid:
-            asked = time.monotonic()
-            self.job.wait()
-            self.waited_s += time.monotonic() - asked
-        else:
-            self.job.watch().wait()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.job.watch(),)
-
-
-def _unpickled(watch: JobWatch) -> JobWatch:
-    """What a `SaveCall` becomes in a process that it is sent to."""
-    return watch
 
 
 _logger = logger_of("mcore_ckpt")
@@ -168,9 +113,9 @@ class _ActiveCall(NamedTuple):
     async_request: Any
 
     @property
-    def saves(self) -> list[SaveCall]:
+    def saves(self) -> list[SaveTransaction]:
         """The saves of ours that the callbacks commit. Megatron may move callbacks to the request that follows."""
-        found = [self.async_request.async_fn] if isinstance(self.async_request.async_fn, SaveCall) else []
+        found = [self.async_request.async_fn] if isinstance(self.async_request.async_fn, SaveTransaction) else []
         for fn in self.async_request.finalize_fns:
             save = _committed_by(fn)
             if save is not None and save not in found:
@@ -262,7 +207,7 @@ class AsyncCallsQueue:
         self.failures: list[FailedCall] = []
         self.skipped = 0
         self._options = options if options is not None else SaveOptions.from_environment()
-        self._reported: list[SaveCall] = []
+        self._reported: list[SaveTransaction] = []
 
     @classmethod
     def warmup_persistent_caller(
@@ -292,7 +237,7 @@ class AsyncCallsQueue:
 
     @without_modes()
     def schedule_async_request(self, async_request: Any) -> int:
-        """Start a request's work (a `SaveCall` has been started already) and put it into the queue.
+        """Start a request's work (a `SaveTransaction` has been started already) and put it into the queue.
 
         Never raises because the work cannot be started: the other ranks are notified when the request is finalized.
 
@@ -314,14 +259,14 @@ class AsyncCallsQueue:
         self.call_idx += 1
         request = async_request.freeze()
         if request.async_fn is None:
-            job = Job.ended("a request without work")
-        elif isinstance(request.async_fn, SaveCall):
+            job = Job("a request without work")
+        elif isinstance(request.async_fn, SaveTransaction):
             job = request.async_fn.job
         else:
             try:
                 job = self._start(request)
             except Exception as error:  # noqa: BLE001  (a preload function may raise anything; raised at finalization)
-                job = Job.ended("a request that could not be started", error)
+                job = Job("a request that could not be started", error=error)
         self.async_calls.append(_ActiveCall(self.call_idx, job, request))
         return self.call_idx
 
@@ -440,7 +385,7 @@ class AsyncCallsQueue:
                 raise save.interrupted from error
         if was_interrupted(error):
             raise error  # no failure to be warned of: a rank was told to end, and is not going to be there for the next
-        policy = next((save.on_failure for save in active.saves if save.on_failure), self._options.on_failure)
+        policy = next((save.on_failure for save in active.saves), self._options.on_failure)
         if policy == "raise":
             raise error
         _logger.error(
@@ -497,11 +442,11 @@ def _raise(error: BaseException | None) -> None:
         raise error
 
 
-def _committed_by(fn: Any) -> SaveCall | None:
+def _committed_by(fn: Any) -> SaveTransaction | None:
     """The save that a callback commits; None for a third-party callback."""
     for owner in (fn, getattr(fn, "__self__", None)):
-        save = owner if isinstance(owner, SaveCall) else getattr(owner, "save_call", None)
-        if isinstance(save, SaveCall):
+        save = owner if isinstance(owner, SaveTransaction) else getattr(owner, "save_call", None)
+        if isinstance(save, SaveTransaction):
             return save
     return None
 
@@ -510,13 +455,11 @@ def _run_callbacks(group: RankGroup, callbacks: Sequence[Callable[[], Any]], wha
     """Run the callbacks in order; if one fails on some rank, all ranks raise, and no save behind it is committed. Those
     of others may be there on one rank only. A commit takes all ranks, which compare notes before it.
     """
-    outcome: Any = None
+    outcome: Outcome[Any] = Outcome()
     for fn in callbacks:
-        if _committed_by(fn) is not None and group.any(
-            "run the finalize functions", isinstance(outcome, BaseException), wrap=SaveError
-        ):
+        failed = outcome.error is not None
+        if _committed_by(fn) is not None and group.any("run the finalize functions", failed, wrap=SaveError):
             break
-        if not isinstance(outcome, BaseException):
-            outcome = attempt(fn)
-    failed = outcome if isinstance(outcome, BaseException) else None
-    group.run(f"finalize {what}", partial(_raise, failed), wrap=SaveError, name="finalize")
+        if not failed:
+            outcome = Outcome.of(fn)
+    group.run(f"finalize {what}", partial(_raise, outcome.error), wrap=SaveError, name="finalize")

@@ -21,9 +21,7 @@ the number of ranks, and needs nothing but the plans: so the coordinator's write
 from __future__ import annotations
 
 import heapq
-import math
 import pickle
-import re
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +30,7 @@ from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mcore_ckpt.core.boxes import Stretch
-from mcore_ckpt.core.crc import crc32, crc32_of_zeros, shift_factor
+from mcore_ckpt.core.crc import crc32, shift_factor
 from mcore_ckpt.core.errors import OptionError, SaveError
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.index import (
@@ -277,24 +275,10 @@ def lay_out_file(
     specs: Sequence[TensorSpec],
     object_keys: Sequence[str] = (),
     objects_bytes: Sequence[int] = (),
-    *,
-    fingerprints: bool = False,
-) -> BucketLayout:
-    """Lay out a bucket's file; the region of the objects gets some room to grow beyond `objects_bytes`.
-    `fingerprints`: the writer sums what those of tensors need.
-    """
-    return _laid_out(file_name, specs, object_keys, objects_bytes, fingerprints=fingerprints)[0]
-
-
-def _laid_out(
-    file_name: str,
-    specs: Sequence[TensorSpec],
-    object_keys: Sequence[str],
-    objects_bytes: Sequence[int],
-    *,
-    fingerprints: bool,
 ) -> tuple[BucketLayout, TableColumns]:
-    """The layout, and the same in columns."""
+    """Lay out a bucket's file, and the same in columns; the region of the objects gets some room to grow beyond
+    `objects_bytes`.
+    """
     templates = [tensor_template(spec.dtype, spec.sizes) for spec in specs]
     item_offsets = array("q")
     payload_offsets = array("q")
@@ -322,7 +306,7 @@ def _laid_out(
         payload_offsets=payload_offsets,
         payload_lengths=payload_lengths,
         crc_positions=crc_positions,
-        strided=tuple(_strided(specs)) if fingerprints else (),
+        strided=tuple(_strided(specs)),
     )
     layout = BucketLayout(
         file_name, tuple(specs), tuple(object_keys), bytes_region, tuple(templates), item_offsets, image, footer
@@ -462,11 +446,8 @@ def lay_out_rank(
     rank: int,
     thread_count: int,
     separation_hint: str | None = None,
-    fingerprints: bool = False,
 ) -> RankLayout:
-    """Lay out what a rank writes: `thread_count` files at most, keys with the `separation_hint` apart;
-    `fingerprints` as of `lay_out_file`.
-    """
+    """Lay out what a rank writes: `thread_count` files at most, keys with the `separation_hint` apart."""
     keys = [spec.key for spec in specs]
     chosen = split_buckets(keys, [spec.nbytes for spec in specs], thread_count, separation_hint)
     prefixes = [prefix for prefix, _ in chosen]
@@ -481,9 +462,7 @@ def lay_out_rank(
     for name, objects, (_, indices) in zip(names, objects_of_file, chosen, strict=True):
         of_file = [specs[index] for index in indices]
         sizes = [object_bytes[index] for index in objects]
-        bucket, columns = _laid_out(
-            name, of_file, [object_keys[index] for index in objects], sizes, fingerprints=fingerprints
-        )
+        bucket, columns = lay_out_file(name, of_file, [object_keys[index] for index in objects], sizes)
         buckets.append(bucket)
         builder.add_file(name, bucket.image.size_bytes, columns)
     return RankLayout(
@@ -518,10 +497,6 @@ def _spread(keys: Sequence[str], names: Sequence[str], hint: str | None) -> list
         chosen[files[turns[hinted] % len(files)]].append(index)
         turns[hinted] += 1
     return chosen
-
-
-# What Adam, SGD with momentum, Muon and others call what they keep of the gradients.
-_MOMENT = re.compile(r"(?:^|\.)(?:exp_avg|exp_avg_sq|momentum_buffer|exp_avg_slow|exp_inf)(?:\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -665,7 +640,6 @@ class GlobalPlan:
     encoded: tuple[bytes, ...]  # every rank's `LocalPlan`, encoded
     files: tuple[tuple[str, int], ...] = ()  # name, without the id of a save, and length in bytes of all ranks' files
     mcore_data: dict[str, dict[str, Any]] = field(default_factory=dict)  # as in `CheckpointIndex`
-    fingerprints: bool = False  # whether `.metadata` is to have those of the tensors
 
     def decoded(self) -> list[LocalPlan]:
         """Every rank's plan."""
@@ -676,19 +650,16 @@ class GlobalPlan:
         """Put the index of the tensors together, which takes half a second for 20,000 tensors of two ranks."""
         tensors, order = index_tensors(self.decoded())
         index = CheckpointIndex("", tensors, {}, mcore_data=self.mcore_data)
-        return MetadataEncoder(index, order, chunk_factors(index) if self.fingerprints else None)
+        return MetadataEncoder(index, order, chunk_factors(index))
 
 
 def chunk_factors(index: CheckpointIndex) -> ChunkFactors:
     """How the CRC-32 of each chunk counts in the fingerprint of its tensor."""
     factors, firsts, without = array("I"), array("q"), array("I")
-    moments = []
     one = shift_factor(0)
     for number, (key, dtype, shape, chunks, _) in enumerate(index.tensors.values()):
         firsts.append(len(factors))
         own_shape = index.original_shape(key)
-        if _MOMENT.search(key):
-            moments.append((number, key, crc32_of_zeros(math.prod(shape) * element_bytes(dtype))))
         if parse_shadow_key(key) is not None:
             without.append(number)
         elif len(chunks) == 1 and chunks[0].sizes == shape and own_shape is None:
@@ -698,7 +669,7 @@ def chunk_factors(index: CheckpointIndex) -> ChunkFactors:
         for offsets, sizes, _ in chunks:
             behind = Stretch.of_chunk(shape, offsets, sizes, elem_bytes, own_shape).bytes_behind()
             factors.append(0 if behind is None else shift_factor(behind))
-    return ChunkFactors(factors, firsts, without, tuple(moments))
+    return ChunkFactors(factors, firsts, without)
 
 
 @dataclass(frozen=True, slots=True)
@@ -733,7 +704,7 @@ class SavedPlan(GlobalPlan):
     def encoder(self) -> MetadataEncoder:
         """As of any plan."""
         index = CheckpointIndex("", self.tensors, {})
-        return MetadataEncoder(index, self.order, chunk_factors(index) if self.fingerprints else None)
+        return MetadataEncoder(index, self.order, chunk_factors(index))
 
 
 def _named(name: str) -> DataFileName:

@@ -67,6 +67,7 @@ from mcore_ckpt.core.process import (
     signals_held_back,
     wait_readable,
 )
+from mcore_ckpt.save.writer import Job
 
 State = Literal["idle", "writing", "waiting"]
 _STATES: Final[tuple[State, ...]] = ("idle", "writing", "waiting")
@@ -139,60 +140,32 @@ _SHORTEST_WAIT_S: Final = 0.01
 # A killed process that is not gone by then hangs inside the kernel; it is not waited for any longer.
 
 
-class Job:
-    """Work in progress, as its owner sees it: by a child process, or ended already.
-
-    Attributes:
-        what: the job in words, for messages.
-        number: by which its process knows it.
-        deadline_s: seconds without a sign of life after which the process counts as stuck; None waits for ever.
-        submitted_s: when, on the clock of `time.monotonic()`.
-        steps: what its process has reported on the way: windows of a ring taken over, or 1 for a preload.
-        done: it has ended, well or not; `poll` looks for that.
-        value: what it returned.
-        error: why it failed.
+class ChildJob(Job):
+    """Work that a child process does. `number`: by which the process knows it; `deadline_s`: seconds without a sign of
+    life after which the process counts as stuck, None waits for ever.
     """
 
-    def __init__(
-        self, child: SupervisedChild | None, what: str, number: int = 0, deadline_s: float | None = None
-    ) -> None:
-        self.what = what
+    def __init__(self, child: SupervisedChild, what: str, number: int, deadline_s: float | None = None) -> None:
+        super().__init__(what)
+        self.done = False
         self.number = number
         self.deadline_s = deadline_s
-        self.submitted_s = time.monotonic()
-        self.steps = 0
-        self.done = False
-        self.value: Any = None
-        self.error: BaseException | None = None
         self._child = child
         # Made here: in a forked process the descriptor is closed, and the process is not the owner.
-        self._watch = JobWatch() if child is None else child.watch(number)
-        self._written_before = 0 if child is None else child.written_bytes()
-
-    @classmethod
-    def ended(cls, what: str, outcome: Any = None) -> Job:
-        """A job that has ended, with a value or an exception that waits to be raised."""
-        job = cls(None, what)
-        job.done = True
-        if isinstance(outcome, BaseException):
-            job.error = outcome
-        else:
-            job.value = outcome
-        return job
+        self._watch = child.watch(number)
+        self._written_before = child.written_bytes()
 
     @property
-    def pid(self) -> int:
-        """The process that works on the job; 0 if none does."""
-        return 0 if self._child is None else self._child.pid
+    def pid(self) -> int:  # type: ignore[override]
+        """The process that works on the job."""
+        return self._child.pid
 
     def poll(self) -> bool:
-        """Whether the job has ended, well or not. Returns at once."""
-        if not self.done and self._child is not None:
+        if not self.done:
             self._child.look()
         return self.done
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """As `poll`, but waits up to `timeout_s` seconds for the end; None waits as long as it takes."""
         until_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.poll():
             left_s = _LONGEST_WAIT_S if until_s is None else until_s - time.monotonic()
@@ -203,45 +176,26 @@ class Job:
 
     def wait_for_news(self, timeout_s: float = _LONGEST_WAIT_S) -> None:
         """Return when there may be something new to `poll`, or at the time-out, or after a second."""
-        if self._child is not None:
-            self._child.wait_for_news(min(timeout_s, _LONGEST_WAIT_S))
-
-    def result(self) -> Any:
-        """Wait for the end and return what the job returned.
-
-        Raises:
-            WriterDiedError: the process ended before the job; names its signal or exit code.
-            WriteTimeoutError: there was no progress for longer than the job's deadline; the process was killed.
-            SaveError: the job raised; the exception there is the cause, with its traceback, and `errno` if it had one.
-        """
-        self.wait()
-        if self.error is not None:
-            raise self.error
-        return self.value
+        self._child.wait_for_news(min(timeout_s, _LONGEST_WAIT_S))
 
     def tell(self, step: int) -> None:
         """Tell the process that this step is ready for it."""
-        if self._child is not None:
-            self._child.tell(self, step)
+        self._child.tell(self, step)
 
-    def abort(self) -> bool:
-        """Give the job up: stop it, and remove what it wrote as far as it is not finished. Returns `memory_is_free`."""
-        if not self.poll() and self._child is not None:
+    def abort(self) -> None:
+        if not self.poll():
             self._child.cancel(self)
-        return self.memory_is_free()
 
     def memory_is_free(self) -> bool:
         """Whether no process works any more on the job's memory, so that it may be used again: one that was killed and
         hangs inside the kernel may read and write there all the same.
         """
-        return self.done and (self._child is None or self._child.lets_go_of_memory())
+        return self.done and self._child.lets_go_of_memory()
 
     def written_bytes(self) -> int:
-        """How much has been written so far, as far as the process tells; 0 where it does not."""
-        return 0 if self._child is None else max(0, self._child.written_bytes() - self._written_before)
+        return max(0, self._child.written_bytes() - self._written_before)
 
     def watch(self) -> JobWatch:
-        """What another process needs to see the job end."""
         return self._watch
 
 
@@ -266,7 +220,7 @@ class SupervisedChild(ABC):
         self._exit_code: int | None = None
         self._gone = False
         self._sentinel = Sentinel(self.pid)
-        self._jobs: dict[int, Job] = {}  # by number, oldest first
+        self._jobs: dict[int, ChildJob] = {}  # by number, oldest first
         self._lock = threading.RLock()
         _children.add(self)
 
@@ -288,10 +242,10 @@ class SupervisedChild(ABC):
         """How much the process has written so far, all jobs together; 0 where it does not tell."""
         return 0
 
-    def tell(self, job: Job, step: int) -> None:  # noqa: B027  (most kinds do a job in one go)
+    def tell(self, job: ChildJob, step: int) -> None:  # noqa: B027  (most kinds do a job in one go)
         """Tell the process that a step of a job is ready for it."""
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: ChildJob) -> None:
         """Give a job up; unless a kind can do better, that ends the process."""
         self.kill("its job was given up", SaveError)
 
@@ -340,7 +294,7 @@ class SupervisedChild(ABC):
         fd = self._news_fd()
         wait_readable([fd] if fd >= 0 else [], timeout_s, self._sentinel)
 
-    def _silent_s(self, job: Job) -> float:
+    def _silent_s(self, job: ChildJob) -> float:
         return time.monotonic() - max(0.0 if self.status is None else self.status.stamp_s, job.submitted_s)
 
     def _check_deadlines(self) -> None:
@@ -404,10 +358,10 @@ class SupervisedChild(ABC):
                 self._process.kill()
                 self._end(lambda job: SaveError(f"{job.what}: {self.title} was closed"))
 
-    def _death(self, job: Job) -> CheckpointError:
+    def _death(self, job: ChildJob) -> CheckpointError:
         return WriterDiedError(f"{job.what}: {self.title} {self._end_text()}")
 
-    def _end(self, error: Callable[[Job], CheckpointError]) -> None:
+    def _end(self, error: Callable[[ChildJob], CheckpointError]) -> None:
         """The process is dead or as good as dead: reap it, fail its jobs, release what belongs to it."""
         self.dead = True
         self._has_ended(_REAP_DEADLINE_S)
@@ -415,7 +369,7 @@ class SupervisedChild(ABC):
         self._fail_jobs(error)
         self._close_descriptors()
 
-    def _fail_jobs(self, error: Callable[[Job], CheckpointError]) -> None:
+    def _fail_jobs(self, error: Callable[[ChildJob], CheckpointError]) -> None:
         for job in self._jobs.values():
             job.error = error(job)
             job.done = True
@@ -506,8 +460,8 @@ def fork_call(
     expendable: bool = False,
     deadline_s: float | None = None,
     cpu_priority: int | None = None,
-    on_submit: Callable[[Job], None] | None = None,
-) -> Job:
+    on_submit: Callable[[ChildJob], None] | None = None,
+) -> ChildJob:
     """Fork, and return when the child has begun; `fn` runs on the memory as it is now. `on_submit` gets the job before
     that, for a caller that is interrupted. An expendable child ends with this process, and has no children.
     """
@@ -519,8 +473,8 @@ def fork_writer(
     fn: Callable[[], Any],
     what: str,
     deadline_s: float | None = None,
-    on_submit: Callable[[Job], None] | None = None,
-) -> Job:
+    on_submit: Callable[[ChildJob], None] | None = None,
+) -> ChildJob:
     """As `fork_call`, for writing of our own, which gives way to training and ends with the trainer. It must not use
     torch.distributed, CUDA or threads started before.
     """
@@ -590,9 +544,9 @@ class _ForkedChild(SupervisedChild):
                 )
             raise SaveError(f"{what}: {len(_START_DEADLINES_S)} processes were forked, and none has started")
 
-    def submit(self, what: str, deadline_s: float | None, on_submit: Callable[[Job], None] | None) -> Job:
+    def submit(self, what: str, deadline_s: float | None, on_submit: Callable[[ChildJob], None] | None) -> ChildJob:
         """Let the child begin. A child that has ended already has a job that says how."""
-        job = self._jobs[_ONLY_JOB] = Job(self, what, _ONLY_JOB, deadline_s)
+        job = self._jobs[_ONLY_JOB] = ChildJob(self, what, _ONLY_JOB, deadline_s)
         try:
             if on_submit is not None:
                 on_submit(job)
@@ -758,7 +712,7 @@ class CallWorker:
         *,
         preload_fn: Callable[[], Any] | None = None,
         what: str,
-    ) -> Job:
+    ) -> ChildJob:
         """Dispatch a picklable call; returns at once, or with `preload_fn` when that has run in the worker: it takes
         the snapshot, and makes the second argument.
         """
@@ -817,9 +771,9 @@ class _WorkerChild(SupervisedChild):
         # This process may exit without having closed the queue; multiprocessing would then wait for the worker.
         self._finalizer = mp_util.Finalize(self, _kill_process, (process,), exitpriority=_BEFORE_JOINING)
 
-    def submit(self, call: bytes, what: str) -> Job:
+    def submit(self, call: bytes, what: str) -> ChildJob:
         number = next(self._numbers)
-        job = self._jobs[number] = Job(self, what, number)
+        job = self._jobs[number] = ChildJob(self, what, number)
         with contextlib.suppress(OSError):  # its death is noticed when the outcome is asked for
             self._connection.send_bytes(pickle.dumps((number, call)))
         return job

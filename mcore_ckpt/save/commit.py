@@ -1,15 +1,27 @@
-"""What `.metadata` of a save holds, from its plan and results, and the way back: the plan from a loaded index. Then
-what a save took (phases, bytes, the slowest file), for a log line and a trace.
+"""The end of a save of all ranks: results equal the plan; metadata.json, common state, then `.metadata`.
+
+    results    every rank waits for its files, and compares what was written with its plan
+    gather     the coordinator gets the results of all, or every rank raises the same error
+    describe   the coordinator makes `.metadata` of plan and results (`metadata_of_save`)
+    publish    the coordinator puts that in force; what it replaces is removed
+
+A save that fails leaves nothing: each rank removes its files when all know that nothing was published. What a save took
+(phases, bytes, the slowest file) is a line in the log, and a trace.
 """
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import json
+import os
+import platform
+import time
+import weakref
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -17,234 +29,123 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from mcore_ckpt.core.console import line_level, logger_of, show_aside
-from mcore_ckpt.core.errors import PlanError
+from mcore_ckpt.core.errors import Outcome, PlanError, SaveError
 from mcore_ckpt.core.fingerprints import products
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, PackedTensors
-from mcore_ckpt.format.integrity import (
-    NO_FINGERPRINT,
-    DataFileName,
-    Manifest,
-    ManifestFile,
-    data_file_name,
-    data_file_of,
-    id_in_names,
-    with_id,
+from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.core.process import interruptible, together
+from mcore_ckpt.core.ranks import RankGroup, interrupts_wait_for_others, reached_every_rank
+from mcore_ckpt.directory.commit import note_name
+from mcore_ckpt.directory.in_force import is_in_force
+from mcore_ckpt.directory.publish import (
+    Target,
+    check_files,
+    common_file_of_save,
+    discard,
+    give_back,
+    open_target,
+    publish,
 )
+from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry
+from mcore_ckpt.format.integrity import NO_FINGERPRINT, Manifest, ManifestFile, id_in_names, shown_id, with_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.metadata_write import ChunkFactors, MetadataEncoder
-from mcore_ckpt.save.buckets import GlobalPlan, LocalPlan, SavedPlan, WrittenFile
-from mcore_ckpt.state.torch_classes import plans_of_index, to_dcp_metadata
-
-
-def metadata_of_save(
-    plan: GlobalPlan,
-    encoder: MetadataEncoder,
-    objects: Sequence[tuple[ObjectEntry, ...]],
-    files: Sequence[tuple[WrittenFile, ...]],
-    *,
-    save_id: bytes,
-    storage_meta: dict[str, Any],
-    common: ManifestFile | None = None,
-) -> tuple[bytes, Manifest | None]:
-    """The content of `.metadata`, and its manifest. Raises `PlanError` if two ranks have written objects of one key.
-
-    `objects` are index entries of each rank's objects, file by file; `files` each rank's files, in the order of its
-    plan. Where one has no footer, `.metadata` has no manifest.
-    """
-    entries: dict[str, ObjectEntry] = {}
-    for rank, of_rank in enumerate(objects):
-        for entry in of_rank:
-            if entry.fqn in entries:
-                raise PlanError(f"{entry.fqn}: rank {rank} writes an object that another rank has written, too")
-            entries[entry.fqn] = entry
-    written = list(chain.from_iterable(files))
-    manifest = _manifest(save_id, written, encoder, common) if all(f.has_footer for f in written) else None
-    content = encoder.encode(
-        entries,
-        files={name: with_id(name, save_id) for name, _ in plan.files},
-        storage_meta=storage_meta,
-        manifest=manifest,
-    )
-    return content, manifest
-
-
-def _manifest(
-    save_id: bytes, files: Sequence[WrittenFile], encoder: MetadataEncoder, common: ManifestFile | None
-) -> Manifest:
-    """The manifest of a save."""
-    order = encoder.order  # the number of each tensor item among those of all files
-    crcs = list(chain.from_iterable(file.crcs for file in files))
-    firsts = list(accumulate((len(file.crcs) for file in files), initial=0))
-    cumulative: dict[int, array[int]] = {}
-    for first, file in zip(firsts, files, strict=False):
-        at = 0
-        for number, count in zip(file.long_payloads, file.inner_blocks, strict=True):
-            cumulative[first + number] = file.blocks[at : at + count]
-            at += count
-    summed = [(n, cumulative[number]) for n, number in enumerate(order) if number in cumulative] if cumulative else []
-    listed = {file.name: ManifestFile(file.size_bytes, file.table_crc32, save_id) for file in files}
-    if common is not None:
-        listed[COMMON_FILE] = common
-    ordered = array("I", [crcs[number] for number in order])
-    ordered.extend(chain.from_iterable(file.object_crcs for file in files))
-    return Manifest(
-        save_id,
-        dict(sorted(listed.items())),
-        ordered,
-        array("Q", [n for n, _ in summed]),
-        array("I", [len(sums) for _, sums in summed]),
-        array("I", chain.from_iterable(sums for _, sums in summed)),
-        fingerprints=None if encoder.factors is None else _fingerprints(encoder.factors, order, crcs, files, firsts),
-    )
-
-
-def _fingerprints(
-    factors: ChunkFactors,
-    order: Sequence[int],
-    crcs: Sequence[int],
-    files: Sequence[WrittenFile],
-    firsts: Sequence[int],
-) -> array[int]:
-    """The fingerprint of each tensor; -1 of those without. `firsts`: number of the first item of each file."""
-    if not factors.firsts:
-        return array("q")
-    ordered = np.array(crcs, np.uint32)[np.array(order)]
-    multipliers = np.array(factors.factors, np.uint32)
-    counts = products(ordered, multipliers)
-    unknown = set(factors.without)
-    if not multipliers.all():
-        parts = {first + n: part for first, file in zip(firsts, files, strict=False) for n, part in file.parts}
-        for chunk in np.flatnonzero(multipliers == 0).tolist():
-            part = parts.get(order[chunk])
-            counts[chunk] = part or 0
-            if part is None:  # a rank saves without fingerprints, or a third-party callback has written it
-                unknown.add(bisect_right(factors.firsts, chunk) - 1)
-    sums = np.bitwise_xor.reduceat(counts, np.array(factors.firsts)).astype(np.int64)
-    sums[sorted(unknown)] = NO_FINGERPRINT
-    return array("q", sums.tobytes())
-
-
-class LoadedCheckpoint:
-    """What a load has found, for the first save of the same job.
-
-    It has the attributes of DCP's `Metadata`, and every rank's plan as `all_local_plans`, made when one of them is
-    asked for: Megatron hands on such an object from the strategy of a load to that of a save.
-
-    Args:
-        name: of the checkpoint's directory.
-        index: of the checkpoint.
-    """
-
-    def __init__(self, name: str, index: CheckpointIndex) -> None:
-        self.name = name
-        self.index = index
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name == "all_local_plans":
-            self.all_local_plans = plans_of_index(self.index)
-            return self.all_local_plans
-        if name == "_metadata":
-            self._metadata = to_dcp_metadata(self.index)
-            return self._metadata
-        return getattr(self._metadata, name)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedLayout:
-    """What an index says of the layout."""
-
-    plan_id: bytes  # the same on all ranks that have read the same index
-    files: Mapping[DataFileName, int]  # length in bytes of each, rank after rank in the order of their numbers
-    tensors: PackedTensors
-    item_files: np.ndarray[tuple[int], np.dtype[np.int64]]  # of each item, which of `files`
-
-    @classmethod
-    def of(cls, index: CheckpointIndex) -> SavedLayout | None:
-        """That of a checkpoint; None if its index does not tell all of it, as those of other writers."""
-        tensors, manifest = index.tensors, index.manifest
-        if manifest is None or not isinstance(tensors, PackedTensors) or index.mcore_data:
-            return None
-        sizes: dict[DataFileName, int] = {}
-        for name, file in manifest.files.items():
-            told = data_file_of(name)
-            if told is not None and told.save == id_in_names(manifest.save_id):
-                sizes[told] = file.size_bytes
-            elif name != COMMON_FILE:
-                return None
-        files = {told: sizes[told] for told in sorted(sizes, key=lambda told: told[:2])}
-        numbers: dict[DataFileName | None, int] = {told: number for number, told in enumerate(files)}
-        places = tensors.places
-        of_file = np.array([numbers.get(data_file_of(name), -1) for name in places.files], dtype=np.int64)
-        item_files = of_file[np.frombuffer(places.file_numbers, dtype=np.uint32)]
-        if (item_files < 0).any():
-            return None
-        plan_id = hashlib.blake2b(manifest.save_id, digest_size=16, salt=b"saved layout")
-        plan_id.update(f"{len(tensors)} {len(places.lengths)} {sum(places.lengths)}".encode())
-        return cls(plan_id.digest(), files, tensors, item_files)
-
-    @property
-    def ranks(self) -> int:
-        """So many have saved it, at least."""
-        return 1 + max((told.rank for told in self.files), default=-1)
-
-    def is_laid_out(self, plan: LocalPlan, rank: int) -> bool:
-        """Whether the files of a rank, and the items in them, lie as its plan says."""
-        own = [number for number, told in enumerate(self.files) if told.rank == rank]
-        found = [(_plain(told), size) for told, size in self.files.items() if told.rank == rank]
-        if found != list(zip(plan.files, plan.file_bytes, strict=True)):
-            return False
-        if not own:
-            return not plan.keys
-        items = np.flatnonzero((self.item_files >= own[0]) & (self.item_files <= own[-1]))
-        places, firsts = self.tensors.places, np.array(self.tensors.firsts, dtype=np.int64)
-        starts, lengths = (np.frombuffer(column, dtype=np.int64) for column in (places.offsets, places.lengths))
-        items = items[np.lexsort((starts[items], self.item_files[items]))]
-        if not (
-            np.array_equal(self.item_files[items] - own[0], plan.file_codes)
-            and np.array_equal(np.stack((starts[items], lengths[items]), axis=1).reshape(-1), plan.places)
-        ):
-            return False
-        rows = np.searchsorted(firsts, items, side="right") - 1
-        forms = [self.tensors.forms[row] for row in rows.tolist()]
-        if [self.tensors.names[row] for row in rows.tolist()] != plan.keys:
-            return False
-        if [form.dtype for form in forms] != [plan.dtypes[code] for code in plan.dtype_codes]:
-            return False
-        if [len(form.shape) for form in forms] != plan.ndims.tolist():
-            return False
-        boxes: dict[tuple[int, int], bytes] = {}  # many tensors have them in common
-        found_boxes = []
-        for form, chunk in zip(forms, (items - firsts[rows]).tolist(), strict=True):
-            box = boxes.get((id(form), chunk))
-            if box is None:
-                box = array("q", (*form.shape, *form.offsets[chunk], *form.sizes[chunk])).tobytes()
-                boxes[id(form), chunk] = box
-            found_boxes.append(box)
-        return b"".join(found_boxes) == plan.boxes.tobytes()
-
-    def plan(self) -> SavedPlan:
-        """The plan of all ranks."""
-        places = self.tensors.places
-        order = np.lexsort((np.frombuffer(places.offsets, dtype=np.int64), self.item_files))
-        numbers = np.empty(len(order), dtype=np.uint32)
-        numbers[order] = np.arange(len(order), dtype=np.uint32)
-        told_of = [data_file_of(name) for name in places.files]
-        files = [name if told is None else _plain(told) for name, told in zip(places.files, told_of, strict=True)]
-        return SavedPlan(
-            (),
-            tuple(sorted((_plain(told), size) for told, size in self.files.items())),
-            tensors=PackedTensors(self.tensors.names, self.tensors.forms, places._replace(files=files)),
-            order=array("I", numbers.tobytes()),
-        )
-
-
-def _plain(told: DataFileName) -> str:
-    return data_file_name(told.rank, told.number, told.prefix)
-
+from mcore_ckpt.save.buckets import GlobalPlan, PlannedFile, WrittenFile, check_results
+from mcore_ckpt.save.plan_check import ReplicaDigest, ReplicaSums
+from mcore_ckpt.save.planner import SavePlan, SaveRequest
+from mcore_ckpt.save.writer import Job, JobResult
+from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of(__name__)
+_SHOWN: Final = 10
+
+
+class SaveDirectory:
+    """The directory of one save, as one rank sees it: locked and opened, then published or abandoned. `target`: on the
+    coordinator, once it is open, what was found in it.
+    """
+
+    def __init__(self, path: Path, options: SaveOptions) -> None:
+        self.path = path.absolute()
+        if options.drain_to is not None:
+            from mcore_ckpt.save.upkeep import check_second_tier
+
+            check_second_tier(self.path, options)
+        self.storage = storage_at(self.path).within(options.write_deadline_s)
+        self.target: Target | None = None
+        self.places: list[str] = []
+        self._options = options
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the ranks write to several places, each a directory of this path on a disk of its own node."""
+        return len(set(self.places)) > 1
+
+    def meet(self, group: RankGroup, save_id: bytes) -> None:
+        """All ranks, of a save that has a second tier: find out who writes to one place. The coordinator has locked its
+        own; in each other one the first rank does. Raises `SaveError` on all ranks.
+        """
+
+        def look() -> str:
+            self.storage.ensure()
+            own = self.storage.exists(note_name(id_in_names(save_id)))
+            return "" if own else f"{platform.node()} {self.storage.location}"
+
+        self.places = group.run("look for the coordinator's lock", look, wrap=SaveError)
+        if self.is_divided:
+            group.run("lock the directories of all nodes", partial(self._lock_own, group.rank), wrap=SaveError)
+
+    def _lock_own(self, rank: int) -> None:
+        if self.places[rank] and self.places.index(self.places[rank]) == rank:
+            self.target = open_target(self.storage, self._options)
+
+    def is_seen_from(self, rank: int, other: int) -> bool:
+        """Whether two ranks write to one place."""
+        return not self.places or self.places[rank] == self.places[other]
+
+    def note(self, save_id: bytes, files: Sequence[WrittenFile], rank: int) -> None:
+        """Where this place publishes these files: leave word of what is to be copied to the second tier."""
+        if self._options.drain_to is not None:
+            from mcore_ckpt.save.upkeep import note_drain
+
+            names = [file.name for file in files] if self.is_divided else None
+            note_drain(self.path, self._options, save_id, names, commits=rank == 0)
+
+    def published(self) -> None:
+        """The rank that has published here asks for what the options say is to be done then. Raises nothing."""
+        options = self._options
+        if self.target is not None and (options.keep_last is not None or options.drain_to is not None):
+            from mcore_ckpt.save.upkeep import checkpoint_published
+
+            checkpoint_published(self.path, options)
+
+    def open(self) -> bytes:
+        """Coordinator: lock the directory; returns the save's id. Raises where another save holds it."""
+        self.target = open_target(self.storage, self._options)
+        return self.target.save_id
+
+    def common_file(self, *, has_common_state: bool) -> ManifestFile | None:
+        """Coordinator: the file that holds the common state of this save; None if an object does, or nothing."""
+        assert self.target is not None
+        return common_file_of_save(self.storage, self.target, has_common_state=has_common_state)
+
+    def check(self, files: Sequence[WrittenFile]) -> None:
+        """Coordinator: raise `SaveError` unless these files are there, and the directory is this save's if not."""
+        assert self.target is not None
+        planned = sorted((file.name, file.size_bytes) for file in files)
+        check_files(self.storage, planned, missing=self.target.commit.check)
+
+    def publish(self, metadata: bytes, files: Sequence[WrittenFile], *, has_common_state: bool) -> None:
+        """Coordinator: make the new checkpoint the one that the directory holds."""
+        assert self.target is not None
+        names = [file.name for file in files]  # of another id than the commit's, on the other nodes
+        publish(self.storage, self.target, metadata, has_common_state=has_common_state, needed=names)
+
+    def abandon(self) -> None:
+        """Put the directory back as it was before; the files of the save have been removed."""
+        if self.target is None:
+            give_back(self.storage)
+        else:
+            self.target.commit.give_up()
 
 
 # A trace may go to another file system than the checkpoint, which may hang; it is then written when that answers.
@@ -375,3 +276,421 @@ def write_trace(path: Path, save: str, rank: int, spans: Sequence[Span], files: 
             _logger.warning("%s: the trace of a save cannot be written: %s", path, error)
 
     show_aside(write, patience_s=_TRACE_PATIENCE_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What one rank tells the coordinator after its writing: index entries of its objects, its files, seconds."""
+
+    objects: tuple[ObjectEntry, ...]
+    files: tuple[WrittenFile, ...]
+    phases_s: dict[str, float]
+    took: Took
+    replicas: ReplicaDigest | None = None  # of those that it does not write, where they are to be compared
+
+    def reports(self, rank: int) -> tuple[FileReport, ...]:
+        """What its files took."""
+        return tuple(FileReport(rank, file.name, file.size_bytes, file.write_s, file.fsync_s) for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """What one rank has under way for a save, and what that is to come to."""
+
+    job: Job
+    files: Sequence[PlannedFile]
+    objects: tuple[ObjectEntry, ...]  # index entries
+    spans: Sequence[Span]  # phases that are over
+    replicas: Outcome[ReplicaSums | None]  # sums of those that this rank holds and does not save, if they are compared
+    interrupted: BaseException | None = None  # see `SaveTransaction`
+
+
+class SaveTransaction:
+    """A save that has been begun; every rank commits it, or gives it up.
+
+    As the function of an async request it only waits: a queue of ours watches its job, and Megatron's own queue calls
+    it, in the trainer or in a forked or spawned process, until the writing has ended, well or not. The commit tells
+    which, on all ranks.
+
+    Attributes:
+        job: this rank's writing.
+        what: the save in words for messages: its directory.
+        skipped: it is left out (`when_busy="skip"`): nothing to wait for, nothing to commit; the same on all ranks.
+        on_failure: what to do if this save fails. The same on all ranks.
+        interrupted: what has interrupted this rank (Ctrl-C, an exit) while the save began, if that waits to be raised
+            until all ranks are notified of it.
+        bar_bytes: what a progress bar takes for 100 % while a caller waits; 0 shows none.
+        waited_s: seconds that this rank's training has waited since the save began, for it and for other ranks' parts.
+    """
+
+    def __init__(
+        self,
+        request: SaveRequest,
+        group: RankGroup,
+        directory: SaveDirectory,
+        plan: SavePlan | None = None,
+        writing: Writing | None = None,
+    ) -> None:
+        self.plan = plan
+        self.what = str(directory.path)
+        self.skipped = plan is None
+        self.on_failure = request.options.on_failure
+        self.bar_bytes = 0
+        self.waited_s = 0.0
+        if writing is None:
+            writing = Writing(Job(self.what), (), (), (), Outcome())
+        self.job = writing.job
+        self.interrupted = writing.interrupted
+        self._files, self._objects, self._replicas = writing.files, writing.objects, writing.replicas
+        self._spans = list(writing.spans)
+        self._options = request.options
+        self._group = group
+        self._directory = directory
+        self._is_async = request.is_async and request.bucket_writer is None
+        self._pid = os.getpid()
+        self._committer: weakref.ref[object] | None = None
+        self._commits = False
+        self._publishes = False
+        if plan is not None:
+            # One bar on a terminal is enough: the coordinator's.
+            self.bar_bytes = plan.layout.file_bytes if group.is_coordinator else 0
+            _begun.add(self)
+
+    @property
+    def directory(self) -> Path:
+        """Of the checkpoint."""
+        return self._directory.path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for the writing, in this process or in a fork of it."""
+        if os.getpid() == self._pid:
+            asked = time.monotonic()
+            self.job.wait()
+            self.waited_s += time.monotonic() - asked
+        else:
+            self.job.watch()()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a process that it is sent to, it is what waits for its job."""
+        return _same, (self.job.watch(),)
+
+    def is_committed_by(self, committer: object) -> None:
+        """When this object is gone, the save cannot be committed any more: it is given up when the next one begins."""
+        self._committer = weakref.ref(committer)
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether nobody can commit it any more: its request was lost before it came into a queue."""
+        return self._committer is not None and self._committer() is None
+
+    def commit(self) -> SaveReport:
+        """Wait for this rank's writing, then publish the checkpoint; on every rank, or (with the same `SaveError`) on
+        none. Reports what it took: on the coordinator of all ranks, elsewhere of this rank.
+        """
+        if self.plan is None:
+            raise SaveError(f"{self.what}: the save was skipped, the one before was still being written")
+        self._commits = True
+        _begun.discard(self)
+        with interrupts_wait_for_others():
+            return self._commit(self.plan)
+
+    def _commit(self, plan: SavePlan) -> SaveReport:
+        started = time.monotonic()
+        group, directory = self._group, self._directory
+        try:
+            mine = Outcome.of(interruptible()(partial(self._finished, plan)))
+            gathered = group.run_gather("write the data files", mine.value, wrap=SaveError)
+            waited = time.monotonic()
+            self._spans.append(Span("gather", started, waited))
+            self._publishes = True
+            described = self._publish_on_other_nodes(plan, gathered) if directory.is_divided else None
+            publish = partial(self._publish, plan, gathered, described)
+            are_equal = group.run_on_coordinator("publish the checkpoint", publish, wrap=SaveError)
+        except BaseException as error:
+            # Only when every rank knows that nothing was published may files go; a lost contact says nothing.
+            if group.size == 1 or reached_every_rank(error):
+                self._abandon(plan)
+            directory.abandon()
+            if self.interrupted is not None:
+                raise self.interrupted from error
+            raise
+        self._spans.append(Span("commit", waited, time.monotonic()))
+        if not are_equal:
+            self._warn_of_replicas(plan, gathered)
+        report = self._report(mine.value(), gathered)
+        self._tell(report, mine.value())
+        return report
+
+    def _finished(self, plan: SavePlan) -> Written:
+        """Wait for this rank's files, and compare what was written with the plan."""
+        result: JobResult = self.job.result()
+        check_results(self._files, result.files)
+        if self._is_async:
+            self._spans.append(Span("writer", result.started_s, result.finished_s))
+        if plan.planned is not None:
+            plan.planned.encoder = plan.planned.encoder or result.encoder
+        phases_s = {span.name: span.seconds for span in self._spans}
+        began = self._spans[0].start_s
+        call_s = sum(span.seconds for span in self._spans if span.name != "writer")
+        took = Took(call_s + self.waited_s, result.finished_s - began, result.finished_s - result.started_s)
+        sums = self._replicas.value()
+        return Written(self._objects, result.files, phases_s, took, None if sums is None else sums.digest())
+
+    def _publish(self, plan: SavePlan, gathered: list[Written] | None, described: _Described | None) -> bool:
+        """Coordinator: whether replicas are equal, as far as their digests tell. After an error the note is gone before
+        any rank removes its files, unless it may yet be published.
+        """
+        assert gathered is not None
+        directory, seen = self._directory, self._files_of_place(gathered)
+        try:
+            describe, check = partial(self._describe, plan, gathered), partial(directory.check, seen)
+            if described is None:
+                made, _ = together(directory.storage.asks_at_once, describe, check)
+            else:
+                check()
+                made = described
+            directory.note(plan.save_id, seen, self._group.rank)
+            directory.publish(made.content, seen, has_common_state=made.has_common_state)
+            return made.are_equal
+        except BaseException:
+            directory.abandon()
+            raise
+
+    def _files_of_place(self, gathered: Sequence[Written]) -> list[WrittenFile]:
+        """Files of the ranks that write where this one does."""
+        ranks = [rank for rank in range(len(gathered)) if self._directory.is_seen_from(self._group.rank, rank)]
+        return [file for rank in ranks for file in gathered[rank].files]
+
+    def _publish_on_other_nodes(self, plan: SavePlan, gathered: list[Written] | None) -> _Described:
+        """All ranks: before the coordinator publishes, whose place counts."""
+
+        def describe() -> tuple[_Described, list[Written]]:
+            assert gathered is not None
+            return self._describe(plan, gathered), gathered
+
+        described, written = self._group.run_on_coordinator("describe the checkpoint", describe, wrap=SaveError)
+
+        def publish_own() -> None:
+            if self._directory.target is not None and not self._group.is_coordinator:
+                seen = self._files_of_place(written)
+                self._directory.check(seen)
+                self._directory.note(plan.save_id, seen, self._group.rank)
+                self._directory.publish(described.content, seen, has_common_state=described.has_common_state)
+
+        self._group.run("publish on all nodes", publish_own, wrap=SaveError)
+        return described
+
+    def _describe(self, plan: SavePlan, gathered: list[Written]) -> _Described:
+        """Coordinator: what is to be published, if what was written is what was planned."""
+        planned = plan.planned
+        assert planned is not None
+        done = sorted((file.name, file.size_bytes) for written in gathered for file in written.files)
+        files = sorted((with_id(name, plan.save_id), size_bytes) for name, size_bytes in planned.plan.files)
+        if files != done:
+            raise SaveError(f"{self.what}: the files planned are {files}, the files written {done}")
+        objects = [written.objects for written in gathered]
+        common = any(entry.fqn == COMMON_STATE_KEY for of_rank in objects for entry in of_rank)
+        planned.encoder = planned.encoder or planned.plan.encoder()
+        content = metadata_of_save(
+            planned.plan,
+            planned.encoder,
+            objects,
+            [written.files for written in gathered],
+            save_id=plan.save_id,
+            storage_meta={"checkpoint_id": self.what, "save_id": shown_id(plan.save_id)},
+            common=self._directory.common_file(has_common_state=common),
+        )
+        digests = [written.replicas for written in gathered if written.replicas is not None]
+        are_equal = True
+        if digests and all(file.has_footer for written in gathered for file in written.files):
+            sampled_in = plan.save_id if self._options.compare_replicas == "sample" else None
+            digest = functools.reduce(ReplicaDigest.added, digests)
+            are_equal = planned.replicas.are_equal(_crcs_of(gathered), digest, sampled_in)
+        return _Described(content, common, are_equal)
+
+    def _warn_of_replicas(self, plan: SavePlan, gathered: list[Written] | None) -> None:
+        """All ranks, of a save whose digests do not tell that all replicas are equal: name those that differ."""
+        sums = self._group.run_gather("compare the replicas", self._replicas.value, wrap=SaveError)
+        if sums is None or gathered is None or plan.planned is None:
+            return
+        found = plan.planned.replicas.diverged(_crcs_of(gathered), [each or ReplicaSums.none() for each in sums])
+        if found:
+            more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            _logger.warning(
+                "%s: %d slices differ between replicas that should be equal: %s%s. Ranks train different models: "
+                "resume from a checkpoint in which they were equal",
+                self.what,
+                len(found),
+                "; ".join(map(str, found[:_SHOWN])),
+                more,
+            )
+
+    def abort(self) -> None:
+        """Stop writing, and remove what was written. Called on every rank, and harmless on one that is done; no place
+        for collectives. Once `commit` has begun, only that knows whether the files may go: a callback that fails after
+        it, or contact lost in the midst of it, must not take a published checkpoint apart.
+        """
+        self.job.abort()
+        if self._pid != os.getpid() or self.plan is None:
+            return  # (forked from the trainer, whose save it is)
+        _begun.discard(self)
+        if not self._commits:
+            self._commits = True
+            self._abandon(self.plan)
+
+    def _abandon(self, plan: SavePlan) -> None:
+        """Remove what this rank wrote of a save that has failed."""
+        storage, save_id = self._directory.storage, plan.save_id
+        # As long as the note is there, it may come into force. In this order: what is decided in between is then.
+        if self._publishes and storage.exists(note_name(id_in_names(save_id))):
+            _logger.warning("%s: not published, but it may be yet: its files stay", self.what)
+        elif self._publishes and is_in_force(storage, save_id):
+            _logger.warning("%s: the save was interrupted, but the checkpoint is published", self.what)
+        else:
+            discard(storage, [file.name for file in self._files])
+            self._directory.abandon()
+
+    def _report(self, mine: Written, gathered: list[Written] | None) -> SaveReport:
+        """On the coordinator of all ranks, the slowest rank's phases; elsewhere of this rank alone."""
+        phases_s = {span.name: span.seconds for span in self._spans}
+        files, took = mine.reports(self._group.rank), mine.took
+        if gathered is not None:
+            for written in gathered:
+                took = took.slower(written.took)
+                for name, seconds in written.phases_s.items():
+                    phases_s[name] = max(phases_s.get(name, 0.0), seconds)
+            files = tuple(file for rank, written in enumerate(gathered) for file in written.reports(rank))
+        took = replace(took, waited_s=took.waited_s + phases_s["gather"] + phases_s["commit"])
+        return SaveReport(self.what, took, time.monotonic() - self._spans[0].start_s, phases_s, files)
+
+    def _tell(self, report: SaveReport, mine: Written) -> None:
+        """Write the trace, log a line, have done what comes after a save."""
+        rank = self._group.rank
+        if self._options.trace_path is not None:
+            write_trace(Path(self._options.trace_path), self.what, rank, self._spans, mine.reports(rank))
+        if self._group.is_coordinator:
+            _logger.log(report.log_level, "%s", report)
+        self._directory.published()
+
+
+class _Described(NamedTuple):
+    """What the coordinator publishes."""
+
+    content: bytes  # of `.metadata`
+    has_common_state: bool  # as an object
+    are_equal: bool  # replicas, as far as their digests tell
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _crcs_of(gathered: Sequence[Written]) -> list[int]:
+    """Of all items, in the order of the plan."""
+    return [crc for written in gathered for file in written.files for crc in file.crcs]
+
+
+# Saves that have been begun, and neither committed nor given up: as long as the writing may continue, the directory is
+# locked, even if the caller has lost the save.
+_begun: set[SaveTransaction] = set()
+
+
+def saves_in_progress(directory: Path | None = None) -> frozenset[SaveTransaction]:
+    """The saves of this process, into a directory or any, that have been begun and neither committed nor given up."""
+    own = [save for save in tuple(_begun) if save._pid == os.getpid()]  # noqa: SLF001  (not those of a trainer that forked this)
+    return frozenset(save for save in own if directory is None or save.directory == directory.absolute())
+
+
+def give_up_forgotten_saves() -> None:
+    """A save whose request was lost before it came into a queue (an exception, a Ctrl-C) is in the way of the next."""
+    for save in saves_in_progress():
+        if save.is_forgotten:
+            _logger.warning("%s: this save cannot be committed any more; it is given up", save.what)
+            save.abort()
+
+
+def metadata_of_save(
+    plan: GlobalPlan,
+    encoder: MetadataEncoder,
+    objects: Sequence[tuple[ObjectEntry, ...]],
+    files: Sequence[tuple[WrittenFile, ...]],
+    *,
+    save_id: bytes,
+    storage_meta: dict[str, Any],
+    common: ManifestFile | None = None,
+) -> bytes:
+    """The content of `.metadata`. Raises `PlanError` if two ranks have written objects of one key.
+
+    `objects` are index entries of each rank's objects, file by file; `files` each rank's files, in the order of its
+    plan. Where one has no footer, `.metadata` has no manifest.
+    """
+    entries: dict[str, ObjectEntry] = {}
+    for rank, of_rank in enumerate(objects):
+        for entry in of_rank:
+            if entry.fqn in entries:
+                raise PlanError(f"{entry.fqn}: rank {rank} writes an object that another rank has written, too")
+            entries[entry.fqn] = entry
+    written = list(chain.from_iterable(files))
+    manifest = _manifest(save_id, written, encoder, common) if all(f.has_footer for f in written) else None
+    return encoder.encode(
+        entries,
+        files={name: with_id(name, save_id) for name, _ in plan.files},
+        storage_meta=storage_meta,
+        manifest=manifest,
+    )
+
+
+def _manifest(
+    save_id: bytes, files: Sequence[WrittenFile], encoder: MetadataEncoder, common: ManifestFile | None
+) -> Manifest:
+    """The manifest of a save."""
+    order = encoder.order  # the number of each tensor item among those of all files
+    crcs = list(chain.from_iterable(file.crcs for file in files))
+    firsts = list(accumulate((len(file.crcs) for file in files), initial=0))
+    cumulative: dict[int, array[int]] = {}
+    for first, file in zip(firsts, files, strict=False):
+        at = 0
+        for number, count in zip(file.long_payloads, file.inner_blocks, strict=True):
+            cumulative[first + number] = file.blocks[at : at + count]
+            at += count
+    summed = [(n, cumulative[number]) for n, number in enumerate(order) if number in cumulative] if cumulative else []
+    listed = {file.name: ManifestFile(file.size_bytes, file.table_crc32, save_id) for file in files}
+    if common is not None:
+        listed[COMMON_FILE] = common
+    ordered = array("I", [crcs[number] for number in order])
+    ordered.extend(chain.from_iterable(file.object_crcs for file in files))
+    return Manifest(
+        save_id,
+        dict(sorted(listed.items())),
+        ordered,
+        array("Q", [n for n, _ in summed]),
+        array("I", [len(sums) for _, sums in summed]),
+        array("I", chain.from_iterable(sums for _, sums in summed)),
+        fingerprints=None if encoder.factors is None else _fingerprints(encoder.factors, order, crcs, files, firsts),
+    )
+
+
+def _fingerprints(
+    factors: ChunkFactors,
+    order: Sequence[int],
+    crcs: Sequence[int],
+    files: Sequence[WrittenFile],
+    firsts: Sequence[int],
+) -> array[int]:
+    """The fingerprint of each tensor; -1 of those without. `firsts`: number of the first item of each file."""
+    if not factors.firsts:
+        return array("q")
+    ordered = np.array(crcs, np.uint32)[np.array(order)]
+    multipliers = np.array(factors.factors, np.uint32)
+    counts = products(ordered, multipliers)
+    unknown = set(factors.without)
+    if not multipliers.all():
+        parts = {first + n: part for first, file in zip(firsts, files, strict=False) for n, part in file.parts}
+        for chunk in np.flatnonzero(multipliers == 0).tolist():
+            part = parts.get(order[chunk])
+            counts[chunk] = part or 0
+            if part is None:  # a rank saves without fingerprints, or a third-party callback has written it
+                unknown.add(bisect_right(factors.firsts, chunk) - 1)
+    sums = np.bitwise_xor.reduceat(counts, np.array(factors.firsts)).astype(np.int64)
+    sums[sorted(unknown)] = NO_FINGERPRINT
+    return array("q", sums.tobytes())

@@ -14,29 +14,42 @@ so no rank waits in another exchange than the others. What has moved from one ra
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import math
 import pickle
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 
-from mcore_ckpt.core.errors import OptionError, PlanError, SaveError, attempt, value_of
+from mcore_ckpt.core.errors import OptionError, Outcome, PlanError, SaveError
+from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup
+from mcore_ckpt.format.index import CheckpointIndex, PackedTensors
+from mcore_ckpt.format.integrity import DataFileName, data_file_name, data_file_of, id_in_names
+from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.save.buckets import GlobalPlan, RankLayout, TensorSpec, lay_out_rank
-from mcore_ckpt.save.commit import LoadedCheckpoint, SavedLayout
-from mcore_ckpt.save.plan_check import Accesses, StateHistory, check_accesses, global_plan
+from mcore_ckpt.save.buckets import (
+    GlobalPlan,
+    LocalPlan,
+    RankLayout,
+    SavedPlan,
+    TensorSpec,
+    WriteBucket,
+    WrittenFile,
+    lay_out_rank,
+)
+from mcore_ckpt.save.plan_check import Accesses, ReplicaCheck, check_accesses, global_plan
 from mcore_ckpt.state.shards import StoredForm, main_replicas, stored_form
-from mcore_ckpt.state.torch_classes import check_memory, dtype_name, pointer_of
-
-# What the storage of a subclass holds is not known.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+from mcore_ckpt.state.torch_classes import PLAIN, check_memory, dtype_name, plans_of_index, pointer_of, to_dcp_metadata
 
 # Each question to torch takes a tenth of a microsecond, and there may be tens of thousands of tensors: they are put by
 # loops of the interpreter's, to as many tensors as stay in the processor's cache from one question to the next.
@@ -156,7 +169,7 @@ def _answers(tensors: Sequence[Any]) -> Iterator[list[Any]]:
 
 def _memory(some: Sequence[Any]) -> list[list[Any]]:
     """The answers of tensors, in columns; one that is not read as it lies there has no type, which is no answer."""
-    if all(kind in _PLAIN for kind in map(type, some)):
+    if all(kind in PLAIN for kind in map(type, some)):
         with contextlib.suppress(RuntimeError):  # one has no memory that could be asked for
             types, addresses, contiguous, negated, starts, dtypes, *others = _answers(some)
             in_order = zip(types, contiguous, negated, dtypes, strict=True)
@@ -270,7 +283,7 @@ def _own_data(shard: Any, data: Any) -> torch.Tensor:
             f"{_where(shard)}: expected a dense tensor with data, got one of layout {tensor.layout} on {tensor.device};"
             " convert it before the save"
         )
-    if type(data) in _PLAIN or tensor.is_cpu:
+    if type(data) in PLAIN or tensor.is_cpu:
         check_memory(tensor, partial(_where, shard))
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -296,37 +309,128 @@ def serialize_objects(values: list[Any]) -> io.BytesIO:
     return stream
 
 
-_SHOWN = 5
+class LoadedCheckpoint:
+    """What a load has found, for the first save of the same job.
+
+    It has the attributes of DCP's `Metadata`, and every rank's plan as `all_local_plans`, made when one of them is
+    asked for: Megatron hands on such an object from the strategy of a load to that of a save.
+
+    Args:
+        index: of the checkpoint.
+    """
+
+    def __init__(self, index: CheckpointIndex) -> None:
+        self.index = index
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "all_local_plans":
+            self.all_local_plans = plans_of_index(self.index)
+            return self.all_local_plans
+        if name == "_metadata":
+            self._metadata = to_dcp_metadata(self.index)
+            return self._metadata
+        return getattr(self._metadata, name)
 
 
-@dataclass(slots=True)
-class Planned:
-    """On the coordinator: the checked plan of all ranks, and its encoder once a writer or a commit has made that."""
+@dataclass(frozen=True, slots=True)
+class SavedLayout:
+    """What an index says of the layout."""
 
-    plan: GlobalPlan
-    encoder: MetadataEncoder | None = None
-    held: Sequence[bytes] = ()  # by rank, what it holds of what is to be compared (`held_slices`)
-    history: StateHistory = field(default_factory=StateHistory)
+    plan_id: bytes  # the same on all ranks that have read the same index
+    files: Mapping[DataFileName, int]  # length in bytes of each, rank after rank in the order of their numbers
+    tensors: PackedTensors
+    item_files: np.ndarray[tuple[int], np.dtype[np.int64]]  # of each item, which of `files`
+
+    @classmethod
+    def of(cls, index: CheckpointIndex) -> SavedLayout | None:
+        """That of a checkpoint; None if its index does not tell all of it, as those of other writers."""
+        tensors, manifest = index.tensors, index.manifest
+        if manifest is None or not isinstance(tensors, PackedTensors) or index.mcore_data:
+            return None
+        sizes: dict[DataFileName, int] = {}
+        for name, file in manifest.files.items():
+            told = data_file_of(name)
+            if told is not None and told.save == id_in_names(manifest.save_id):
+                sizes[told] = file.size_bytes
+            elif name != COMMON_FILE:
+                return None
+        files = {told: sizes[told] for told in sorted(sizes, key=lambda told: told[:2])}
+        numbers: dict[DataFileName | None, int] = {told: number for number, told in enumerate(files)}
+        places = tensors.places
+        of_file = np.array([numbers.get(data_file_of(name), -1) for name in places.files], dtype=np.int64)
+        item_files = of_file[np.frombuffer(places.file_numbers, dtype=np.uint32)]
+        if (item_files < 0).any():
+            return None
+        plan_id = hashlib.blake2b(manifest.save_id, digest_size=16, salt=b"saved layout")
+        plan_id.update(f"{len(tensors)} {len(places.lengths)} {sum(places.lengths)}".encode())
+        return cls(plan_id.digest(), files, tensors, item_files)
 
     @property
-    def unencoded(self) -> GlobalPlan | None:
-        """What a writer has to make the encoder from; None if there is one."""
-        return self.plan if self.encoder is None else None
+    def ranks(self) -> int:
+        """So many have saved it, at least."""
+        return 1 + max((told.rank for told in self.files), default=-1)
+
+    def is_laid_out(self, plan: LocalPlan, rank: int) -> bool:
+        """Whether the files of a rank, and the items in them, lie as its plan says."""
+        own = [number for number, told in enumerate(self.files) if told.rank == rank]
+        found = [(_plain(told), size) for told, size in self.files.items() if told.rank == rank]
+        if found != list(zip(plan.files, plan.file_bytes, strict=True)):
+            return False
+        if not own:
+            return not plan.keys
+        items = np.flatnonzero((self.item_files >= own[0]) & (self.item_files <= own[-1]))
+        places, firsts = self.tensors.places, np.array(self.tensors.firsts, dtype=np.int64)
+        starts, lengths = (np.frombuffer(column, dtype=np.int64) for column in (places.offsets, places.lengths))
+        items = items[np.lexsort((starts[items], self.item_files[items]))]
+        if not (
+            np.array_equal(self.item_files[items] - own[0], plan.file_codes)
+            and np.array_equal(np.stack((starts[items], lengths[items]), axis=1).reshape(-1), plan.places)
+        ):
+            return False
+        rows = np.searchsorted(firsts, items, side="right") - 1
+        forms = [self.tensors.forms[row] for row in rows.tolist()]
+        if [self.tensors.names[row] for row in rows.tolist()] != plan.keys:
+            return False
+        if [form.dtype for form in forms] != [plan.dtypes[code] for code in plan.dtype_codes]:
+            return False
+        if [len(form.shape) for form in forms] != plan.ndims.tolist():
+            return False
+        boxes: dict[tuple[int, int], bytes] = {}  # many tensors have them in common
+        found_boxes = []
+        for form, chunk in zip(forms, (items - firsts[rows]).tolist(), strict=True):
+            box = boxes.get((id(form), chunk))
+            if box is None:
+                box = array("q", (*form.shape, *form.offsets[chunk], *form.sizes[chunk])).tobytes()
+                boxes[id(form), chunk] = box
+            found_boxes.append(box)
+        return b"".join(found_boxes) == plan.boxes.tobytes()
+
+    def plan(self) -> SavedPlan:
+        """The plan of all ranks."""
+        places = self.tensors.places
+        order = np.lexsort((np.frombuffer(places.offsets, dtype=np.int64), self.item_files))
+        numbers = np.empty(len(order), dtype=np.uint32)
+        numbers[order] = np.arange(len(order), dtype=np.uint32)
+        told_of = [data_file_of(name) for name in places.files]
+        files = [name if told is None else _plain(told) for name, told in zip(places.files, told_of, strict=True)]
+        return SavedPlan(
+            (),
+            tuple(sorted((_plain(told), size) for told, size in self.files.items())),
+            tensors=PackedTensors(self.tensors.names, self.tensors.forms, places._replace(files=files)),
+            order=array("I", numbers.tobytes()),
+        )
 
 
-@dataclass(slots=True)
-class Structure:
-    """What one strategy keeps between its saves."""
+def _plain(told: DataFileName) -> str:
+    return data_file_name(told.rank, told.number, told.prefix)
 
-    layout: RankLayout | None = None  # this rank's files
-    planned: Planned | None = None  # on the coordinator, every rank's plan
-    # The shards of the last save. To compare takes a fraction of the time of describing them.
-    described: Described = NOTHING
-    # Rank, number of ranks, `thread_count` and `fingerprints` when it was laid out: files and plans are of those. A
-    # restart inside the process may give it another place, and a setting may be changed between two saves.
-    laid_out_for: tuple[int, int, int, bool] | None = None
-    laid_out_in: bytes = b""
-    accesses: Accesses | None = None  # what was checked with it, if that was asked for
+
+_SHOWN = 5
+
+# A third-party way of writing a rank's buckets into a directory, for the save of an id (`megatron/_replaced.py`).
+BucketWriter = Callable[[Path, Sequence[WriteBucket], SaveOptions, bytes], list[WrittenFile]]
 
 
 class Validation(NamedTuple):
@@ -340,16 +444,68 @@ class Validation(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What is asked of a save, the same on all ranks."""
+
+    directory: Path  # of the checkpoint
+    options: SaveOptions  # see `SaveOptions`
+    thread_count: int  # files that each rank writes, at most
+    separation_hint: str | None = None  # prefix of keys that get files of their own
+    is_async: bool = False  # take a snapshot, which another process writes during training
+    bucket_writer: BucketWriter | None = None  # writes the buckets instead of this package, before the call returns
+    validation: Validation | None = None  # what is to be checked besides the plan
+    has_common_file: bool = False  # the common state is a file: no object may have the key that it has where it is none
+    loaded: LoadedCheckpoint | None = None  # what this job has loaded, if the strategy has been told
+
+
+@dataclass(slots=True)
+class Planned:
+    """On the coordinator: the checked plan of all ranks, and its encoder once a writer or a commit has made that."""
+
+    plan: GlobalPlan
+    held: Sequence[bytes] = ()  # by rank, what it holds of what is to be compared (`held_slices`)
+    encoder: MetadataEncoder | None = None
+    _replicas: ReplicaCheck | None = None
+
+    @property
+    def unencoded(self) -> GlobalPlan | None:
+        """What a writer has to make the encoder from; None if there is one."""
+        return self.plan if self.encoder is None else None
+
+    @property
+    def replicas(self) -> ReplicaCheck:
+        """What compares replicas with what is saved, made when it is first needed."""
+        if self._replicas is None:
+            self._replicas = ReplicaCheck(self.plan, self.held)
+        return self._replicas
+
+
+@dataclass(slots=True)
+class Structure:
+    """What one strategy keeps between its saves."""
+
+    layout: RankLayout | None = None  # this rank's files
+    planned: Planned | None = None  # on the coordinator, every rank's plan
+    # The shards of the last save. To compare takes a fraction of the time of describing them.
+    described: Described = NOTHING
+    # Rank, number of ranks and `thread_count` when it was laid out: files and plans are of those. A restart inside the
+    # process may give it another place, and a setting may be changed between two saves.
+    laid_out_for: tuple[int, int, int] | None = None
+    laid_out_in: bytes = b""
+    accesses: Accesses | None = None  # what was checked with it, if that was asked for
+
+
+@dataclass(frozen=True, slots=True)
 class SavePlan:
     """What one rank is going to write, and on the coordinator what all are; `reused`: it is the plan of the save
-    before.
+    before, `resumed`: that of the checkpoint that was loaded.
     """
 
     layout: RankLayout
     planned: Planned | None
     save_id: bytes
     reused: bool
-    resumed: bool = False  # it is the plan of the checkpoint that was loaded
+    resumed: bool = False
 
     @property
     def unencoded(self) -> GlobalPlan | None:
@@ -357,121 +513,10 @@ class SavePlan:
         return None if self.planned is None else self.planned.unencoded
 
 
-def agree(
-    structure: Structure,
-    state: RankState | BaseException,
-    group: RankGroup,
-    open_directory: Callable[[], bytes],
-    is_left_out: Callable[[RankState], bool],
-    *,
-    name: str,
-    thread_count: int,
-    separation_hint: str | None,
-    drain_to: str | None,
-    fingerprints: bool,
-    loaded: LoadedCheckpoint | None = None,
-    validation: Validation | None = None,
-    held: Callable[[], bytes] | None = None,
-) -> tuple[SavePlan, RankState] | None:
-    """Open the directory and settle what all ranks write: as in the save before, if every rank can, or laid out again.
-    None, and nothing is touched, if a rank wants the save left out. What `state` carries as an error is raised on all
-    ranks, as is `PlanError`; `SaveError` unless all save to a directory of this name; and `OptionError` unless all have
-    the same second tier. `loaded`: what this job has loaded. `held`: what this rank holds, if replicas are to be
-    compared.
-    """
-    place = (group.rank, group.size, thread_count, fingerprints)
-    layout = structure.layout
-    unchanged = (
-        layout is not None
-        and not isinstance(state, BaseException)
-        and structure.laid_out_for == place
-        and (layout.separation_hint, layout.specs) == (separation_hint, state.specs)
-        and layout.has_room(state.object_keys, state.object_bytes)
-        and (validation is None or validation.accesses == structure.accesses)
-    )
-    lay_out = partial(_lay_out, rank=group.rank, hint=separation_hint, files=thread_count, fingerprints=fingerprints)
-    laid_out = None if unchanged else attempt(partial(lay_out, state))
-    if structure.laid_out_in:
-        loaded = None  # of an older state than that of the save before
-    saved = _same_as_loaded(loaded, laid_out, group)
-    resumed: list[Planned] = []
-
-    def prepare() -> _Prepared:
-        plan = structure.laid_out_in if unchanged else b"" if saved is None else saved.plan_id
-        common = None if validation is None else validation.common_digest
-        left_out = is_left_out(value_of(state))
-        return _Prepared(plan, left_out, frozenset([drain_to]), frozenset([common]), frozenset([name]))
-
-    def resume(plan: bytes) -> bytes:
-        if saved is not None and plan:
-            resumed.append(Planned(replace(saved.plan(), fingerprints=fingerprints)))
-        return plan
-
-    def open_unless_left_out(prepared: _Prepared) -> tuple[bytes, bytes, bool] | None:
-        if len(prepared.names) > 1:
-            # With a second tier each of them would pass for a node's own part of one checkpoint.
-            raise SaveError(
-                f"the ranks save to different checkpoints, {', '.join(sorted(prepared.names)[:_SHOWN])}: they are at "
-                "different iterations, or were given different directories"
-            )
-        if len(prepared.second_tiers) > 1:
-            raise OptionError(
-                f"drain_to differs between the ranks: {sorted(map(str, prepared.second_tiers))}; set "
-                "MCORE_CKPT_DRAIN_TO alike on all hosts, or nowhere"
-            )
-        if None in prepared.common and len(prepared.common) > 1:
-            raise OptionError(
-                "the access integrity is to be validated on some ranks of the save, and not on others: pass "
-                "validate_access_integrity alike on all"
-            )
-        if prepared.left_out:
-            return None
-        resume(prepared.plan)
-        return prepared.plan, open_directory(), len(prepared.common) > 1
-
-    agreed = group.run_merged("prepare the save", prepare, _both, open_unless_left_out, wrap=SaveError)
-    if agreed is None:
-        return None
-    plan, save_id, common_differs = agreed
-    if common_differs and validation is not None and validation.compare_common is not None:
-        validation.compare_common(group)
-    if plan and unchanged:
-        assert layout is not None
-        return SavePlan(layout, structure.planned, save_id, reused=True), value_of(state)
-    structure.layout = structure.planned = structure.accesses = None
-    accesses = None if validation is None else validation.accesses
-    laid_out = attempt(partial(lay_out, state)) if laid_out is None else laid_out
-    told = partial(_told, validation, state, held)
-    if plan:
-        planned = resumed[0] if resumed else None
-        if accesses is not None:
-            _check_accesses(told, planned, group)
-    else:
-        planned = _plan_together(value_of(state), laid_out, told, group, fingerprints=fingerprints)
-    if planned is not None and loaded is not None:
-        planned.history.expect(loaded.name, loaded.index.fingerprints)
-    structure.layout, structure.planned, structure.accesses = value_of(laid_out), planned, accesses
-    # Not the checkpoint that was resumed from: what has been checked besides the plan is of this save.
-    structure.laid_out_for, structure.laid_out_in = place, save_id
-    return SavePlan(structure.layout, structure.planned, save_id, reused=False, resumed=bool(plan)), value_of(state)
-
-
-def _same_as_loaded(
-    loaded: LoadedCheckpoint | None, laid_out: RankLayout | BaseException | None, group: RankGroup
-) -> SavedLayout | None:
-    """The layout of the loaded checkpoint, if this rank has just laid out the same, and no rank of it is missing."""
-    if loaded is None or not isinstance(laid_out, RankLayout):
-        return None
-    saved = SavedLayout.of(loaded.index)
-    if saved is None or saved.ranks > group.size or not saved.is_laid_out(laid_out.plan, group.rank):
-        return None
-    return saved
-
-
-class _Prepared(NamedTuple):
-    """What ranks say ahead of a save: the plan that they can use again, empty if there is none or there are several;
-    whether the save is to be left out; where it is to be copied to; digests of the common state; the name of its
-    directory.
+class Proposal(NamedTuple):
+    """What ranks say ahead of a save: the plan that they can use, by the id of the save that made it, empty if there is
+    none or there are several; whether the save is to be left out; where it is to be copied to; digests of the common
+    state; the name of its directory.
     """
 
     plan: bytes
@@ -480,48 +525,145 @@ class _Prepared(NamedTuple):
     common: frozenset[bytes | None]
     names: frozenset[str]
 
+    def merged(self, other: Proposal) -> Proposal:
+        """Of both."""
+        return Proposal(
+            self.plan if self.plan == other.plan else b"",
+            self.left_out or other.left_out,
+            self.second_tiers | other.second_tiers,
+            self.common | other.common,
+            self.names | other.names,
+        )
 
-def _both(first: _Prepared, second: _Prepared) -> _Prepared:
-    return _Prepared(
-        _same_plan(first.plan, second.plan),
-        first.left_out or second.left_out,
-        first.second_tiers | second.second_tiers,
-        first.common | second.common,
-        first.names | second.names,
+    def settle(self, open_directory: Callable[[], bytes]) -> Agreement | None:
+        """On the coordinator, of all ranks: open the directory; None if the save is left out."""
+        if len(self.names) > 1:
+            # With a second tier each of them would pass for a node's own part of one checkpoint.
+            raise SaveError(
+                f"the ranks save to different checkpoints, {', '.join(sorted(self.names)[:_SHOWN])}: they are at "
+                "different iterations, or were given different directories"
+            )
+        if len(self.second_tiers) > 1:
+            raise OptionError(
+                f"drain_to differs between the ranks: {sorted(map(str, self.second_tiers))}; set "
+                "MCORE_CKPT_DRAIN_TO alike on all hosts, or nowhere"
+            )
+        if None in self.common and len(self.common) > 1:
+            raise OptionError(
+                "the access integrity is to be validated on some ranks of the save, and not on others: pass "
+                "validate_access_integrity alike on all"
+            )
+        return None if self.left_out else Agreement(self.plan, open_directory(), len(self.common) > 1)
+
+
+class Agreement(NamedTuple):
+    """What the ranks of a save have agreed on: the plan to be used, empty if they plan together; the save's id."""
+
+    plan: bytes
+    save_id: bytes
+    common_differs: bool  # between ranks, the state that all should have alike
+
+
+def agree(
+    structure: Structure,
+    state: Outcome[RankState],
+    group: RankGroup,
+    request: SaveRequest,
+    open_directory: Callable[[], bytes],
+    *,
+    left_out: bool = False,
+    held: Callable[[], bytes] | None = None,
+) -> tuple[SavePlan, RankState] | None:
+    """Open the directory and settle what all ranks write: as in the save before, or in the checkpoint that was loaded,
+    if every rank can, or laid out again. None, and nothing is touched, if a rank wants the save left out. What `state`
+    has failed with is raised on all ranks, as is `PlanError`; `SaveError` unless all save to a directory of one name;
+    `OptionError` unless all have the same second tier. `held`: what this rank holds, if replicas are to be compared.
+    """
+    validation = request.validation
+    is_unchanged = state.error is None and _fits(structure, state.value(), group, request)
+    layout = Outcome.of(partial(_lay_out, structure.layout if is_unchanged else None, state, group, request))
+    saved = None if is_unchanged or structure.laid_out_in else _same_as_loaded(request.loaded, layout, group)
+
+    def propose() -> Proposal:
+        state.value()
+        plan = structure.laid_out_in if is_unchanged else b"" if saved is None else saved.plan_id
+        common = None if validation is None else validation.common_digest
+        tier, name = request.options.drain_to, request.directory.absolute().name
+        return Proposal(plan, left_out, frozenset([tier]), frozenset([common]), frozenset([name]))
+
+    resumed: list[Planned] = []
+
+    def settle(proposal: Proposal) -> Agreement | None:
+        if saved is not None and proposal.plan:
+            resumed.append(Planned(saved.plan()))
+        return proposal.settle(open_directory)
+
+    agreed = group.run_merged("prepare the save", propose, Proposal.merged, settle, wrap=SaveError)
+    if agreed is None:
+        return None
+    if agreed.common_differs and validation is not None and validation.compare_common is not None:
+        validation.compare_common(group)
+    if agreed.plan and is_unchanged:
+        return SavePlan(layout.value(), structure.planned, agreed.save_id, reused=True), state.value()
+    structure.layout = structure.planned = structure.accesses = None
+    told = partial(_told, validation, state, held)
+    if not agreed.plan:
+        planned = _plan_together(state, layout, told, group)
+    else:
+        planned = resumed[0] if resumed else None
+        if validation is not None:
+            _check_accesses(told, planned, group)
+    structure.layout, structure.planned = layout.value(), planned
+    structure.accesses = None if validation is None else validation.accesses
+    # Not the checkpoint that was resumed from: what has been checked besides the plan is of this save.
+    structure.laid_out_for, structure.laid_out_in = (group.rank, group.size, request.thread_count), agreed.save_id
+    return SavePlan(structure.layout, planned, agreed.save_id, reused=False, resumed=bool(agreed.plan)), state.value()
+
+
+def _fits(structure: Structure, state: RankState, group: RankGroup, request: SaveRequest) -> bool:
+    """Whether this rank can use the plan of the save before again."""
+    layout, validation = structure.layout, request.validation
+    return (
+        layout is not None
+        and structure.laid_out_for == (group.rank, group.size, request.thread_count)
+        and (layout.separation_hint, layout.specs) == (request.separation_hint, state.specs)
+        and layout.has_room(state.object_keys, state.object_bytes)
+        and (validation is None or validation.accesses == structure.accesses)
     )
 
 
-def _same_plan(first: bytes, second: bytes) -> bytes:
-    return first if first == second else b""
-
-
-def _lay_out(
-    state: RankState | BaseException, *, rank: int, hint: str | None, files: int, fingerprints: bool
-) -> RankLayout:
-    own = value_of(state)
+def _lay_out(known: RankLayout | None, state: Outcome[RankState], group: RankGroup, request: SaveRequest) -> RankLayout:
+    if known is not None:
+        return known
+    own = state.value()
     return lay_out_rank(
         own.specs,
         own.object_keys,
         own.object_bytes,
-        rank=rank,
-        thread_count=files,
-        separation_hint=hint,
-        fingerprints=fingerprints,
+        rank=group.rank,
+        thread_count=request.thread_count,
+        separation_hint=request.separation_hint,
     )
 
 
-def _told(
-    validation: Validation | None,
-    state: RankState | BaseException,
-    held: Callable[[], bytes] | None,
-) -> list[bytes]:
+def _same_as_loaded(
+    loaded: LoadedCheckpoint | None, layout: Outcome[RankLayout], group: RankGroup
+) -> SavedLayout | None:
+    """The layout of the loaded checkpoint, if this rank has just laid out the same, and no rank of it is missing."""
+    saved = None if loaded is None or layout.error is not None else SavedLayout.of(loaded.index)
+    if saved is None or saved.ranks > group.size or not saved.is_laid_out(layout.value().plan, group.rank):
+        return None
+    return saved
+
+
+def _told(validation: Validation | None, state: Outcome[RankState], held: Callable[[], bytes] | None) -> list[bytes]:
     """What this rank tells besides its plan: which slices it holds, and what `Accesses.told` says; where that is not
     asked for, nothing.
     """
     slices = b"" if held is None else held()
     if validation is None:
         return [slices]
-    written = value_of(state).specs
+    written = state.value().specs
     return [slices, *validation.accesses.told(written, mains_are_written=validation.mains_are_saved)]
 
 
@@ -539,12 +681,7 @@ def _check_accesses(told: Callable[[], list[bytes]], planned: Planned | None, gr
 
 
 def _plan_together(
-    state: RankState,
-    laid_out: RankLayout | BaseException,
-    told: Callable[[], list[bytes]],
-    group: RankGroup,
-    *,
-    fingerprints: bool,
+    state: Outcome[RankState], layout: Outcome[RankLayout], told: Callable[[], list[bytes]], group: RankGroup
 ) -> Planned | None:
     """Let the coordinator check the plans of all ranks; returns them there."""
 
@@ -552,8 +689,9 @@ def _plan_together(
         """This rank's plan, and the shapes of parameters that are stored in another form; what it holds, to compare it;
         then what else it holds, to check it.
         """
-        own_shapes = {spec.key: spec.original_shape for spec in state.specs if spec.original_shape is not None}
-        return [pickle.dumps((value_of(laid_out).plan.encode(), own_shapes)), *told()]
+        specs = state.value().specs
+        own_shapes = {spec.key: spec.original_shape for spec in specs if spec.original_shape is not None}
+        return [pickle.dumps((layout.value().plan.encode(), own_shapes)), *told()]
 
     gathered = group.run_gather_parts("plan the save", encode, wrap=SaveError) or []
     planned: list[Planned] = []
@@ -562,7 +700,7 @@ def _plan_together(
         plans = [pickle.loads(of_rank[0]) for of_rank in gathered]
         others = [of_rank[2:] for of_rank in gathered]
         plan = global_plan(plans, others if all(others) else ())
-        planned.append(Planned(replace(plan, fingerprints=fingerprints), held=[of_rank[1] for of_rank in gathered]))
+        planned.append(Planned(plan, held=[of_rank[1] for of_rank in gathered]))
 
     group.run_on_coordinator("check the plan", check, wrap=SaveError)
     return planned[0] if planned else None

@@ -49,8 +49,8 @@ from mcore_ckpt.save.buckets import (
     check_results,
     plan_windows,
 )
-from mcore_ckpt.save.child_processes import Job
-from mcore_ckpt.save.writer import WINDOW_BYTES, JobResult, Ring, WriterJob, run_job, write_files
+from mcore_ckpt.save.child_processes import ChildJob
+from mcore_ckpt.save.writer import WINDOW_BYTES, Job, JobResult, Ring, WriterJob, run_job, write_files
 from mcore_ckpt.save.writer_process import fill_ring, shared_writer
 from mcore_ckpt.state.torch_classes import pointer_of
 from mcore_ckpt.storage import direct_io
@@ -250,10 +250,10 @@ class BufferLease:
 
     buffer: StagingBuffer
     budget_bytes: int
-    _job: Job | None = None
+    _job: ChildJob | None = None
     _thread: threading.Thread = field(default_factory=threading.current_thread)
 
-    def is_used_by(self, job: Job) -> None:
+    def is_used_by(self, job: ChildJob) -> None:
         """From now on the staging buffer is free as soon as this job has ended. To be called before the dispatch, which
         may be interrupted when it has reached the writer.
         """
@@ -733,11 +733,11 @@ def start_writing(
     try:
         return _copy_and_dispatch(storage, buckets, options, what, plan, started)
     except SaveError as error:  # the other ranks are on their way to the commit, where they are notified of it
-        return Job.ended(what, error)
+        return Job(what, error=error)
     except Exception as error:  # noqa: BLE001  (see above)
         wrapped = SaveError(f"{what}: the writing could not be started: {error}")
         wrapped.__cause__ = error
-        return Job.ended(what, wrapped)
+        return Job(what, error=wrapped)
 
 
 def _copy_and_dispatch(
@@ -793,7 +793,7 @@ def preload_tensors(
     buffer.contents = layouts
 
 
-def _dispatch(writer_job: WriterJob, lease: BufferLease, options: SaveOptions, what: str) -> Job:
+def _dispatch(writer_job: WriterJob, lease: BufferLease, options: SaveOptions, what: str) -> ChildJob:
     if options.writer == "persistent":
         return shared_writer().submit(writer_job, lease.buffer.fd, lease.is_used_by)
     from mcore_ckpt.save.child_processes import fork_writer

@@ -36,10 +36,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import WriteTimeoutError
+from mcore_ckpt.core.errors import Outcome, WriteTimeoutError
 from mcore_ckpt.core.process import Crew
 from mcore_ckpt.format.integrity import BLOCK_BYTES
 from mcore_ckpt.format.metadata_write import MetadataEncoder
@@ -497,6 +497,71 @@ class JobResult:
     started_s: float  # when the writer began with it, on the clock of `time.monotonic()`, which all processes share
     finished_s: float  # when the last file was durable, on the same clock
     encoder: MetadataEncoder | None = None  # of the job's `plan`
+
+
+class Job:
+    """Work that was asked for, as its owner sees it: here it has ended, with a value or with an exception that waits to
+    be raised. One that a child process does is a `ChildJob` (`child_processes.py`).
+
+    Attributes:
+        what: the job in words, for messages.
+        submitted_s: when, on the clock of `time.monotonic()`.
+        steps: what its process has reported on the way: windows of a ring taken over, or 1 for a preload.
+        done: it has ended, well or not; `poll` looks for that.
+        value: what it returned.
+        error: why it failed.
+    """
+
+    pid = 0  # of the process that works on it
+
+    def __init__(self, what: str, value: Any = None, error: BaseException | None = None) -> None:
+        self.what = what
+        self.submitted_s = time.monotonic()
+        self.steps = 0
+        self.done = True
+        self.value = value
+        self.error = error
+
+    @classmethod
+    def ended(cls, what: str, outcome: Outcome[Any]) -> Job:
+        """A job that has come to this."""
+        return cls(what, None if outcome.error else outcome.value(), outcome.error)
+
+    def poll(self) -> bool:
+        """Whether the job has ended, well or not. Returns at once."""
+        return self.done
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """As `poll`, but waits up to `timeout_s` seconds for the end; None waits as long as it takes."""
+        return self.done
+
+    def result(self) -> Any:
+        """Wait for the end and return what the job returned.
+
+        Raises:
+            WriterDiedError: the process ended before the job; names its signal or exit code.
+            WriteTimeoutError: there was no progress for longer than the job's deadline; the process was killed.
+            SaveError: the job raised; the exception there is the cause, with its traceback, and `errno` if it had one.
+        """
+        self.wait()
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def abort(self) -> None:
+        """Give the job up: stop it, and remove what it wrote as far as it is not finished."""
+
+    def written_bytes(self) -> int:
+        """How much has been written so far, as far as the process tells; 0 where it does not."""
+        return 0
+
+    def watch(self) -> Callable[..., None]:
+        """What another process of this host calls to wait for the end; it can be pickled."""
+        return has_ended
+
+
+def has_ended(*args: Any, **kwargs: Any) -> None:
+    """Wait for a job that has ended."""
 
 
 def without_images(job: WriterJob) -> tuple[WriterJob, tuple[FileImage, ...]]:

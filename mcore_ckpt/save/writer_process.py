@@ -50,7 +50,7 @@ from mcore_ckpt.core.process import (
     until_parent_is_gone,
 )
 from mcore_ckpt.save.buckets import FileImage, Fill, Window
-from mcore_ckpt.save.child_processes import TRAINING_FIRST_NICE, Job, JobWatch, StatusPage, SupervisedChild
+from mcore_ckpt.save.child_processes import TRAINING_FIRST_NICE, ChildJob, JobWatch, StatusPage, SupervisedChild
 from mcore_ckpt.save.writer import JobResult, Ring, WriterJob, run_job, with_images, without_images
 
 _START_DEADLINE_S: Final = 60.0
@@ -198,7 +198,7 @@ class PersistentWriter:
                 raise WriteTimeoutError(f"the writer process (pid {child.pid}) did not start in {_START_DEADLINE_S} s")
             time.sleep(_START_PERIOD_S)
 
-    def submit(self, job: WriterJob, buffer_fd: int, on_submit: Callable[[Job], None] | None = None) -> Job:
+    def submit(self, job: WriterJob, buffer_fd: int, on_submit: Callable[[ChildJob], None] | None = None) -> ChildJob:
         """Dispatch a job and return at once; jobs are done in order. `on_submit` gets the job before it is dispatched,
         for a caller that is interrupted in here to give it up.
         """
@@ -340,15 +340,15 @@ class _WriterChild(SupervisedChild):
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     def submit(
-        self, number: int, writer_job: WriterJob, buffer_fd: int, on_submit: Callable[[Job], None] | None
-    ) -> Job:
+        self, number: int, writer_job: WriterJob, buffer_fd: int, on_submit: Callable[[ChildJob], None] | None
+    ) -> ChildJob:
         """Dispatch a job. Never raises because the process is gone: the job tells."""
         names = [file.name for file in writer_job.files]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         with self._lock:
             key = self.send_buffer(buffer_fd)
             what = f"writing {shown} into {writer_job.storage}"
-            job = self._jobs[number] = Job(self, what, number, writer_job.deadline_s)
+            job = self._jobs[number] = ChildJob(self, what, number, writer_job.deadline_s)
             try:
                 if on_submit is not None:
                     on_submit(job)
@@ -394,10 +394,10 @@ class _WriterChild(SupervisedChild):
     def written_bytes(self) -> int:
         return 0 if self.dead else self._page.bytes_written
 
-    def tell(self, job: Job, step: int) -> None:
+    def tell(self, job: ChildJob, step: int) -> None:
         self.send(Kind.WINDOW_READY, (job.number, step))
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: ChildJob) -> None:
         self.send(Kind.CANCEL, job.number)
         if not job.wait(_CANCEL_DEADLINE_S):
             self.kill("it did not stop when its job was aborted")
@@ -458,7 +458,7 @@ def _wait_writable(connection: socket.socket) -> None:
     poller.poll(50)
 
 
-def fill_ring(job: Job, ring: Ring, fills: Iterable[Callable[[int], None]]) -> None:
+def fill_ring(job: ChildJob, ring: Ring, fills: Iterable[Callable[[int], None]]) -> None:
     """Pass windows through a ring of the staging buffer, each as soon as its slot is free: a function for each puts it
     at an offset of the buffer, in bytes. Raises if the job has failed meanwhile.
     """

@@ -54,7 +54,7 @@ from mcore_ckpt.core.fingerprints import (
 )
 from mcore_ckpt.core.ranks import coordination_group, without_modes
 from mcore_ckpt.format.index import ORIGINAL_SHAPE, parse_shadow_key
-from mcore_ckpt.state.torch_classes import check_memory, dtype_name, pointer_of
+from mcore_ckpt.state.torch_classes import PLAIN, check_memory, dtype_name, pointer_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -277,8 +277,6 @@ def local_slices(key: str, tensor: torch.Tensor) -> Iterator[LocalTensor]:
 
 
 _WINDOW_BYTES = 32 * 1024 * 1024
-# What the storage of a subclass holds is not known.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @without_modes()
@@ -426,18 +424,18 @@ def _part(
 ) -> Part:
     elem_bytes, crc = data.element_size(), 0
     with torch.no_grad():
-        for content, inside in _contents(key, data, box.sizes, stretch):
+        for content, inside in contents(key, data, box.sizes, stretch):
             lies = Box(tuple(map(operator.add, box.offsets, inside.offsets)), inside.sizes)
             crc ^= part_of(content, shape, lies, elem_bytes)
     return Part(key, dtype_name(data.dtype), shape, box, stretch, crc, is_main)
 
 
-def _contents(
+def contents(
     key: str, data: torch.Tensor, sizes: tuple[int, ...], stretch: tuple[int, int]
 ) -> Iterator[tuple[Any, Box]]:
     """The bytes of a shard's elements, as slices of its own slice; what cannot be read where it lies in windows."""
-    in_place = type(data) in _PLAIN and bool(pointer_of(data)) and not data.is_conj() and not data.is_neg()
-    if type(data) in _PLAIN and data.layout is torch.strided and not data.is_meta:
+    in_place = type(data) in PLAIN and bool(pointer_of(data)) and not data.is_conj() and not data.is_neg()
+    if type(data) in PLAIN and data.layout is torch.strided and not data.is_meta:
         check_memory(data, lambda: key)
     flat, (start, stop) = data.detach().reshape(-1), stretch
     step = max(1, stop - start if in_place else _WINDOW_BYTES // data.element_size())

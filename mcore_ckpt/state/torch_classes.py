@@ -42,7 +42,7 @@ from mcore_ckpt.format.metadata_write import MetadataEncoder, manifest_of
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def pointer_of(tensor: torch.Tensor) -> int:
@@ -62,7 +62,7 @@ def check_memory(tensor: torch.Tensor, where: Callable[[], str]) -> None:
             f"{where()}: the tensor ({type(tensor).__name__}) is on the meta device and has no elements to save; put it"
             " on a device and give it values before the save"
         )
-    if type(tensor) not in _PLAIN and tensor.numel() and not tensor.data_ptr():
+    if type(tensor) not in PLAIN and tensor.numel() and not tensor.data_ptr():
         parts = getattr(tensor, "__tensor_flatten__", lambda: ((), None))()[0]
         raise PlanError(
             f"{where()}: a tensor of class {type(tensor).__module__}.{type(tensor).__qualname__} holds other tensors"

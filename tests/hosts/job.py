@@ -163,13 +163,13 @@ def _loses(folder: Path) -> None:
 def _fails(folder: Path) -> None:
     """A save that is complete, and a second one: the data files are written, and the ranks of a host stay there."""
     import mcore_ckpt
-    from mcore_ckpt.save import transaction
+    from mcore_ckpt.save import commit
 
     training = _training(folder, seed=1)
     training.train(1)
     _save(training, folder / "first")
     training.train(1)
-    check = transaction.check_results
+    check = commit.check_results
 
     def stays(*files: Any) -> None:
         check(*files)
@@ -177,7 +177,7 @@ def _fails(folder: Path) -> None:
         if platform.node() == os.environ["STAYS"]:
             time.sleep(_stays_s())
 
-    transaction.check_results = stays
+    commit.check_results = stays
     began = time.monotonic()
     try:
         _save(training, folder / "second")

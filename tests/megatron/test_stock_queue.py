@@ -40,7 +40,7 @@ def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list
     from megatron.core.dist_checkpointing.strategies import async_utils
 
     from mcore_ckpt import TorchDistSaveStrategy
-    from mcore_ckpt.save.async_queue import SaveCall
+    from mcore_ckpt.save.commit import SaveTransaction
     from mcore_ckpt.save.writer_process import shared_writer
 
     queue = async_utils.AsyncCallsQueue(persistent)
@@ -57,7 +57,7 @@ def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list
                 request = dist_checkpointing.save(
                     _state(rank, tensor, step), str(path), strategy, async_sharded_save=True
                 )
-                assert isinstance(request.async_fn, SaveCall)
+                assert isinstance(request.async_fn, SaveTransaction)
                 request.add_finalize_fn(lambda step=step: log["finalized"].append(step))
                 queue.schedule_async_request(request)
                 tensor.fill_(-1.0)

@@ -25,8 +25,8 @@ PATIENCE_S = 4.0
 # Where a rank stops: the function that it comes to, and what the others wait for it in.
 STOPS = {
     "plan": ("mcore_ckpt.save.planner.lay_out_rank", "prepare the save|plan the save"),
-    "results": ("mcore_ckpt.save.transaction.check_results", "write the data files"),
-    "publish": ("mcore_ckpt.save.transaction.publish", "publish the checkpoint"),
+    "results": ("mcore_ckpt.save.commit.check_results", "write the data files"),
+    "publish": ("mcore_ckpt.save.commit.publish", "publish the checkpoint"),
     "read": ("mcore_ckpt.megatron.strategy.replace_leaves", "load"),
 }
 

@@ -87,7 +87,7 @@ def payload(tensor: torch.Tensor) -> bytes:
 def source_of(tensors: list[torch.Tensor], objects: list[bytes]) -> tuple[BucketSource, bytes]:
     """A source, and the file it must make, checksums left zero."""
     keys = [f"object {number}" for number in range(len(objects))]
-    layout = lay_out_file("f", specs_of(tensors), keys, [len(data) for data in objects])
+    layout, _ = lay_out_file("f", specs_of(tensors), keys, [len(data) for data in objects])
     offsets = place_objects([len(data) for data in objects])
     expected = bytearray(layout.image.size_bytes)
     for offset, data in zip(offsets, objects, strict=True):

@@ -24,10 +24,10 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
-from mcore_ckpt.save import child_processes, transaction
+from mcore_ckpt.save import child_processes, commit
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
 from mcore_ckpt.save.child_processes import Job
-from mcore_ckpt.save.transaction import SaveTransaction
+from mcore_ckpt.save.commit import SaveTransaction
 from mcore_ckpt.save.writer_process import shared_writer
 from tests.support.gloo_ranks import MEGATRON, rank_outcomes
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
@@ -364,7 +364,7 @@ def _save_until_a_signal_comes(directory: str, options: SaveOptions, ready: int)
     queue, strategy = AsyncCallsQueue(options=options), TorchDistSaveStrategy(options=options)
     _save_whole(0, directory, 1, queue, strategy)
     before = _names(directory)
-    transaction.storage_at = lambda path: MisbehavingStorage(str(path), "hang")
+    commit.storage_at = lambda path: MisbehavingStorage(str(path), "hang")
     _save(0, directory, 2, queue, strategy)
     while not any(name.endswith(".distcp") for name in set(_names(directory)) - set(before)):
         time.sleep(0.01)

@@ -98,12 +98,6 @@ def test_a_save_stores_them(options: dict[str, Any] | None, tmp_path: Path) -> N
         tensors["long"][3, 1000] += 1
 
 
-def test_without_them_a_save_says_none(tmp_path: Path) -> None:
-    saver = TorchDistSaveStrategy(options=SaveOptions(fingerprints=False))
-    saver.save(divided(whole_tensors()), tmp_path)
-    assert stored(tmp_path) == {}
-
-
 def test_what_is_not_as_it_was_saved_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved, target = tmp_path / "saved", tmp_path / "target"
     saved.mkdir()

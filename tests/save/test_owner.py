@@ -35,6 +35,7 @@ from mcore_ckpt.format.metadata_read import CONFIG_FILE, INCOMPLETE_MARKER, META
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron import common_state
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
+from mcore_ckpt.save import commit as save_commit
 from mcore_ckpt.save import staging, transaction, writer_process
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 from mcore_ckpt.storage._local import LocalStorage
@@ -87,9 +88,9 @@ def test_a_failing_save_leaves_a_file_that_it_has_not_written(
     published: bool, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stock DCP, which knows of no claims, saves there meanwhile."""
-    open_really = transaction.SaveDirectory.open
+    open_really = save_commit.SaveDirectory.open
 
-    def opened(directory: transaction.SaveDirectory) -> Any:
+    def opened(directory: save_commit.SaveDirectory) -> Any:
         answer = open_really(directory)
         if published:
             dcp.save({"w": torch.ones(5)}, checkpoint_id=str(tmp_path))
@@ -100,8 +101,8 @@ def test_a_failing_save_leaves_a_file_that_it_has_not_written(
     def fail(*_: Any, **__: Any) -> None:
         raise SaveError("for a test")
 
-    monkeypatch.setattr(transaction.SaveDirectory, "open", opened)
-    monkeypatch.setattr(transaction, "check_files", fail)
+    monkeypatch.setattr(save_commit.SaveDirectory, "open", opened)
+    monkeypatch.setattr(save_commit, "check_files", fail)
     queue = AsyncCallsQueue()
 
     def fails() -> None:
@@ -139,14 +140,14 @@ class Interruption:
         lines: how many lines have gone by.
     """
 
-    _FILES = ("/save/transaction.py", "/save/staging.py", "/megatron/strategy.py")
+    _FILES = ("/save/transaction.py", "/save/commit.py", "/save/staging.py", "/megatron/strategy.py")
 
     def __init__(self, at_line: int) -> None:
         self._at_line = at_line
         self.lines = -1
 
     def trace(self, frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(self._FILES) or frame.f_code.co_name == "_note_forgotten":
+        if not frame.f_code.co_filename.endswith(self._FILES):
             return None
         if frame.f_code.co_name == "_dispatch" and self.lines < 0:
             self.lines = 0  # next, it is handed over

@@ -178,10 +178,10 @@ def _start_again(rank: int, directory: Path) -> dict[str, Any]:
         strategy.cached_global_metadata = loading.cached_global_metadata
         if sources[rank] != "saved":
             from mcore_ckpt.format.metadata_read import read_index
-            from mcore_ckpt.save.commit import LoadedCheckpoint
+            from mcore_ckpt.save.planner import LoadedCheckpoint
 
             index = read_index(directory / sources[rank])
-            strategy.cached_global_metadata = LoadedCheckpoint(sources[rank], index)
+            strategy.cached_global_metadata = LoadedCheckpoint(index)
         held, _ = _STARTED_AGAIN.get(name, (_HELD, False))
         save(name, number, held, strategy)
         resumed = strategy.validated_loaded_metadata_reuse

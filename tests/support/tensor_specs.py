@@ -23,7 +23,7 @@ def specs_of(tensors: Iterable[torch.Tensor]) -> list[TensorSpec]:
 
 def bucket_of(*tensors: torch.Tensor, name: str = "__0_0.distcp") -> WriteBucket:
     """What is written into a file that holds these tensors."""
-    return fill_bucket(lay_out_file(name, specs_of(tensors)), name, NO_SAVE_ID, [], tensors)
+    return fill_bucket(lay_out_file(name, specs_of(tensors))[0], name, NO_SAVE_ID, [], tensors)
 
 
 def source_of(*tensors: torch.Tensor) -> BucketSource:
