@@ -109,6 +109,12 @@ _COMMANDS: Final = {
         ("Llama-3.1-8B start/release --from hf --tp 4", "tensors imported/iter_0000001 --tp 2"),
         ("done", "with --check-logits: the models compute different logits"),
     ),
+    "doctor": _Command(
+        _RUN,
+        "what install() finds of Megatron here, and what a job would stumble over",
+        ("", "/checkpoints"),
+        ("nothing would stop a job", "something would"),
+    ),
     "launch": _Command(  # which `mcore_ckpt/__main__.py` runs, since it is no command on checkpoints
         _RUN,
         "run a training script under mcore_ckpt.install()",
@@ -120,6 +126,7 @@ _MODULES: Final = {
     **dict.fromkeys(("list", "inspect", "cat", "diff"), "_look"),
     **dict.fromkeys(("verify", "repair", "copy", "prune"), "_checks"),
     **dict.fromkeys(("reshard", "export", "import"), "_conversions"),
+    "doctor": "_doctor",
 }
 _DIRECTORIES: Final = {"CKPT", "RUN", "SRC", "DST", "DIR", "A", "B"}
 

@@ -100,6 +100,7 @@ def launch(
     environment: Mapping[str, str] | None = None,
     expected_exit: int | None = 0,
     terminated_at: int | None = None,
+    tree: Path | None = None,
 ) -> Launched:
     """Run `torchrun ... [-m mcore_ckpt.launch] pretrain_gpt.py ...` to its end.
 
@@ -110,11 +111,12 @@ def launch(
         folder: for the log and the records; made here.
         environment: added to this process's.
         expected_exit: its exit code; None for any but 0.
+        tree: another checkout than that of the environment.
         terminated_at: iteration after which `torchrun` gets SIGTERM, as from a scheduler that takes the host away.
     """
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += script(side, arguments)
+    command += script(side, arguments, tree)
     variables = {**os.environ, **variables_of_ranks(folder), **(environment or {})}
     log = folder / "log.txt"
     with log.open("w") as output:
@@ -134,10 +136,10 @@ def launch(
     return Launched(exit_code, text, recorded(folder, ranks))
 
 
-def script(side: Side, arguments: Sequence[str]) -> list[str]:
+def script(side: Side, arguments: Sequence[str], tree: Path | None = None) -> list[str]:
     """What `torchrun` starts on each rank, with its arguments."""
     start = ["-m", "mcore_ckpt.launch"] if side == "ours" else []
-    return [*start, str(megatron_lm() / "pretrain_gpt.py"), *ARGUMENTS, *arguments]
+    return [*start, str((tree or megatron_lm()) / "pretrain_gpt.py"), *ARGUMENTS, *arguments]
 
 
 def variables_of_ranks(folder: Path) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from mcore_ckpt.commands.cli import main
 from mcore_ckpt.megatron.contract import Name, missing
+from tests.support.forked import in_child
 
 pytest.importorskip("megatron.core", reason="what the contract is with")
 
@@ -68,3 +71,20 @@ def test_a_newer_source_still_has_all_that_is_needed() -> None:
     moved = [f"{name} ({name.absence or 'NEEDED'})" for name in missing((0, 20), has)]
     print("moved:", ", ".join(moved) or "nothing")
     assert not [line for line in moved if line.endswith("(NEEDED)")]
+
+
+def test_doctor_says_what_install_finds_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a child: Megatron is imported, and warnings are switched off."""
+
+    def run() -> None:
+        assert main(["doctor", str(tmp_path), "--json"]) == 0
+        found = {one["what"]: one["state"] for one in json.loads(capsys.readouterr().out)["findings"]}
+        assert found["serialization.save"] == "replaced by mcore_ckpt"
+        assert found[f"direct I/O in {tmp_path}"] in ("works", "refused")
+        os.environ["MCORE_CKPT_WRITER"] = "pigeon"
+        assert main(["doctor", str(tmp_path)]) == 1
+        assert "MCORE_CKPT_WRITER='pigeon'" in capsys.readouterr().out
+        assert main(["doctor", str(tmp_path / "absent")]) == 2
+        assert not list(tmp_path.iterdir())
+
+    in_child(run)
