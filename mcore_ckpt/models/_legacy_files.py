@@ -406,29 +406,60 @@ def _target_sizes(options: ExportOptions) -> _Sizes:
     return sizes
 
 
+class StoredModel:
+    """A `torch_dist` checkpoint that is exported under the names of Megatron's modules, by its stored arguments."""
+
+    def __init__(self, index: CheckpointIndex, keys: Sequence[str]) -> None:
+        self.index = index
+        stored = stored_common_state(index)
+        if stored is None or stored.transforms:
+            raise OptionError(f"{index.path}: stores no common state (arguments, iteration), which this format has")
+        # Complete, with stand-ins for classes of packages that are not there.
+        self.common: Any = unwrapped(decode_state(stored.content, stored.where))
+        if not isinstance(self.common, dict):
+            raise CorruptCheckpointError(f"{stored.where}: expected a dict, got {type(self.common).__name__}")
+        given = self.common.get("args")
+        if not isinstance(given, Namespace):
+            raise OptionError(f"{index.path}: stores no arguments of Megatron, which say what the modules are called")
+        stored_bytes = sum(chunk.item.length for key in keys for chunk in index.tensors[key].chunks)
+        where = str(Path(index.path) / COMMON_FILE)
+        self.arguments = Arguments(vars(given), where, max(FEWEST, stored_bytes))
+        self.layers = self.arguments.count("num_layers")
+        self.experts = self.arguments.count("num_experts") if self.arguments.values.get("num_experts") else 0
+        self.is_grouped = self.experts > 0 and self.arguments.flag("moe_grouped_gemm")
+        self.is_tied = not self.arguments.flag("untie_embeddings_and_output_weights")
+        local = self.arguments.values.get("transformer_impl") == "local"
+        if self.is_grouped and (local or self.arguments.flag("moe_use_legacy_grouped_gemm")):
+            raise OptionError(
+                f"{index.path}: experts of the grouped GEMM before Transformer Engine's (--moe-grouped-gemm with local "
+                "layers, --moe-use-legacy-grouped-gemm) are not written in this format here"
+            )
+        self.stacking = Stacking(self.layers, self.experts, True, local and local_norms((), vars(given)))
+
+    def own_shape(self, key: str, lead: int) -> tuple[int, ...]:
+        """The shape of a parameter behind `lead` axes that count layers and experts; `CorruptCheckpointError`."""
+        shape, is_expert = self.index.tensors[key].shape, is_expert_key(key)
+        counts = (self.layers,) * (lead - is_expert) + (self.experts,) * min(lead, is_expert)
+        if shape[:lead] != counts:
+            raise CorruptCheckpointError(
+                f"{self.index.path}: {key} has the shape {list(shape)}, expected {list(counts)} first, by the stored "
+                "arguments"
+            )
+        return shape[lead:]
+
+
 class _Ranks:
     """All ranks' files, as they are going to be: `views` are the ranks' tensors, `rows` are for showing."""
 
     def __init__(self, index: CheckpointIndex, keys: Sequence[str], sizes: _Sizes) -> None:
-        self._index, self.sizes = index, sizes
+        self._index, self.sizes, self._model = index, sizes, StoredModel(index, keys)
         self.left_out: list[str] = []
         self.notes: list[str] = []
         self.views: dict[str, TensorView] = {}
         self.rows: dict[tuple[str, str], KeyPlan] = {}
-        self._common = complete_common_state(index)
-        given = self._common.get("args")
-        if not isinstance(given, Namespace):
-            raise OptionError(f"{index.path}: stores no arguments of Megatron, which the files have to hold")
-        where = str(Path(index.path) / COMMON_FILE)
-        stored_bytes = sum(chunk.item.length for key in keys for chunk in index.tensors[key].chunks)
-        self._stored = Arguments(vars(given), where, max(FEWEST, stored_bytes))
-        self._layers = self._stored.count("num_layers")
-        self._experts = self._stored.count("num_experts") if self._stored.values.get("num_experts") else 0
-        norms = local_norms((), self._stored.values) and self._stored.values.get("transformer_impl") == "local"
-        self._stacking = Stacking(self._layers, self._experts, True, norms)
+        self._stored, self._layers, self._experts = self._model.arguments, self._model.layers, self._model.experts
         self._per_chunk = self._checked_sizes()
         self._vocabulary = self._padded_rows()
-        self._tied = not self._stored.flag("untie_embeddings_and_output_weights")
         self._partitioner = Partitioner(index, arguments=self._stored.values)
         self.ranks = [rank for stage in range(sizes.pp) for rank in self._stage(stage, keys)]
         random = [key for key in index.objects if key.startswith("rng_state/")]
@@ -445,12 +476,6 @@ class _Ranks:
             raise OptionError(f"{self._layers} layers do not divide into {chunks}")
         if (self._experts or 1) % sizes.ep:
             raise OptionError(f"{self._experts} experts do not divide among {sizes.ep} expert parallel ranks")
-        local = stored.values.get("transformer_impl") == "local"
-        if self._is_grouped and (local or stored.flag("moe_use_legacy_grouped_gemm")):
-            raise OptionError(
-                f"{path}: experts of the grouped GEMM before Transformer Engine's (--moe-grouped-gemm with local "
-                "layers, --moe-use-legacy-grouped-gemm) are not written in this format here"
-            )
         uneven = [name for name, default in _UNEVEN.items() if stored.values.get(name) not in (None, default)]
         if sizes.pp > 1 and uneven:
             raise OptionError(
@@ -458,10 +483,6 @@ class _Ranks:
                 "numbers of layers are not written in this format here; take one stage (--pp 1)"
             )
         return per_chunk
-
-    @property
-    def _is_grouped(self) -> bool:
-        return self._experts > 0 and self._stored.flag("moe_grouped_gemm")
 
     def _padded_rows(self) -> int:
         """Rows of the embedding, with those by which a job pads it."""
@@ -495,7 +516,7 @@ class _Ranks:
 
     def state(self, rank: _Rank) -> dict[str, Any]:
         """What a rank's file holds."""
-        state = {"args": self._arguments(), **{k: v for k, v in self._common.items() if k not in _LEFT}}
+        state = {"args": self._arguments(), **{k: v for k, v in self._model.common.items() if k not in _LEFT}}
         several = len(rank.chunks) > 1
         state |= {f"model{number}" if several else "model": chunk for number, chunk in enumerate(rank.chunks)}
         random = self._random_state(rank)
@@ -562,7 +583,7 @@ class _Ranks:
         elif key.startswith("embedding."):
             if rank.pp == 0:
                 yield 0, key, ()
-            if key == EMBEDDING and self._tied and self.sizes.pp > 1 and rank.pp == last[0]:
+            if key == EMBEDDING and self._model.is_tied and self.sizes.pp > 1 and rank.pp == last[0]:
                 yield last[1], OUTPUT, ()
         elif key.startswith(("decoder.final_layernorm.", "output_layer.")):
             if rank.pp == last[0]:
@@ -576,7 +597,7 @@ class _Ranks:
         """What a rank calls a layer's parameter, or those of its experts (of one alone: `number`)."""
         expert = expert_of(rest)
         if expert is None and not is_expert_key(f".{rest}"):
-            yield self._stacking.of_module(rest), ()
+            yield self._model.stacking.of_module(rest), ()
             return
         linear, _, leaf = ("", "", "") if expert is None else expert.rest.partition(".")
         if expert is None or expert.number is not None or linear not in ("linear_fc1", "linear_fc2") or "." in leaf:
@@ -586,7 +607,7 @@ class _Ranks:
             place = (rank.ep * count + own,)
             if not 0 <= own < count:
                 continue
-            if not self._is_grouped:
+            if not self._model.is_grouped:
                 yield f"{expert.before}.local_experts.{own}.{expert.rest}", place
             elif leaf != EXTRA_STATE:
                 yield f"{expert.before}.{expert.rest}{own}", place
@@ -596,11 +617,7 @@ class _Ranks:
     def _add(self, rank: _Rank, chunk: int, stored: str, key: str, index: tuple[int, ...]) -> None:
         """A rank's shard of a tensor."""
         entry, lead = self._index.tensors[key], len(index)
-        partition = self._partitioner.decide(key)
-        counts = (self._layers,) * (lead - is_expert_key(key)) + ((self._experts,) if is_expert_key(key) else ())
-        if entry.shape[:lead] != counts:
-            raise CorruptCheckpointError(f"{key}: has the shape {list(entry.shape)}, expected {list(counts)} first")
-        own = list(entry.shape[lead:])
+        partition, own = self._partitioner.decide(key), list(self._model.own_shape(key, lead))
         if key in (EMBEDDING, OUTPUT) and entry.shape[0] == self._index.tensors[EMBEDDING].shape[0]:
             own[0] = self._vocabulary
         count, number = (self.sizes.etp, rank.etp) if partition.expert else (self.sizes.tp, rank.tp)
@@ -640,7 +657,7 @@ class _Ranks:
             if shard is None or not shard.key.endswith(f".{EXTRA_STATE}"):
                 continue
             for chunk, stored, place in self._names(rank, shard.key, full, shard.offset):
-                if self._is_grouped and is_expert_key(stored) and place and self._stored.values.get("fp8"):
+                if self._model.is_grouped and is_expert_key(stored) and place and self._stored.values.get("fp8"):
                     raise OptionError(
                         f"{self._index.path}: {full}: scales of grouped experts in FP8 are not joined here"
                     )
@@ -683,14 +700,3 @@ def _rows_at(arguments: Arguments, rows: int, tp: int) -> int | None:
     # The tokens end in the last unit that is stored.
     fewest, most = (-(-tokens // unit) * unit for tokens in (rows - stored_unit + 1, rows))
     return most if fewest == most else None
-
-
-def complete_common_state(index: CheckpointIndex) -> dict[str, Any]:
-    """The common state, with stand-ins for classes of packages that are not there."""
-    stored = stored_common_state(index)
-    if stored is None or stored.transforms:
-        raise OptionError(f"{index.path}: stores no common state (arguments, iteration), which this format has, too")
-    value = unwrapped(decode_state(stored.content, stored.where))
-    if not isinstance(value, dict):
-        raise CorruptCheckpointError(f"{stored.where}: expected a dict, got {type(value).__name__}")
-    return value

@@ -18,10 +18,10 @@ import itertools
 import math
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
@@ -595,35 +595,12 @@ _FLAT_STATES = ("param", "exp_avg", "exp_avg_sq")
 _BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq")
 
 
-class RankParameter(Protocol):
-    """What is asked of a parameter of a rank."""
-
-    @property
-    def stored(self) -> str:
-        """Its key in the rank's state dict."""
-
-    @property
-    def chunk(self) -> int:
-        """Number of the model's chunk."""
-
-    @property
-    def tensor(self) -> FileTensor:
-        """The model's own."""
-
-
 class StatePart(NamedTuple):
     """A tensor of the optimizer in the shape of parameter `number` (of those given), and where it lies."""
 
     number: int
     state: str
     range: FileRange
-
-
-class FlatLayout(NamedTuple):
-    """How a buffer is laid out: alignment of parameters, and elements after which a bucket ends (None: one for all)."""
-
-    alignment: int
-    bucket_elements: int | None
 
 
 def main_parameter(distributed: bool) -> str:
@@ -654,7 +631,7 @@ def is_distributed(optimizer: Mapping[str, Any]) -> bool:
 
 
 def state_parts(
-    rank: RankFiles, parameters: Sequence[RankParameter], arguments: Arguments
+    rank: RankFiles, parameters: Sequence[_Parameter], arguments: Arguments
 ) -> Iterator[tuple[list[StatePart], bool]]:
     """The state of each of a rank's optimizers, and whether it is a distributed one. Raises `CorruptCheckpointError` if
     state and parameters do not match, `OptionError` for a form not known here.
@@ -686,13 +663,13 @@ def state_parts(
         )
 
 
-def is_buffer(parameter: RankParameter) -> bool:
+def is_buffer(parameter: _Parameter) -> bool:
     """Whether a tensor of the model is none that is trained."""
     return parameter.stored.rpartition(".")[2] in _BUFFERS
 
 
 def _group_members(
-    where: str, groups: Sequence[Mapping[str, Any]], parameters: Sequence[RankParameter], arguments: Arguments
+    where: str, groups: Sequence[Mapping[str, Any]], parameters: Sequence[_Parameter], arguments: Arguments
 ) -> list[list[int]]:
     """Numbers of the parameters of each group of an optimizer, in the order given. Raises `OptionError` if nothing that
     is known distinguishes two groups.
@@ -700,7 +677,7 @@ def _group_members(
     experts_apart = arguments.count("expert_model_parallel_size", default=1) > 1
     decoupled = any(_said(group, "is_decoupled_lr") for group in groups)
 
-    def kind(parameter: RankParameter) -> tuple[bool, bool, bool]:
+    def kind(parameter: _Parameter) -> tuple[bool, bool, bool]:
         name, shape = parameter.stored, parameter.tensor.shape
         norm_of_queries = ".q_layernorm." in name or ".k_layernorm." in name
         undecayed = (name.endswith(".bias") or len(shape) == 1) and not (
@@ -732,7 +709,7 @@ def _said(group: Mapping[str, Any], name: str) -> Any:
 
 
 def _plain_parts(
-    rank: RankFiles, optimizer: Mapping[str, Any], groups: Sequence[Sequence[int]], parameters: Sequence[RankParameter]
+    rank: RankFiles, optimizer: Mapping[str, Any], groups: Sequence[Sequence[int]], parameters: Sequence[_Parameter]
 ) -> list[StatePart]:
     """State by number of the parameter."""
     inner, found = _inner(optimizer), []
@@ -781,7 +758,7 @@ def _flat_parts(
     rank: RankFiles,
     position: int,
     members: Sequence[int],
-    parameters: Sequence[RankParameter],
+    parameters: Sequence[_Parameter],
     arguments: Arguments,
 ) -> list[StatePart]:
     """State in flat buffers, by the first layout whose lengths are right."""
@@ -843,7 +820,7 @@ def _buffers(value: Mapping[Any, Any], where: str) -> list[tuple[str, dict[str, 
     return found
 
 
-def _buffer_members(members: Iterable[int], parameters: Sequence[RankParameter]) -> list[tuple[int, str, list[int]]]:
+def _buffer_members(members: Iterable[int], parameters: Sequence[_Parameter]) -> list[tuple[int, str, list[int]]]:
     """Chunk, dtype and parameters of each buffer: one for each dtype of a chunk, in the order of their first one."""
     found: dict[tuple[int, str], list[int]] = {}
     for number in members:
@@ -857,7 +834,7 @@ def _places_of(
     rank: RankFiles,
     chunk: int,
     numbers: Sequence[int],
-    parameters: Sequence[RankParameter],
+    parameters: Sequence[_Parameter],
     length: int,
     arguments: Arguments,
     where: str,
@@ -867,8 +844,8 @@ def _places_of(
     alone = {number for number in numbers if shared and parameters[number].stored in (EMBEDDING, OUTPUT)}
     sizes = {number: math.prod(parameters[number].tensor.shape) for number in numbers}
     totals = []
-    for layout in _layouts(rank.pp, chunk, arguments, sum(sizes.values())):
-        starts, total = flat_places(sizes, alone, layout)
+    for alignment, bucket in _layouts(rank.pp, chunk, arguments, sum(sizes.values())):
+        starts, total = flat_places(sizes, alone, alignment, bucket)
         if total == length:
             return starts
         totals.append(total)
@@ -879,8 +856,8 @@ def _places_of(
     )
 
 
-def _layouts(stage: int, chunk: int, arguments: Arguments, elements: int) -> list[FlatLayout]:
-    """How a buffer may be laid out, most likely first."""
+def _layouts(stage: int, chunk: int, arguments: Arguments, elements: int) -> Iterator[tuple[int, int | None]]:
+    """How a buffer may be laid out, as `flat_places` takes it, most likely first."""
     sizes: list[int | None] = [None]
     if arguments.flag("overlap_grad_reduce") and stage == 0 and chunk == 0:
         ranks = arguments.count("data_parallel_size", default=1) * arguments.count("context_parallel_size", default=1)
@@ -890,22 +867,23 @@ def _layouts(stage: int, chunk: int, arguments: Arguments, elements: int) -> lis
         elif arguments.values.get("ddp_bucket_size"):
             size = arguments.count("ddp_bucket_size")
         sizes.insert(0, size)
-    return [FlatLayout(alignment, size) for alignment in _ALIGNMENTS for size in sizes]
+    return itertools.product(_ALIGNMENTS, sizes)
 
 
-def flat_places(sizes: Mapping[int, int], alone: Iterable[int], layout: FlatLayout) -> tuple[dict[int, int], int]:
-    """The first element of each parameter in a buffer whose buckets are joined without padding, and its length.
-    `sizes`: elements in the model's order, which the buffer reverses; those of `alone` have a bucket of their own.
+def flat_places(
+    sizes: Mapping[int, int], alone: Collection[int], alignment: int, bucket_elements: int | None
+) -> tuple[dict[int, int], int]:
+    """The first element of each parameter in a buffer whose buckets (None: one) are joined without padding, and its
+    length. `sizes`: elements in the model's order, which the buffer reverses; those of `alone` have their own buckets.
     """
-    own = set(alone)
     starts: dict[int, int] = {}
     bucket = inside = 0
     for number in reversed(list(sizes)):
-        inside = -(-inside // layout.alignment) * layout.alignment
-        if number in own and inside:
+        inside = -(-inside // alignment) * alignment
+        if number in alone and inside:
             bucket, inside = bucket + inside, 0
         starts[number] = bucket + inside
         inside += sizes[number]
-        if number in own or (layout.bucket_elements is not None and inside >= layout.bucket_elements):
+        if number in alone or (bucket_elements is not None and inside >= bucket_elements):
             bucket, inside = bucket + inside, 0
     return starts, bucket + inside

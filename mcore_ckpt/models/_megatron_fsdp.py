@@ -23,19 +23,17 @@ from typing import Any, Final, NamedTuple
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, parse_object_key
-from mcore_ckpt.models._legacy_files import FEWEST, Arguments, complete_common_state
+from mcore_ckpt.models._legacy_files import StoredModel
 from mcore_ckpt.models.options import ExportOptions
 from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, SourceFiles
 from mcore_ckpt.reshard.partition import (
     EMBEDDING,
     EXTRA_STATE,
     OUTPUT,
-    Stacking,
     expert_of,
     holds_several,
     is_expert_key,
     layer_of,
-    local_norms,
 )
 from mcore_ckpt.reshard.plan import DividedTensor, TargetPlan, plan_torch_dist
 from mcore_ckpt.reshard.view import Part, TensorView, ViewPayloads
@@ -79,14 +77,13 @@ class _Target:
 
 def fsdp_export(index: CheckpointIndex, options: ExportOptions) -> Conversion:
     """A checkpoint that a job with `--use-megatron-fsdp --ckpt-format fsdp_dtensor` loads."""
-    common = complete_common_state(index)
-    arguments = common.get("args")
-    if not isinstance(arguments, Namespace):
-        raise OptionError(f"{index.path}: stores no arguments of Megatron, which say what the modules are called")
     keys = [key for key in index.tensors if not is_optimizer_key(key)]
+    model = StoredModel(index, keys)
+    common = model.common
+    arguments = common["args"]
     states = {} if options.drop_optimizer else _states(index, keys, common)
     check_tiled(index, (*keys, *(key for of_state in states.values() for key in of_state.values())))
-    parameters = list(_Names(index, keys, vars(arguments)).parameters())
+    parameters = list(_Names(model, keys).parameters())
     target = _Target()
     rows: list[KeyPlan] = []
     for parameter in parameters:
@@ -171,28 +168,16 @@ def _left_out(index: CheckpointIndex, common: Mapping[str, Any], *, dropped: boo
 class _Names:
     """What Megatron's modules call the parameters that are stored under sharded keys."""
 
-    def __init__(self, index: CheckpointIndex, keys: list[str], arguments: Mapping[str, Any]) -> None:
-        self._index, self._keys = index, keys
-        elements = sum(chunk.item.length for key in keys for chunk in index.tensors[key].chunks)
-        stored = Arguments(arguments, index.path, max(FEWEST, elements))
-        self._layers = stored.count("num_layers")
-        self._experts = stored.count("num_experts") if stored.values.get("num_experts") else 0
-        self._is_grouped = stored.flag("moe_grouped_gemm")
-        self._is_gated = stored.flag("swiglu")
-        local = arguments.get("transformer_impl") == "local"
-        if self._experts and self._is_grouped and (local or stored.flag("moe_use_legacy_grouped_gemm")):
-            raise self._refused(
-                "experts", "the grouped GEMM before Transformer Engine's keeps all experts in one parameter"
-            )
-        self._tied = not stored.flag("untie_embeddings_and_output_weights")
-        self._stacking = Stacking(self._layers, self._experts, True, local and local_norms((), arguments))
+    def __init__(self, model: StoredModel, keys: list[str]) -> None:
+        self._model, self._keys = model, keys
+        self._is_gated = model.arguments.flag("swiglu")
 
     def parameters(self) -> Iterator[_Parameter]:
         """All parameters. Raises `OptionError` for what has no such name, `CorruptCheckpointError` for shapes that
         contradict the arguments.
         """
         for key in self._keys:
-            if key == OUTPUT and self._tied:
+            if key == OUTPUT and self._model.is_tied:
                 raise self._refused(key, "the stored arguments tie it to the embedding")
             for name, index in self._named(key):
                 yield from self._halves(name, index, key)
@@ -207,7 +192,7 @@ class _Names:
         elif holds_several(layer.rest):
             raise self._refused(key, "modules of Mamba and of linear attention have it together with others")
         else:
-            for number in [layer.number] if layer.number is not None else range(self._layers):
+            for number in [layer.number] if layer.number is not None else range(self._model.layers):
                 for rest, place in self._in_layer(key, layer.rest):
                     yield f"decoder.layers.{number}.{rest}", (*(() if layer.number is not None else (number,)), *place)
 
@@ -216,25 +201,18 @@ class _Names:
         if expert is None:
             if is_expert_key(f".{rest}"):
                 raise self._refused(key, "experts in this form are not known here")
-            yield self._stacking.of_module(rest), ()
+            yield self._model.stacking.of_module(rest), ()
             return
-        for number in [expert.number] if expert.number is not None else range(self._experts):
-            name = f"local_experts.{number}.{expert.rest}" if not self._is_grouped else f"{expert.rest}{number}"
+        for number in [expert.number] if expert.number is not None else range(self._model.experts):
+            name = f"local_experts.{number}.{expert.rest}" if not self._model.is_grouped else f"{expert.rest}{number}"
             yield f"{expert.before}.{name}", () if expert.number is not None else (number,)
 
     def _halves(self, name: str, index: tuple[int, ...], key: str) -> Iterator[_Parameter]:
-        shape, lead = self._index.tensors[key].shape, len(index)
-        counts = (self._layers, self._experts)[2 - lead :] if is_expert_key(key) else (self._layers,)[:lead]
-        own = shape[lead:]
-        if shape[:lead] != counts[:lead] and lead:
-            raise CorruptCheckpointError(
-                f"{self._index.path}: {key} has the shape {list(shape)}, expected {list(counts[:lead])} first, by the "
-                "stored arguments"
-            )
+        lead, own = len(index), self._model.own_shape(key, len(index))
         halves = ("_w", "_v") if self._is_gated and _GATED.fullmatch(name) else ("",)
         if not own or own[0] % len(halves):
             if len(halves) > 1:
-                raise CorruptCheckpointError(f"{self._index.path}: {key} {list(shape)} is no pair of halves")
+                raise CorruptCheckpointError(f"{self._model.index.path}: {key} {list(own)} is no pair of halves")
             halves = ("",)
         rows = own[0] // len(halves) if own else 0
         for number, half in enumerate(halves):
@@ -244,7 +222,7 @@ class _Names:
 
     def _refused(self, key: str, reason: str) -> OptionError:
         return OptionError(
-            f"{self._index.path}: {key} is not written as {FSDP_DTENSOR} here: {reason}. Nothing was written"
+            f"{self._model.index.path}: {key} is not written as {FSDP_DTENSOR} here: {reason}. Nothing was written"
         )
 
 

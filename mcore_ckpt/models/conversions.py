@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -111,25 +111,8 @@ def export_checkpoint(
         OptionError: the format, the family or the parallel sizes have no place for what is stored.
         SaveError: it cannot be written; what is done is kept for the next run.
     """
-    given: dict[str, Any] = {
-        "max_shard_bytes": max_shard_bytes,
-        "rename": rename,
-        "only": only,
-        "arch": arch,
-        "hf_config": hf_config,
-        "tp": tp,
-        "pp": pp,
-        "ep": ep,
-        "etp": etp,
-        "vpp": vpp,
-        "dtype": dtype,
-        "drop_optimizer": drop_optimizer,
-        "workers": workers,
-        "memory_bytes": memory_bytes,
-        "verify": verify,
-        "restart": restart,
-    }
-    options = ExportOptions(**given)
+    given = locals()
+    options = ExportOptions(**{option.name: given[option.name] for option in fields(ExportOptions)})
     _refuse_others(options, to, TargetKind, "--to")
     places = places_of(source, target, same_format=False)
     if to not in _LOADED_BY_JOBS:
@@ -222,28 +205,8 @@ def import_checkpoint(
         OptionError: it is of no family known here, or has settings, keys or shapes that Megatron-Core has not.
         CheckpointExistsError, SaveError: as for `reshard_checkpoint`.
     """
-    given: dict[str, Any] = {
-        "tp": tp,
-        "pp": pp,
-        "ep": ep,
-        "etp": etp,
-        "rename": rename,
-        "rules": rules,
-        "common": common,
-        "hf_config": hf_config,
-        "arch": arch,
-        "transformer_impl": transformer_impl,
-        "numbered_layers": numbered_layers,
-        "vocabulary_multiple": vocabulary_multiple,
-        "global_batch_size": global_batch_size,
-        "dtype": dtype,
-        "drop_optimizer": drop_optimizer,
-        "workers": workers,
-        "memory_bytes": memory_bytes,
-        "verify": verify,
-        "restart": restart,
-    }
-    options = ImportOptions(**given)
+    given = locals()
+    options = ImportOptions(**{option.name: given[option.name] for option in fields(ImportOptions)})
     _refuse_others(options, kind, SourceKind, "--from")
     places = places_of(source, target, same_format=False)
     if kind in ("hf", "dcp", "ucp"):

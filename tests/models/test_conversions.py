@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -18,13 +17,11 @@ import torch
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import (
     CheckpointError,
-    CheckpointExistsError,
     CheckpointNotFoundError,
     ChecksumError,
     CorruptCheckpointError,
     LoadError,
     OptionError,
-    SaveError,
     UnsafePickleError,
 )
 from mcore_ckpt.format.index import StoredChunk, TensorEntry
@@ -417,94 +414,21 @@ class TestInterrupted:
                     make()
         return calls
 
-    @pytest.mark.parametrize(
-        ("kind", "error"),
-        [("safetensors", KeyboardInterrupt()), ("torch", SaveError("the disk is full"))],
-        ids=["safetensors", "torch"],
-    )
+    @pytest.mark.parametrize("kind", ["safetensors", "torch"])
     def test_the_same_command_resumes(
-        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, error: BaseException
+        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
     ) -> None:
         def make(target: Path) -> Callable[[], object]:
             return lambda: MAKERS[kind](checkpoint, target)
 
         everything = self.located(monkeypatch, make(tmp_path / "alone"))
-        self.located(monkeypatch, make(tmp_path / "t"), error)
+        self.located(monkeypatch, make(tmp_path / "t"), KeyboardInterrupt())
         assert not (tmp_path / "t").exists()
         assert self.located(monkeypatch, make(tmp_path / "t")) < everything
         assert contents(tmp_path / "t") == contents(tmp_path / "alone")
         assert not (tmp_path / "t.partial").exists()
         import_checkpoint(tmp_path / "t", tmp_path / "back")
         assert_same(read_all(tmp_path / "back"), model_tensors())
-
-    def test_another_command_has_to_say_that_the_work_is_to_be_thrown_away(
-        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        self.located(monkeypatch, lambda: MAKERS["torch"](checkpoint, tmp_path / "t"), KeyboardInterrupt())
-        command = ["export", str(checkpoint), str(tmp_path / "t"), "--quiet"]
-        assert main(command) == 2
-        assert "--restart" in capsys.readouterr().err
-        assert main([*command, "--restart"]) == 0
-        assert not (tmp_path / "t.partial").exists()
-
-    def test_an_error_of_the_source_leaves_nothing(
-        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        error = CorruptCheckpointError("a file was damaged")
-        self.located(monkeypatch, lambda: MAKERS["safetensors"](checkpoint, tmp_path / "t"), error)
-        assert not (tmp_path / "t.partial").exists()
-
-
-class TestTwoAtOnce:
-    """Two commands that make one target: one of them makes all of it, the other one says why it does not."""
-
-    @staticmethod
-    def meanwhile(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> list[object]:
-        """Do `work` in the middle of what is run next, once; the list then holds what it returned."""
-        returned: list[object] = []
-        original = StoredPayloads.locate
-        calls = iter(range(10**6))
-
-        def locate(self: StoredPayloads, *arguments: Any) -> Any:
-            if next(calls) == 5:
-                returned.append(work())
-            return original(self, *arguments)
-
-        monkeypatch.setattr(StoredPayloads, "locate", locate)
-        return returned
-
-    def test_the_second_is_refused(self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        refused = []
-
-        def second() -> None:
-            for maker in MAKERS.values():
-                with pytest.raises(SaveError, match="another command is making this target") as caught:
-                    maker(checkpoint, tmp_path / "t")
-                refused.append(str(caught.value))
-
-        self.meanwhile(monkeypatch, second)
-        MAKERS["torch"](checkpoint, tmp_path / "t")
-        assert len(refused) == len(MAKERS)
-        MAKERS["torch"](checkpoint, tmp_path / "alone")
-        assert contents(tmp_path / "t") == contents(tmp_path / "alone")
-        assert not (tmp_path / "t.partial").exists()
-
-    @pytest.mark.parametrize("kind", ["safetensors", "reshard"])
-    def test_one_that_was_taken_for_gone_harms_nothing(
-        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-    ) -> None:
-        """Locks hold on one host only: the same command is run on another one, and ends."""
-
-        def second() -> dict[str, bytes]:
-            MAKERS[kind](checkpoint, tmp_path / "t")
-            return contents(tmp_path / "t")
-
-        monkeypatch.setattr(fcntl, "flock", lambda *_: None)
-        made = self.meanwhile(monkeypatch, second)
-        with pytest.raises((SaveError, CheckpointExistsError)):
-            MAKERS[kind](checkpoint, tmp_path / "t")
-        assert contents(tmp_path / "t") == made[0]
-        assert not (tmp_path / "t.partial").exists()
 
 
 class TestSourceThatIsReplaced:

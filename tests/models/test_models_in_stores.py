@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt import copy_checkpoint, verify_checkpoint
+from mcore_ckpt import copy_checkpoint
 from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundError, SaveError
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
-from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from tests.models.test_foreign_checkpoints import write_universal
 from tests.models.test_huggingface import CONFIG, model_tensors, write_hf
 from tests.support.gcs_server import ObjectDirectory
@@ -109,26 +108,3 @@ def test_a_store_that_fails_at_the_last_file_is_left_without_the_others(
         with pytest.raises(SaveError, match="403"):
             export_checkpoint(checkpoint, object_directory.url, to="hf", max_shard_bytes=10_000)
     assert object_directory.names() == []
-
-
-@pytest.mark.parametrize("to", ["hf", "dcp"])
-def test_a_profile_of_files_holds_what_a_directory_holds(
-    to: Any, checkpoint: Path, msc_of_files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    kind, options = KINDS.get(to, ("", {}))
-    export_checkpoint(checkpoint, tmp_path / "local", to=to, **options)
-    report = export_checkpoint(checkpoint, f"{msc_of_files}/made/model", to=to, **options)
-    assert report.target == f"{msc_of_files}/made/model"
-    assert contents(tmp_path / "made").keys() == {f"model/{name}" for name in contents(tmp_path / "local")}
-    with pytest.raises(CheckpointExistsError, match="nothing is ever overwritten"):
-        export_checkpoint(checkpoint, f"{msc_of_files}/made/model", to=to, **options)
-    if kind:
-        import_checkpoint(f"{msc_of_files}/made/model", f"{msc_of_files}/back/iter_0000001", kind=kind)  # type: ignore[arg-type]
-        import_checkpoint(tmp_path / "local", tmp_path / "again", kind=kind)  # type: ignore[arg-type]
-        assert_same(read_all(tmp_path / "back" / "iter_0000001"), read_all(tmp_path / "again"))
-    else:
-        reshard_checkpoint(checkpoint, f"{msc_of_files}/resharded", tp=1, pp=1)
-        assert verify_checkpoint(tmp_path / "resharded").problems == ()
-    assert list((tmp_path / "here").iterdir()) == []

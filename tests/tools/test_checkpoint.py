@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from pathlib import Path
@@ -17,9 +16,7 @@ from hypothesis import strategies as st
 import mcore_ckpt
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, KindMismatchError, MissingKeyError
-from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.core.errors import ChecksumError, KindMismatchError, MissingKeyError
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from tests.support.model_like import model_tensors, write_model
 from tests.support.stored_layouts import StoredTensor, write_checkpoint
@@ -208,21 +205,3 @@ def test_a_chunk_that_is_read_as_a_whole_is_held_against_its_checksum(tmp_path: 
             checkpoint["w"].torch()
         assert main(["export", str(tmp_path / name), str(tmp_path / "e"), "--to", "torch"]) == 2
         assert not (tmp_path / "e").exists()
-
-
-def test_a_tensor_of_more_elements_than_are_stored_is_not_built_out(tmp_path: Path) -> None:
-    """An item of 1.6 KB that repeats one element."""
-    for name, count in (("some", 1000), ("all memory", 2**40)):
-        item = io.BytesIO()
-        torch.save(torch.zeros(1).expand(count), item)
-        content = item.getvalue()
-        directory = tmp_path / name
-        directory.mkdir()
-        (directory / "__0_0.distcp").write_bytes(content)
-        chunk = StoredChunk((0,), (count,), StoredItem("__0_0.distcp", 0, len(content)))
-        index = CheckpointIndex(str(directory), {"w": TensorEntry("w", "float32", (count,), (chunk,))}, {})
-        (directory / ".metadata").write_bytes(encode_metadata(index))
-    with open_checkpoint(tmp_path / "some") as checkpoint:
-        assert checkpoint["w"][0:2].tolist() == [0, 0]
-    with open_checkpoint(tmp_path / "all memory") as checkpoint, pytest.raises(CorruptCheckpointError, match="repeats"):
-        checkpoint["w"][0:2]

@@ -23,21 +23,6 @@ def save(path: Path, text: str, *, ours: bool) -> Path:
     return path
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["sealed", "of stock"])
-def test_a_flipped_bit_of_an_object(tmp_path: Path, capsys: pytest.CaptureFixture[str], ours: bool) -> None:
-    path = save(tmp_path / "c", "sunshine", ours=ours)
-    assert main(["cat", str(path), "thing.text"]) == 0
-    assert "sunshine" in capsys.readouterr().out
-    item = read_index(path).objects["thing.text"].item
-    content = bytearray((path / item.file).read_bytes())
-    content[content.index(b"sunshine")] ^= 2
-    (path / item.file).write_bytes(content)
-    assert main(["cat", str(path), "thing.text"]) == 2
-    shown = capsys.readouterr()
-    assert "CRC-32" in shown.err
-    assert "unshine" not in shown.out
-
-
 def test_an_object_in_the_file_of_another_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = save(tmp_path / "one", "sunshine", ours=True), save(tmp_path / "two", "moonbeam", ours=True)
     item = read_index(one).objects["thing.text"].item

@@ -120,20 +120,6 @@ def saved_again(run: Path, iteration: int, order: int) -> None:
         os.utime(path, (time.time() - 9000 + order,) * 2)
 
 
-def test_what_is_counted_is_said_where_there_are_too_few(run: Path) -> None:
-    """Resumed from 100 and saved at 200 again: 300 to 500 are of the branch that was left."""
-    for order, iteration in enumerate((100, 300, 400, 500, 200)):
-        saved_again(run, iteration, order)
-    (run / TRACKER_FILE).write_text("200")
-    report = prune_run(run, keep_last=3)
-    assert going(report) == []
-    said = "there are no 3 complete checkpoints, counted down from iteration 200, which was saved last"
-    assert [why(report, iteration) for iteration in (100, 300, 500)] == [said] * 3
-    for iteration in ITERATIONS:
-        next((run / name_of(iteration)).glob("*.distcp")).unlink()
-    assert why(prune_run(run, keep_last=1), 400) == "no checkpoint is complete"
-
-
 @pytest.mark.parametrize("tracker", [False, True])
 def test_after_a_run_was_taken_back_the_newest_are_those_saved_last(run: Path, tracker: bool) -> None:
     """Resumed from 200 where 300 to 500 exist; then saves at other iterations than before."""
@@ -276,15 +262,6 @@ def test_what_a_link_of_the_run_leads_to_stays(run: Path, link: str) -> None:
     assert 500 not in going(report), "a link counts as one of the newest"
     assert link in why(report, 200)
     assert (run / link / ".metadata").exists()
-
-
-@pytest.mark.parametrize("link", ["best", name_of(900)])
-def test_a_link_in_a_loop_hides_no_checkpoint(run: Path, link: str) -> None:
-    (run / link).symlink_to(link)
-    report = prune_run(run, keep_last=1, remove=True)
-    assert 200 in going(report)
-    assert (run / name_of(500)).exists()
-    assert name_of(500) in {found.checkpoint.name for found in list_run(run).checkpoints}
 
 
 def test_a_link_below_a_checkpoint_is_not_followed(run: Path, tmp_path: Path) -> None:

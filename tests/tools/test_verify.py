@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,10 +48,6 @@ def flip(directory: Path, item: StoredItem, at: int, bit: int = 1) -> None:
     content = bytearray(path.read_bytes())
     content[item.offset + at] ^= bit
     path.write_bytes(content)
-
-
-def with_chunks(entry: TensorEntry, chunks: tuple[StoredChunk, ...]) -> TensorEntry:
-    return TensorEntry(entry.fqn, entry.dtype, entry.shape, chunks)
 
 
 def rewrite(directory: Path, index: CheckpointIndex) -> None:
@@ -107,24 +104,6 @@ def test_objects_are_checked_too(checkpoint: Path) -> None:
     assert problem.fqn == "rng_state/shard_0.1_1.2"
 
 
-def test_a_truncated_file(checkpoint: Path) -> None:
-    path = checkpoint / "__1_1.distcp"
-    cut = path.stat().st_size // 2
-    path.write_bytes(path.read_bytes()[:cut])
-    report = verify_checkpoint(checkpoint)
-    behind = [check for check in report.problems if check.offset is not None and check.offset + check.length > cut]
-    assert behind
-    assert len(behind) == len(report.problems)
-    assert all(problem.file == "__1_1.distcp" for problem in report.problems)
-
-
-def test_a_missing_file(checkpoint: Path) -> None:
-    (checkpoint / "__0_1.distcp").unlink()
-    report = verify_checkpoint(checkpoint)
-    assert {problem.kind for problem in report.problems} == {"file"}
-    assert {problem.file for problem in report.problems} == {"__0_1.distcp"}
-
-
 def test_a_damaged_index_is_damage_and_no_index_is_an_error(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,48 +115,41 @@ def test_a_damaged_index_is_damage_and_no_index_is_an_error(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_missing_and_a_doubled_chunk(checkpoint: Path) -> None:
+def moved(chunk: StoredChunk, by: int) -> StoredChunk:
+    item = chunk.item
+    return StoredChunk(chunk.offsets, chunk.sizes, StoredItem(item.file, item.offset + by, item.length))
+
+
+CHUNKS: dict[str, Callable[[CheckpointIndex, tuple[StoredChunk, ...]], list[StoredChunk]]] = {
+    "element [0, 0]": lambda index, chunks: [*chunks[1:]],  # one is missing
+    "lies in 2 chunks": lambda index, chunks: [*chunks, StoredChunk((0, 0), chunks[1].sizes, chunks[1].item)],
+    "overlaps": lambda index, chunks: [moved(chunks[0], -8), *chunks[1:]],
+    # The bytes are sound, but they are another tensor's.
+    "the index says": lambda index, chunks: [
+        StoredChunk(chunks[0].offsets, chunks[0].sizes, index.tensors["output_layer.weight"].chunks[0].item),
+        *chunks[1:],
+    ],
+}
+
+
+@pytest.mark.parametrize("said", CHUNKS)
+def test_an_index_whose_chunks_cannot_be(checkpoint: Path, said: str) -> None:
     index = read_index(checkpoint)
     entry = index.tensors[KEY]
-    index.tensors[KEY] = with_chunks(entry, entry.chunks[1:])
+    index.tensors[KEY] = entry._replace(chunks=tuple(CHUNKS[said](index, entry.chunks)))
     rewrite(checkpoint, index)
-    (problem,) = verify_checkpoint(checkpoint).problems
-    assert (problem.kind, problem.fqn) == ("structure", KEY)
-    assert "element [0, 0]" in problem.message
-    wide = StoredChunk((0, 0), entry.chunks[1].sizes, entry.chunks[1].item)
-    index.tensors[KEY] = with_chunks(entry, (*entry.chunks, wide))
-    rewrite(checkpoint, index)
-    assert any(problem.kind == "structure" for problem in verify_checkpoint(checkpoint).problems)
+    assert any(said in problem.message for problem in verify_checkpoint(checkpoint).problems)
 
 
-def test_items_that_overlap(checkpoint: Path) -> None:
-    index = read_index(checkpoint)
-    entry = index.tensors[KEY]
-    other = entry.chunks[0].item
-    first = entry.chunks[0]
-    shifted = StoredChunk(first.offsets, first.sizes, StoredItem(other.file, other.offset - 8, other.length))
-    index.tensors[KEY] = with_chunks(entry, (shifted, *entry.chunks[1:]))
-    rewrite(checkpoint, index)
-    assert {problem.kind for problem in verify_checkpoint(checkpoint).problems} >= {"structure", "item"}
-
-
-def test_an_item_of_another_tensor(checkpoint: Path) -> None:
-    """The bytes are sound, but they are not what the index says."""
-    index = read_index(checkpoint)
-    entry = index.tensors[KEY]
-    other = index.tensors["output_layer.weight"].chunks[0].item
-    first = StoredChunk(entry.chunks[0].offsets, entry.chunks[0].sizes, other)
-    index.tensors[KEY] = with_chunks(entry, (first, *entry.chunks[1:]))
-    rewrite(checkpoint, index)
-    assert any("the index says" in problem.message for problem in verify_checkpoint(checkpoint).problems)
-
-
-def test_a_missing_shard_of_an_object(checkpoint: Path) -> None:
+def test_missing_shards_and_files(checkpoint: Path) -> None:
     index = read_index(checkpoint)
     del index.objects["rng_state/shard_0.1_1.2"]
     rewrite(checkpoint, index)
     (problem,) = verify_checkpoint(checkpoint).problems
     assert "1 of the 2 shards" in problem.message
+    (checkpoint / "__0_1.distcp").unlink()
+    report = verify_checkpoint(checkpoint)
+    assert {problem.file for problem in report.problems} == {None, "__0_1.distcp"}
 
 
 def test_large_items_are_read_in_windows(tmp_path: Path) -> None:

@@ -139,14 +139,12 @@ def _rotary_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(config: Mapping[str, Any], **router: Any) -> dict[str, Any]:
-    expect(config, "attention_bias", False)
-    expect(config, "mlp_bias", False)
     if number(config, "routed_scaling_factor") == 0:
         raise OptionError("routed_scaling_factor=0: Megatron-Core takes zero for no factor at all")
     model = _model(config)
     plain = {**config, "num_key_value_heads": None, "head_dim": None, "rope_parameters": None, "rope_scaling": None}
     return {
-        **decoder_arguments(plain),
+        **decoder_arguments(plain, {"attention_bias": (False,), "mlp_bias": (False,)}),
         **_rotary_arguments(config),
         "qk_layernorm": True,
         "multi_latent_attention": True,

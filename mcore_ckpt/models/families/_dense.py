@@ -32,11 +32,11 @@ from mcore_ckpt.models.families._settings import (
     decoder_model,
     epsilon_of,
     expect,
-    expect_no_windows,
     in_layer,
     is_plain_decoder,
     layer_count,
     model_arguments,
+    no_windows,
     number,
     row,
     setting,
@@ -48,25 +48,7 @@ from mcore_ckpt.models.families._table import Family, Model
 _QWEN_DEFAULTS = {**DECODER_DEFAULTS, "layer_types": None, "num_key_value_heads": 32, "use_sliding_window": False}
 
 
-def _llama_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expect(config, "attention_bias", False)
-    expect(config, "mlp_bias", False)
-    return decoder_arguments(config)
-
-
-def _mistral_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    return decoder_config(arguments, vocabulary, **window_config(arguments))
-
-
-def _qwen2_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expect_no_windows(config)
-    return decoder_arguments(config, add_qkv_bias=True)
-
-
-def _qwen3_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expect_no_windows(config)
-    expect(config, "attention_bias", False)
-    return decoder_arguments(config, qk_layernorm=True)
+_NO_BIAS = {"attention_bias": (False,)}
 
 
 LLAMA = Family(
@@ -76,7 +58,7 @@ LLAMA = Family(
     rows=(*EMBEDDING, *ATTENTION, *DENSE_MLP),
     defaults=DECODER_DEFAULTS,
     model_of=decoder_model,
-    arguments_of=_llama_arguments,
+    arguments_of=lambda config: decoder_arguments(config, {**_NO_BIAS, "mlp_bias": (False,)}),
     config_of=functools.partial(decoder_config, attention_bias=False, mlp_bias=False),
     recognizes=is_plain_decoder,
     derived=(r"\.rotary_emb\.inv_freq$",),
@@ -90,7 +72,7 @@ MISTRAL = Family(
     defaults={**DECODER_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
     model_of=decoder_model,
     arguments_of=lambda config: decoder_arguments(config, **window_arguments(config)),
-    config_of=_mistral_config,
+    config_of=lambda arguments, vocabulary: decoder_config(arguments, vocabulary, **window_config(arguments)),
     recognizes=lambda arguments: is_plain_decoder(arguments, "window_size"),
 )
 
@@ -101,7 +83,7 @@ QWEN2 = Family(
     rows=(*EMBEDDING, *ATTENTION, *QKV_BIAS, *DENSE_MLP),
     defaults=_QWEN_DEFAULTS,
     model_of=decoder_model,
-    arguments_of=_qwen2_arguments,
+    arguments_of=lambda config: decoder_arguments(config, no_windows(config), add_qkv_bias=True),
     config_of=functools.partial(decoder_config, use_sliding_window=False),
     recognizes=lambda arguments: is_plain_decoder(arguments, "add_qkv_bias"),
 )
@@ -113,7 +95,7 @@ QWEN3 = Family(
     rows=(*EMBEDDING, *ATTENTION, *QK_NORM, *DENSE_MLP),
     defaults={**_QWEN_DEFAULTS, "head_dim": 128},
     model_of=decoder_model,
-    arguments_of=_qwen3_arguments,
+    arguments_of=lambda config: decoder_arguments(config, {**no_windows(config), **_NO_BIAS}, qk_layernorm=True),
     config_of=functools.partial(decoder_config, use_sliding_window=False, attention_bias=False),
     recognizes=lambda arguments: is_plain_decoder(arguments, "qk_layernorm"),
 )
@@ -134,20 +116,19 @@ _SCALE = "scale_embeddings_by_hidden_size"
 
 
 def _gemma_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expect(config, "attention_bias", False)
-    # The first releases said "gelu", and meant the approximation.
-    expect(config, "hidden_act", "gelu_pytorch_tanh", "gelu", None)
-    expect(config, "hidden_activation", "gelu_pytorch_tanh", None)
-    expect(config, "use_bidirectional_attention", None, False)
-    plain = {**config, "hidden_act": "silu"}
-    return decoder_arguments(
-        plain,
-        swiglu=False,
-        gated_linear_unit=True,
-        apply_layernorm_1p=True,
-        layernorm_zero_centered_gamma=True,
-        **{_SCALE: True},
-    )
+    expected: dict[str, tuple[Any, ...]] = {
+        **_NO_BIAS,
+        "hidden_act": (
+            "gelu_pytorch_tanh",
+            "gelu",
+            None,
+        ),  # the first releases said "gelu", and meant the approximation
+        "hidden_activation": ("gelu_pytorch_tanh", None),
+        "use_bidirectional_attention": (None, False),
+    }
+    gate = {"swiglu": False, "gated_linear_unit": True}
+    norms = {"apply_layernorm_1p": True, "layernorm_zero_centered_gamma": True}
+    return decoder_arguments(config, expected, **gate, **norms, **{_SCALE: True})
 
 
 def _gemma_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
@@ -208,11 +189,10 @@ _STARCODER2_ROWS = (
 
 
 def _starcoder2_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expect(config, "hidden_act", "gelu_pytorch_tanh", "gelu_new", "gelu")
-    expect(config, "use_bias", True)
-    plain = {**config, "hidden_act": "silu", "rms_norm_eps": config["norm_epsilon"]}
+    expected = {"hidden_act": ("gelu_pytorch_tanh", "gelu_new", "gelu"), "use_bias": (True,)}
     return decoder_arguments(
-        plain,
+        {**config, "rms_norm_eps": config["norm_epsilon"]},
+        expected,
         normalization="LayerNorm",
         add_bias_linear=True,
         swiglu=False,

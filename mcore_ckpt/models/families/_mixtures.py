@@ -29,17 +29,15 @@ from mcore_ckpt.models.families._settings import (
     decoder_arguments,
     decoder_config,
     decoder_model,
-    expect,
-    expect_no_windows,
     expert_arguments,
     expert_layers_of,
     gated_experts,
     in_layer,
     is_plain_decoder,
     layer_count,
+    no_windows,
     number,
     rope_settings,
-    setting,
     shared_experts,
     window_arguments,
     window_config,
@@ -146,27 +144,26 @@ def _qwen2_model(config: Mapping[str, Any]) -> Model:
     return _qwen_model(config, **{"shared ffn": count(config, "shared_expert_intermediate_size")})
 
 
-def _qwen_arguments(config: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """Arguments of the experts. Weights that are not normalized are those among all: softmax before the choice."""
-    expect_no_windows(config)
+def _router_arguments(config: Mapping[str, Any], model: Model) -> dict[str, Any]:
+    """Weights that are not normalized are those among all experts: softmax before the choice."""
     return expert_arguments(config, model, moe_router_pre_softmax=not config.get("norm_topk_prob", False))
 
 
 def _qwen2_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expect(config, "qkv_bias", True)
     model = _qwen2_model(config)
     return decoder_arguments(
         config,
+        {**no_windows(config), "qkv_bias": (True,)},
         add_qkv_bias=True,
         moe_shared_expert_intermediate_size=model.sizes["shared ffn"],
         moe_shared_expert_gate=True,
-        **_qwen_arguments(config, model),
+        **_router_arguments(config, model),
     )
 
 
 def _qwen3_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expect(config, "attention_bias", False)
-    return decoder_arguments(config, qk_layernorm=True, **_qwen_arguments(config, _qwen_model(config)))
+    expected = {**no_windows(config), "attention_bias": (False,)}
+    return decoder_arguments(config, expected, qk_layernorm=True, **_router_arguments(config, _qwen_model(config)))
 
 
 def _qwen_config(arguments: Mapping[str, Any], vocabulary: int, **fields: Any) -> dict[str, Any]:
@@ -266,16 +263,6 @@ def _gpt_oss_model(config: Mapping[str, Any]) -> Model:
     return decoder_model(config, sizes=sizes, experts=experts, expert_layers=(True,) * layer_count(config))
 
 
-def _rotary_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    found = rope_settings(config, "yarn", otherwise=_ROPE)
-    return {"position_embedding_type": "yarn", "rotary_base": found["rope_theta"], **yarn_arguments(found, "yarn_")}
-
-
-def _rotary_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    theta = float(number(arguments, "rotary_base", 150000))
-    return {"rope_theta": theta, "rope_scaling": yarn_config(arguments, "yarn_")}
-
-
 def _window_layers(config: Mapping[str, Any], layers: int) -> int | list[int]:
     """Which layers have a window, as Megatron-Core says it."""
     usual = [_WHOLE if (layer + 1) % 2 == 0 else _WINDOW for layer in range(layers)]
@@ -299,13 +286,13 @@ def _layer_types(arguments: Mapping[str, Any], layers: int) -> list[str]:
 
 
 def _gpt_oss_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expect(config, "attention_bias", True)
-    expect(config, "swiglu_alpha", _ALPHA)
-    model = _gpt_oss_model(config)
-    plain = {**config, "rope_parameters": None, "rope_scaling": None}
+    model, rope = _gpt_oss_model(config), rope_settings(config, "yarn", otherwise=_ROPE)
     return decoder_arguments(
-        plain,
-        **_rotary_arguments(config),
+        {**config, "rope_parameters": None, "rope_scaling": None},
+        {"attention_bias": (True,), "swiglu_alpha": (_ALPHA,)},
+        position_embedding_type="yarn",
+        rotary_base=rope["rope_theta"],
+        **yarn_arguments(rope, "yarn_"),
         **window_arguments({"sliding_window": count(config, "sliding_window")}),
         window_attn_skip_freq=_window_layers(config, model.layers),
         softmax_type="learnable",
@@ -321,20 +308,13 @@ def _gpt_oss_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gpt_oss_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
     check_router(arguments, moe_router_pre_softmax=False)
-    for name, wanted in (
-        ("softmax_type", "learnable"),
-        ("quick_geglu", True),
-        ("glu_linear_offset", 1.0),
-    ):
-        if arguments.get(name) != wanted:
-            raise OptionError(
-                f"the stored argument {name}={arguments.get(name)!r:.80}: expected {wanted!r} in this family"
-            )
     layers = layer_count(arguments, "num_layers")
     usual = {"swiglu": False, "add_bias_linear": True, "position_embedding_type": "yarn"}
+    usual |= {"softmax_type": "learnable", "quick_geglu": True, "glu_linear_offset": 1.0}
     return {
         **decoder_config(arguments, vocabulary, usual),
-        **_rotary_fields(arguments),
+        "rope_theta": float(number(arguments, "rotary_base", 150000)),
+        "rope_scaling": yarn_config(arguments, "yarn_"),
         **window_config(arguments),
         "intermediate_size": count(arguments, "moe_ffn_hidden_size", count(arguments, "ffn_hidden_size")),
         "num_local_experts": count(arguments, "num_experts"),
@@ -343,14 +323,6 @@ def _gpt_oss_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, 
         "attention_bias": True,
         "swiglu_limit": number(arguments, "activation_func_clamp_value"),
     }
-
-
-def _gpt_oss_recognizes(arguments: Mapping[str, Any]) -> bool:
-    return (
-        bool(arguments.get("quick_geglu"))
-        and bool(arguments.get("num_experts"))
-        and setting(arguments, "softmax_type") == "learnable"
-    )
 
 
 GPT_OSS = Family(
@@ -374,5 +346,7 @@ GPT_OSS = Family(
     model_of=_gpt_oss_model,
     arguments_of=_gpt_oss_arguments,
     config_of=_gpt_oss_config,
-    recognizes=_gpt_oss_recognizes,
+    recognizes=lambda given: bool(
+        given.get("quick_geglu") and given.get("num_experts") and given.get("softmax_type") == "learnable"
+    ),
 )

@@ -449,9 +449,14 @@ def decoder_model(config: Mapping[str, Any], **more: Any) -> Model:
     return Model(layers, sizes, heads, groups, head_dim, holds=frozenset(holds), **more)
 
 
-def decoder_arguments(config: Mapping[str, Any], **constants: Any) -> dict[str, Any]:
-    """Megatron's arguments for a decoder with rotary embedding, RMS norms and a gated MLP; `constants` override."""
-    expect(config, "hidden_act", "silu")
+def decoder_arguments(
+    config: Mapping[str, Any], expected: Mapping[str, tuple[Any, ...]] | None = None, /, **constants: Any
+) -> dict[str, Any]:
+    """Megatron's arguments for a decoder with rotary embedding, RMS norms and a gated MLP; `constants` override.
+    `expected`: of settings, what alone Megatron-Core has layers for, first what their absence means.
+    """
+    for name, values in {"hidden_act": ("silu",), **(expected or {})}.items():
+        expect(config, name, *values)
     model = decoder_model(config)
     return {
         **model_arguments(model, count(config, "max_position_embeddings"), number(config, "rms_norm_eps")),
@@ -541,12 +546,12 @@ def decoder_config(
     }
 
 
-def expect_no_windows(config: Mapping[str, Any]) -> None:
-    """Raise `OptionError` unless all layers of a model that may have windows look at everything."""
-    expect(config, "use_sliding_window", False)
+def no_windows(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """What is expected of a model that may have windows: all layers look at everything. Raises `OptionError`."""
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise OptionError(f"layer_types={kinds!r:.80}: expected 'full_attention' for all layers of this family")
+    return {"use_sliding_window": (False,)}
 
 
 def window_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
