@@ -16,7 +16,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import gc
@@ -603,13 +602,6 @@ def interpreter_ends() -> bool:
     alive; that it does so is known to `threading` alone.
     """
     return not threading.main_thread().is_alive() or bool(getattr(threading, "_SHUTTING_DOWN", False))
-
-
-def call_at_the_end(call: Callable[[], object]) -> None:
-    """Have `call` called when the main thread has come to its end, while threads still run; also in the processes of
-    `multiprocessing`, where `atexit` does nothing.
-    """
-    getattr(threading, "_register_atexit", atexit.register)(call)
 
 
 def start_thread(thread: threading.Thread) -> bool:

@@ -172,7 +172,11 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         """True for a known URL, which is not asked, and for a path below a directory that is writable."""
         if not is_supported(checkpoint_id):
             return False
-        return store_url(checkpoint_id) is not None or storage_at(checkpoint_path(checkpoint_id)).may_be_written()
+        if store_url(checkpoint_id) is not None:
+            return True
+        path = checkpoint_path(checkpoint_id).absolute()
+        existing = next(place for place in (path, *path.parents) if place.exists())
+        return existing.is_dir() and os.access(existing, os.W_OK)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, at `checkpoint_id` if that is given. One that was not finished is given up."""

@@ -494,13 +494,8 @@ def _removed_in_store(
     if commit is None:
         raise SaveError(f"{storage}: no space is left for a note")
     names = [*_below(checkpoint.path, storage), *_of_checkpoint(storage)]
-    before = storage.read(METADATA_FILE) if commit.base is not None else None
     began_s = time.monotonic()
     commit.publish(REMOVED.content, needed=names)
-    # A load that comes from here on finds no checkpoint; one that came since this was last asked has found it.
-    if before is not None and storage.is_in_use(METADATA_FILE):
-        storage.replace_if(METADATA_FILE, before, commit.published)
-        return PruneDecision(checkpoint, True, _READ)
     for name in names:
         if name != METADATA_FILE and commit.is_in_force():
             storage.delete(name)

@@ -373,10 +373,7 @@ class ImageWriter:
         file.finished = True
 
     def _stuck(self) -> WriteTimeoutError:
-        writers = [file.writer for file in self._files if not file.finished]
-        names = ", ".join(
-            f"{writer.name} ({doing})" if (doing := writer.in_progress()) else writer.name for writer in writers
-        )
+        names = ", ".join(file.writer.name for file in self._files if not file.finished)
         return WriteTimeoutError(
             f"{names}: no write has ended for {self._deadline_s} s (write_deadline_s); the device or the network "
             "file system hangs, or the deadline is too short for it"

@@ -4,5 +4,5 @@ In: names below one directory, byte ranges, buffers.
 Out: durable files, and bytes read completely or not at all. Another kind of storage is another `base.Storage`.
 Must not know: what the bytes mean.
 
-Modules: base, direct_io, resolve, _gcs, _local, _local_reader, _object_client, _objects, _obstore, _store_urls.
+Modules: base, direct_io, resolve, _gcs, _object_client, _objects, _obstore, _store_urls.
 """

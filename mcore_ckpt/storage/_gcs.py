@@ -30,7 +30,6 @@ from mcore_ckpt.storage._object_client import (
     ObjectClient,
     ObjectState,
     PassingError,
-    StreamUpload,
     Timeouts,
     Upload,
 )
@@ -42,13 +41,8 @@ _SCOPE: Final = "https://www.googleapis.com/auth/devstorage.read_write"
 
 
 class GcsClient(ObjectClient):
-    """One bucket.
-
-    Args:
-        bucket: its name.
-        endpoint: URL of the server. Without encryption it gets no token, which would be everybody's.
-        client: Google's, of another time-out.
-        timeouts: see `ObjectClient`.
+    """One bucket. `client`: Google's, of another time-out. An endpoint without encryption gets no token, which would be
+    everybody's.
     """
 
     max_parts = 2**31
@@ -177,7 +171,7 @@ class GcsClient(ObjectClient):
         return _Upload(self.asked, key, stream)
 
 
-class _Upload(StreamUpload):
+class _Upload(Upload):
     def abandon(self) -> None:
         with contextlib.suppress(OSError), self.asked("DELETE", self.key):
             self.stream.terminate()

@@ -34,17 +34,11 @@ _RETRIES_OF_DEADLINE: Final = 0.4
 
 
 class Timeouts(NamedTuple):
-    """How long a store is waited for, in seconds.
-
-    Attributes:
-        connect_s: for a connection.
-        attempt_s: for one attempt at a request.
-        retries_s: from the first attempt at a request to the moment after which no other is made.
-    """
+    """How long a store is waited for, in seconds."""
 
     connect_s: float = 10.0
-    attempt_s: float = 120.0
-    retries_s: float = 180.0
+    attempt_s: float = 120.0  # for one attempt at a request
+    retries_s: float = 180.0  # from the first attempt to the moment after which no other is made
 
     def within(self, deadline_s: float) -> Timeouts:
         """Limits by which no request takes longer than that, and there is time for several attempts."""
@@ -56,19 +50,12 @@ class Timeouts(NamedTuple):
 
 
 class ObjectState(NamedTuple):
-    """One version of an object.
+    """One version of an object."""
 
-    Attributes:
-        version: tells it from other versions; of the same content it may be the same.
-        size_bytes: its length.
-        modified_ns: when it was written, on the store's clock, which may tick once a second.
-        put_id: of the put that has made it; empty if another program has.
-    """
-
-    version: str
+    version: str  # tells it from other versions; of the same content it may be the same
     size_bytes: int
-    modified_ns: int
-    put_id: str = ""
+    modified_ns: int  # on the store's clock, which may tick once a second
+    put_id: str = ""  # of the put that has made it; empty if another program has
 
 
 ABSENT: Final = ""
@@ -93,38 +80,38 @@ class UndecidedError(OSError):
     """A conditional put was given up. It may still arrive."""
 
 
-class Upload(ABC):
-    """An object that is sent from its first byte to its last, and is not there before `complete`.
+class Upload:
+    """An object that is sent from its first byte to its last, by one thread at a time; not there before `complete`.
 
-    One thread at a time.
+    `stream`: what a library has for it. `asked`: the client's, which tells errors of the library.
     """
 
-    @abstractmethod
+    def __init__(self, asked: Callable[[str, str], AbstractContextManager[None]], key: str, stream: Any) -> None:
+        self.asked = asked
+        self.key = key
+        self.stream = stream
+
     def write(self, content: bytes) -> None:
         """Send what comes next. It is kept until it is sent, which may be later."""
+        with self.asked("PUT", f"{self.key}, a part of it"):
+            self.stream.write(content)
 
-    @abstractmethod
     def complete(self) -> None:
         """Make the object."""
+        with self.asked("PUT", self.key):
+            self.stream.close()
 
-    @abstractmethod
     def abandon(self) -> None:
         """Never make it. The store may keep the parts until a rule of the bucket removes them."""
+        self.stream = None
 
 
 class ObjectClient(ABC):
-    """One bucket. Keys have no slash in front. All methods raise `OSError` as the module says; any thread may call.
+    """One bucket. Keys have no slash in front. All methods raise `OSError` as the module says; any thread may call."""
 
-    Attributes:
-        place: the bucket as messages name it.
-        timeouts: how long it is waited for.
-        part_bytes: length of the parts of an upload, at least.
-        max_parts: of an upload.
-    """
-
-    place: str
+    place: str  # the bucket as messages name it
     timeouts: Timeouts
-    part_bytes: int = 8 * 1024 * 1024
+    part_bytes: int = 8 * 1024 * 1024  # of the parts of an upload, at least
     max_parts: int = 10_000
 
     def __reduce__(self) -> NoReturn:
@@ -203,23 +190,3 @@ class ObjectClient(ABC):
                 raise UndecidedError(errno.EREMOTEIO, text) from failure
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-
-class StreamUpload(Upload):
-    """An upload by the stream that a library has for it; `asked` is the client's, which tells errors of the library."""
-
-    def __init__(self, asked: Callable[[str, str], AbstractContextManager[None]], key: str, stream: Any) -> None:
-        self.asked = asked
-        self.key = key
-        self.stream = stream
-
-    def write(self, content: bytes) -> None:
-        with self.asked("PUT", f"{self.key}, a part of it"):
-            self.stream.write(content)
-
-    def complete(self) -> None:
-        with self.asked("PUT", self.key):
-            self.stream.close()
-
-    def abandon(self) -> None:
-        self.stream = None

@@ -7,10 +7,6 @@ A data file is one stream of parts. What is written early is kept until what lie
 copied, since an upload keeps them until they are sent, and the caller's memory is used again. An object of one part is
 put in one request, unless there is one; a larger one is looked for when its upload begins and before it ends, since
 uploads have no such condition.
-
-A process that reads puts a small object, a lease, next to what it reads, renews it as long as it does, and deletes it
-at the end: so those who would remove the checkpoint see it. A lease that was not renewed for some time counts for
-nothing. Names of leases are in no listing that a storage gives.
 """
 
 from __future__ import annotations
@@ -18,25 +14,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import os
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    LoadError,
-    SaveError,
-)
-from mcore_ckpt.core.process import call_at_the_end, start_thread, together
-from mcore_ckpt.storage._local import save_error
-from mcore_ckpt.storage._local_reader import open_error
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
+from mcore_ckpt.core.process import together
 from mcore_ckpt.storage._object_client import ABSENT, Listing, ObjectClient, ObjectState, UndecidedError, Upload
 from mcore_ckpt.storage.base import (
     DirectIo,
@@ -46,129 +31,9 @@ from mcore_ckpt.storage.base import (
     RangeWriter,
     Storage,
     check_name,
+    open_error,
+    save_error,
 )
-
-_logger = logger_of(__name__)
-
-
-_PREFIX: Final = ".mcore_ckpt_reading."
-_RENEWED_EVERY_S: Final = 60.0
-# Clocks of hosts and of the store may differ by some of it.
-_COUNTS_FOR_S: Final = 600.0
-# At the end of the process, and before this process asks who reads.
-_JOIN_S: Final = 5.0
-
-
-def is_reader_lease(name: str) -> bool:
-    """Whether an object says that a process reads in its directory."""
-    return name.startswith(_PREFIX)
-
-
-class _Reading:
-    """This process reads in a directory, once or several times at once."""
-
-    def __init__(self, client: ObjectClient, prefix: str, url: str) -> None:
-        self.times = 0
-        self._client = client
-        self._prefix = prefix
-        self._key = f"{prefix}{_PREFIX}{secrets.token_hex(8)}"
-        self._url = url
-        self._lock = threading.Lock()
-        self._is_put = self._is_renewed = False
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="mcore-ckpt-reading", daemon=True)
-
-    def begin(self) -> None:
-        """On return others see it, or it cannot be told them."""
-        with self._lock:
-            if not self._is_put:
-                self._is_put = True
-                self._put()
-                self._is_renewed = start_thread(self._thread)
-
-    def end(self) -> None:
-        """Have the lease deleted, which the load need not wait for."""
-        if self._is_renewed:
-            _ending[self._thread] = _where(self._client, self._prefix)
-        self._ended.set()
-
-    def _put(self) -> None:
-        try:
-            self._client.put(self._key, str(os.getpid()).encode())
-        except (OSError, CheckpointError) as error:
-            _logger.info(
-                "%s: that it is being read cannot be noted there (%s): a `prune` meanwhile may remove it",
-                self._url,
-                getattr(error, "strerror", None) or error,
-            )
-
-    def _renew(self) -> None:
-        while not self._ended.wait(_RENEWED_EVERY_S):
-            self._put()
-        with contextlib.suppress(OSError, CheckpointError):  # no credentials any more, at the end of a process
-            self._client.delete(self._key)
-        _ending.pop(self._thread, None)
-
-
-# Garbage collection may end a reading, in the middle of these functions, too.
-_lock = threading.RLock()
-_readings: dict[str, _Reading] = {}
-# Threads that delete leases, and of which directory.
-_ending: dict[threading.Thread, str] = {}
-
-
-def _forget() -> None:
-    """A forked child does not read what its parent does."""
-    global _lock
-    _lock = threading.RLock()
-    _readings.clear()
-    _ending.clear()
-
-
-def _where(client: ObjectClient, prefix: str) -> str:
-    return f"{client.place}/{prefix}"
-
-
-def wait_for_ends(where: str | None = None) -> None:
-    """Until leases of this process that are being deleted are gone; not for long where the store cannot be reached."""
-    until_s = time.monotonic() + _JOIN_S
-    for thread, of in list(_ending.items()):
-        if where in (None, of) and threading.current_thread() is not thread:
-            thread.join(max(0.0, until_s - time.monotonic()))
-
-
-call_at_the_end(wait_for_ends)
-os.register_at_fork(after_in_child=_forget)
-
-
-@contextlib.contextmanager
-def reading(client: ObjectClient, prefix: str, url: str) -> Iterator[None]:
-    """Within the block `is_read` is true of that prefix, in whatever process asks."""
-    with _lock:
-        own = _readings.get(url) or _Reading(client, prefix, url)
-        _readings[url] = own
-        own.times += 1
-    try:
-        own.begin()
-        yield
-    finally:
-        with _lock:
-            own.times -= 1
-            is_last = own.times == 0 and _readings.get(url) is own
-            if is_last:
-                del _readings[url]
-        if is_last:
-            own.end()
-
-
-def is_read(client: ObjectClient, prefix: str) -> bool:
-    """Whether a lease counts, among the objects below a prefix. Raises `OSError`."""
-    wait_for_ends(_where(client, prefix))
-    for name in filter(is_reader_lease, client.list(prefix).sizes):
-        state = client.head(f"{prefix}{name}")
-        if state is not None and time.time() - state.modified_ns / 1e9 < _COUNTS_FOR_S:
-            return True
-    return False
 
 
 class ObjectWriter(RangeWriter):
@@ -191,7 +56,6 @@ class ObjectWriter(RangeWriter):
         self._first_part = bytearray()
         self._upload: Upload | None = None
         self._put_id = secrets.token_hex(8)
-        self._sending: tuple[int, float] | None = None  # from which byte on, and since when
         self._ended = False
         self._made = False
 
@@ -202,7 +66,7 @@ class ObjectWriter(RangeWriter):
         content = bytes(view)
         with self._lock:
             if self._ended:
-                raise self._error(f"writing bytes [{offset}, {offset + len(content)})", _ended())
+                raise save_error(f"writing bytes [{offset}, {offset + len(content)})", self.name, _ended())
             if content:
                 self._early[offset] = content
             while self._taken_bytes in self._early:
@@ -215,7 +79,6 @@ class ObjectWriter(RangeWriter):
         self._last = content
 
     def _send(self, offset: int, content: bytes) -> None:
-        self._sending = offset, time.monotonic()
         try:
             if self._upload is None and len(self._first_part) + len(content) <= self._part_bytes:
                 self._first_part += content
@@ -226,9 +89,7 @@ class ObjectWriter(RangeWriter):
                 self._first_part.clear()
             self._upload.write(content)
         except OSError as error:
-            raise self._error(f"writing bytes [{offset}, {offset + len(content)})", error) from error
-        finally:
-            self._sending = None
+            raise save_error(f"writing bytes [{offset}, {offset + len(content)})", self.name, error) from error
 
     def _begun(self) -> Upload:
         upload, _ = together(
@@ -240,14 +101,10 @@ class ObjectWriter(RangeWriter):
         if self._client.head(self._key) is not None:
             raise FileExistsError(errno.EEXIST, "the object is there already")
 
-    def in_progress(self) -> str:
-        sending = self._sending
-        return "" if sending is None else f"byte {sending[0]} and on for {time.monotonic() - sending[1]:.1f} s"
-
     def finish(self, size_bytes: int) -> None:
         with self._lock:
             if self._ended:
-                raise self._error("finishing it", _ended())
+                raise save_error("finishing it", self.name, _ended())
             self._ended = True
             for offset in sorted(self._early):
                 self._take(bytes(offset - self._taken_bytes))  # zeros, as a file has where nothing was written
@@ -264,7 +121,7 @@ class ObjectWriter(RangeWriter):
                 self._made = True
                 self._compare(size_bytes, version)
             except OSError as error:
-                raise self._error("finishing it", error) from error
+                raise save_error("finishing it", self.name, error) from error
 
     def _complete(self, upload: Upload) -> None:
         self._look_for_others()
@@ -292,10 +149,7 @@ class ObjectWriter(RangeWriter):
             if made:
                 self._client.delete(self._key)
         except OSError as error:
-            raise self._error("removing it", error) from error
-
-    def _error(self, what: str, error: OSError) -> SaveError:
-        return save_error(what, self.name, error)
+            raise save_error("removing it", self.name, error) from error
 
 
 def _ended() -> OSError:
@@ -316,14 +170,8 @@ _LOOKS: Final = 3
 
 
 class ObjectStorage(Storage):
-    """A prefix of keys of one bucket.
-
-    Args:
-        client: of the bucket.
-        prefix: without slashes at its ends; may be empty.
-        url: of the directory, as the user gave it; another process finds the store by it.
-        reopen: makes the storage of a URL, within a deadline.
-        deadline_s: see `within`.
+    """A prefix of keys of one bucket. `url`: of the directory, as the user gave it; `reopen` makes the storage of a
+    URL, within a deadline, in another process, too.
     """
 
     # 10 ms for a request, and 100 MB/s by one connection.
@@ -401,23 +249,7 @@ class ObjectStorage(Storage):
     def folders(self) -> Sequence[str]:
         return sorted(self._known().folders)
 
-    def holds(self, other: Storage) -> bool:
-        if not isinstance(other, ObjectStorage):
-            return False
-        (place, prefix), (its_place, its_prefix) = self.keys_begin, other.keys_begin
-        return its_place == place and its_prefix != prefix and its_prefix.startswith(prefix)
-
-    @property
-    def keys_begin(self) -> tuple[str, str]:
-        """The bucket, and what all keys of the directory begin with."""
-        return self._client.place, self._prefix
-
     def _listed(self) -> Listing:
-        """Without leases of readers, which are no files of the directory."""
-        found = self._everything()
-        return found._replace(sizes={name: size for name, size in found.sizes.items() if not is_reader_lease(name)})
-
-    def _everything(self) -> Listing:
         try:
             return self._client.list(self._prefix)
         except OSError as error:
@@ -438,15 +270,6 @@ class ObjectStorage(Storage):
         with self._loading(name) as key:
             state, end = self._client.get_end(key, _END_BYTES)
         return _ObjectReader(self._client, key, self.path(name), state, end)
-
-    @contextlib.contextmanager
-    def in_use(self, name: str) -> Iterator[None]:
-        with reading(self._client, self._prefix, self._url):
-            yield
-
-    def is_in_use(self, name: str) -> bool:
-        with self._loading(name):
-            return is_read(self._client, self._prefix)
 
     # Data files
 
@@ -521,15 +344,6 @@ class ObjectStorage(Storage):
                     raise
         raise OSError(errno.EBUSY, "it changes all the time")
 
-    def _put_new(self, key: str, content: bytes) -> bool:
-        try:
-            self._client.put(key, content, ABSENT)
-        except OSError as error:
-            if error.errno != errno.EEXIST:
-                raise
-            return False
-        return True
-
     def create(self, name: str, content: bytes) -> None:
         with self._saving("creating the file", name) as key:
             self._client.put(key, content, ABSENT)
@@ -555,14 +369,6 @@ class ObjectStorage(Storage):
             self._replace(self._key(name), content)
             self._client.delete(key)
 
-    def move_new(self, source: str, name: str) -> bool:
-        with self._saving(f"giving {source} this name", name) as key:
-            content = self._content(self._key(source))[1]
-            if not self._put_new(key, content):
-                return False
-            self._client.delete(self._key(source))
-            return True
-
     def delete(self, name: str, missing_ok: bool = True) -> None:
         with self._saving("deleting it", name) as key:
             if not missing_ok and self._client.head(key) is None:
@@ -581,12 +387,8 @@ class ObjectStorage(Storage):
         pass
 
     def remove(self) -> bool:
-        found = self._everything()
-        if found.folders or not all(map(is_reader_lease, found.sizes)):
-            return False
-        for name in found.sizes:  # of readers that were killed
-            self.delete(name)
-        return True
+        found = self._listed()
+        return not found.folders and not found.sizes
 
 
 class _ObjectReader(RangeReader):

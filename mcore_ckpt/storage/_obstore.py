@@ -28,7 +28,6 @@ from mcore_ckpt.storage._object_client import (
     ObjectClient,
     ObjectState,
     PassingError,
-    StreamUpload,
     Timeouts,
     Upload,
 )
@@ -54,13 +53,8 @@ class MakeStore(Protocol):
 
 
 class ObstoreClient(ObjectClient):
-    """One bucket or container.
-
-    Args:
-        place: as messages name it.
-        make: a store of obstore's, and the same again for other time-outs.
-        hide: takes secrets out of what is shown; see `hiding`.
-        has_suffixes: the store knows ranges that count from an object's end.
+    """One bucket or container. `make` makes a store of obstore's, and the same again for other time-outs; `hide` takes
+    secrets out of what is shown; `has_suffixes`: the store knows ranges that count from an object's end.
     """
 
     def __init__(
@@ -196,7 +190,7 @@ class ObstoreClient(ObjectClient):
                 max_concurrency=_PARTS_AT_ONCE,
                 attributes={_PUT_ID: put_id},
             )
-        return StreamUpload(self.asked, key, stream)
+        return Upload(self.asked, key, stream)
 
 
 def _common(timeouts: Timeouts, retries: int) -> dict[str, Any]:

@@ -18,13 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta, timezone
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.core.options import store_url
-from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage._object_client import ObjectClient
 from mcore_ckpt.storage._objects import ObjectStorage
 from mcore_ckpt.storage.base import Storage
@@ -48,21 +47,12 @@ _AZURE_CREDENTIALS: Final = (
     "AZURE_FEDERATED_TOKEN_FILE",
     "AZURE_SKIP_SIGNATURE",
 )
-# Of obstore's messages about what it is configured by.
-_REFUSED_BY_AZURE: Final = {
-    "Access Key": "AZURE_STORAGE_ACCOUNT_KEY",
-    "SAS": "AZURE_STORAGE_SAS_TOKEN",
-    "url": "AZURE_STORAGE_ENDPOINT",
-    "Account": "AZURE_STORAGE_ACCOUNT_NAME",
-}
 # In a URL of Azure's: a signature, which is a credential.
 _SIGNATURE: Final = re.compile(r"[?&]sig=")
 _INSTALL: Final = "pip install '.[objects]' in a checkout of mcore_ckpt"
 
 _WHERE_CONFIG_LIES: Final = ("HOME", "XDG_CONFIG_HOME", "XDG_CONFIG_DIRS")
 
-# Of the multi-storage client, by where it was looked for: the file's state, what it says, its path.
-_configs: dict[tuple[str | None, ...], tuple[tuple[int, ...] | None, Any, str]] = {}
 _clients: dict[tuple[Any, ...], ObjectClient] = {}
 _lock = threading.Lock()
 
@@ -77,26 +67,27 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def open_store(url: str, deadline_s: float | None = None) -> Storage:
-    """The storage of a directory in an object store.
-
-    Raises:
-        OptionError: the URL names no bucket or profile, or what it takes to reach it is missing.
+    """The storage of a directory in an object store. Raises `OptionError`: the URL names no bucket or profile, or what
+    it takes to reach it is missing.
     """
-    url = store_url(url) or url
-    scheme, _, rest = url.partition("://")
-    bucket, _, prefix = rest.rstrip("/").partition("/")
-    if scheme == "az" and _SIGNATURE.search(rest):
+    scheme, bucket, prefix = _parts(url)
+    if scheme == "az" and _SIGNATURE.search(url):
         raise OptionError(
             f"az://{bucket.partition('?')[0]}: the URL has a token (SAS) in it; set AZURE_STORAGE_SAS_TOKEN to the "
             "token, and leave it out of the URL. It is not shown here"
         )
     if scheme == "msc":
-        return _of_profile(url, bucket, prefix, deadline_s)
-    return _objects(_client(scheme, bucket, {}), prefix, url, deadline_s)
-
-
-def _objects(client: ObjectClient, prefix: str, url: str, deadline_s: float | None) -> ObjectStorage:
+        client, prefix = _of_profile(url, bucket, prefix)
+    else:
+        client = _client(scheme, bucket, {})
     return ObjectStorage(client, "/".join(part for part in prefix.split("/") if part), url, open_store, deadline_s)
+
+
+def _parts(url: str) -> tuple[str, str, str]:
+    """Scheme, bucket (or profile), and prefix."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, prefix = rest.rstrip("/").partition("/")
+    return scheme, bucket, prefix
 
 
 def _client(scheme: str, bucket: str, options: Mapping[str, Any]) -> ObjectClient:
@@ -254,12 +245,11 @@ def _az(container: str, options: Mapping[str, Any]) -> ObjectClient:
         common["client_options"] |= {**client_options, **({"allow_http": True} if is_local else {})}
         try:
             return AzureStore(container, config=config, **more, **common)
-        except BaseError as error:
-            said = str(error)  # which may show what is not to be shown
-            named = [name for part, name in _REFUSED_BY_AZURE.items() if part in said]
+        except BaseError:  # whose text may show what is not to be shown
             raise OptionError(
-                f"{where}: {', '.join(named) or 'a variable AZURE_...'} is not as obstore expects it (it is not shown "
-                "here); copy it again, from the portal or the tool that has made it"
+                f"{where}: one of AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN and "
+                "AZURE_STORAGE_ENDPOINT is not as obstore expects it (it is not shown here); copy it again, from the "
+                "portal or the tool that has made it"
             ) from None
 
     secrets = [value for name, value in os.environ.items() if name in _AZURE_CREDENTIALS]
@@ -308,13 +298,21 @@ _MAKERS: Final[dict[str, Callable[[str, Mapping[str, Any]], ObjectClient]]] = {"
 # Profiles of the multi-storage client
 
 
-def _of_profile(url: str, name: str, prefix: str, deadline_s: float | None) -> Storage:
+def path_of_profile(url: str) -> Path | None:
+    """The local directory that a URL stands for, by a profile of type `file`; None for all others."""
+    scheme, name, prefix = _parts(url)
+    provider = _profile(url, name).get("storage_provider") or {} if scheme == "msc" else {}
+    if provider.get("type") != "file":
+        return None
+    return Path("/", str((provider.get("options") or {}).get("base_path") or ""), prefix)
+
+
+def _of_profile(url: str, name: str, prefix: str) -> tuple[ObjectClient, str]:
+    """The client of a profile's bucket, and what keys there begin with."""
     profile = _profile(url, name)
     provider = profile.get("storage_provider") or {}
     kind, options = provider.get("type"), dict(provider.get("options") or {})
     base = str(options.pop("base_path", "") or "")
-    if kind == "file":
-        return LocalStorage(Path("/", base, prefix))
     bucket, _, base_prefix = base.strip("/").partition("/")
     if not bucket:  # the path below the profile begins with it
         bucket, _, prefix = prefix.partition("/")
@@ -323,14 +321,14 @@ def _of_profile(url: str, name: str, prefix: str, deadline_s: float | None) -> S
     path = f"{base_prefix}/{prefix}"
     if kind in _S3_PROFILES:
         credentials = _credentials(url, name, profile.get("credentials_provider"))
-        return _objects(_client("s3", bucket, {**options, **credentials}), path, url, deadline_s)
+        return _client("s3", bucket, {**options, **credentials}), path
     if kind in ("gcs", "azure"):
         if profile.get("credentials_provider"):
             raise OptionError(
                 f"{url}: the credentials_provider of profile {name!r} ({kind}) is not supported; leave it out, and let "
                 "the environment provide the credentials"
             )
-        return _objects(_client({"gcs": "gs", "azure": "az"}[kind], bucket, options), path, url, deadline_s)
+        return _client({"gcs": "gs", "azure": "az"}[kind], bucket, options), path
     raise OptionError(
         f"{url}: profile {name!r} is of type {kind!r}; expected file, s3, s8k, gcs_s3, ais_s3, gcs or azure"
     )
@@ -350,7 +348,7 @@ def _credentials(url: str, name: str, provider: Mapping[str, Any] | None) -> dic
 
 def _profile(url: str, name: str) -> Mapping[str, Any]:
     try:
-        from multistorageclient.config import StorageClientConfig
+        import multistorageclient.config  # noqa: F401
     except ImportError as error:
         raise OptionError(
             f"{url}: profiles are read by the multi-storage client, which cannot be imported ({error}); "
@@ -359,7 +357,7 @@ def _profile(url: str, name: str) -> Mapping[str, Any]:
     if name == "__filesystem__":
         return {"storage_provider": {"type": "file", "options": {"base_path": "/"}}}
     try:
-        config, path = _read_once(StorageClientConfig.read_msc_config)
+        config, path = _msc_config(*(os.environ.get(each) for each in ("MSC_CONFIG", *_WHERE_CONFIG_LIES)))
     except (ValueError, RuntimeError) as error:
         # Its text may show what stands there, credentials among it.
         raise OptionError(
@@ -374,25 +372,13 @@ def _profile(url: str, name: str) -> Mapping[str, Any]:
     return profile
 
 
-def _read_once(read: Callable[[], tuple[Any, str | None]]) -> tuple[Any, str | None]:
+@lru_cache(maxsize=8)
+def _msc_config(*where: str | None) -> tuple[Any, str | None]:
     """The client's configuration: comparing it with its schema takes a tenth of a second of processor time."""
-    named = os.environ.get("MSC_CONFIG")
-    where = named and str(Path(named).absolute()), *(os.environ.get(each) for each in _WHERE_CONFIG_LIES)
-    known = _configs.get(where)
-    if known is not None and known[0] == _state_of(known[2]):
-        return known[1:]
-    config, path = read()
-    if path is not None and b"include" not in Path(path).read_bytes():  # other files, which may change, too
-        _configs[where] = _state_of(path), config, path
-    return config, path
+    from multistorageclient.config import StorageClientConfig
 
-
-def _state_of(path: str) -> tuple[int, ...] | None:
-    try:
-        status = Path(path).stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
+    found: tuple[Any, str | None] = StorageClientConfig.read_msc_config()
+    return found
 
 
 def _expanded(value: Any) -> Any:

@@ -1,7 +1,21 @@
-"""The system calls under local files that Python does not wrap, and memory that O_DIRECT accepts.
+"""Local files, read and written with O_DIRECT where that serves, and the system calls under that.
 
-All of it is advice: where the C library or the file system lacks a call, nothing happens and the data are written all
-the same, more slowly. What is not advice is the error of a write-back, which `write_back` does report.
+Names come from files that nobody vouches for, and what lies under them may be a pipe that blocks for ever, or a link to
+anything at all. So only regular files are opened, and below the directory no symbolic link is followed.
+
+A checkpoint is read once, so what is cold is read with O_DIRECT, which neither evicts other pages nor pays for
+allocating and filling new ones. What was just written, or read by another rank, is often still cached, and is then
+copied at memory speed. `mincore` tells the two apart without touching a page. It is asked for each piece of a read,
+since a file may well be cached in part.
+
+A checkpoint is not read back by the machine that wrote it, so it is written with O_DIRECT, too, where a trial says that
+the file system can: caching it only evicts what training needs, at the price of a copy. Elsewhere the page cache is
+written back while the save goes on, and what has reached the device is dropped, so that the final fsync has nearly
+nothing left to do.
+
+The calls that Python does not wrap are advice: where the C library or the file system lacks one, nothing happens and
+the data are written all the same, more slowly. What is not advice is the error of a write-back, which `write_back` does
+report.
 """
 
 from __future__ import annotations
@@ -12,10 +26,26 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, NoReturn
 
-from mcore_ckpt.storage.base import ALIGNMENT_BYTES, align_up
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.storage.base import (
+    ALIGNMENT_BYTES,
+    DirectIo,
+    FileVersion,
+    RangeReader,
+    RangeWriter,
+    align_up,
+    check_name,
+    save_error,
+)
 
 # What a file system answers that does not know a call, as opposed to a call that failed.
 _NOT_SUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EPERM})
@@ -36,17 +66,11 @@ _direct_io_by_device: dict[int, bool] = {}
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
-    """Private zeroed memory of `nbytes`, rounded up to whole pages, and page-aligned.
-
-    Large buffers lie in huge pages if the kernel has some. A device request is made of contiguous pieces of memory, a
-    few hundred at most; of 4 KiB pages that is too little to keep a fast disk busy (a virtual one was seen to be two
-    to two and a half times slower), and each page costs CPU time, too.
-
-    Private, since anonymous memory of `mmap.mmap` is by default shared with forked children, who would then write into
-    the same buffer.
+    """Private zeroed memory of `nbytes`, rounded up to whole pages, page-aligned; in huge pages if it is large and the
+    kernel has some: of 4 KiB pages a device request is too short to keep a fast disk busy.
     """
     size_bytes = max(align_up(nbytes), ALIGNMENT_BYTES)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a forked child would write into memory that is shared
     if size_bytes < _HUGE_PAGE_BYTES or not has_huge_pages():
         return memoryview(mmap.mmap(-1, size_bytes, flags=flags))
     memory = mmap.mmap(-1, size_bytes + _HUGE_PAGE_BYTES, flags=flags)  # what is not touched takes no memory
@@ -68,9 +92,8 @@ def has_huge_pages() -> bool:
 
 
 def copy_bytes(destination: memoryview, source: memoryview) -> None:
-    """`destination[:] = source`, for contiguous bytes of the same length, without holding the GIL meanwhile.
-
-    The threads that keep the device busy need it a few hundred times a second, and an assignment would make them wait.
+    """`destination[:] = source`, for contiguous bytes of the same length, without holding the GIL meanwhile: the
+    threads that keep the device busy need it a few hundred times a second.
     """
     if len(destination) != len(source):
         raise ValueError(f"{len(source)} bytes do not fit into {len(destination)} exactly")
@@ -81,13 +104,8 @@ def copy_bytes(destination: memoryview, source: memoryview) -> None:
 
 
 def enable(fd: int) -> bool:
-    """Put O_DIRECT on a new, empty file if its file system has it, and say whether.
-
-    Some file systems take the flag and then refuse the write, so there is a trial, once for each file system. Its zeros
-    lie at the start of the file, where the file's own first bytes are going to replace them.
-
-    Raises:
-        OSError: if the trial fails for any other reason than being refused; for example ENOSPC.
+    """Put O_DIRECT on a new, empty file if its file system has it, and say whether. Some take the flag and then refuse
+    the write, so there is a trial, once for each file system, with zeros that the file's first bytes replace.
     """
     device = os.fstat(fd).st_dev
     if _direct_io_by_device.get(device) is False:
@@ -146,12 +164,8 @@ def address(view: memoryview) -> int:
 
 
 def preallocate(fd: int, nbytes: int) -> None:
-    """Reserve space for bytes `[0, nbytes)` and set the file's length, where the file system can.
-
-    `os.posix_fallocate` is not used: where the file system cannot, the C library would write into every block.
-
-    Raises:
-        OSError: above all ENOSPC, before a byte is written.
+    """Reserve space for bytes `[0, nbytes)` and set the file's length, where the file system can (where it cannot,
+    `os.posix_fallocate` would write into every block). Raises `OSError`, above all ENOSPC.
     """
     fallocate = getattr(_libc(), "fallocate", None)
     if fallocate is None or nbytes <= 0:
@@ -166,10 +180,8 @@ def preallocate(fd: int, nbytes: int) -> None:
 
 
 def write_all(fd: int, view: memoryview, offset: int, granule: int = 1) -> None:
-    """Write all of `view`; a write that stops short continues at the last multiple of `granule` that it reached.
-
-    Raises:
-        OSError: as `os.pwrite`.
+    """Write all of `view`; a write that stops short continues at the last multiple of `granule` that it reached. Raises
+    `OSError`.
     """
     done = 0
     while done < len(view):
@@ -184,10 +196,8 @@ def write_all(fd: int, view: memoryview, offset: int, granule: int = 1) -> None:
 
 
 def write_back(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:
-    """Start writing dirty pages of a range to the device, and wait for them if asked.
-
-    Raises:
-        OSError: if the device failed; the kernel reports it once, so it must not be swallowed.
+    """Start writing dirty pages of a range to the device, and wait for them if asked. Raises `OSError` if the device
+    failed: the kernel reports it once.
     """
     sync_file_range = getattr(_libc(), "sync_file_range", None)
     if sync_file_range is None:
@@ -205,11 +215,7 @@ def write_back(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:
 
 
 def write_from(fd: int, address: int, nbytes: int, offset: int) -> None:
-    """Write `nbytes` of this process's memory, from `address` on, to `offset` of a file.
-
-    Raises:
-        OSError: as `os.pwrite`.
-    """
+    """Write `nbytes` of this process's memory, from `address` on, to `offset` of a file. Raises `OSError`."""
     done = 0
     while done < nbytes:
         count = _libc().pwrite(fd, address + done, nbytes - done, offset + done)
@@ -222,10 +228,8 @@ def write_from(fd: int, address: int, nbytes: int, offset: int) -> None:
 
 
 def read_vectors(fd: int, vectors: int, count: int, offset: int) -> int:
-    """Read from `offset` of a file into `count` places, whose addresses and lengths (uint64 each) lie at `vectors`.
-
-    Returns:
-        How many bytes were read; fewer than there is room for at the end of the file, and -1 if it failed.
+    """Read from `offset` of a file into `count` places, whose addresses and lengths (uint64 each) lie at `vectors`;
+    returns how many bytes were read, -1 if it failed.
     """
     while (got := int(_libc().preadv(fd, vectors, count, offset))) < 0:
         if ctypes.get_errno() != errno.EINTR:
@@ -234,9 +238,8 @@ def read_vectors(fd: int, vectors: int, count: int, offset: int) -> int:
 
 
 def populate(address: int, nbytes: int) -> bool:
-    """Make and map pages of shared memory, so that touching them later is no fault; whether all are there now.
-
-    Page-aligned.
+    """Make and map pages of shared memory (page-aligned), so that touching them later is no fault; whether all are
+    there now.
     """
     done: int = _libc().madvise(address, nbytes, MADV_POPULATE_WRITE)
     return done == 0
@@ -252,19 +255,16 @@ def drop_cached(fd: int, offset: int = 0, nbytes: int = 0) -> None:
 
 
 class Residency:
-    """Tells which part of a file lies in the page cache, without reading any of it.
-
-    To look at residency the mapping is never touched, so that a file cut meanwhile does no harm. The C library maps
-    the file, since `mmap.mmap` keeps a second descriptor and does not tell the address of a read-only map (a writable
-    one counts against the memory that may be committed).
-
-    `mincore` calls every page of a file cached that the process neither owns nor may write (Linux 5.2 and later). Such
-    a file shows by the page behind its end, which no cache holds; its residency is then not known.
+    """Tells which part of a file lies in the page cache, without reading any of it; its mapping is never touched for
+    that, so a file that is cut meanwhile does no harm.
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         self._size_bytes = size_bytes
         self._address: int | None = None
+        # `mincore` calls every page of a file cached that the process neither owns nor may write (Linux 5.2 and later).
+        # Such a file shows by the page behind its end, which no cache holds; its residency is then not known. (The C
+        # library maps the file: `mmap.mmap` keeps a second descriptor, and tells no address of a read-only map.)
         self._mapped_bytes = align_up(size_bytes, mmap.PAGESIZE) + mmap.PAGESIZE
         if size_bytes > 0:
             mapped = _libc().mmap(None, self._mapped_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
@@ -275,9 +275,7 @@ class Residency:
 
     def cached_share(self, offset: int, nbytes: int) -> float:
         """About what part of bytes `[offset, offset + nbytes)` is cached, from 0.0 to 1.0; 0.0 where nobody can tell.
-
-        Of a long range, a few samples are looked at: pages come and go in long runs, and asking for each page would
-        cost a fifth of what reading it from the cache costs.
+        Of a long range a few samples are looked at: pages come and go in long runs.
         """
         if self._address is None or offset >= self._size_bytes:
             return 0.0
@@ -316,3 +314,418 @@ class Residency:
         mapped, self._address = self._address, None
         if mapped is not None:
             _libc().munmap(mapped, self._mapped_bytes)
+
+
+def open_regular(root: str | os.PathLike[str], name: str, flags: int = 0, *, follow_links: bool = False) -> int:
+    """The descriptor of a regular file below a directory, which may itself be reached through links; `flags` for
+    `os.open`, beyond those for reading. Raises `CorruptCheckpointError` for anything else, and for a link on the way
+    unless `follow_links`, or `OSError`.
+    """
+    # It is looked at before it is opened: a pipe would block, and a device may act. (O_NONBLOCK, against the first,
+    # makes file systems that keep files on tape refuse those.)
+    with looked_at(root, name, follow_links) as (entry, folder, _):
+        no_link = 0 if follow_links else os.O_NOFOLLOW
+        fd = os.open(entry, os.O_RDONLY | os.O_CLOEXEC | no_link | flags, dir_fd=folder)
+    try:
+        _check_regular(os.path.join(root, name), os.fstat(fd).st_mode)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+@contextmanager
+def looked_at(
+    root: str | os.PathLike[str], name: str, follow_links: bool
+) -> Iterator[tuple[str, int | None, os.stat_result]]:
+    """What leads to a regular file: its name, the descriptor of the folder to start from (None: the working directory),
+    and its status. Raises as `open_regular`.
+    """
+    path = os.path.join(root, check_name(name))
+    with contextlib.ExitStack() as opened:
+        entry, folder = path, None
+        if "/" in name and not follow_links:
+            *folders, entry = name.split("/")
+            folder = _open_folder(os.fspath(root), os.O_CLOEXEC)
+            opened.callback(os.close, folder)
+            for part in folders:
+                if stat.S_ISLNK(os.stat(part, dir_fd=folder, follow_symlinks=False).st_mode):
+                    raise _link_error(path, f"it lies behind the symbolic link {part!r}")
+                folder = _open_folder(part, os.O_CLOEXEC | os.O_NOFOLLOW, folder)
+                opened.callback(os.close, folder)
+        status = os.stat(entry, dir_fd=folder, follow_symlinks=follow_links)
+        _check_regular(path, status.st_mode)
+        yield entry, folder, status
+
+
+def _open_folder(path: str, flags: int, folder: int | None = None) -> int:
+    return os.open(path, os.O_PATH | os.O_DIRECTORY | flags, dir_fd=folder)
+
+
+def _check_regular(path: str, mode: int) -> None:
+    if stat.S_ISLNK(mode):
+        raise _link_error(path, "it is a symbolic link")
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+        kind = kinds.get(stat.S_IFMT(mode), "a device")
+        raise CorruptCheckpointError(f"{path}: expected a regular file, but it is {kind}; load another copy")
+
+
+def _link_error(path: str, what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{path}: expected a regular file inside the directory, but {what}. If you trust what it leads to, copy the"
+        " checkpoint with its links resolved (cp -rL) and load the copy"
+    )
+
+
+# Below this, one read through the page cache costs less than finding out where the bytes are; headers are read so.
+_MIN_DIRECT_BYTES: Final = 64 * 1024
+# Up to here, copying the whole read from an aligned buffer is cheaper than two more requests for its ragged ends.
+_MAX_COPIED_BYTES: Final = 1024 * 1024
+_PIECE_BYTES: Final = 8 * 1024 * 1024
+# Room for a piece, and for what is read of the pages around it.
+_BOUNCE_BYTES: Final = _PIECE_BYTES + 4 * ALIGNMENT_BYTES
+# Bytes are summed and copied in slices that are still in the CPU's cache when they are looked at again.
+_SLICE_BYTES: Final = 512 * 1024
+
+# Of what is cached for the most part, the rest is read as well.
+_MOSTLY_CACHED: Final = 0.5
+
+_Arrived = Callable[[memoryview], None]
+
+
+def _ignore(_: memoryview) -> None:
+    pass
+
+
+def _copy(view: memoryview, read: memoryview, arrived: _Arrived) -> None:
+    """Copy what has been read to the beginning of `view`, where `arrived` then sees it."""
+    for done in range(0, len(read), _SLICE_BYTES):
+        part = view[done : min(done + _SLICE_BYTES, len(read))]
+        copy_bytes(part, read[done : done + len(part)])
+        arrived(part)
+
+
+class BouncePool:
+    """Aligned buffers for reads whose destination O_DIRECT cannot take, as many as there are threads that need one;
+    shared by the readers of a storage, and freed when the last of them closes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[memoryview] = []
+        self._readers = 0
+
+    def enter(self) -> None:
+        with self._lock:
+            self._readers += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._readers -= 1
+            if self._readers == 0:
+                self._free.clear()
+
+    def take(self) -> memoryview:
+        """A buffer for one piece and the pages around it, page-aligned."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        return aligned_buffer(_BOUNCE_BYTES)
+
+    def give_back(self, buffer: memoryview) -> None:
+        """Return a buffer that `take` lent."""
+        with self._lock:
+            self._free.append(buffer)
+
+
+class LocalReader(RangeReader):
+    """An open local file; any number of threads may read it at once, but none while it is being closed. Arguments and
+    errors as of `open_regular` and `Storage.open_reader`; `bounce`: where reads into unaligned memory borrow their
+    buffers.
+    """
+
+    def __init__(
+        self, root: Path, name: str, direct: DirectIo, bounce: BouncePool, *, follow_links: bool = False
+    ) -> None:
+        self.name = os.path.join(root, name)
+        self._bounce = bounce
+        self._direct_fd: int | None = None
+        self._residency: Residency | None = None
+        self._fd: int | None = open_regular(root, name, follow_links=follow_links)
+        bounce.enter()
+        try:
+            status = os.fstat(self._fd)
+            self.size_bytes = status.st_size
+            self.version = FileVersion(status.st_ino, status.st_size, status.st_mtime_ns)
+            if direct == "auto":
+                try:
+                    self._direct_fd = open_regular(root, name, os.O_DIRECT, follow_links=follow_links)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                else:
+                    if not os.path.samestat(status, os.fstat(self._direct_fd)):
+                        raise OSError(errno.ESTALE, "another file took its name while it was opened")
+            if direct in ("auto", "keep"):
+                self._residency = Residency(self._fd, self.size_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def read_into(self, offset: int, view: memoryview, arrived: _Arrived | None = None) -> None:
+        self._read(offset, view, arrived or _ignore)
+
+    def _read(self, offset: int, view: memoryview, arrived: _Arrived) -> None:
+        view = view.cast("B")
+        self.check_range(offset, len(view))
+        if self._fd is None:
+            raise ValueError(f"{self.name}: the reader is closed")
+        done = 0
+        try:
+            while done < len(view):
+                start = offset + done
+                # Pieces end on aligned offsets, so that those after the first begin on one.
+                piece = view[done : done + _PIECE_BYTES - start % ALIGNMENT_BYTES]
+                if self._wants_direct(start, len(piece)):
+                    self._read_direct(start, piece, arrived)
+                else:
+                    self._read_buffered(self._fd, start, piece, arrived)
+                done += len(piece)
+        except OSError as error:
+            code = errno.errorcode.get(error.errno or 0, "no errno")
+            raise LoadError(
+                f"{self.name}: reading bytes [{offset + done}, {offset + len(view)}) failed: "
+                f"{error.strerror or error} ({code}); check the device and its file system (dmesg)"
+            ) from error
+
+    def scatter(self, offset: int, vectors: int, count: int, nbytes: int) -> bool:
+        self.check_range(offset, nbytes)
+        if self._fd is None:
+            return False
+        return read_vectors(self._fd, vectors, count, offset) == nbytes
+
+    def is_cached(self, offset: int, length: int) -> bool:
+        return self._residency is not None and self._residency.cached_share(offset, length) >= _MOSTLY_CACHED
+
+    @contextmanager
+    def mapped(self, offset: int, length: int) -> Iterator[int]:
+        """The page cache itself, mapped; only where all of the range is cached."""
+        # Touching a mapped file that another program cuts at that very moment ends the process (SIGBUS), which a read
+        # would survive. So this serves only what reads serve badly (many short runs), for the milliseconds of a copy,
+        # after a look at the file's length; `direct="off"` rules it out.
+        fd, residency = self._fd, self._residency
+        if fd is None or residency is None or os.fstat(fd).st_size != self.size_bytes:
+            yield 0
+            return
+        mapped = residency.address_of(offset, length)
+        try:
+            yield mapped
+        finally:
+            if mapped:
+                residency.forget(offset, length)
+
+    def _wants_direct(self, offset: int, nbytes: int) -> bool:
+        if self._direct_fd is None:
+            return False
+        return nbytes >= _MIN_DIRECT_BYTES and not self.is_cached(offset, nbytes)
+
+    def _read_buffered(self, fd: int, offset: int, view: memoryview, arrived: _Arrived) -> None:
+        done = 0
+        while done < len(view):
+            got = os.preadv(fd, [view[done : done + _SLICE_BYTES]], offset + done)
+            if got == 0:
+                self._ended_early(offset + done, offset, len(view))
+            arrived(view[done : done + got])
+            done += got
+
+    def _read_direct(self, offset: int, view: memoryview, arrived: _Arrived) -> None:
+        """Read with O_DIRECT, straight into `view` where its address allows it."""
+        stop = offset + len(view)
+        position = offset
+        straight = (
+            len(view) > _MAX_COPIED_BYTES
+            and (address(view) - offset) % ALIGNMENT_BYTES == 0  # memory and file are aligned together
+        )
+        try:
+            while position < stop:
+                if not straight:
+                    position += self._read_copied(position, view[position - offset :], arrived)
+                elif position % ALIGNMENT_BYTES:
+                    to_boundary = align_up(position) - position
+                    position += self._read_copied(position, view[position - offset :][:to_boundary], arrived)
+                elif stop - position < ALIGNMENT_BYTES:
+                    position += self._read_copied(position, view[position - offset :], arrived)
+                else:
+                    whole_bytes = (stop - position) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+                    space = view[position - offset :][:whole_bytes]
+                    got = os.preadv(self._direct(), [space], position)
+                    if got == 0:
+                        self._ended_early(position, offset, len(view))
+                    arrived(space[:got])
+                    position += got
+        except OSError as error:
+            # The file system takes the flag and not the read, or asks for more alignment than any known to us.
+            if error.errno != errno.EINVAL or self._fd is None:
+                raise
+            self._read_buffered(self._fd, position, view[position - offset :], arrived)
+
+    def _direct(self) -> int:
+        if self._direct_fd is None:
+            raise OSError(errno.EBADF, "the reader was closed during a read")
+        return self._direct_fd
+
+    def _read_copied(self, offset: int, view: memoryview, arrived: _Arrived) -> int:
+        """Read the first bytes of `view` through an aligned buffer; returns how many."""
+        start = offset - offset % ALIGNMENT_BYTES
+        buffer = self._bounce.take()
+        try:
+            wanted = align_up(min(offset + len(view) - start, len(buffer)))
+            got = os.preadv(self._direct(), [buffer[:wanted]], start) - (offset - start)
+            if got <= 0:
+                self._ended_early(offset, offset, len(view))
+            got = min(got, len(view))
+            read = buffer[offset - start :][:got]
+            _copy(view, read, arrived)
+            return got
+        finally:
+            self._bounce.give_back(buffer)
+
+    def _ended_early(self, at: int, offset: int, nbytes: int) -> NoReturn:
+        raise CorruptCheckpointError(
+            f"{self.name}: the file ended at byte {at} where [{offset}, {offset + nbytes}) was requested; it had "
+            f"{self.size_bytes} bytes when it was opened, so it was cut meanwhile"
+        )
+
+    def close(self) -> None:
+        fds = [fd for fd in (self._direct_fd, self._fd) if fd is not None]
+        if self._residency is not None:
+            self._residency.close()
+        if self._fd is not None:
+            self._bounce.leave()
+        self._fd = self._direct_fd = self._residency = None
+        for fd in fds:
+            os.close(fd)
+
+
+FILE_MODE: Final = 0o666
+
+
+# One write-back in flight, and one before it that is waited for: enough to keep the device busy, and all that a
+# buffered save may leave dirty in the page cache.
+_UNSYNCED_WRITES: Final = 2
+
+
+class LocalWriter(RangeWriter):
+    """A new file. `finish` is for one thread, after the last `write` has returned."""
+
+    def __init__(self, path: str, size_bytes: int | None, direct: DirectIo) -> None:
+        self.name = path
+        self.direct = False
+        self._keep = False
+        self._lock = threading.Lock()
+        self._buffered_fd: int | None = None
+        self._unsynced: deque[tuple[int, int]] = deque()
+        self._writes_in_progress = 0
+        self._aborted = False
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        self._fd: int | None = fd
+        try:
+            if direct != "off":
+                self.direct = enable(fd)
+            if size_bytes is not None:
+                preallocate(fd, align_up(size_bytes) if self.direct else size_bytes)
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, offset: int, view: memoryview) -> None:
+        view = memoryview(view).cast("B")
+        try:
+            with self._lock:
+                fd = self._open_fd()
+                self._writes_in_progress += 1
+            try:
+                self._write(fd, offset, view)
+            finally:
+                with self._lock:
+                    self._writes_in_progress -= 1
+                    if self._aborted and self._writes_in_progress == 0:
+                        self._close(suppress=True)
+        except OSError as error:
+            raise save_error(f"writing bytes [{offset}, {offset + len(view)})", self.name, error) from error
+
+    def _write(self, fd: int, offset: int, view: memoryview) -> None:
+        if not self.direct:
+            self._write_buffered(fd, offset, view)
+            return
+        if offset % ALIGNMENT_BYTES == 0 and len(view) % ALIGNMENT_BYTES == 0:
+            try:
+                write_all(fd, view, offset, ALIGNMENT_BYTES)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        self._write_buffered(self._buffered(), offset, view)
+
+    def _open_fd(self) -> int:
+        if self._fd is None or self._aborted:
+            raise OSError(errno.EBADF, "the file has been finished or aborted already")
+        return self._fd
+
+    def _buffered(self) -> int:
+        """A second fd on the file, for writes that O_DIRECT does not take; the kernel keeps the two coherent."""
+        with self._lock:
+            if self._buffered_fd is None:
+                self._buffered_fd = os.open(self.name, os.O_WRONLY | os.O_CLOEXEC)
+            return self._buffered_fd
+
+    def _write_buffered(self, fd: int, offset: int, view: memoryview) -> None:
+        write_all(fd, view, offset)
+        write_back(fd, offset, len(view), wait=False)
+        with self._lock:
+            self._unsynced.append((offset, len(view)))
+            oldest = self._unsynced.popleft() if len(self._unsynced) > _UNSYNCED_WRITES else None
+        if oldest is not None:
+            write_back(fd, *oldest, wait=True)
+            drop_cached(fd, *oldest)
+
+    def finish(self, size_bytes: int) -> None:
+        try:
+            fd = self._open_fd()
+            if os.fstat(fd).st_size != size_bytes:
+                os.ftruncate(fd, size_bytes)
+            if self._buffered_fd is not None:
+                os.fsync(self._buffered_fd)  # a failed write-back is reported to the fd that was open then
+            os.fsync(fd)
+            if self._unsynced or self._buffered_fd is not None:
+                drop_cached(fd)
+        except OSError as error:
+            self._close(suppress=True)
+            raise save_error(f"finishing the file at {size_bytes} bytes", self.name, error) from error
+        try:
+            self._close()
+        except OSError as error:
+            raise save_error("closing the file", self.name, error) from error
+
+    def _close(self, suppress: bool = False) -> None:
+        fds = [fd for fd in (self._buffered_fd, self._fd) if fd is not None]
+        self._fd = self._buffered_fd = None
+        failure: OSError | None = None
+        for fd in fds:
+            try:
+                os.close(fd)
+            except OSError as error:
+                failure = error
+        if failure is not None and not suppress:
+            raise failure
+
+    def abort(self) -> None:
+        with self._lock:
+            if self._aborted:
+                return
+            self._aborted = True
+            if self._writes_in_progress == 0:
+                self._close(suppress=True)
+        with contextlib.suppress(OSError):
+            os.unlink(self.name)

@@ -1,32 +1,384 @@
-"""Which storage a path or URL names. Nothing outside this package names a back-end."""
+"""Which storage a path or URL names, and the usual one: a directory of a local (or mounted) file system.
+
+Nothing outside this package names a back-end.
+
+Each change of a local directory is complete and durable on return, or has not happened: a file is written, synced,
+renamed, and its directory synced; that is the order of borg and others.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, Final, TypeVar
 
-from mcore_ckpt.core.options import store_url
-from mcore_ckpt.storage._local import LocalStorage
-from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
+from mcore_ckpt.core.options import local_path, store_url
+from mcore_ckpt.storage import direct_io
+from mcore_ckpt.storage.base import (
+    DirectIo,
+    FileVersion,
+    RangeReader,
+    RangeWriter,
+    Storage,
+    check_name,
+    open_error,
+    save_error,
+)
+from mcore_ckpt.storage.direct_io import FILE_MODE, BouncePool, LocalReader, LocalWriter, open_regular
+
+# A file system that cannot sync a directory (some FUSE and network ones) answers so; it has no such promise to keep.
+_NO_DIRECTORY_SYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF})
+
+
+def make_directories(path: str) -> None:
+    """Make a directory and those above it; a new name is durable on return."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    make_directories(parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+    if not os.path.isdir(path):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+    with contextlib.suppress(PermissionError):  # it may be written, and not read
+        sync_directory(parent)
+
+
+def write_new(path: str, content: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+    try:
+        if content:
+            direct_io.write_all(fd, memoryview(content), 0)
+            os.fsync(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def replace_durably(path: str, content: bytes) -> None:
+    """Write, sync, rename, sync the directory; the order that borg and others use."""
+    directory, base = os.path.split(path)
+    temporary = os.path.join(directory, f".{base}.{secrets.token_hex(8)}.tmp")
+    write_new(temporary, content)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_directory(directory)
+
+
+def sync_directory(path: str) -> None:
+    fd = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise
+    finally:
+        os.close(fd)
+
+
+T = TypeVar("T")
+
+
+def _leads_to(kind: Callable[[], bool]) -> bool:
+    """Whether an entry is of this kind. A link in a loop leads nowhere, as one to a name that is not there."""
+    try:
+        return kind()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False
+        raise
+
+
+class LocalStorage(Storage):
+    """A directory `root` of the local file system. `follow_links`: read files through symbolic links in it, too,
+    wherever they lead; not for checkpoints, but for what others keep as links (the cache of Hugging Face), in a
+    directory that a person has named.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, follow_links: bool = False) -> None:
+        self.root = local_path(root)
+        self._follow_links = follow_links
+        self._bounce = BouncePool()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.root,)  # writer processes get the path; buffers and locks stay here
+
+    def __repr__(self) -> str:
+        return f"LocalStorage({str(self.root)!r})"
+
+    def path(self, name: str) -> str:
+        return os.path.join(self.root, check_name(name))
+
+    def list(self) -> list[str]:
+        try:
+            return sorted(self._listed(lambda entry: None if _leads_to(entry.is_dir) else 0))
+        except CheckpointNotFoundError:
+            return []
+
+    def sizes(self) -> dict[str, int]:
+        return self._listed(lambda entry: entry.stat().st_size if _leads_to(entry.is_file) else None)
+
+    def folders(self) -> Sequence[str]:
+        return sorted(self._listed(lambda entry: 0 if _leads_to(entry.is_dir) else None))
+
+    def links(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+
+        def note(entry: os.DirEntry[str]) -> None:
+            if entry.is_symlink():
+                found[entry.name] = os.path.realpath(entry.path)
+
+        self._listed(note)
+        return found
+
+    def _listed(self, of: Callable[[os.DirEntry[str]], int | None]) -> dict[str, int]:
+        """What `of` says of each entry, by name; None leaves one out."""
+        found: dict[str, int] = {}
+        try:
+            with os.scandir(self.root) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                        value = of(entry)
+                        if value is not None:
+                            found[entry.name] = value
+        except NotADirectoryError as error:
+            raise CheckpointNotFoundError(f"{self.root}: is a file, and a directory is expected") from error
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"{self.root}: no such directory") from error
+        except OSError as error:
+            # Anything else would pass for an empty directory.
+            code = errno.errorcode.get(error.errno or 0, "no errno")
+            raise LoadError(
+                f"{self.root}: cannot be listed: {error.strerror or error} ({code}); check the device and its file "
+                "system (dmesg)"
+            ) from error
+        return found
+
+    def open_descriptor(self, name: str) -> int | None:
+        return open_regular(self.root, name, follow_links=self._follow_links)
+
+    @contextlib.contextmanager
+    def in_use(self, name: str) -> Iterator[None]:
+        fd = None
+        with contextlib.suppress(OSError, LoadError):
+            fd = self.open_descriptor(name)
+        try:
+            if fd is not None:
+                with contextlib.suppress(OSError):  # a file system without locks, or the file is being removed
+                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            yield
+        finally:
+            if fd is not None:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor, too
+                os.close(fd)
+
+    def is_in_use(self, name: str) -> bool:
+        try:
+            fd = open_regular(self.root, name, os.O_RDWR)  # NFS asks for that
+        except (OSError, LoadError):
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        return False
+
+    def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
+        try:
+            fd = open_regular(self.root, name, os.O_RDWR)
+        except (CorruptCheckpointError, FileNotFoundError):
+            return False
+        except OSError as error:
+            raise save_error("opening it", self.path(name), error) from error
+        try:
+            direct_io.write_all(fd, memoryview(content), offset)
+            if is_end:
+                os.ftruncate(fd, offset + len(content))
+            os.fsync(fd)
+        except OSError as error:
+            raise save_error(f"writing bytes [{offset}, {offset + len(content)})", self.path(name), error) from error
+        finally:
+            os.close(fd)
+        return True
+
+    def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
+        try:
+            return LocalReader(self.root, check_name(name), direct, self._bounce, follow_links=self._follow_links)
+        except OSError as error:
+            raise open_error(self.path(name), error) from error
+
+    def _own(self, name: str) -> str:
+        """The path of a name that is going to be written or removed: links in folders of its own lead elsewhere."""
+        path = self.path(name)
+        folder = os.path.dirname(name)
+        while folder and not self._follow_links:
+            if os.path.islink(os.path.join(self.root, folder)):
+                raise SaveError(f"{path}: lies behind the symbolic link {folder!r}; nothing is changed there")
+            folder = os.path.dirname(folder)
+        return path
+
+    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+        path = self._own(name)
+        try:
+            self._make_folders(name, path)
+            return LocalWriter(path, size_bytes, direct)
+        except OSError as error:
+            raise save_error("creating the file", path, error) from error
+
+    def _make_folders(self, name: str, path: str) -> None:
+        if "/" in name:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+
+    def publish(self, name: str, content: bytes) -> None:
+        path = self._own(name)
+        try:
+            self._make_folders(name, path)
+            replace_durably(path, content)
+        except OSError as error:
+            raise save_error("publishing it", path, error) from error
+
+    def create(self, name: str, content: bytes) -> None:
+        path = self._own(name)
+        try:
+            write_new(path, content)
+        except OSError as error:
+            raise save_error("creating the file", path, error) from error
+
+    def claim(self, name: str, owner: str) -> str:
+        path = self.path(name)
+        try:
+            os.symlink(owner, path)  # it is there with what it says, or not at all
+        except FileExistsError:
+            try:
+                return os.readlink(path)  # one's own, if over NFS the answer was lost and the request sent again
+            except OSError as error:
+                raise save_error("reading the claim", path, error) from error
+        except OSError as error:
+            raise save_error("claiming the directory (by a symbolic link)", path, error) from error
+        return owner
+
+    def claimed(self, name: str) -> str | None:
+        path = self.path(name)
+        try:
+            return os.readlink(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                raise LoadError(
+                    f"{path}: expected a symbolic link, as a save leaves it that is killed while it is published, got "
+                    "another file: a copy that follows links has made it. Delete it, and the .mcore_ckpt_incomplete.* "
+                    "next to it"
+                ) from error
+            raise open_error(path, error) from error
+
+    def version(self, name: str) -> FileVersion | None:
+        path = self.path(name)
+        flags = os.O_RDONLY | os.O_CLOEXEC | (0 if self._follow_links else os.O_NOFOLLOW)
+        try:
+            try:
+                status = os.stat(path, follow_symlinks=self._follow_links)
+            except FileNotFoundError:
+                flags |= os.O_NONBLOCK  # it may be there by now, and a pipe
+            else:
+                if not stat.S_ISREG(status.st_mode):  # a link, or what blocks or acts when it is opened
+                    return FileVersion(status.st_ino, status.st_size, status.st_mtime_ns)
+            # Opened, not asked for by name alone: that is when NFS asks the server.
+            fd = os.open(path, flags)
+            try:
+                status = os.fstat(fd)
+            finally:
+                os.close(fd)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise open_error(path, error) from error
+        return FileVersion(status.st_ino, status.st_size, status.st_mtime_ns)
+
+    @property
+    def location(self) -> str:
+        return os.path.realpath(self.root)
+
+    def move(self, source: str, name: str) -> None:
+        try:
+            os.replace(self._own(source), self._own(name))
+        except OSError as error:
+            raise save_error(f"renaming it to {name}", self.path(source), error) from error
+
+    def delete(self, name: str, missing_ok: bool = True) -> None:
+        path = self._own(name)
+        try:
+            os.unlink(path)
+        except FileNotFoundError as error:
+            if not missing_ok:
+                raise save_error("deleting it", path, error) from error
+        except OSError as error:
+            raise save_error("deleting it", path, error) from error
+
+    def made_by(self, *, renamed: T, in_place: T) -> T:
+        return renamed
+
+    def ensure(self) -> None:
+        try:
+            make_directories(str(self.root.absolute()))
+        except OSError as error:
+            raise save_error("making the directory", str(self.root), error) from error
+
+    def sync(self, *, parents: bool = False) -> None:
+        place = os.path.realpath(self.root)
+        try:
+            sync_directory(place)
+            device = os.stat(place).st_dev
+            while parents and (parent := os.path.dirname(place)) != place and os.stat(parent).st_dev == device:
+                sync_directory(parent)
+                place = parent
+        except OSError as error:
+            if parents and isinstance(error, PermissionError):
+                return  # a directory that this user may not read was not made by this user
+            raise save_error("syncing the directory", place, error) from error
+
+    def remove(self) -> bool:
+        place = os.path.realpath(self.root)
+        try:
+            os.rmdir(self.root)
+            sync_directory(os.path.dirname(place))
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                return False
+            raise save_error("removing the directory", str(self.root), error) from error
+        return True
 
 
 def storage_at(place: str | os.PathLike[str], *, follow_links: bool = False) -> Storage:
-    """The storage of a directory.
-
-    Args:
-        place: path of the directory, or URL of one in an object store; it need not exist.
-        follow_links: read files through symbolic links, too. Not for checkpoints; for what others keep as links (the
-            cache of Hugging Face), in a directory that a person has named.
-
-    Raises:
-        OptionError: it is a URL of another kind, or what it takes to reach that store is missing.
+    """The storage of a directory, by its path or by the URL of one in an object store; it need not exist. Raises
+    `OptionError`: it is a URL of another kind, or what it takes to reach that store is missing.
     """
     url = store_url(place)
     if url is None:
         return LocalStorage(place, follow_links=follow_links)
-    from mcore_ckpt.storage._store_urls import open_store  # (importing it takes a while)
+    from mcore_ckpt.storage._store_urls import open_store, path_of_profile  # (importing it takes a while)
 
-    return open_store(url)
+    path = path_of_profile(url)
+    return open_store(url) if path is None else LocalStorage(path)
 
 
 def path_in_file_system(place: Path) -> Path:

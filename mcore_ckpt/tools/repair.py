@@ -19,6 +19,7 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.in_force import index_files, read_common_file
+from mcore_ckpt.directory.iterations import sync_folders
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem
 from mcore_ckpt.format.integrity import FOOTER_BYTES
 from mcore_ckpt.format.item_reading import verify_records
@@ -149,7 +150,10 @@ class _Damaged(_Untouched):
                 writing.write(at, memoryview(piece))
             writing.finish(content.size_bytes)
             self.check_held()
-            if self.storage.move_new(temporary, name):
+            if not self.storage.exists(name):
+                self.storage.move(temporary, name)
+                sync_folders(checkpoint_path(self.storage.location), [name])
+                self.storage.sync()
                 return True
         except SaveError:
             writing.abort()

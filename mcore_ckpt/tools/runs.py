@@ -231,7 +231,7 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
     places = places_of(source, target, same_format=True)
     given, taken = places.source, places.target
     reads, writes = storage_at(given), storage_at(taken)
-    if reads.holds(writes):
+    if f"{writes.location}/".startswith(f"{reads.location}/") and writes.location != reads.location:
         raise OptionError(f"{taken}: lies inside the checkpoint that is to be copied, {given}; copy it elsewhere")
 
     def accepts(found: CheckpointFiles, there: bytes | None) -> None:

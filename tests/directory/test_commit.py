@@ -20,7 +20,7 @@ from mcore_ckpt.directory import commit as commit_module
 from mcore_ckpt.directory.commit import CLAIM, NOTE, Commit, Owner, note_name, notes, seems_gone
 from mcore_ckpt.directory.publish import accept_common_file, discard, open_target, publish, remove_tensors, write_common
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index
-from mcore_ckpt.storage._local import LocalStorage
+from mcore_ckpt.storage.resolve import LocalStorage
 from tests.directory import commit_model
 from tests.directory.test_publish import file_of, save, sealed
 from tests.support.faulty_storage import Faults, FaultyStorage

@@ -21,7 +21,7 @@ from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_con
 from mcore_ckpt.megatron.common_state import load_common, save_common
 from mcore_ckpt.models.conversions import import_checkpoint
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
-from mcore_ckpt.storage._local import LocalStorage
+from mcore_ckpt.storage.resolve import LocalStorage
 from mcore_ckpt.tools.keys import read_plain_state
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint

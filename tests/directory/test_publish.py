@@ -19,7 +19,7 @@ from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, S
 from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_name, with_id, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.storage._local import LocalStorage
+from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.local_files import names
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt.storage import _local
-from mcore_ckpt.storage._local import LocalStorage
+from mcore_ckpt.storage import resolve
+from mcore_ckpt.storage.resolve import LocalStorage
 
 pytestmark = pytest.mark.crash
 
@@ -47,7 +47,7 @@ def publish_in_child(directory: Path, at: int | None) -> tuple[int, list[str]]:
         code = 1
         try:
             counted = _CountedOs(at)
-            _local.os = counted  # type: ignore[attr-defined]
+            resolve.os = counted  # type: ignore[attr-defined]
             LocalStorage(directory).publish(".metadata", NEW)
             os.write(write_end, " ".join(counted.calls).encode())
             code = 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt.load.files import OpenFiles
-from mcore_ckpt.storage._local import LocalStorage
+from mcore_ckpt.storage.resolve import LocalStorage
 
 
 def test_a_file_in_use_is_closed_by_its_last_user(tmp_path: Path) -> None:

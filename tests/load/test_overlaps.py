@@ -17,7 +17,7 @@ from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.load import files
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
-from mcore_ckpt.storage import _local_reader
+from mcore_ckpt.storage import direct_io
 from tests.support.stored_layouts import column_chunks, flip_byte, whole, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -124,7 +124,7 @@ def test_destinations_that_lie_between_each_other_are_read_at_once(tmp_path: Pat
 @pytest.fixture
 def writes_after_first_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Something else writes into the memory of the first long read, before its sum is taken; which reads these were."""
-    original = _local_reader.LocalReader.read_into
+    original = direct_io.LocalReader.read_into
     disturbed: list[int] = []
 
     def read_into(self: Any, offset: int, view: memoryview, arrived: Any = None) -> None:
@@ -136,7 +136,7 @@ def writes_after_first_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         original(self, offset, view, arrived and seen)
 
-    monkeypatch.setattr(_local_reader.LocalReader, "read_into", read_into)
+    monkeypatch.setattr(direct_io.LocalReader, "read_into", read_into)
     return disturbed
 
 

@@ -21,7 +21,7 @@ __all__ = ["FAILURES"]
 
 def fail_writing_on(rank: int) -> Any:
     """Let data files fail to be written on one rank, in this process and its forks; returns what undoes it."""
-    from mcore_ckpt.storage._local import LocalStorage
+    from mcore_ckpt.storage.resolve import LocalStorage
 
     original = LocalStorage.open_writer
 
@@ -129,7 +129,7 @@ def a_common_state_that_cannot_be_written_stops_every_rank(rank: int, directory:
     """Rank 0 alone writes `common.pt`; the others must not wait for it in a later collective."""
     dist_checkpointing = installed()
     from mcore_ckpt.megatron._versions import megatron_version
-    from mcore_ckpt.storage._local import LocalStorage
+    from mcore_ckpt.storage.resolve import LocalStorage
 
     if megatron_version() >= (0, 19):
         return  # there it is in the data files
@@ -152,7 +152,7 @@ def a_config_that_cannot_be_written_is_heard_of_on_every_rank(rank: int, directo
     dist_checkpointing = installed()
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-    from mcore_ckpt.storage._local import LocalStorage
+    from mcore_ckpt.storage.resolve import LocalStorage
 
     methods = {name: getattr(LocalStorage, name) for name in ("publish",)}
 

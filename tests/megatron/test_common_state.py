@@ -31,7 +31,7 @@ from mcore_ckpt import (
 )
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.save import transaction
-from mcore_ckpt.storage._local import LocalStorage
+from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.forked import in_child
 from tests.support.gloo_ranks import run_megatron_ranks
 

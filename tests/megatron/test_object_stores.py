@@ -182,8 +182,8 @@ def test_a_commit_that_arrives_after_the_save_was_given_up_finds_its_files(
         assert run_ranks(save_filled, 2, url, 3.0) == ["", ""]
         assert filled(url) == 3.0
     names = [name.rpartition("/")[2] for name in s3_directory.names()]
-    assert [name for name in names if not name.endswith(".distcp") and "_reading." not in name] == [".metadata"]
-    assert len(names) == 3 + sum("_reading." in name for name in names)
+    assert [name for name in names if not name.endswith(".distcp")] == [".metadata"]
+    assert len(names) == 3
 
 
 def filled(url: str) -> float:

@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 import mcore_ckpt
 from mcore_ckpt.core.errors import SaveError
-from mcore_ckpt.storage import _local
+from mcore_ckpt.storage import resolve
 from tests.support import crash_runner, kill_runner
 from tests.support.checkpoint_reader import CheckpointReader, reader
 
@@ -255,7 +255,7 @@ def measure_moment(count: int, directory: Path) -> list[float]:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             crash_runner.save_in_line(1, directory)
             timed = _TimedOs()
-            _local.os = timed  # type: ignore[attr-defined]
+            resolve.os = timed  # type: ignore[attr-defined]
             for number in range(count):
                 crash_runner.save_in_line(number % 3 + 1, directory)
                 os.write(send, f"{timed.at_s['common.pt'] - timed.at_s['.metadata']}\n".encode())

@@ -40,8 +40,7 @@ from mcore_ckpt.format.metadata_read import (
     read_index,
 )
 from mcore_ckpt.save import upkeep
-from mcore_ckpt.storage._local import LocalStorage
-from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.storage.resolve import LocalStorage, storage_at
 from tests.save.test_upkeep import Training, there, until
 from tests.support.gcs_server import ObjectDirectory
 from tests.support.gloo_ranks import rank_outcomes, run_ranks
@@ -722,7 +721,7 @@ def test_a_file_on_its_way_has_no_name_that_others_would_take_for_it(tmp_path: P
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(copying, "_refuse_changed", killed)
-        patched.setattr("mcore_ckpt.storage._local.LocalWriter.abort", lambda self: None)
+        patched.setattr("mcore_ckpt.storage.resolve.LocalWriter.abort", lambda self: None)
         with pytest.raises(_Killed):
             _resume_alone(near, far)
     assert seen[0] not in {file.name for file in data_files(directory)}

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from mcore_ckpt.core.errors import SaveError, WriteTimeoutError
 from mcore_ckpt.save.buckets import FileImage, PlannedFile, Window, WrittenFile, plan_windows
 from mcore_ckpt.save.writer import ImageWriter, WindowPool
-from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import RangeWriter
+from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.local_files import aligned, names, open_fds, random_bytes
 

@@ -38,7 +38,7 @@ from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStr
 from mcore_ckpt.save import commit as save_commit
 from mcore_ckpt.save import staging, transaction, writer_process
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
-from mcore_ckpt.storage._local import LocalStorage
+from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.forked import exit_code, fork
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.local_files import names

@@ -25,8 +25,8 @@ from mcore_ckpt.save import child_processes, staging, writer_process
 from mcore_ckpt.save.child_processes import fork_call
 from mcore_ckpt.save.staging import is_busy, lease_buffer, start_writing, write_in_process
 from mcore_ckpt.save.writer_process import shared_writer
-from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import RangeWriter
+from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.tensor_specs import bucket_of
 from tests.support.writer_jobs import MisbehavingStorage
 

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, SaveOptions
 from mcore_ckpt.save.staging import BucketSource, StagingBuffer, start_writing
-from mcore_ckpt.storage._local import LocalStorage
+from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.tensor_specs import bucket_of, source_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]

@@ -14,9 +14,9 @@ import pytest
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
 from mcore_ckpt.storage import direct_io
-from mcore_ckpt.storage._local import LocalStorage
-from mcore_ckpt.storage._local_reader import BouncePool, LocalReader
 from mcore_ckpt.storage.base import DirectIo
+from mcore_ckpt.storage.direct_io import BouncePool, LocalReader
+from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.forked import in_child
 from tests.support.local_files import MIB, aligned, cached_pages, has_direct_io, open_fds, random_bytes
 

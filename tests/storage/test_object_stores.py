@@ -34,10 +34,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FAILED = (CheckpointError, CheckpointException)
 
 
-@pytest.fixture(params=KINDS)
-def object_directory(request: pytest.FixtureRequest) -> Any:
-    """A prefix in a store, of each kind."""
-    return request.getfixturevalue(f"{request.param}_directory")
+# Else it is S3, or the store that a variable names.
+on_each_kind = pytest.mark.parametrize("object_directory", KINDS, indirect=True)
 
 
 @pytest.fixture
@@ -71,6 +69,7 @@ def strike(proxy: Proxy, chosen: Callable[[Request], bool], fault: Fault, times:
     return struck
 
 
+@on_each_kind
 def test_a_checkpoint_is_saved_replaced_loaded_and_looked_at(
     object_directory: ObjectDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,7 +83,7 @@ def test_a_checkpoint_is_saved_replaced_loaded_and_looked_at(
     assert index == "iter_0000001/.metadata"
     saves = {name.split(".")[1] for name in files}
     assert len(saves) == 1, "the replaced save's files are gone"
-    assert [name for name in object_directory.names() if "_reading." not in name] == [index, *files]
+    assert object_directory.names() == [index, *files]
     save(f"{object_directory.url}/iter_0000002", 3.0)
     assert main(["list", object_directory.url]) == 0
     assert main(["inspect", url]) == 0
@@ -93,6 +92,7 @@ def test_a_checkpoint_is_saved_replaced_loaded_and_looked_at(
     assert {name.split("/")[0] for name in object_directory.names()} == {"iter_0000002"}
 
 
+@on_each_kind
 def test_large_files_go_in_parts_and_come_back_whole(proxied: Proxy, object_directory: ObjectDirectory) -> None:
     save(object_directory.url, 5.0, rows=2500, thread_count=1)  # 50 MB
     sent = [request.size_bytes for request in proxied.changes() if request.size_bytes > MIB]
@@ -150,8 +150,7 @@ def test_what_goes_wrong_for_a_moment_is_repeated(
     save(object_directory.url, 4.0)
     assert loaded(object_directory.url) == 4.0
     assert sum(count > 1 for count in struck.values()) >= (2 if kind == "truncated" else 6)
-    names = [name for name in object_directory.names() if "_reading." not in name]
-    assert [name for name in names if not name.endswith(".distcp")] == [".metadata"]
+    assert [name for name in object_directory.names() if not name.endswith(".distcp")] == [".metadata"]
 
 
 FAULTS = {
@@ -164,6 +163,7 @@ FAULTS = {
 }
 
 
+@on_each_kind
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_put_with_a_condition_is_done_once_whatever_becomes_of_its_answer(
@@ -184,6 +184,7 @@ def test_a_put_with_a_condition_is_done_once_whatever_becomes_of_its_answer(
     assert storage.replace_if(".metadata", b"other", None) is None
 
 
+@on_each_kind
 @pytest.mark.parametrize("what", ["the request was cut", "the store asks to slow down"])
 def test_what_another_process_has_put_meanwhile_stays(
     what: str, proxied: Proxy, object_directory: ObjectDirectory
@@ -256,7 +257,7 @@ def test_a_store_that_answers_503_to_everything_is_named(
     assert object_directory.names() == []
 
 
-@pytest.mark.parametrize("stalls", ["part", "commit", "all"])
+@pytest.mark.parametrize("stalls", ["part", "commit", pytest.param("all", marks=pytest.mark.long)])
 def test_nothing_waits_longer_than_the_deadline(
     stalls: str, proxied_s3: Proxy, s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +283,7 @@ def test_nothing_waits_longer_than_the_deadline(
     assert loaded(s3_directory.url) == 3.0
 
 
+@on_each_kind
 def test_wrong_buckets_and_refusals_are_named_and_final(proxied: Proxy, object_directory: ObjectDirectory) -> None:
     with pytest.raises(LoadError, match=r"://no-such-bucket"):
         storage_at(f"{object_directory.scheme}://no-such-bucket/x").list()
@@ -305,6 +307,7 @@ def test_keys_with_signs_are_listed(s3_directory: S3Directory) -> None:
     assert set(storage_at(s3_directory.url).list()) == {"a b+c", "100%", "ü"}
 
 
+@on_each_kind
 def test_no_credential_is_in_what_is_shown_or_sent(object_directory: ObjectDirectory) -> None:
     storage = storage_at(object_directory.url)
     storage.publish("file", b"x")
@@ -390,8 +393,7 @@ def found_after(
     assert verify_checkpoint(url).whole
     save(url, 3.0, rows=20)
     assert loaded(url, rows=20) == 3.0
-    # The lease of a reader that is not collected yet, or was killed, is no part of a save: it ends by itself.
-    left = [each for each in directory.names() if each.startswith(f"{name}/") and "_reading." not in each]
+    left = [each for each in directory.names() if each.startswith(f"{name}/")]
     assert len({each.split(".")[1] for each in left if each.endswith(".distcp")}) == 1, left
     assert [each for each in left if not each.endswith(".distcp")] == [f"{name}/.metadata"]
     return value
@@ -401,7 +403,7 @@ HOWS = ["refused", "killed before", "killed after"]
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", ["refused", pytest.param("killed before", marks=pytest.mark.long), "killed after"])
 def test_a_crash_at_the_commit_leaves_the_old_or_the_new(
     how: str, proxied: Proxy, object_directory: ObjectDirectory
 ) -> None:
@@ -444,12 +446,11 @@ def test_of_jobs_that_save_at_once_into_one_directory_one_wins_and_no_mix_is_lef
         assert won
         assert loaded(url, rows=20) in won
         left = [name.partition("/")[2] for name in object_directory.names() if name.startswith(f"{number}/")]
-        left = [name for name in left if "_reading." not in name]
         assert len({name.split(".")[1] for name in left if name.endswith(".distcp")}) == 1, left
         assert [name for name in left if not name.endswith(".distcp")] == [".metadata"]
 
 
-@pytest.mark.parametrize("next_save", ["fails", "is whole"])
+@pytest.mark.parametrize("next_save", [pytest.param("fails", marks=pytest.mark.long), "is whole"])
 def test_a_commit_that_was_given_up_arrives_too_late_once_the_next_save_is_published(
     proxied_s3: Proxy, s3_directory: S3Directory, store_deadline: Callable[..., None], next_save: str
 ) -> None:

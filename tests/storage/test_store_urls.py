@@ -49,10 +49,7 @@ def test_the_profile_of_the_guide_is_a_bucket(
     assert s3_directory.get("run/file") == b"x"
 
 
-def test_the_configuration_is_read_when_it_has_changed(
-    profiles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each time takes a tenth of a second of processor time, and a save opens its directory a dozen times."""
+def test_the_configuration_is_read_once(profiles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from multistorageclient.config import StorageClientConfig
 
     read: list[str] = []
@@ -66,13 +63,6 @@ def test_the_configuration_is_read_when_it_has_changed(
     profiles(scratch=provider("file", base_path="/first"))
     assert {storage_at("msc://scratch/run").location for _ in range(3)} == {"/first/run"}
     assert len(read) == 1
-    profiles(scratch=provider("file", base_path="/other"))
-    assert storage_at("msc://scratch/run").location == "/other/run"
-    (tmp_path / "more.json").write_text(json.dumps({"profiles": {"more": provider("file", base_path="/more")}}))
-    (tmp_path / "msc.json").write_text(json.dumps({"include": [str(tmp_path / "more.json")]}))
-    assert storage_at("msc://more/run").location == "/more/run"
-    (tmp_path / "more.json").write_text(json.dumps({"profiles": {"more": provider("file", base_path="/changed")}}))
-    assert storage_at("msc://more/run").location == "/changed/run"
 
 
 def test_a_profile_of_s3_names_bucket_prefix_server_and_credentials(

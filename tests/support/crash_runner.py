@@ -33,7 +33,7 @@ import mcore_ckpt
 from mcore_ckpt import AsyncCallsQueue, FileSystemReader, FileSystemWriterAsync, SaveOptions, TorchDistSaveStrategy
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.storage import resolve
-from mcore_ckpt.storage._local import LocalStorage
+from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.faulty_storage import Faults, FaultyStorage, How
 from tests.support.seeded_state import sharded_state_dict, tensors
 
@@ -169,7 +169,7 @@ def attempt(scenario: Scenario, seed: int, directory: Path, faults: Faults | Non
 
     def work() -> int:
         if faults is not None:
-            resolve.LocalStorage = lambda root, **given: FaultyStorage(LocalStorage(root, **given), faults)  # type: ignore[attr-defined, assignment]
+            resolve.LocalStorage = lambda root, **given: FaultyStorage(LocalStorage(root, **given), faults)  # type: ignore[misc, assignment]
         try:
             scenario.save(seed, directory)
         except (CheckpointError, CheckpointException) as error:  # DCP wraps what ranks raise in one of its own

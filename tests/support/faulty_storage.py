@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from mcore_ckpt.core.errors import SaveError
-from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage
+from mcore_ckpt.storage.resolve import LocalStorage
 
 How = Literal["error", "exit", "kill", "torn"]
 
@@ -166,10 +166,6 @@ class FaultyStorage(Storage):
     def move(self, source: str, name: str) -> None:
         self.faults.before("move", f"{_without_id(source)} -> {_without_id(name)}")
         self.inner.move(source, name)
-
-    def move_new(self, source: str, name: str) -> bool:
-        self.faults.before("move", f"{_without_id(source)} -> {_without_id(name)}")
-        return self.inner.move_new(source, name)
 
     def delete(self, name: str, missing_ok: bool = True) -> None:
         self.faults.before("delete", _without_id(name))

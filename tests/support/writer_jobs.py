@@ -16,8 +16,8 @@ from typing import Any
 
 from mcore_ckpt.save.buckets import FileImage, PlannedFile
 from mcore_ckpt.save.writer import WriterJob
-from mcore_ckpt.storage._local import LocalStorage
 from mcore_ckpt.storage.base import RangeWriter, align_up
+from mcore_ckpt.storage.resolve import LocalStorage
 
 __all__ = ["MisbehavingStorage", "SmallBuffer", "check_file", "image", "job", "misbehave"]
 

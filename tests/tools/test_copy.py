@@ -29,11 +29,10 @@ from mcore_ckpt.directory.copying import file_on_its_way
 from mcore_ckpt.directory.publish import bind_common_file
 from mcore_ckpt.format.integrity import FOOTER_BYTES
 from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, read_index
-from mcore_ckpt.storage._local import LocalWriter
-from mcore_ckpt.storage._local_reader import LocalReader
 from mcore_ckpt.storage._objects import ObjectWriter
 from mcore_ckpt.storage._obstore import ObstoreClient
-from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.storage.direct_io import LocalReader
+from mcore_ckpt.storage.resolve import LocalWriter, storage_at
 from tests.support.gcs_server import ObjectDirectory
 from tests.support.local_files import data_file
 from tests.support.object_server import S3Directory

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.storage._local import LocalStorage
+from mcore_ckpt.storage.resolve import LocalStorage
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.local_files import data_file

@@ -34,8 +34,7 @@ from mcore_ckpt.directory.retention import PruneReport, prune_run
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.storage._local import LocalStorage
-from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.storage.resolve import LocalStorage, storage_at
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.runs import list_run
 from tests.support.faulty_storage import Faults, FaultyStorage
@@ -311,7 +310,7 @@ def test_a_removal_that_was_killed_is_finished(run: Path, after: int) -> None:
     """Before it has removed anything, or in the middle."""
     killed = f"""
 import os
-from mcore_ckpt.storage._local import LocalStorage
+from mcore_ckpt.storage.resolve import LocalStorage
 from mcore_ckpt.directory.retention import prune_run
 delete, count = LocalStorage.delete, 0
 def dying(self, name, missing_ok=True):
@@ -405,7 +404,7 @@ def test_a_list_tells_a_save_at_work_from_one_that_is_gone(run: Path, capsys: py
     died = f"""
 import os
 from mcore_ckpt.directory.commit import Commit
-from mcore_ckpt.storage._local import LocalStorage
+from mcore_ckpt.storage.resolve import LocalStorage
 commit = Commit.begin(LocalStorage({str(run / name_of(300))!r}))
 os._exit(0)
 """
@@ -443,32 +442,30 @@ def test_a_list_for_people(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert f"it names {name_of(600)}, which is not there" in shown
 
 
-@pytest.mark.parametrize("place", ["directory", "store"])
-def test_what_a_load_reads_stays(place: str, tmp_path: Path, object_directory: ObjectDirectory) -> None:
+def test_what_a_load_reads_stays(tmp_path: Path) -> None:
     """As long as it does, by DCP here; each strategy's load does the same."""
-    root = checkpoint_path(tmp_path if place == "directory" else object_directory.url)
     for iteration in (1, 2):
-        save(str(root / name_of(iteration)), 1.0)
+        save(str(tmp_path / name_of(iteration)), 1.0)
     found: list[str] = []
 
     class Planner(DefaultLoadPlanner):
         def create_local_plan(self) -> LoadPlan:
-            found.append(why(prune_run(root, keep_last=1, remove=True), 1))
+            found.append(why(prune_run(tmp_path, keep_last=1, remove=True), 1))
             return super().create_local_plan()
 
         def resolve_tensor(self, read_item: Any) -> torch.Tensor:
-            found.append(why(prune_run(root, keep_last=1, remove=True), 1))
+            found.append(why(prune_run(tmp_path, keep_last=1, remove=True), 1))
             return super().resolve_tensor(read_item)
 
     loaded = {"w": torch.zeros(10)}
-    dcp.load(loaded, storage_reader=FileSystemReader(root / name_of(1)), planner=Planner(), no_dist=True)
-    with open_checkpoint(root / name_of(1)):
-        found.append(why(prune_run(root, keep_last=1, remove=True), 1))
+    dcp.load(loaded, storage_reader=FileSystemReader(tmp_path / name_of(1)), planner=Planner(), no_dist=True)
+    with open_checkpoint(tmp_path / name_of(1)):
+        found.append(why(prune_run(tmp_path, keep_last=1, remove=True), 1))
     assert found == ["a load is reading it"] * 3
     assert loaded["w"].tolist() == [1.0] * 10
-    assert going(prune_run(root, keep_last=1, remove=True)) == [1]
-    assert holding_files(root) == [name_of(2)]
-    assert place == "store" or storage_at(root).folders() == [name_of(2)]
+    assert going(prune_run(tmp_path, keep_last=1, remove=True)) == [1]
+    assert holding_files(tmp_path) == [name_of(2)]
+    assert storage_at(tmp_path).folders() == [name_of(2)]
 
 
 def die_in_a_save(directory: Path) -> None:
@@ -552,35 +549,26 @@ def test_what_others_have_made_stays_where_a_save_died(run: Path, other: str, mo
     assert everything(run) == before
 
 
-@pytest.mark.parametrize("place", ["directory", "store"])
 def test_a_load_that_begins_as_its_checkpoint_is_to_go_keeps_it(
-    place: str, tmp_path: Path, object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After `prune` has asked, and before `.metadata` is taken away."""
-    root = checkpoint_path(tmp_path if place == "directory" else object_directory.url)
+    """After `prune` has asked, and before the directory is renamed."""
     for iteration in (1, 2):
-        save(str(root / name_of(iteration)), float(iteration))
-    storage = storage_at(root / name_of(1))
+        save(str(tmp_path / name_of(iteration)), float(iteration))
+    storage = storage_at(tmp_path / name_of(1))
     before = storage.list()
     load = ExitStack()
-    replace_if = type(storage).replace_if
-
-    def begin_a_load(self: Any, *arguments: Any) -> Any:
-        patched.undo()
-        load.enter_context(storage.in_use(".metadata"))
-        return replace_if(self, *arguments)
 
     def named(length: int) -> str:
         load.enter_context(storage.in_use(".metadata"))
         return "ab" * length
 
     with load, monkeypatch.context() as patched:
-        patched.setattr(type(storage), "replace_if", begin_a_load)
         patched.setattr(retention, "secrets", SimpleNamespace(token_hex=named))
-        report = prune_run(root, keep_last=1, remove=True)
+        report = prune_run(tmp_path, keep_last=1, remove=True)
         assert why(report, 1) == "a load is reading it"
         assert going(report) == []
     assert storage.list() == before
     loaded = {"w": torch.zeros(10)}
-    dcp.load(loaded, storage_reader=FileSystemReader(root / name_of(1)), no_dist=True)
+    dcp.load(loaded, storage_reader=FileSystemReader(tmp_path / name_of(1)), no_dist=True)
     assert loaded["w"].tolist() == [1.0] * 10
