@@ -33,7 +33,7 @@ from benchmarks import tables
 from benchmarks.machine import describe_machine
 from benchmarks.measure import cpu_s
 from benchmarks.results import ROOT, add_busy, wait_until_quiet
-from tests.support.standing_ranks import standing_ranks
+from tests.support.gloo_ranks import standing_ranks
 
 __all__ = ["CALLS", "OURS", "SAVES", "STOCK"]
 

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks import work
-from tests.support.standing_ranks import StandingRanks, standing_ranks
+from tests.support.gloo_ranks import StandingRanks, standing_ranks
 
 
 class _Leader:

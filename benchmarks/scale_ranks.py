@@ -14,7 +14,7 @@ from mcore_ckpt.core.errors import CheckpointError, Outcome
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
 from mcore_ckpt.save.planner import RankState, SavePlan, SaveRequest, Structure, agree, collect
-from tests.support.standing_ranks import standing_ranks
+from tests.support.gloo_ranks import standing_ranks
 
 __all__ = ["Measured", "measure_message_s", "measure_ranks"]
 

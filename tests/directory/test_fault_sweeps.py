@@ -2,7 +2,7 @@
 
 After each: what was there loads bit for bit, what is new is whole or refused; by this package, by stock Megatron-Core
 in a process without this package, and by stock DCP. All ranks say the same, nobody hangs, and the next try works. See
-`fuse_memory`, `checkpoint_reader` and `standing_ranks`. What one rank does is in `test_other_file_systems`.
+`fuse_memory`, `checkpoint_reader` and `gloo_ranks`. What one rank does is in `test_other_file_systems`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support import seeded_state
 from tests.support.checkpoint_reader import MIX, CheckpointReader, Found, reader
 from tests.support.fuse_memory import FuseMount, Misbehaviour
-from tests.support.gloo_ranks import RankOutcome
+from tests.support.gloo_ranks import RankOutcome, StandingRanks, standing_ranks
 from tests.support.moments import check_each_moment, check_never_gone_again, damaged_copy
-from tests.support.standing_ranks import StandingRanks, standing_ranks
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(1800)]
 

@@ -17,10 +17,9 @@ from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.checkpoint_reader import CheckpointReader, reader
-from tests.support.gloo_ranks import RankOutcome
+from tests.support.gloo_ranks import RankOutcome, StandingRanks, standing_ranks
 from tests.support.loop_device import KINDS, LoopDevice, NoLoopDeviceError, loop_device
 from tests.support.moments import damage
-from tests.support.standing_ranks import StandingRanks, standing_ranks
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
 import select
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable
 from typing import Any
 
 from mcore_ckpt.core.errors import SaveError
 
-__all__ = ["exit_code", "fork", "in_child", "start_apart"]
+__all__ = ["exit_code", "fork", "in_child"]
 
 
 def in_child(function: Callable[..., Any], *args: Any, deadline_s: float = 120.0) -> str:
@@ -82,20 +79,3 @@ def fork(work: Callable[[], object]) -> int:
 def exit_code(child: int) -> int:
     """Of a child that `fork` has started: 0, or 3 if a `SaveError` was raised."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def start_apart(function: Callable[..., object], *args: Any) -> BaseProcess:
-    """Call it in a child that is forked from a process which has imported the package and has not used it: one that has
-    used an object store cannot be forked. It ends with 1 if the function raises.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mcore_ckpt.dcp.writer", "mcore_ckpt.dcp.reader"])
-    process = context.Process(target=_in_environment, args=(dict(os.environ), function, args), daemon=True)
-    process.start()
-    return process
-
-
-def _in_environment(environment: Mapping[str, str], function: Callable[..., object], args: tuple[Any, ...]) -> None:
-    os.environ.update(environment)
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
-        function(*args)

@@ -1,4 +1,4 @@
-"""Run a function on N real gloo ranks, with a deadline, and leave nothing behind.
+"""Run functions on real gloo ranks, with deadlines, and leave nothing behind.
 
     def shard_sum(rank, values):                       # a module-level function: it is pickled by name
         total = torch.tensor(values[rank])
@@ -7,12 +7,16 @@
 
     assert run_ranks(shard_sum, 2, [1, 2]) == [3, 3]   # what each rank returned, by rank
 
-Ranks are forked from a server process that has imported torch and nothing else (seconds of import time for each rank
-otherwise); those of `run_megatron_ranks`, `run_pretending_ranks` and `run_stock_ranks` from servers that have imported
-Megatron, too, the last without this package. Each gets the caller's environment and `sys.path`, one thread, a gloo
-process group and a process group of its own in the operating system's sense, which is killed as a whole in the end: a
-writer process that a rank forgot does not outlive the call. At the deadline the stack of every rank that still runs is
-put into the error.
+    with standing_ranks(2) as ranks:                   # the same ranks, called again and again, as sweeps do
+        outcomes = ranks.call(shard_sum, [1, 2])
+
+Ranks are forked from servers, which have imported torch once for all tests of a process; those of `run_megatron_ranks`,
+`run_pretending_ranks` and `run_stock_ranks` have Megatron, too, the last without this package. A server that imports
+more is itself forked from one that has imported less.
+
+Each rank gets the caller's environment and `sys.path`, one thread, a gloo process group, and a process group of its own
+in the operating system's sense. That is killed as a whole in the end: a writer process that a rank forgot does not
+outlive it. At the deadline the stacks of every rank that still runs are put into the error.
 """
 
 from __future__ import annotations
@@ -24,50 +28,56 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NoReturn
 
 __all__ = [
     "MEGATRON",
     "RankOutcome",
     "RanksFailedError",
+    "StandingRanks",
     "rank_outcomes",
     "run_megatron_ranks",
     "run_pretending_ranks",
     "run_ranks",
     "run_stock_ranks",
+    "standing_ranks",
+    "start_apart",
 ]
 
-_DEFAULT_DEADLINE_S = 120.0
+_DEFAULT_DEADLINE_S: Final = 120.0
 # After a first failure the other ranks usually wait for it in a collective: they get this long to raise an error too.
-_DEFAULT_GRACE_S = 10.0
-_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+_DEFAULT_GRACE_S: Final = 10.0
+_STAY_FOR_S: Final = 7200.0
+_PR_SET_PDEATHSIG: Final = 1  # <sys/prctl.h>
 # The last is imported at the first use of a DTensor.
-_PRELOAD = ["torch", "torch.distributed.checkpoint", "torch._dynamo"]
+_TORCH: Final = ["torch", "torch.distributed.checkpoint", "torch._dynamo"]
 
 # What servers of other ranks import in addition: Megatron as it is, or behind `pretend_cuda`, and our strategies.
-MEGATRON = ("megatron.core.dist_checkpointing", "mcore_ckpt.megatron.strategy")
-_STOCK = ("tests.support.pretending_megatron",)
-_PRETENDING = (*_STOCK, "mcore_ckpt.megatron.strategy")
-_servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
-_starting = threading.Lock()
+MEGATRON: Final = ("megatron.core.dist_checkpointing", "mcore_ckpt.megatron.strategy")
+_STOCK: Final = ("tests.support.pretending_megatron",)
+_PRETENDING: Final = (*_STOCK, "mcore_ckpt.megatron.strategy")
+_PLAIN_DCP: Final = ("mcore_ckpt.dcp.writer", "mcore_ckpt.dcp.reader")
 
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """What became of one rank.
+    """What became of one call on one rank.
 
     Attributes:
         rank: its number.
@@ -76,6 +86,7 @@ class RankOutcome:
         error_text: traceback, or how the process ended, or its stacks at the deadline; empty if all is well.
         exit_code: as in `multiprocessing.Process.exitcode`; negative for a signal; None for a rank that reported.
         seconds: from the start of the call to the report or the end of the process.
+        lost: the rank hung or died.
     """
 
     rank: int
@@ -84,6 +95,7 @@ class RankOutcome:
     error_text: str = ""
     exit_code: int | None = None
     seconds: float = 0.0
+    lost: bool = False
 
     @property
     def ok(self) -> bool:
@@ -108,6 +120,7 @@ def run_ranks(
     *args: Any,
     deadline_s: float = _DEFAULT_DEADLINE_S,
     environment: Mapping[str, str] | None = None,
+    preload: Sequence[str] = (),
     **kwargs: Any,
 ) -> list[Any]:
     """Call `function(rank, *args, **kwargs)` on every rank of a fresh gloo world.
@@ -117,6 +130,7 @@ def run_ranks(
         world_size: number of ranks.
         deadline_s: seconds until the ranks that still run are killed.
         environment: variables to set on top of the caller's.
+        preload: modules that the ranks' server imports in addition; each choice has a server of its own.
 
     Returns:
         What each rank returned, by rank.
@@ -124,7 +138,9 @@ def run_ranks(
     Raises:
         RanksFailedError: a rank raised, died or passed the deadline.
     """
-    outcomes = rank_outcomes(function, world_size, *args, deadline_s=deadline_s, environment=environment, **kwargs)
+    outcomes = rank_outcomes(
+        function, world_size, *args, deadline_s=deadline_s, environment=environment, preload=preload, **kwargs
+    )
     if not all(outcome.ok for outcome in outcomes):
         raise RanksFailedError(getattr(function, "__qualname__", repr(function)), outcomes)
     return [outcome.value for outcome in outcomes]
@@ -133,21 +149,6 @@ def run_ranks(
 run_megatron_ranks = partial(run_ranks, preload=MEGATRON)
 run_pretending_ranks = partial(run_ranks, preload=_PRETENDING)
 run_stock_ranks = partial(run_ranks, preload=_STOCK)
-
-
-@contextmanager
-def _forked_from(preload: tuple[str, ...]) -> Iterator[None]:
-    """Let processes be forked from the server that has imported `preload`; multiprocessing knows of one server only."""
-    with _starting:
-        if preload not in _servers:
-            _servers[preload] = forkserver.ForkServer()
-            _servers[preload].set_forkserver_preload([*_PRELOAD, *preload])
-        usual = forkserver.connect_to_new_process
-        forkserver.connect_to_new_process = _servers[preload].connect_to_new_process
-        try:
-            yield
-        finally:
-            forkserver.connect_to_new_process = usual
 
 
 def rank_outcomes(
@@ -164,114 +165,146 @@ def rank_outcomes(
 
     Args:
         grace_s: seconds that the other ranks get after the first failure before they are killed.
-        preload: modules that the ranks' server imports in addition; each choice has a server of its own.
     """
+    with _started(world_size, environment, preload, deadline_s) as ranks:
+        return ranks._call(partial(function, *args, **kwargs), range(world_size), deadline_s, grace_s)
+
+
+@contextmanager
+def standing_ranks(
+    world_size: int, *, environment: Mapping[str, str] | None = None, preload: Sequence[str] = ()
+) -> Iterator[StandingRanks]:
+    """Start ranks for the block; arguments as for `run_ranks`."""
+    with _started(world_size, environment, preload, _STAY_FOR_S) as ranks:
+        yield ranks
+
+
+class StandingRanks:
+    """Made by `standing_ranks`.
+
+    Attributes:
+        world_size: how many they are.
+        ended: one has hung or died, and all have been killed.
+    """
+
+    def __init__(self, processes: list[BaseProcess], connections: list[Connection], stacks: Path) -> None:
+        self.world_size = len(processes)
+        self.ended = False
+        self._processes = processes
+        self._connections = connections
+        self._stacks = stacks
+
+    def call(
+        self, function: Callable[..., Any], *args: Any, within_s: float = 300.0, only: int | None = None
+    ) -> list[RankOutcome]:
+        """Call `function(rank, *args)` on every rank at once; what became of it, by rank. A call that raises is an
+        outcome, and the ranks stay.
+
+        Args:
+            function: a module-level function.
+            args: can be pickled, as must be what it returns.
+            within_s: a rank that takes longer hangs.
+            only: the one rank to call; None: all.
+
+        Raises:
+            RanksFailedError: a rank hangs, or has died; the ranks are of no use any more.
+        """
+        called = range(self.world_size) if only is None else range(only, only + 1)
+        outcomes = self._call(partial(function, *args), called, within_s, within_s)
+        if any(outcome.lost for outcome in outcomes):
+            self.ended = True
+            for process in self._processes:
+                _kill_group(process)
+            raise RanksFailedError(function.__qualname__, outcomes)
+        return outcomes
+
+    def _call(self, function: partial[Any], called: range, deadline_s: float, grace_s: float) -> list[RankOutcome]:
+        payload = pickle.dumps(function)
+        began_s = time.monotonic()
+        for rank in called:
+            with contextlib.suppress(OSError):  # it has died, which is what it is found to have done below
+                self._connections[rank].send_bytes(payload)
+        outcomes: dict[int, RankOutcome] = {}
+        until_s = began_s + deadline_s
+        while len(outcomes) < len(called):
+            waiting = {self._connections[rank]: rank for rank in called if rank not in outcomes}
+            remaining_s = until_s - time.monotonic()
+            ready = wait(list(waiting), timeout=remaining_s) if remaining_s > 0 else []
+            if not ready:
+                break
+            for connection in ready:
+                rank = waiting[connection]  # type: ignore[index]
+                outcomes[rank] = outcome = self._receive(rank, began_s)
+                if not outcome.ok:
+                    until_s = min(until_s, time.monotonic() + grace_s)
+        passed_s = time.monotonic() - began_s
+        why = (
+            f"the deadline is {deadline_s:.0f} s"
+            if passed_s >= deadline_s
+            else f"{grace_s:.0f} s after the first failure"
+        )
+        for rank, stacks in self._stacks_of([rank for rank in called if rank not in outcomes]).items():
+            text = f"still running after {passed_s:.1f} s ({why}); its stacks:\n{stacks}"
+            outcomes[rank] = RankOutcome(rank, error_text=text, seconds=passed_s, lost=True)
+            _kill_group(self._processes[rank])
+        return [outcomes[rank] for rank in called]
+
+    def _receive(self, rank: int, began_s: float) -> RankOutcome:
+        try:
+            value, error, text = pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, OSError):  # also: killed in the middle of its report
+            process = self._processes[rank]
+            process.join(timeout=5)
+            code = process.exitcode
+            how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+            text = f"process ended without a report, {how}"
+            return RankOutcome(rank, None, None, text, code, time.monotonic() - began_s, lost=True)
+        return RankOutcome(rank, value, error, text, None, time.monotonic() - began_s)
+
+    def _stacks_of(self, ranks: Sequence[int]) -> dict[int, str]:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
+        if ranks:
+            time.sleep(0.5)
+        files = {rank: self._stacks / str(rank) for rank in ranks}
+        return {rank: file.read_text() if file.exists() else "(it had not started)" for rank, file in files.items()}
+
+
+@contextmanager
+def _started(
+    world_size: int, environment: Mapping[str, str] | None, preload: Sequence[str], collective_s: float
+) -> Iterator[StandingRanks]:
+    """Ranks whose collectives have so many seconds."""
     from torch.distributed import TCPStore
 
     # The store lives here, on a port that the system chose, so that no rank's death takes it down.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
     variables = {**os.environ, **(environment or {})}
-    payload = pickle.dumps((function, args, kwargs))
-    with tempfile.TemporaryDirectory(prefix="gloo-ranks-") as stack_dir:
-        processes: list[multiprocessing.process.BaseProcess] = []
-        connections: list[Connection] = []
-        started_s = time.monotonic()
+    processes: list[BaseProcess] = []
+    connections: list[Connection] = []
+    with tempfile.TemporaryDirectory(prefix="gloo-ranks-") as stacks:
         try:
             for rank in range(world_size):
-                mine, theirs = context.Pipe()
-                process = context.Process(
-                    target=_rank_main,
-                    args=(rank, world_size, store.port, theirs, payload, variables, stack_dir, deadline_s),
-                    name=f"rank {rank}",
-                )
-                with _forked_from(tuple(preload)):
-                    process.start()
-                theirs.close()
-                processes.append(process)
+                mine, theirs = Pipe()
                 connections.append(mine)
-            return _collect(processes, connections, Path(stack_dir), started_s, deadline_s, grace_s)
+                arguments = (rank, world_size, store.port, theirs, variables, f"{stacks}/{rank}", collective_s)
+                processes.append(_start(tuple(preload), _rank_main, arguments, f"rank {rank}"))
+                theirs.close()
+            yield StandingRanks(processes, connections, Path(stacks))
         finally:
             for connection in connections:
-                connection.close()
-            _end(processes)
+                connection.close()  # which every rank takes for the end
+            leave_until_s = time.monotonic() + 5
+            for process in processes:
+                process.join(timeout=max(leave_until_s - time.monotonic(), 0.01))
+            for process in processes:
+                _kill_group(process)
+                process.join(timeout=10)
+                process.close()
 
 
-def _collect(
-    processes: list[multiprocessing.process.BaseProcess],
-    connections: list[Connection],
-    stack_dir: Path,
-    started_s: float,
-    deadline_s: float,
-    grace_s: float,
-) -> list[RankOutcome]:
-    outcomes: dict[int, RankOutcome] = {}
-    until_s = started_s + deadline_s
-    while len(outcomes) < len(processes):
-        waiting = {connections[rank]: rank for rank in range(len(processes)) if rank not in outcomes}
-        remaining_s = until_s - time.monotonic()
-        ready = wait(list(waiting), timeout=max(remaining_s, 0)) if remaining_s > 0 else []
-        if not ready:
-            break
-        for connection in ready:
-            rank = waiting[connection]  # type: ignore[index]
-            outcome = _receive(rank, connections[rank], processes[rank], time.monotonic() - started_s)
-            outcomes[rank] = outcome
-            if not outcome.ok:
-                until_s = min(until_s, time.monotonic() + grace_s)
-    passed_s = time.monotonic() - started_s
-    stacks = _stacks({rank: p for rank, p in enumerate(processes) if rank not in outcomes}, stack_dir)
-    late = (
-        f"the deadline is {deadline_s:.0f} s" if passed_s >= deadline_s else f"{grace_s:.0f} s after the first failure"
-    )
-    for rank, stack in stacks.items():
-        text = f"still running after {passed_s:.1f} s ({late}); its stacks:\n{stack}"
-        outcomes[rank] = RankOutcome(rank, error_text=text, seconds=passed_s)
-        _kill_group(processes[rank])
-    for rank, connection in enumerate(connections):
-        if rank not in stacks:
-            with contextlib.suppress(OSError):
-                connection.send(None)  # everyone has reported: the process groups may be taken down now
-    return [outcomes[rank] for rank in range(len(processes))]
-
-
-def _receive(
-    rank: int, connection: Connection, process: multiprocessing.process.BaseProcess, seconds: float
-) -> RankOutcome:
-    try:
-        value, error, text = pickle.loads(connection.recv_bytes())
-    except (EOFError, OSError):  # also: killed in the middle of its report
-        process.join(timeout=5)
-        code = process.exitcode
-        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        return RankOutcome(rank, error_text=f"process ended without a report, {how}", exit_code=code, seconds=seconds)
-    return RankOutcome(rank, value, error, text, None, seconds)
-
-
-def _stacks(processes: Mapping[int, multiprocessing.process.BaseProcess], stack_dir: Path) -> dict[int, str]:
-    for process in processes.values():
-        if process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGUSR1)
-    if processes:
-        time.sleep(0.5)
-    return {rank: (stack_dir / str(rank)).read_text() for rank in processes if (stack_dir / str(rank)).exists()} | {
-        rank: "(none: it had not started)" for rank in processes if not (stack_dir / str(rank)).exists()
-    }
-
-
-def _end(processes: list[multiprocessing.process.BaseProcess]) -> None:
-    """Give ranks that reported a moment to leave, then kill what is left of every rank's process group."""
-    leave_until_s = time.monotonic() + 5
-    for process in processes:
-        process.join(timeout=max(leave_until_s - time.monotonic(), 0.01))
-    for process in processes:
-        _kill_group(process)
-        process.join(timeout=10)
-        process.close()
-
-
-def _kill_group(process: multiprocessing.process.BaseProcess) -> None:
+def _kill_group(process: BaseProcess) -> None:
     """Kill a rank and all that it started; a rank too young to have a group of its own is killed alone."""
     if process.pid is None:
         return
@@ -281,10 +314,82 @@ def _kill_group(process: multiprocessing.process.BaseProcess) -> None:
         process.kill()
 
 
-def _die_with_parent() -> None:
-    """Have the kernel kill this rank when the server that forked it is gone, as it is once the test process is."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def start_apart(function: Callable[..., object], *args: Any) -> BaseProcess:
+    """Call it in a child of a process which has imported the package and has not used it: one that has used an object
+    store cannot be forked. It ends with 1 if the function raises.
+    """
+    return _start(_PLAIN_DCP, _in_environment, (dict(os.environ), function, args), "apart", daemon=True)
+
+
+def _in_environment(environment: Mapping[str, str], function: Callable[..., object], args: tuple[Any, ...]) -> None:
+    os.environ.update(environment)
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
+        function(*args)
+
+
+# --- servers ----------------------------------------------------------------------------------------------------------
+
+
+class _Server(forkserver.ForkServer):
+    """A fork server that is itself forked from another one, and then imports more."""
+
+    def __init__(self, preload: tuple[str, ...]) -> None:
+        super().__init__()
+        self._more = preload
+        self._process: BaseProcess | None = None
+
+    def ensure_running(self) -> None:
+        """Start it unless it runs."""
+        if self._process is not None and self._process.is_alive():
+            return
+        with socket.socket(socket.AF_UNIX) as listener:
+            address = f"\0{uuid.uuid4()}"  # in the abstract namespace: nothing to remove
+            listener.bind(address)
+            listener.listen(128)
+            alive_there, alive_here = os.pipe()
+            with Connection(alive_there, writable=False) as alive:
+                parent = _STOCK if self._more == _PRETENDING else () if self._more else None
+                self._process = _start(parent, _serve, (listener, alive, self._more), "server", daemon=True)
+        self._forkserver_address, self._forkserver_alive_fd = address, alive_here
+
+
+def _serve(listener: socket.socket, alive: Connection, preload: Sequence[str]) -> None:
+    forkserver.main(listener.detach(), alive.fileno(), preload)
+
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(_TORCH)
+_servers: dict[tuple[str, ...], _Server] = {}
+_starting = threading.RLock()
+
+
+def _start(
+    preload: tuple[str, ...] | None,
+    target: Callable[..., object],
+    args: tuple[Any, ...],
+    name: str,
+    *,
+    daemon: bool = False,
+) -> BaseProcess:
+    """Start a process from the server that has imported torch and `preload`; None: from multiprocessing's own, where
+    each child imports the main module of this process, which under pytest costs more than all else.
+    """
+    process = _context.Process(target=target, args=args, name=name, daemon=daemon)
+    with _starting:
+        usual = forkserver.connect_to_new_process
+        if preload is not None:
+            server = _servers.setdefault(preload, _Server(preload))
+            server.ensure_running()
+            # multiprocessing knows of one server only.
+            forkserver.connect_to_new_process = server.connect_to_new_process
+        try:
+            process.start()
+        finally:
+            forkserver.connect_to_new_process = usual
+    return process
+
+
+# --- in a rank --------------------------------------------------------------------------------------------------------
 
 
 def _rank_main(
@@ -292,15 +397,15 @@ def _rank_main(
     world_size: int,
     port: int,
     connection: Connection,
-    payload: bytes,
     variables: dict[str, str],
-    stack_dir: str,
-    deadline_s: float,
+    stacks: str,
+    collective_s: float,
 ) -> None:
+    """Do what is sent, until nobody sends anything any more."""
     os.setsid()
-    _die_with_parent()
-    stack_file = open(Path(stack_dir) / str(rank), "w")  # noqa: SIM115  (faulthandler writes to it until the end)
-    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+    if sys.platform == "linux":  # killed by the kernel when the server is gone, as it is once the test process is
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(variables)
@@ -312,39 +417,38 @@ def _rank_main(
         OMP_NUM_THREADS="1",
         GLOO_SOCKET_IFNAME="lo",
     )
-    value: Any = None
-    error: BaseException | None = None
-    text = ""
-    try:
-        value = _call(rank, world_size, port, payload, deadline_s)
-    except BaseException as caught:  # noqa: BLE001  (SystemExit and KeyboardInterrupt are outcomes of a rank, too)
-        error, text = caught, traceback.format_exc()
-    connection.send_bytes(_report(value, error, text))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with contextlib.suppress(EOFError, OSError):
-        connection.recv()
-    import torch.distributed as dist
+    met, failed = False, False
+    while True:
+        try:
+            payload = connection.recv_bytes()
+        except (EOFError, OSError):
+            _leave(failed)
+        value: Any = None
+        error: BaseException | None = None
+        text = ""
+        try:
+            if not met:
+                _meet(rank, world_size, port, collective_s)
+                met = True
+            function = pickle.loads(payload)
+            value = function.func(rank, *function.args, **function.keywords)
+        except BaseException as caught:  # noqa: BLE001  (SystemExit and KeyboardInterrupt are outcomes of a rank, too)
+            error, text, failed = caught, traceback.format_exc(), True
+        connection.send_bytes(_report(value, error, text))
+        del value, error
 
-    if text:
-        os._exit(1)  # the others may be dead: a process group cannot be taken down in good order
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
-
-def _call(rank: int, world_size: int, port: int, payload: bytes, deadline_s: float) -> Any:
+def _meet(rank: int, world_size: int, port: int, collective_s: float) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=deadline_s)
+    timeout = timedelta(seconds=collective_s)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    function, args, kwargs = pickle.loads(payload)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     # A rank whose own connections stand may end, or destroy its group, while others are still connecting to it.
     store.set(f"connected/{rank}", "")
     store.wait([f"connected/{other}" for other in range(world_size)])
-    return function(rank, *args, **kwargs)
 
 
 def _report(value: Any, error: BaseException | None, text: str) -> bytes:
@@ -357,3 +461,15 @@ def _report(value: Any, error: BaseException | None, text: str) -> bytes:
             text = f"the rank's result cannot be pickled: {problem!r}"
         report = pickle.dumps((None, None, text))
     return report
+
+
+def _leave(failed: bool) -> NoReturn:
+    import torch.distributed as dist
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if failed:
+        os._exit(1)  # the others may be dead: a process group cannot be taken down in good order
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit()

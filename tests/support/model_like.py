@@ -17,7 +17,7 @@ from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, S
 from mcore_ckpt.format.metadata_read import encode_config
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.reshard.reshard import _carry_sidecars, reshard_checkpoint
-from tests.support.forked import start_apart
+from tests.support.gloo_ranks import start_apart
 
 __all__ = ["LAYERS", "assert_same", "model_tensors", "read_all", "write_model"]
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, SaveOptions
-from tests.support.forked import start_apart
+from tests.support.gloo_ranks import start_apart
 
 __all__ = ["loaded", "save", "start_saving", "state"]
 
