@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,41 +31,13 @@ from mcore_ckpt.state.torch_classes import check_memory, dtype_name, storage_inf
 from mcore_ckpt.storage.resolve import storage_at
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DataFilePrefix:
-    """How a rank's data files are named: `prefix`, a number from 0 on, the save's id, `.distcp`."""
+    """How a rank's data files are named: `prefix`, a number from 0 on, the save's id, `.distcp`. A plan carries it."""
 
     prefix: str
     save_id: bytes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Sent to another rank, it is noted there: see `take_sent_prefix`."""
-        return _arrived, (self.prefix, self.save_id)
-
-
-class _Sent(threading.local):
-    prefix: DataFilePrefix | None = None
-
-
-_sent = _Sent()
-
-
-def _arrived(prefix: str, save_id: bytes) -> DataFilePrefix:
-    _sent.prefix = DataFilePrefix(prefix, save_id)
-    return _sent.prefix
-
-
-def send_prefix(prefix: DataFilePrefix) -> None:
-    """Send a prefix to this thread."""
-    _sent.prefix = prefix
-
-
-def take_sent_prefix() -> DataFilePrefix | None:
-    """The prefix that a coordinator has sent to this thread last, once. A planner that caches plans puts back an
-    earlier save's plan, with that save's prefix: so what is in the plan does not tell.
-    """
-    prefix, _sent.prefix = _sent.prefix, None
-    return prefix
+    is_used: bool = False  # files have been written under it
 
 
 class BucketData(NamedTuple):

@@ -43,9 +43,7 @@ from mcore_ckpt.dcp.bucket_writer import (
     describe_bucket,
     prepare_buckets,
     save_buckets,
-    send_prefix,
     sums_of,
-    take_sent_prefix,
     write_buckets,
 )
 from mcore_ckpt.directory.in_force import is_in_force
@@ -246,9 +244,10 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self._planned = None if cached else Counter(item.index for plan in plans for item in plan.items)
         if self._target is None:
             self._open()
-        prefixes = [DataFilePrefix(f"__{rank}_", self._save_id) for rank in range(len(plans))]
-        send_prefix(prefixes[0])  # without process groups, no plan is sent
-        return [dataclasses.replace(plan, storage_data=prefix) for plan, prefix in zip(plans, prefixes, strict=True)]
+        return [
+            dataclasses.replace(plan, storage_data=DataFilePrefix(f"__{rank}_", self._save_id))
+            for rank, plan in enumerate(plans)
+        ]
 
     def give_up_if_over(self) -> None:
         """Release the directory of a save that has failed: DCP tells no writer of an error on another rank. A
@@ -278,8 +277,11 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self._prepare(plan, planner)
 
     def _prepare(self, plan: SavePlan, planner: SavePlanner) -> None:
-        # A plan that a planner has cached says how the files of an earlier save were named.
-        prefix = take_sent_prefix() or DataFilePrefix(plan.storage_data.prefix, self._save_id)
+        prefix = plan.storage_data
+        # A planner that caches plans puts back that of an earlier save: then the names carry an id of this rank's own.
+        if not isinstance(prefix, DataFilePrefix) or prefix.is_used:
+            prefix = DataFilePrefix(prefix.prefix, self._save_id)
+        prefix.is_used = True
         self.write_buckets = prepare_buckets(
             self.path,
             plan.items,
@@ -479,13 +481,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         return list(chain.from_iterable(describe_bucket(bucket) for bucket in self.write_buckets or ()))
 
 
-_write_preloaded_data = FileSystemWriterAsync.write_preloaded_data
-
-
-def replaced_write_function() -> Callable[..., Any] | None:
-    """The replacement of `FileSystemWriterAsync.write_preloaded_data`; None if there is none."""
-    current = FileSystemWriterAsync.write_preloaded_data
-    return None if current is _write_preloaded_data else current
+# The one that stands there unless third-party code has replaced it: the strategies ask (`megatron/_replaced.py`).
+WRITE_PRELOADED_DATA = FileSystemWriterAsync.write_preloaded_data
 
 
 def _files_and_sums(

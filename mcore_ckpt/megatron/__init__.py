@@ -4,8 +4,8 @@ In: what Megatron's training code calls: strategies, common state, async queue, 
 Out: the same under this package's saves and loads; `install()`, which puts them in place, and the way back.
 Must not know: how bytes are laid out, read or written.
 
-Modules: common_state, contract, doctor, install, nvrx, optimizer_state, strategy, _fully_parallel, _joint_calls,
+Modules: contract, doctor, install, nvrx, optimizer_state, serialization, strategy, _fully_parallel, _joint_calls,
 _proof, _replaced, _versions.
-With torch: common_state, doctor, install, nvrx, optimizer_state, strategy, _fully_parallel, _joint_calls, _proof,
+With torch: doctor, install, nvrx, optimizer_state, serialization, strategy, _fully_parallel, _joint_calls, _proof,
 _replaced, _versions.
 """

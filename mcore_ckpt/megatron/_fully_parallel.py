@@ -19,6 +19,7 @@ import weakref
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -33,14 +34,8 @@ import torch.distributed as dist
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
-from mcore_ckpt.megatron._joint_calls import (
-    come_to_exchange_within,
-    is_validated_here,
-    meet,
-    note_mains_are_saved,
-    tell_other_groups,
-)
-from mcore_ckpt.megatron._versions import MegatronErrors, differences, megatron_module, patches
+from mcore_ckpt.megatron._joint_calls import save_call
+from mcore_ckpt.megatron._versions import MegatronErrors, megatron_module, patches
 from mcore_ckpt.state.shards import is_main_replica, is_sharded_tensor, leaves
 
 _WHAT = "distribute the save over the ranks"
@@ -86,19 +81,6 @@ def _served_group(wrapper: Any) -> Callable[[], RankGroup] | None:
     return None if dist.get_world_size(group) == 1 else partial(coordination_group, group)
 
 
-def first_group(strategy: Any) -> Callable[[], RankGroup] | None:
-    """The ranks between which a save with this strategy has its first exchange; None if that is of all ranks.
-
-    Where Megatron writes the common state ahead (to 0.18), all meet there. Later, behind a wrapper, its group does.
-    """
-    if not (differences().common_state_is_an_object and dist.is_initialized()):
-        return None
-    if not isinstance(getattr(getattr(strategy, "base_strategy", None), "options", None), SaveOptions):
-        return None
-    group = strategy.parallelization_group
-    return None if dist.get_world_size(group) == 1 else partial(coordination_group, group)
-
-
 # --- what Megatron calls ----------------------------------------------------------------------------------------------
 
 
@@ -114,24 +96,22 @@ def _determining(stock: Any) -> Any:
 def _applying(stock: Any) -> Any:
     @functools.wraps(stock)
     def apply_saving_parallelization(self: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        group_of, meets_in = _served_group(self), first_group(self)
+        group_of, call = _served_group(self), save_call()
         if group_of is None:
-            if meets_in is not None and is_validated_here():
+            if call is not None and call.meets_in is not None:
                 with MegatronErrors():
-                    come_to_exchange_within()
-                    meet(meets_in(), coordination_group())
+                    group = call.meets_in()
+                    with call.within(group):  # ahead of what Megatron gathers
+                        group.run_merged(
+                            "agree on the options", lambda: None, lambda *_: None, lambda _: None, wrap=SaveError
+                        )
             return stock(self, sharded_state_dict, *args, **kwargs)
         with MegatronErrors():
             group = group_of()
-            come_to_exchange_within()
-            try:
+            with nullcontext() if call is None else call.within(group):
                 found = _agree(self, sharded_state_dict, group)
-            except BaseException as error:
-                if is_validated_here():
-                    tell_other_groups(group, coordination_group(), error, _WHAT, SaveError)
-                raise
-        if found.mains_are_saved:
-            note_mains_are_saved()
+        if call is not None:
+            call.mains_are_saved |= found.mains_are_saved
         token = _found.set(found.distribution)
         try:
             return stock(self, sharded_state_dict, *args, **kwargs)

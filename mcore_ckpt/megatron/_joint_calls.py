@@ -23,7 +23,7 @@ import functools
 import hashlib
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import CheckpointError, LoadError, OptionError, Outcome, PlanError, SaveError
+from mcore_ckpt.core.errors import LoadError, OptionError, Outcome, PlanError, SaveError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, mark_as_told, reached_every_rank
 from mcore_ckpt.directory.in_force import read_common_file
@@ -82,6 +82,8 @@ class JointLoad:
 
 
 _joint_load: ContextVar[JointLoad | None] = ContextVar("_joint_load", default=None)
+# Of each directory whose common state the load in progress has read: which save that was of. None outside of a load.
+_common_of: ContextVar[dict[str, SaveIdentity] | None] = ContextVar("_common_of", default=None)
 
 
 def joint_load() -> JointLoad | None:
@@ -89,11 +91,16 @@ def joint_load() -> JointLoad | None:
     return _joint_load.get()
 
 
+def is_in_load() -> bool:
+    """Whether Megatron's `load` is in progress: all that it reads is of one directory and one save."""
+    return _common_of.get() is not None
+
+
 @contextmanager
-def joined_load(joint: JointLoad | None) -> Iterator[None]:
-    """Within the block, `joint_load` is this one. What one rank raises there, it tells the others."""
+def one_load(joint: JointLoad | None) -> Iterator[None]:
+    """A call of Megatron's `load`, for which `joint_load` is this one. What a rank raises, it tells the others."""
     joint = None if joint is None else replace(joint)  # a load that goes back begins again
-    token = _joint_load.set(joint)
+    token, common = _joint_load.set(joint), _common_of.set({})
     try:
         yield
     except BaseException as error:
@@ -102,6 +109,7 @@ def joined_load(joint: JointLoad | None) -> Iterator[None]:
         raise
     finally:
         _joint_load.reset(token)
+        _common_of.reset(common)
 
 
 def join(options: LoadOptions, goes_back: bool, arguments: dict[str, Any]) -> JointLoad | None:
@@ -183,131 +191,114 @@ _logger = logger_of(f"{CHECKPOINTING}.validation")
 
 
 @dataclass(slots=True)
-class _Asked:
-    """What Megatron has asked to be validated within one call of its `save`."""
+class SaveCall:
+    """A call of Megatron's `save` with a strategy of this package.
 
+    Attributes:
+        meets_in: the ranks of a wrapper's group, if an exchange between them comes ahead of any of all ranks, and is
+        still
+            to come.
+        accesses, common: what Megatron has asked to be validated.
+        mains_are_saved: a fully parallel wrapper has chosen others to save the main replicas of its group, each once.
+    """
+
+    meets_in: Callable[[], RankGroup] | None
     accesses: Accesses | None = None
     common: Any = None
-    # A fully parallel wrapper has chosen others to save the main replicas, and has looked that they are the same.
     mains_are_saved: bool = False
-    # The ranks of a wrapper's group, if an exchange between them comes ahead of any of all ranks, and is still to come.
-    meets_in: Callable[[], RankGroup] | None = None
-    # This rank has come to an exchange of all ranks. What fails before it, the others are told of there.
-    has_come: bool = False
+    _has_come: bool = False
+
+    def come(self) -> None:
+        """This rank comes to an exchange of all ranks, in which they are told what fails on one."""
+        self._has_come = True
+
+    @contextmanager
+    def within(self, group: RankGroup) -> Iterator[None]:
+        """An exchange of a wrapper's group; ranks of other groups, on their way to that of all, are told its error."""
+        self.meets_in = None
+        try:
+            yield
+        except BaseException as error:
+            if group.size < (everyone := coordination_group()).size:
+                self._give_up([everyone], error)
+            raise
 
     def tell(self, error: BaseException) -> None:
         """Tell the others, in the exchanges that they come to first, what this rank has raised before."""
-        if self.has_come or reached_every_rank(error):
+        if self._has_come or reached_every_rank(error):
             return
         groups = [everyone := coordination_group()]
         if self.meets_in is not None:
-            within = self.meets_in()
-            groups = [within, everyone] if within.size < everyone.size else [within]
+            group = self.meets_in()
+            groups = [group, everyone] if group.size < everyone.size else [group]
+        self._give_up(groups, error)
+
+    def _give_up(self, groups: list[RankGroup], error: BaseException) -> None:
         for group in groups:
             Outcome.of(functools.partial(group.give_up, "save", error, wrap=SaveError))
         mark_as_told(error)
 
 
-_of_save: ContextVar[_Asked | None] = ContextVar("_of_save", default=None)
-_of_load: ContextVar[bool] = ContextVar("_of_load", default=False)
+_save_call: ContextVar[SaveCall | None] = ContextVar("_save_call", default=None)
+
+
+def save_call() -> SaveCall | None:
+    """The save in progress, if this package validates it: all ranks have come to it, and Megatron gathers nothing."""
+    return _save_call.get()
 
 
 @contextmanager
-def validation_of_save(strategy: Any, strategy_class: type, meets_in: Callable[[], RankGroup] | None) -> Iterator[None]:
-    """Within a call of Megatron's `save` with that strategy: what it asks to be validated is noted for the strategy.
-    What this rank raises before the first exchange, all ranks raise. `meets_in`: as of `_Asked`.
+def one_save(strategy: Any, strategy_class: type) -> Iterator[None]:
+    """A call of Megatron's `save` with that strategy: what it asks to be validated is noted for the strategy. What this
+    rank raises before the first exchange, all ranks raise.
     """
+    meets_in = _first_group(strategy)
     while hasattr(strategy, "base_strategy"):
         strategy = strategy.base_strategy
-    if strategy is not None and type(strategy) is not strategy_class:
-        with _as_asked(None):
-            yield
-        return
+    is_served = strategy is None or type(strategy) is strategy_class
+    call = SaveCall(meets_in) if is_served else None
     options = getattr(strategy, "options", None) or SaveOptions.from_environment()
     # Ranks exchange or compare other things by other values. The exchange that comes first says whether they are alike.
-    with carrying({"compare_replicas": options.compare_replicas}):
-        asked = _Asked(meets_in=meets_in)
-        with _as_asked(asked):
-            try:
-                yield
-            except BaseException as error:
-                asked.tell(error)
-                raise
-
-
-@contextmanager
-def _as_asked(asked: _Asked | None) -> Iterator[None]:
-    token = _of_save.set(asked)
+    carried = carrying({"compare_replicas": options.compare_replicas}) if is_served else nullcontext()
+    token = _save_call.set(call)
     try:
-        yield
-    finally:
-        _of_save.reset(token)
-
-
-@contextmanager
-def validation_of_load() -> Iterator[None]:
-    """Within a call of Megatron's `load`."""
-    token = _of_load.set(True)
-    try:
-        yield
-    finally:
-        _of_load.reset(token)
-
-
-def come_to_exchange() -> None:
-    """This rank comes to an exchange of the save in progress, in which all ranks are told what fails on one."""
-    if (asked := _of_save.get()) is not None:
-        asked.has_come = True
-
-
-def come_to_exchange_within() -> None:
-    """This rank comes to the exchange within the group of a wrapper, `_Asked.meets_in`."""
-    if (asked := _of_save.get()) is not None:
-        asked.meets_in = None
-
-
-def meet(group: RankGroup, everyone: RankGroup) -> None:
-    """Come together with the ranks of a group, ahead of what Megatron gathers: they are told of failures here."""
-    try:
-        group.run_merged("agree on the options", lambda: None, lambda _, __: None, lambda _: None, wrap=SaveError)
+        with carried:
+            yield
     except BaseException as error:
-        tell_other_groups(group, everyone, error, "save", SaveError)
+        if call is not None:
+            call.tell(error)
         raise
+    finally:
+        _save_call.reset(token)
 
 
-def tell_other_groups(
-    group: RankGroup, everyone: RankGroup, error: BaseException, what: str, wrap: type[CheckpointError]
-) -> None:
-    """Tell the ranks of other groups, on their way to the next exchange of all, that this group has failed."""
-    if group.size < everyone.size:
-        Outcome.of(functools.partial(everyone.give_up, what, error, wrap=wrap))
-        mark_as_told(error)
+def _first_group(strategy: Any) -> Callable[[], RankGroup] | None:
+    """The ranks between which a save with this strategy has its first exchange; None if that is of all ranks.
+
+    Where Megatron writes the common state ahead (to 0.18), all meet there. Later, behind a wrapper, its group does.
+    """
+    if not (differences().common_state_is_an_object and dist.is_initialized()):
+        return None
+    if not isinstance(getattr(getattr(strategy, "base_strategy", None), "options", None), SaveOptions):
+        return None
+    group = strategy.parallelization_group
+    return None if dist.get_world_size(group) == 1 else functools.partial(coordination_group, group)
 
 
 def noted_validation() -> Validation | None:
     """What the save in progress has to validate, for the exchange that comes next; None if nothing, or if Megatron has
     done so.
     """
-    come_to_exchange()
-    asked = _of_save.get()
-    if asked is None or asked.accesses is None:
+    if (call := save_call()) is None:
         return None
-    found = Validation(asked.accesses, mains_are_saved=asked.mains_are_saved)
-    if asked.common is None:
+    call.come()
+    if call.accesses is None:
+        return None
+    found = Validation(call.accesses, mains_are_saved=call.mains_are_saved)
+    if call.common is None:
         return found
-    compare = functools.partial(_compare_common, asked.common)
-    return found._replace(common_digest=_digest(asked.common), compare_common=compare)
-
-
-def is_validated_here() -> bool:
-    """Whether all ranks have come to a save that this package validates: then Megatron's validation gathers nothing."""
-    return _of_save.get() is not None
-
-
-def note_mains_are_saved() -> None:
-    """What the ranks of a parallelization group save are the main replicas of the group, each once."""
-    if (asked := _of_save.get()) is not None:
-        asked.mains_are_saved = True
+    compare = functools.partial(_compare_common, call.common)
+    return found._replace(common_digest=_digest(call.common), compare_common=compare)
 
 
 def _digest(common: Any) -> bytes:
@@ -367,17 +358,14 @@ def replace_validation() -> None:
 def _noting(stock: Any) -> Any:
     @functools.wraps(stock)
     def determine_global_metadata(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        if _of_save.get() is None and not _of_load.get():
-            if (joint := joint_load()) is not None:
-                joint.sync()
+        call = save_call()
+        if call is None and not is_in_load():
             return stock(sharded_state_dict, *args, **kwargs)
-        gather = functools.partial(stock, sharded_state_dict, *args, **kwargs)
-        group = args[0] if args else kwargs.get("process_group")
-        asked = _of_save.get()
-        accesses = None if asked is None else asked.accesses
+        accesses = None if call is None else call.accesses
         if accesses is None:
             accesses = Accesses.of(sharded_state_dict)
-        return None, _Ungathered(accesses, gather, group)
+        gather = functools.partial(stock, sharded_state_dict, *args, **kwargs)
+        return None, _Ungathered(accesses, gather, args[0] if args else kwargs.get("process_group"))
 
     return determine_global_metadata
 
@@ -387,11 +375,11 @@ def _checking(stock: Any) -> Any:
     def validate_sharding_integrity(global_metadata: Any, common_state_dict: Any = None) -> None:
         if not isinstance(global_metadata, _Ungathered):
             stock(global_metadata, common_state_dict)
-        elif (asked := _of_save.get()) is None:
+        elif (call := save_call()) is None:
             with MegatronErrors():
                 _check_load(global_metadata)
-        elif asked.accesses is None:
-            asked.accesses, asked.common = global_metadata.accesses, common_state_dict
+        elif call.accesses is None:
+            call.accesses, call.common = global_metadata.accesses, common_state_dict
         # A fully parallel wrapper asks again, of the distribution that it has made: that is the plan, which is checked.
 
     return validate_sharding_integrity
@@ -407,9 +395,6 @@ def _check_load(requested: _Ungathered) -> None:
 
 
 # --- one save ---------------------------------------------------------------------------------------------------------
-
-# Of each directory whose common state the load in progress has read: which save that was of. None outside of a load.
-_common_of: ContextVar[dict[str, SaveIdentity] | None] = ContextVar("_common_of", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,16 +428,6 @@ def metadata_version(directory: Path) -> tuple[int, ...]:
     except LoadError:
         return ()
     return () if found is None else tuple(found)
-
-
-@contextmanager
-def one_load() -> Iterator[None]:
-    """What is read within is of one load."""
-    token = _common_of.set({})
-    try:
-        yield
-    finally:
-        _common_of.reset(token)
 
 
 def note_common(directory: Path, source: SaveIdentity) -> None:

@@ -12,7 +12,6 @@ import io
 import queue
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,20 +24,12 @@ from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.bucket_writer import ItemBucket, sums_of
 from mcore_ckpt.dcp.planners import object_write_item, tensor_write_item
-from mcore_ckpt.dcp.writer import replaced_write_function
 from mcore_ckpt.load.reader import FileSystemReader, destination
 from mcore_ckpt.save.buckets import PlannedFile, WriteBucket, WrittenFile
-from mcore_ckpt.save.planner import BucketWriter
 from mcore_ckpt.state.shards import box_sizes
 
 
-def replaced_bucket_writer() -> BucketWriter | None:
-    """Writing through the replacement of `write_preloaded_data`; None if it has not been replaced."""
-    write = replaced_write_function()
-    return None if write is None else partial(_write_through, write)
-
-
-def _write_through(
+def write_through(
     write: Callable[..., Any], directory: Path, buckets: Sequence[WriteBucket], options: SaveOptions, save_id: bytes
 ) -> list[WrittenFile]:
     """Hand each bucket to `write(transforms, number, bucket, results queue, count queue, use_fsync)`, as Megatron's

@@ -15,9 +15,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
 from enum import Enum
-from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -31,14 +29,12 @@ from mcore_ckpt.core.errors import (
     UnsupportedMegatronError,
 )
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, is_supported, unknown_variables
-from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.copying import own_files
-from mcore_ckpt.directory.publish import give_back
-from mcore_ckpt.format.metadata_read import INTEGRITY_FILE, METADATA_FILE, read_config
-from mcore_ckpt.megatron import common_state, nvrx
-from mcore_ckpt.megatron._fully_parallel import first_group, replace_wrappers
-from mcore_ckpt.megatron._joint_calls import replace_validation, sync_wrapped_loads, validation_of_save
+from mcore_ckpt.format.metadata_read import INTEGRITY_FILE, METADATA_FILE
+from mcore_ckpt.megatron import nvrx
+from mcore_ckpt.megatron._fully_parallel import replace_wrappers
+from mcore_ckpt.megatron._joint_calls import replace_validation, sync_wrapped_loads
 from mcore_ckpt.megatron._versions import (
     CHECKPOINTING,
     MODULES_CALLING_PRODUCT,
@@ -56,9 +52,16 @@ from mcore_ckpt.megatron._versions import (
     serve_with_numpy_2,
     serve_without_cuda,
 )
-from mcore_ckpt.megatron.common_state import around_load, directory_to_read
 from mcore_ckpt.megatron.contract import Name, missing
-from mcore_ckpt.save.commit import saves_in_progress
+from mcore_ckpt.megatron.serialization import (
+    around_load,
+    around_save,
+    config_in_place,
+    load_common_in_place,
+    load_common_state_dict,
+    save_common,
+    save_config,
+)
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
@@ -133,23 +136,21 @@ def _replace_all(megatron: Differences) -> None:
     if megatron.has_registry:
         # Called by Megatron at every look-up, to put the stock strategies into its registry.
         patches.replace(torch_strategies, "register_default_torch_strategies", _register_ours)
-        patches.set(common.TorchCommonSaveStrategy, "save_common", _as_method(common_state.save_common))
-        patches.set(common.TorchCommonLoadStrategy, "load_common", _as_method(_load_common))
+        patches.set(common.TorchCommonSaveStrategy, "save_common", _as_method(save_common))
+        patches.set(common.TorchCommonLoadStrategy, "load_common", _as_method(load_common_in_place))
     else:
-        patches.replace(common, "save_common", common_state.save_common)
-        patches.replace(common, "load_common", _load_common)
+        patches.replace(common, "save_common", save_common)
+        patches.replace(common, "load_common", load_common_in_place)
         patches.replace(serialization, "remove_sharded_tensors", _remove_sharded_tensors)
     if megatron.common_state_is_an_object:
-        patches.replace(serialization, "load_common_state_dict", _load_common_state_dict)
-    patches.replace(core, "save_config", common_state.save_config)
-    patches.replace(
-        core, "maybe_load_config", _config_of_what_is_read(core.maybe_load_config, core.CheckpointingConfig)
-    )
+        patches.replace(serialization, "load_common_state_dict", load_common_state_dict)
+    patches.replace(core, "save_config", save_config)
+    patches.replace(core, "maybe_load_config", config_in_place(core.maybe_load_config, core.CheckpointingConfig))
     replace_validation()
     _replace_integrity()
     replace_wrappers()
     sync_wrapped_loads()
-    patches.replace(serialization, "save", _save_or_leave_nothing(serialization.save, TorchDistSaveStrategy))
+    patches.replace(serialization, "save", around_save(serialization.save, TorchDistSaveStrategy))
     patches.replace(serialization, "load", around_load(serialization.load))
     _replace_async(torch_strategies)
     if megatron.calls_numpy_product:
@@ -216,90 +217,6 @@ def _as_method(function: Any) -> Any:
         return function(*args, **kwargs)
 
     return method
-
-
-def _load_common(checkpoint_dir: Any) -> Any:
-    with MegatronErrors():
-        return common_state.load_common(directory_to_read(checkpoint_dir))
-
-
-def _load_common_state_dict(checkpoint_dir: Any) -> Any:
-    with MegatronErrors():
-        directory = directory_to_read(checkpoint_dir)
-    megatron_module("validation").verify_checkpoint(str(directory))
-    return _load_common(directory)
-
-
-def _config_of_what_is_read(stock: Any, config_class: Any) -> Any:
-    """Megatron's `maybe_load_config`, by which it tells the format of a checkpoint. The file is read here: Megatron
-    would wait for ever for one that is a pipe.
-    """
-
-    @functools.wraps(stock)
-    def maybe_load_config(checkpoint_dir: Any) -> Any:
-        with MegatronErrors():
-            if not is_supported(checkpoint_dir):
-                return stock(str(checkpoint_dir))
-            found = read_config(directory_to_read(checkpoint_dir))
-        if found is None:
-            return None
-        values = {
-            "sharded_backend": found.backend,
-            "sharded_backend_version": found.version,
-            "common_backend": found.common_backend,
-            "common_backend_version": found.common_version,
-        }
-        # 0.19 no longer has the last two.
-        return config_class(
-            **{field.name: values[field.name] for field in fields(config_class) if field.name in values}
-        )
-
-    return maybe_load_config
-
-
-def _save_or_leave_nothing(stock: Any, strategy_class: type) -> Any:
-    """Megatron's `save`, which leaves nothing behind if it ends early, and tells all ranks what fails on the first: the
-    common state before the sharded part, `metadata.json` behind it.
-    """
-
-    @functools.wraps(stock)
-    @without_modes()
-    def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        with MegatronErrors():
-            # The directory that it names now: what is written at the end of an async save must not follow a `chdir`.
-            directory = checkpoint_path(checkpoint_dir).absolute()
-            checkpoint_dir, storage = type(checkpoint_dir)(directory), storage_at(directory)
-            before = saves_in_progress(directory)
-            try:
-                call = partial(stock, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-                strategy = args[0] if args else kwargs.get("sharded_strategy")
-                with validation_of_save(strategy, strategy_class, first_group(strategy)):
-                    request, failure = common_state.with_late_config_errors(call)
-                if request is None:
-                    common_state.raise_config_error(failure)
-                else:
-                    callbacks = request.finalize_fns
-                    callbacks[:] = [fn if hasattr(fn, "save_call") else _ConfigErrorsLate(fn) for fn in callbacks]
-                return request
-            except BaseException:
-                for begun in saves_in_progress(directory) - before:
-                    begun.abort()
-                give_back(storage)
-                raise
-
-    return save
-
-
-class _ConfigErrorsLate:
-    """A callback of Megatron's `save`, all of which take all ranks: one of them writes `metadata.json`."""
-
-    def __init__(self, callback: Callable[[], Any]) -> None:
-        self._callback = callback
-
-    def __call__(self) -> None:
-        with MegatronErrors():
-            _, failure = common_state.with_late_config_errors(self._callback)
-            common_state.raise_config_error(failure)
 
 
 def _remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:

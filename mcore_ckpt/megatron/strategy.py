@@ -167,15 +167,8 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             CheckpointError (as a `CheckpointingException`, too): the save cannot be done; nothing was changed.
         """
         _name_unknown(f"{type(self).__name__}.async_save", unknown)
-        begun: list[SaveTransaction] = []
-        try:
-            with MegatronErrors():
-                self._begin(sharded_state_dict, checkpoint_dir, begun, is_async=True)
-            return async_request_class()(begun[0], (), [_Commit(begun[0])])
-        except BaseException:
-            for transaction in begun:
-                transaction.abort()
-            raise
+        with MegatronErrors(), self._begun(sharded_state_dict, checkpoint_dir, is_async=True) as transaction:
+            return async_request_class()(transaction, (), [_Commit(transaction)])
 
     @without_modes()
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, **unknown: Any) -> None:
@@ -184,15 +177,12 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         Args and raises: as `async_save`.
         """
         _name_unknown(f"{type(self).__name__}.save", unknown)
-        begun: list[SaveTransaction] = []
-        with MegatronErrors(), interrupts_wait_for_others():
-            try:
-                self._begin(sharded_state_dict, checkpoint_dir, begun, is_async=False)
-                begun[0].commit()
-            except BaseException:
-                for transaction in begun:
-                    transaction.abort()
-                raise
+        with (
+            MegatronErrors(),
+            interrupts_wait_for_others(),
+            self._begun(sharded_state_dict, checkpoint_dir, is_async=False) as transaction,
+        ):
+            transaction.commit()
 
     @without_modes()
     def warm_up(self, sharded_state_dict: dict[str, Any]) -> None:
@@ -207,16 +197,11 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         with MegatronErrors():
             warm_up_buffer(nbytes, self.options)
 
-    def _begin(
-        self,
-        sharded_state_dict: dict[str, Any],
-        checkpoint_dir: _Path,
-        begun: list[SaveTransaction],
-        *,
-        is_async: bool,
-    ) -> None:
-        """Begin a save, which is put into `begun` at once: a caller that is interrupted can give it up."""
-        group = coordination_group()
+    @contextlib.contextmanager
+    def _begun(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, *, is_async: bool
+    ) -> Iterator[SaveTransaction]:
+        """A save that has begun; it is given up where the block raises."""
         loaded = self.cached_global_metadata
         request = SaveRequest(
             directory=checkpoint_path(checkpoint_dir),
@@ -229,12 +214,15 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             has_common_file=not differences().common_state_is_an_object,
             loaded=loaded if isinstance(loaded, LoadedCheckpoint) else None,
         )
-        begun.append(begin_save(sharded_state_dict, request, group, self._structure))
-        plan = begun[0].plan
-        if plan is None:
-            return
-        self.validated_cache_reuse = plan.reused
-        self.validated_loaded_metadata_reuse |= plan.resumed
+        transaction = begin_save(sharded_state_dict, request, coordination_group(), self._structure)
+        try:
+            if transaction.plan is not None:
+                self.validated_cache_reuse = transaction.plan.reused
+                self.validated_loaded_metadata_reuse |= transaction.plan.resumed
+            yield transaction
+        except BaseException:
+            transaction.abort()
+            raise
 
 
 class _Commit:
@@ -381,7 +369,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
     def _to_read(self, checkpoint_dir: _Path) -> Path:
         path = checkpoint_path(checkpoint_dir)
         if self.options.on_damaged == "go_back":
-            from mcore_ckpt.megatron.common_state import directory_to_read
+            from mcore_ckpt.megatron.serialization import directory_to_read
 
             path = directory_to_read(path, self.options)
         return path
@@ -466,27 +454,24 @@ def _log_load(reader: FileSystemReader, before: ReadStats, took_s: float) -> Non
 
 
 def _replaced_bucket_writer() -> BucketWriter | None:
-    if "mcore_ckpt.dcp.writer" not in sys.modules:  # what nobody has imported, nobody has replaced
+    """Writing through third-party code that has replaced `FileSystemWriterAsync.write_preloaded_data`, if any has."""
+    dcp: Any = sys.modules.get("mcore_ckpt.dcp.writer")  # what nobody has imported, nobody has replaced
+    if dcp is None or dcp.FileSystemWriterAsync.write_preloaded_data is dcp.WRITE_PRELOADED_DATA:
         return None
-    from mcore_ckpt.megatron._replaced import replaced_bucket_writer
+    from mcore_ckpt.megatron._replaced import write_through
 
-    return replaced_bucket_writer()
-
-
-def _reads_itself(shards: Sequence[Any]) -> bool:
-    """Whether shards are read by this package, and not through a planner that has replaced Megatron's."""
-    return replaced_load_planner() is None or any(
-        getattr(shard, "flattened_range", None) is not None for shard in shards
-    )
+    return partial(write_through, dcp.FileSystemWriterAsync.write_preloaded_data)
 
 
 def _read(reader: FileSystemReader, shards: Sequence[Any]) -> None:
-    if _reads_itself(shards):
+    """Fill shards, through a planner that third-party code has changed if there is one."""
+    planner = replaced_load_planner()
+    if planner is None or any(getattr(shard, "flattened_range", None) is not None for shard in shards):
         read_shards(reader, shards)
     else:
         from mcore_ckpt.megatron._replaced import read_through
 
-        read_through(replaced_load_planner(), reader, shards)
+        read_through(planner, reader, shards)
 
 
 def _name_unknown(where: str, arguments: Mapping[str, Any]) -> None:

@@ -115,7 +115,7 @@ class Checkpoint(Mapping[str, Any]):
             CheckpointNotFoundError: there is none (plain DCP).
             UnsafePickleError: it contains a class outside the allow-list.
         """
-        from mcore_ckpt.megatron.common_state import load_common
+        from mcore_ckpt.megatron.serialization import load_common
 
         with of_one_save(self.index, self._version, shows=False):
             return load_common(self.path, self._options)

@@ -26,7 +26,7 @@ from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE, encode_config
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.megatron import common_state
+from mcore_ckpt.megatron import serialization
 from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
 from mcore_ckpt.models.conversions import import_checkpoint
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
@@ -57,12 +57,12 @@ def state(value: float) -> dict[str, Any]:
 
 
 def save_sync(value: float, path: Path) -> None:
-    common_state.save_common({"value": value}, path)
+    serialization.save_common({"value": value}, path)
     TorchDistSaveStrategy(options=options()).save(state(value), path)
 
 
 def _save_async(value: float, path: Path, **given: Any) -> None:
-    common_state.save_common({"value": value}, path)
+    serialization.save_common({"value": value}, path)
     queue = AsyncCallsQueue()
     queue.schedule_async_request(TorchDistSaveStrategy(options=options(**given)).async_save(state(value), path))
     try:
@@ -103,7 +103,7 @@ def look(path: Path, *, by_stock: bool = True) -> float | None:
         found.append(values.pop())
     assert len(set(found)) == 1, f"{path}: ours and DCP read {found}"
     if found[0] is not _REFUSED and list(path.glob("common.pt*")):
-        assert common_state.load_common(path) in ({"value": found[0]}, {})  # (an import makes an empty one)
+        assert serialization.load_common(path) in ({"value": found[0]}, {})  # (an import makes an empty one)
     return found[0]
 
 
@@ -171,7 +171,7 @@ def _with_more(path: Path) -> None:
     from megatron.core.dist_checkpointing import ShardedTensor
 
     (path / "c").mkdir()
-    common_state.save_common({"value": 2.0}, path / "c")
+    serialization.save_common({"value": 2.0}, path / "c")
     extra = {"extra": ShardedTensor.from_rank_offsets("extra", torch.zeros(50_000))}
     TorchDistSaveStrategy(options=options()).save({**state(2.0), **extra}, path / "c")
 

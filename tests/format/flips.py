@@ -59,7 +59,7 @@ from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, read_index
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest, stored_dtype
-from mcore_ckpt.megatron.common_state import load_common
+from mcore_ckpt.megatron.serialization import load_common
 from mcore_ckpt.models.conversions import import_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 

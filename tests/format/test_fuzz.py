@@ -26,7 +26,7 @@ from mcore_ckpt.format.item_reading import locate_tensor_in
 from mcore_ckpt.format.metadata_read import encode_config, parse_index, read_config
 from mcore_ckpt.format.safe_pickle import load_object, read_plain
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.megatron.common_state import load_common
+from mcore_ckpt.megatron.serialization import load_common
 from mcore_ckpt.models._sources import read_safetensors
 from mcore_ckpt.reshard.target_files import FileJournal
 from mcore_ckpt.reshard.weight_files import safetensors_header

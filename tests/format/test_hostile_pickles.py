@@ -23,7 +23,7 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.metadata_read import parse_index
 from mcore_ckpt.format.safe_pickle import Opaque, load_object, read_plain
 from mcore_ckpt.format.tensor_pickle import MalformedPickleError, NotPlainTensorError, read_tensor_pickle
-from mcore_ckpt.megatron.common_state import load_common
+from mcore_ckpt.megatron.serialization import load_common
 from mcore_ckpt.tools.keys import plain
 from tests.support.forked import in_child
 from tests.support.stored_layouts import stock_item as saved

@@ -357,7 +357,7 @@ def _fail(rank: int, root: Path) -> list[str]:
     are in step.
     """
     dc = installed()
-    from mcore_ckpt.megatron import common_state
+    from mcore_ckpt.megatron import serialization
 
     group = _two_groups()
     saving = _saving(group)
@@ -372,7 +372,7 @@ def _fail(rank: int, root: Path) -> list[str]:
     def cannot_read(*args: Any) -> Any:
         raise LoadError("this is not here")
 
-    for owner, name in ((common_state, "load_common"), (FileSystemReader, "read")):
+    for owner, name in ((serialization, "load_common"), (FileSystemReader, "read")):
         with pytest.MonkeyPatch.context() as patched:
             if rank == 3:
                 patched.setattr(owner, name, cannot_read)

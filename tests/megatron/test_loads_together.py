@@ -44,12 +44,12 @@ def test_options_that_differ_are_an_error_on_all_ranks(tmp_path: Path) -> None:
 def failing(rank: int, run: Path, fails: int) -> None:
     """One rank cannot read the common state, and none can read damaged tensors."""
     dist_checkpointing = installed()
-    from mcore_ckpt.megatron import common_state
+    from mcore_ckpt.megatron import serialization
 
     for iteration in (1, 2):
         dist_checkpointing.save(state(iteration), made(run / f"iter_000000{iteration}"))
     name = str(run / "iter_0000002")
-    load_common: Any = common_state.load_common
+    load_common: Any = serialization.load_common
 
     def cannot_read(*args: Any) -> Any:
         if "iter_0000002" in str(args[0]):
@@ -61,7 +61,7 @@ def failing(rank: int, run: Path, fails: int) -> None:
             for option, value in options.items():
                 patched.setenv(f"MCORE_CKPT_{option}", value)
             if rank == fails:
-                patched.setattr(common_state, "load_common", cannot_read)
+                patched.setattr(serialization, "load_common", cannot_read)
             if "ON_DAMAGED" in options:
                 check(dist_checkpointing.load(state(0), name), 1)
                 continue
@@ -81,7 +81,7 @@ def asking_for_more(rank: int, run: Path) -> None:
     dist_checkpointing = installed()
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    from mcore_ckpt.megatron import common_state
+    from mcore_ckpt.megatron import serialization
 
     name = str(run / "iter_0000001")
     dist_checkpointing.save(state(1), made(Path(name)))
@@ -100,7 +100,7 @@ def asking_for_more(rank: int, run: Path) -> None:
         for strict in ("raise_all", "ignore_all"):
             with pytest.MonkeyPatch.context() as patched:
                 if rank == odd:
-                    patched.setattr(common_state, "load_common", cannot_read)
+                    patched.setattr(serialization, "load_common", cannot_read)
                 with pytest.raises(CorruptCheckpointError, match="not here"):
                     dist_checkpointing.load(state(0), name, strict=strict)
     for strict in ("raise_all", "ignore_all"):

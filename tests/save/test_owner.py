@@ -33,7 +33,7 @@ from mcore_ckpt.directory import commit, publish
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, INCOMPLETE_MARKER, METADATA_FILE
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.megatron import common_state
+from mcore_ckpt.megatron import serialization
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
 from mcore_ckpt.save import commit as save_commit
 from mcore_ckpt.save import staging, transaction, writer_process
@@ -340,10 +340,10 @@ def test_a_job_that_was_stopped_does_not_write_its_config_over_that_of_the_one_a
 
     def another() -> None:
         strategy().save(state(2), tmp_path)
-        common_state.save_config(Config("of the other"), tmp_path)
+        serialization.save_config(Config("of the other"), tmp_path)
 
     assert exit_code(fork(another)) == 0
-    common_state.save_config(Config("of the one that was held up"), tmp_path)
+    serialization.save_config(Config("of the one that was held up"), tmp_path)
     assert loaded(tmp_path) == 2
     assert json.loads((tmp_path / CONFIG_FILE).read_text()) == {"sharded_backend": "of the other"}
 
@@ -354,7 +354,7 @@ def test_a_config_is_written_beside_the_checkpoint_and_nothing_else(tmp_path: Pa
         (tmp_path / CONFIG_FILE).write_text(json.dumps({"sharded_backend": before}))
     strategy().save(state(1), tmp_path)
     was = names(tmp_path)
-    common_state.save_config(Config("the same"), tmp_path)
+    serialization.save_config(Config("the same"), tmp_path)
     assert names(tmp_path) == was | {CONFIG_FILE}
     assert json.loads((tmp_path / CONFIG_FILE).read_text()) == {"sharded_backend": "the same"}
 
@@ -371,7 +371,7 @@ def test_jobs_that_race_leave_a_checkpoint_of_one_of_them(tmp_path: Path) -> Non
                 try:
                     os.close(gate_open)
                     os.read(gate, 1)
-                    common_state.save_common({"iteration": value}, directory)
+                    serialization.save_common({"iteration": value}, directory)
                     strategy().save(state(value), directory)
                     code = 0
                 except SaveError as error:
@@ -386,7 +386,7 @@ def test_jobs_that_race_leave_a_checkpoint_of_one_of_them(tmp_path: Path) -> Non
         assert set(codes) <= {0, 3}, codes
         value = loaded(directory)
         assert codes[int(value) - 1] == 0
-        assert common_state.load_common(directory) == {"iteration": value}
+        assert serialization.load_common(directory) == {"iteration": value}
         assert {name for name in names(directory) if name.startswith(INCOMPLETE_MARKER)} == set()
 
 

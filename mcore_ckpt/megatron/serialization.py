@@ -26,10 +26,10 @@ import json
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
@@ -43,11 +43,11 @@ from mcore_ckpt.core.errors import (
     SaveError,
     UnsafePickleError,
 )
-from mcore_ckpt.core.options import LoadOptions, checkpoint_path
+from mcore_ckpt.core.options import LoadOptions, checkpoint_path, is_supported
 from mcore_ckpt.core.ranks import coordination_group, without_modes, without_tracebacks
 from mcore_ckpt.directory.in_force import common_file_in_force, read_common_file
 from mcore_ckpt.directory.iterations import is_megatrons, iteration_directories, iteration_of, look_at
-from mcore_ckpt.directory.publish import write_common, write_config
+from mcore_ckpt.directory.publish import give_back, write_common, write_config
 from mcore_ckpt.format.index import COMMON_STATE_KEY
 from mcore_ckpt.format.integrity import Manifest, split_metadata
 from mcore_ckpt.format.metadata_read import (
@@ -62,18 +62,18 @@ from mcore_ckpt.format.metadata_read import (
 from mcore_ckpt.format.safe_pickle import NotRebuiltError, load_object
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._joint_calls import (
-    JointLoad,
     SaveIdentity,
-    come_to_exchange,
+    is_in_load,
     join,
-    joined_load,
     metadata_version,
     note_common,
     one_load,
-    validation_of_load,
+    one_save,
+    save_call,
 )
 from mcore_ckpt.megatron._proof import prove_load
-from mcore_ckpt.megatron._versions import MegatronErrors, is_first_rank, patches
+from mcore_ckpt.megatron._versions import MegatronErrors, is_first_rank, megatron_module, patches
+from mcore_ckpt.save.commit import saves_in_progress
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of("mcore_ckpt")
@@ -82,9 +82,37 @@ _logger = logger_of("mcore_ckpt")
 _PENDING_SUFFIX = ".pending"
 # What cannot be read of a checkpoint that was replaced meanwhile is read of the new one, so often at most.
 _READ_AGAIN = 5
-_T = TypeVar("_T")
 # Takes the error of `save_config`, where that must not be raised at once.
-_late_error: ContextVar[list[Exception] | None] = ContextVar("_late_error", default=None)
+_late_errors: ContextVar[list[Exception] | None] = ContextVar("_late_errors", default=None)
+
+
+def around_save(stock: Any, strategy_class: type) -> Any:
+    """Megatron's `save`, which leaves nothing behind if it ends early, and tells all ranks what fails on the first: the
+    common state before the sharded part, `metadata.json` behind it.
+    """
+
+    @functools.wraps(stock)
+    @without_modes()
+    def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        with MegatronErrors():
+            # The directory that it names now: what is written at the end of an async save must not follow a `chdir`.
+            directory = checkpoint_path(checkpoint_dir).absolute()
+            checkpoint_dir, storage = type(checkpoint_dir)(directory), storage_at(directory)
+            before = saves_in_progress(directory)
+            try:
+                with one_save(args[0] if args else kwargs.get("sharded_strategy"), strategy_class):
+                    request = _with_config_told(partial(stock, sharded_state_dict, checkpoint_dir, *args, **kwargs))
+                if request is not None:
+                    callbacks = request.finalize_fns
+                    callbacks[:] = [fn if hasattr(fn, "save_call") else _ConfigErrorsLate(fn) for fn in callbacks]
+                return request
+            except BaseException:
+                for begun in saves_in_progress(directory) - before:
+                    begun.abort()
+                give_back(storage)
+                raise
+
+    return save
 
 
 @without_modes()
@@ -99,7 +127,8 @@ def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.Path
         torch.save(common_state_dict, content)
         write_common(storage, content.getvalue())
 
-    come_to_exchange()
+    if (call := save_call()) is not None:
+        call.come()
     coordination_group().run_merged(
         "write the common state", lambda: None, lambda first, _: first, write, wrap=SaveError
     )
@@ -113,7 +142,7 @@ def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
     try:
         written = write_config(storage, json.dumps(asdict(config)).encode())
     except Exception as error:
-        late = _late_error.get()
+        late = _late_errors.get()
         if late is None:
             raise
         late.append(error)
@@ -122,24 +151,35 @@ def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
         _logger.warning("%s: another save has the directory by now; %s stays as it is", storage, CONFIG_FILE)
 
 
-def with_late_config_errors(call: Callable[[], _T]) -> tuple[_T, Exception | None]:
-    """Call what lets the first rank write `metadata.json` while the others wait for it; its error is a value then."""
+def _with_config_told(call: Callable[[], Any]) -> Any:
+    """Call what lets the first rank write `metadata.json` while the others wait for it; its error is raised on all
+    then. A request of an asynchronous save, which it may return, has written nothing yet.
+    """
     errors: list[Exception] = []
-    token = _late_error.set(errors)
+    token = _late_errors.set(errors)
     try:
-        return call(), next(iter(errors), None)
+        request = call()
     finally:
-        _late_error.reset(token)
-
-
-def raise_config_error(error: Exception | None) -> None:
-    """Raise on all ranks what the first could not do; every rank calls this."""
+        _late_errors.reset(token)
 
     def tell() -> None:
-        if error is not None:
+        for error in errors:
             raise error
 
-    coordination_group().run_on_coordinator("write metadata.json", tell, wrap=SaveError)
+    if request is None:
+        coordination_group().run_on_coordinator("write metadata.json", tell, wrap=SaveError)
+    return request
+
+
+class _ConfigErrorsLate:
+    """A callback of Megatron's `save`, all of which take all ranks: one of them writes `metadata.json`."""
+
+    def __init__(self, callback: Callable[[], Any]) -> None:
+        self._callback = callback
+
+    def __call__(self) -> None:
+        with MegatronErrors():
+            _with_config_told(self._callback)
 
 
 @without_modes()
@@ -210,8 +250,6 @@ def _index_decides(pickled: bytes, names: list[str]) -> bool:
 _Version = tuple[int, ...]
 # What is read in the place of a directory, and for which `.metadata` of that one this was found.
 _chosen: dict[str, tuple[_Version, Path]] = {}
-# Within a load whose directory has been chosen, nothing is chosen again: all that it reads must be of one checkpoint.
-_is_settled: ContextVar[bool] = ContextVar("_is_settled", default=False)
 
 
 def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,32 +264,19 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             arguments = {**dict(zip(names, args, strict=False)), **kwargs}
             strategy = arguments.get("sharded_strategy")
             options = _options_of(strategy)
-            goes_back = options.on_damaged == "go_back" and not _is_settled.get()
+            goes_back = options.on_damaged == "go_back" and not is_in_load()
             call = stock if options.prove == "off" else partial(prove_load, stock, options)
-            call = partial(_joined, call, options, join(options, goes_back, arguments))
+            joint = join(options, goes_back, arguments)
+
+            def read(read_directory: Any) -> Any:
+                with storage_at(read_directory).in_use(METADATA_FILE), one_load(joint):
+                    return call(sharded_state_dict, read_directory, *args, **kwargs)
+
             if not goes_back:
-                with one_load(), storage_at(directory).in_use(METADATA_FILE):
-                    return call(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-            read = partial(_read_from, call, sharded_state_dict, args, kwargs)
-            return _load_whole(read, directory, options, arguments.get("process_group"))
+                return read(checkpoint_dir)
+            return _load_whole(lambda chosen: read(str(chosen)), directory, options, arguments.get("process_group"))
 
     return load
-
-
-def _joined(call: Callable[..., Any], options: LoadOptions, joint: JointLoad | None, *args: Any, **kwargs: Any) -> Any:
-    with joined_load(joint), validation_of_load():
-        return call(*args, **kwargs)
-
-
-def _read_from(
-    stock: Callable[..., Any], sharded_state_dict: Any, args: tuple[Any, ...], kwargs: dict[str, Any], directory: Path
-) -> Any:
-    settled = _is_settled.set(True)
-    try:
-        with one_load(), storage_at(directory).in_use(METADATA_FILE):
-            return stock(sharded_state_dict, str(directory), *args, **kwargs)
-    finally:
-        _is_settled.reset(settled)
 
 
 def _load_whole(read: Callable[[Path], Any], named: Path, options: LoadOptions, process_group: Any) -> Any:
@@ -294,7 +319,7 @@ def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -
     """
     named = checkpoint_path(checkpoint_dir)
     options = LoadOptions.from_environment() if options is None else options
-    if options.on_damaged == "raise" or _is_settled.get() or not patches.replaced():
+    if options.on_damaged == "raise" or is_in_load() or not patches.replaced():
         return named
     known, directory = _chosen.get(str(named.absolute()), (None, named))
     if known != metadata_version(named):
@@ -306,6 +331,47 @@ def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -
         directory = named if problem is None else _newest_older(named, problem, options)
         _chosen[str(named.absolute())] = (version, directory)
     return directory
+
+
+def load_common_in_place(checkpoint_dir: Any) -> Any:
+    """The common state of the checkpoint that is read in the place of the named one."""
+    with MegatronErrors():
+        return load_common(directory_to_read(checkpoint_dir))
+
+
+def load_common_state_dict(checkpoint_dir: Any) -> Any:
+    """Megatron's function of that name."""
+    with MegatronErrors():
+        directory = directory_to_read(checkpoint_dir)
+    megatron_module("validation").verify_checkpoint(str(directory))
+    return load_common_in_place(directory)
+
+
+def config_in_place(stock: Any, config_class: Any) -> Any:
+    """Megatron's `maybe_load_config`, by which it tells the format of a checkpoint. The file is read here: Megatron
+    would wait for ever for one that is a pipe.
+    """
+
+    @functools.wraps(stock)
+    def maybe_load_config(checkpoint_dir: Any) -> Any:
+        with MegatronErrors():
+            if not is_supported(checkpoint_dir):
+                return stock(str(checkpoint_dir))
+            found = read_config(directory_to_read(checkpoint_dir))
+        if found is None:
+            return None
+        values = {
+            "sharded_backend": found.backend,
+            "sharded_backend_version": found.version,
+            "common_backend": found.common_backend,
+            "common_backend_version": found.common_version,
+        }
+        # 0.19 no longer has the last two.
+        return config_class(
+            **{field.name: values[field.name] for field in fields(config_class) if field.name in values}
+        )
+
+    return maybe_load_config
 
 
 def _options_of(strategy: Any) -> LoadOptions:
