@@ -269,7 +269,7 @@ def _metadata(plan: Any, files: Sequence[Sequence[tuple[str, Any, int]]]) -> tup
             )
         written.append(tuple(done))
     told = sum(len(pickle.dumps(of_rank)) for of_rank in written)
-    (content, _), seconds = _timed(
+    content, seconds = _timed(
         lambda: metadata_of_save(
             plan, plan.encoder(), [() for _ in written], written, save_id=_SAVE_ID, storage_meta={}
         )

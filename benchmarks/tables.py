@@ -530,7 +530,7 @@ def _pages(root: Path) -> Iterator[tuple[Path, str, str]]:
 
     def table(found: re.Match[str]) -> str:
         file, made = _OF_OTHER_FILES.get(found[1], (FILE, lambda results: one(results, found[1])))
-        return found[1] + found[2] + made(json.loads((root / file.relative_to(ROOT)).read_text()))
+        return f"{found[1]}{found[2]}{made(json.loads((root / file.relative_to(ROOT)).read_text()))}"
 
     for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
         text = page.read_text()

@@ -58,9 +58,8 @@ class TensorFingerprint(NamedTuple):
 
 
 class DivergedReplica(NamedTuple):
-    """A slice of a tensor of which ranks hold other bits than the rank that they are compared with: that whose replica
-    is saved. In a state of plain DCP, which settles that in the save, it is the lowest one that holds the slice, and
-    `saved_by` is None.
+    """A slice whose replicas differ: `ranks` do not equal rank `compared_with`, whose replica is saved. In a state of
+    plain DCP, which decides that in the save, it is the lowest rank that holds the slice, and `saved_by` is None.
     """
 
     key: str

@@ -183,9 +183,8 @@ def interruptible() -> Iterator[None]:
 
 
 def leave_signals_to_parent() -> None:
-    """In a process that works for another: what is sent to both is that one's to answer, which may still need this one.
-
-    It is watched as well (`exit_with_parent`), and ended by SIGKILL.
+    """In a helper process: ignore signals sent to the whole job. The parent handles them, and may still need this one;
+    it is watched as well (`exit_with_parent`), and ended by SIGKILL.
     """
     for number in _TO_ALL_PROCESSES:
         signal.signal(number, signal.SIG_IGN)
@@ -575,12 +574,12 @@ def in_parallel(tasks: Iterable[T], work: Callable[[T], object], threads: int, n
 
 
 @overload
-def together(threads: int, a: Callable[[], A], b: Callable[[], B], /) -> tuple[A, B]: ...
+def run_concurrently(threads: int, a: Callable[[], A], b: Callable[[], B], /) -> tuple[A, B]: ...
 @overload
-def together(threads: int, a: Callable[[], A], b: Callable[[], B], c: Callable[[], C], /) -> tuple[A, B, C]: ...
+def run_concurrently(threads: int, a: Callable[[], A], b: Callable[[], B], c: Callable[[], C], /) -> tuple[A, B, C]: ...
 @overload
-def together(threads: int, /, *calls: Callable[[], T]) -> tuple[T, ...]: ...
-def together(threads: int, /, *calls: Callable[[], Any]) -> tuple[Any, ...]:
+def run_concurrently(threads: int, /, *calls: Callable[[], T]) -> tuple[T, ...]: ...
+def run_concurrently(threads: int, /, *calls: Callable[[], Any]) -> tuple[Any, ...]:
     """What each of these calls returns, made in turn, or in at most `threads` threads.
 
     All of them are made, whichever fails; then the first error of all, in their order, is raised.

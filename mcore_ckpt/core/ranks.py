@@ -6,7 +6,7 @@ follows, and if any rank failed then all raise the same exception. No rank is le
 rank that has given up.
 
 Each exchange says what it is. Where ranks meet in different ones, or with settings that all must have alike, all raise;
-but not where only the coordinator speaks in one of them (`run_on_coordinator`, `run_scattered`): that ends by time-out.
+but not where only the coordinator speaks in one of them (`run_on_coordinator`, `scatter`): that ends by time-out.
 
 An exchange is a binomial tree up to the coordinator, in which values are merged on the way, and the same tree down.
 So it takes two messages for each rank, and twice the logarithm of their number in time. (Gloo's all-gather and
@@ -25,7 +25,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -146,21 +146,21 @@ class RankGroup:
                 return self._down(tag, what, wrap, concluded, error)
             return self._down(tag, what, wrap, None, error, failed)
 
-    def run_gather(self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError]) -> list[T] | None:
+    def gather(self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError]) -> list[T] | None:
         """As `run`, but only the coordinator gets the values (others None), and only it needs memory for them."""
-        gathered = self.run_gather_parts(what, lambda: [pickle.dumps(fn())], wrap=wrap)
+        gathered = self.gather_parts(what, lambda: [pickle.dumps(fn())], wrap=wrap)
         return None if gathered is None else [pickle.loads(part) for (part,) in gathered]
 
-    def run_gather_parts(
+    def gather_parts(
         self, what: str, fn: Callable[[], Sequence[bytes]], *, wrap: type[CheckpointError]
     ) -> list[list[bytes]] | None:
-        """As `run_gather`, of byte strings, as many as a rank likes. A long one that several ranks have is sent by the
+        """As `gather`, of byte strings, as many as a rank likes. A long one that several ranks have is sent by the
         first of them alone, and is one object on the coordinator.
         """
         parts, error = _attempt(lambda: list(fn()))
         is_long = [len(part) > _MERGED_BYTES and not self.is_coordinator for part in parts or ()]
         told = [_Long.of(part) if long else part for part, long in zip(parts or (), is_long, strict=True)]
-        # Of each long one, the first rank that has it, and which of that rank's it is.
+        # For each long part: (first rank that holds it, its index in that rank's list).
         first = {part: (self.rank, n) for n, part in reversed(list(enumerate(told))) if isinstance(part, _Long)}
         with self._contact(what, wrap, error):
             tag = _tag(what)
@@ -183,7 +183,7 @@ class RankGroup:
         with self._contact(what, wrap, error):
             return self._down(_tag(what), what, wrap, value, error)
 
-    def run_scattered(self, what: str, fn: Callable[[], Sequence[T]], *, wrap: type[CheckpointError]) -> T:
+    def scatter(self, what: str, fn: Callable[[], Sequence[T]], *, wrap: type[CheckpointError]) -> T:
         """Call `fn` on the coordinator alone, and give each rank one of the values that it returns, in the order of the
         ranks; or its exception as `run` does.
         """
@@ -191,10 +191,6 @@ class RankGroup:
         with self._contact(what, wrap, error):
             self._down(_tag(what), what, wrap, None, error)
             return self._apart(list(values or ()))
-
-    def all_gather(self, what: str, value: T, *, wrap: type[CheckpointError]) -> list[T]:
-        """Give every rank the values of all, by rank; `what` as of `run`."""
-        return self.run(what, lambda: value, wrap=wrap)
 
     def maximum(self, what: str, values: Sequence[int], *, wrap: type[CheckpointError]) -> list[int]:
         """Element-wise maximum over the ranks; every rank passes as many values. `what` as of `run`."""
@@ -204,14 +200,14 @@ class RankGroup:
         """Whether the flag is set on any rank; `what` as of `run`."""
         return bool(self.maximum(what, [int(flag)], wrap=wrap)[0])
 
-    def give_up(self, what: str, error: BaseException, *, wrap: type[CheckpointError]) -> NoReturn:
+    def tell_failure(self, what: str, error: BaseException, *, wrap: type[CheckpointError]) -> None:
         """Tell the other ranks, in the exchange that they come to next, that this one has failed before it: all raise,
-        as `run` does. That exchange has to be one of this class in which values go to the coordinator.
+        as `run` does. That exchange has to be one in which values go to the coordinator.
         """
-        with self._contact(what, wrap, error):
+        with suppress(BaseException), self._contact(what, wrap, error):  # (the caller raises what has failed)
             _, failed = self._up(None, None, error, lambda first, _: first)
             self._down(None, what, wrap, None, error, failed)
-        raise error
+        setattr(error, _REACHED, True)
 
     # --- one exchange -------------------------------------------------------------------------------------------------
 
@@ -219,7 +215,7 @@ class RankGroup:
         self, tag: _Tag | None, value: Any, error: BaseException | None, merge: Callable[[Any, Any], Any]
     ) -> tuple[Any, _Failed]:
         """To the coordinator: the values of all ranks that have one, merged, and which ranks failed. Those who have
-        come to another exchange have. (No tag: this rank gives up, in whichever the others come to.)
+        come to another exchange have. (No tag: this rank has failed before, whichever exchange the others come to.)
         """
         failed: _Failed = {} if error is None else {self.rank: _failure(error)}
         step = 1
@@ -411,11 +407,6 @@ def reached_every_rank(error: BaseException) -> bool:
 def without_tracebacks(message: str) -> str:
     """The message of an error that was raised on all ranks, without the tracebacks behind it, however nested."""
     return message.partition(_TRACEBACK)[0]
-
-
-def mark_as_told(error: BaseException) -> None:
-    """All ranks have been told of this exception, by `RankGroup.give_up`."""
-    setattr(error, _REACHED, True)
 
 
 def was_interrupted(error: BaseException) -> bool:

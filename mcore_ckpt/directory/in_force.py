@@ -30,7 +30,7 @@ from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import is_supported
-from mcore_ckpt.core.process import together
+from mcore_ckpt.core.process import run_concurrently
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
 from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_of, id_in_names, shown_id
 from mcore_ckpt.format.metadata_read import (
@@ -81,7 +81,7 @@ class InForce:
 
 def look(storage: Storage) -> InForce:
     """What a directory holds."""
-    version, names = together(storage.asks_at_once, partial(storage.version, METADATA_FILE), storage.list)
+    version, names = run_concurrently(storage.asks_at_once, partial(storage.version, METADATA_FILE), storage.list)
     index = None if version is None else read_in_force(storage)
     return InForce(tuple(names), version, index)
 

@@ -34,7 +34,7 @@ from mcore_ckpt.core.errors import (
     SaveError,
 )
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.process import in_parallel, together
+from mcore_ckpt.core.process import in_parallel, run_concurrently
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.in_force import common_file_in_force, index_files, with_common_files
 from mcore_ckpt.format.index import CheckpointIndex
@@ -316,7 +316,7 @@ def write_config(storage: Storage, content: bytes) -> bool:
     Megatron does so after the save, and this process may have been held up for any time.
     """
     settle(storage, content)  # another strategy saved next to the common state
-    has_config, is_published = together(
+    has_config, is_published = run_concurrently(
         storage.asks_at_once, partial(_has_config, storage, content), partial(_is_still_published, storage)
     )
     if not has_config and is_published:

@@ -10,7 +10,6 @@ by that of the file; chunks lie inside their tensors, items inside 2**63 bytes, 
 from __future__ import annotations
 
 import json
-import marshal
 import math
 import re
 import struct
@@ -111,14 +110,13 @@ class PackedTensors(Mapping[str, TensorEntry]):
         """The same tensors in columns; None if an item of theirs goes through transforms, or has no checksum
         (`with_sums`).
         """
-        # By their bytes: very many hostile shapes could have one hash.
-        forms: dict[bytes, TensorForm] = {}
+        forms: dict[TensorForm, TensorForm] = {}
         files: dict[str, int] = {}
         places = StoredPlaces([], array("I"), array("q"), array("q"), array("I"))
         own = []
         for _, dtype, shape, chunks, requires_grad in tensors.values():
             form = TensorForm(dtype, requires_grad, shape, tuple([c[0] for c in chunks]), tuple([c[1] for c in chunks]))
-            own.append(forms.setdefault(marshal.dumps(tuple(form), 2), form))
+            own.append(forms.setdefault(form, form))
             for _, _, (file, offset, length, transforms, crc) in chunks:
                 if transforms or (crc is None) == with_sums:
                     return None
@@ -364,8 +362,6 @@ _OBJECT_HEAD: Final = struct.Struct("<QQQ")
 _MAX_OFFSET: Final = 2**63 - 1
 _MAX_AXES: Final = 64
 _MAX_DETAILS_BYTES: Final = 1024 * 1024
-# Chosen for it, very many shapes would have one hash, and each be compared with all others.
-_MAX_SHAPES_OF_ONE_HASH: Final = 16
 
 
 class TensorSection(NamedTuple):
@@ -381,7 +377,7 @@ class TensorSection(NamedTuple):
     ) -> TensorSection | None:
         """Put the columns of an index together; None if they cannot say all of it (stream transforms)."""
         kinds: dict[tuple[str, bool], int] = {}
-        forms: dict[bytes, int] = {}  # by their bytes: many hostile shapes may have one hash
+        forms: dict[bytes, int] = {}
         files: dict[str, int] = {}
         keys, own_forms, items = [], array("I"), []
         for key, dtype, shape, chunks, requires_grad in tensors:
@@ -575,7 +571,6 @@ def _forms(
     Each is that of at least one tensor, so there are no more of them, and of their chunks, than of those.
     """
     forms: list[TensorForm] = []
-    shapes = _Shapes(columns)
     at, end = 0, len(words)
     while at < end:
         kind, axes, chunks = words[at : at + 3] if at + 3 <= end else (len(kinds), 0, 0)
@@ -587,37 +582,26 @@ def _forms(
         shape = tuple(words[at + 3 : first])
         parts = [tuple(words[n : n + axes]) for n in range(first, stop, axes)] if axes else [()] * (2 * chunks)
         starts, sizes = tuple(parts[::2]), tuple(parts[1::2])
-        shapes.check(shape, starts, sizes)
+        _check_form(columns, shape, starts, sizes)
         forms.append(TensorForm(*kinds[kind], shape, starts, sizes))
         at = stop
     return forms
 
 
-class _Shapes:
-    """Looks at shapes and chunks; at each once."""
-
-    def __init__(self, columns: Columns) -> None:
-        self._columns = columns
-        self._known: dict[int, list[tuple[int, ...]]] = {}
-
-    def check(
-        self, shape: tuple[int, ...], starts: tuple[tuple[int, ...], ...], sizes: tuple[tuple[int, ...], ...]
-    ) -> None:
-        for values in (shape, *starts, *sizes):
-            same = self._known.setdefault(hash(values), [])
-            if values not in same:
-                same.append(values)
-                if len(same) > _MAX_SHAPES_OF_ONE_HASH or (values and max(values) > _MAX_OFFSET):
-                    raise self._columns.wrong("shapes that nobody has")
-        if 0 in shape and math.prod(filter(None, shape)) > _MAX_OFFSET:  # axes that cannot be multiplied
-            raise self._columns.wrong("a shape whose axes cannot be multiplied")
-        if len(starts) == 1 and sizes[0] == shape and not any(starts[0]):
-            return
-        for first, counts in zip(starts, sizes, strict=True):
-            if any(a + n > whole for a, n, whole in zip(first, counts, shape, strict=True)):
-                raise self._columns.wrong("a chunk outside its tensor")
-        if len(set(starts)) != len(starts):
-            raise self._columns.wrong("two chunks at the same offsets")
+def _check_form(
+    columns: Columns, shape: tuple[int, ...], starts: tuple[tuple[int, ...], ...], sizes: tuple[tuple[int, ...], ...]
+) -> None:
+    if max(shape, default=0) > _MAX_OFFSET:
+        raise columns.wrong("shapes that nobody has")
+    if 0 in shape and math.prod(filter(None, shape)) > _MAX_OFFSET:
+        raise columns.wrong("a shape whose axes cannot be multiplied")
+    if len(starts) == 1 and sizes[0] == shape and not any(starts[0]):
+        return
+    for first, counts in zip(starts, sizes, strict=True):
+        if any(a + n > whole for a, n, whole in zip(first, counts, shape, strict=True)):
+            raise columns.wrong("a chunk outside its tensor")
+    if len(set(starts)) != len(starts):
+        raise columns.wrong("two chunks at the same offsets")
 
 
 def _noted(columns: Columns, words: list[int], keys: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -165,21 +165,7 @@ def _end_records(count: int, directory_bytes: int, directory_at: int, zip64: boo
 
 # ---------------------------------------------------------------------------------------------------------- templates
 
-# A save may hold 20,000 tensors of different shapes, so a template must cost microseconds. Below 4 GiB head and tail
-# are therefore packed by one struct each, whose constant parts are cut here from what the functions above make.
-
-_PADDED_PAYLOAD_HEADERS = tuple(_payload_header(0, padding, zip64=False) for padding in range(ITEM_ALIGNMENT))
-_BARE_HEADER_BYTES = len(_PADDED_PAYLOAD_HEADERS[0])
-
-_SMALL_PICKLE_HEADER = struct.Struct("<14s3I20s")
-_PICKLE_HEADER_PARTS = _SMALL_PICKLE_HEADER.unpack(_local_header(_PICKLE_NAME, _VERSION_20, _UTF8, 0, 0))
-_PICKLE_AT = _SMALL_PICKLE_HEADER.size
-
-
-_SMALL_TAIL = struct.Struct("<8s2I116s3I54s2I14sI56sI57sI33sI2s")
-_TAIL_PARTS = _SMALL_TAIL.unpack(_tail(b"", 0, 0, 0, zip64=False))
-_BYTEORDER_AT = LOCAL_HEADER.size + sum(map(len, _CONSTANTS[0]))
-_CONSTANT_RECORD_BYTES = _BYTEORDER_AT + LOCAL_HEADER.size + sum(map(len, _CONSTANTS[1]))
+_CONSTANT_RECORD_BYTES = sum(LOCAL_HEADER.size + len(name) + len(content) for name, content in _CONSTANTS)
 
 # Where the payload's CRC-32 stands in the tail: in the data descriptor, and in the second entry of the directory.
 _DESCRIPTOR_CRC, _CENTRAL_CRC = 4, 16
@@ -204,33 +190,13 @@ def tensor_template(dtype: str, shape: tuple[int, ...]) -> TensorTemplate:
     if payload_bytes > _MAX_PAYLOAD_BYTES or (shape and min(shape) < 0):
         raise ValueError(f"shape {list(shape)} of a {dtype} tensor: expected sizes >= 0 and less than 2**63 bytes")
     pickle = tensor_pickle(dtype, shape, element_count)
-    pickle_bytes, pickle_crc = len(pickle), zlib.crc32(pickle)
-    payload_at = _PICKLE_AT + pickle_bytes
+    pickle_crc = zlib.crc32(pickle)
     zip64 = payload_bytes >= _ZIP64_FROM_BYTES
-
-    if zip64:
-        padding = -(payload_at + len(_payload_header(0, 0, zip64))) % ITEM_ALIGNMENT
-        payload_header = _payload_header(payload_bytes, padding, zip64)
-    else:
-        payload_header = _PADDED_PAYLOAD_HEADERS[-(payload_at + _BARE_HEADER_BYTES) % ITEM_ALIGNMENT]
-    before, after = _PICKLE_HEADER_PARTS[0], _PICKLE_HEADER_PARTS[4]
-    pickle_header = _SMALL_PICKLE_HEADER.pack(before, pickle_crc, pickle_bytes, pickle_bytes, after)
-    head = b"".join((pickle_header, pickle, payload_header))
-
-    if zip64:
-        tail = _tail(pickle, pickle_crc, len(head), payload_bytes, zip64)
-        crc_positions = _ZIP64_CRC_POSITIONS
-    else:
-        version_at = len(head) + payload_bytes + 16
-        parts = _TAIL_PARTS
-        tail = _SMALL_TAIL.pack(
-            parts[0], payload_bytes, payload_bytes,
-            parts[3], pickle_crc, pickle_bytes, pickle_bytes,
-            parts[7], payload_bytes, payload_bytes, parts[10], payload_at,
-            parts[12], version_at, parts[14], version_at + _BYTEORDER_AT,
-            parts[16], version_at + _CONSTANT_RECORD_BYTES, parts[18],
-        )  # fmt: skip
-        crc_positions = _CRC_POSITIONS
+    begin = _local_header(_PICKLE_NAME, _VERSION_20, _UTF8, pickle_crc, len(pickle)) + pickle
+    padding = -(len(begin) + len(_payload_header(0, 0, zip64))) % ITEM_ALIGNMENT
+    head = begin + _payload_header(payload_bytes, padding, zip64)
+    tail = _tail(pickle, pickle_crc, len(head), payload_bytes, zip64)
+    crc_positions = _ZIP64_CRC_POSITIONS if zip64 else _CRC_POSITIONS
     alignment = PAGE_BYTES if payload_bytes >= LARGE_TENSOR_BYTES else ITEM_ALIGNMENT
     return TensorTemplate(head, payload_bytes, tail, crc_positions, alignment)
 

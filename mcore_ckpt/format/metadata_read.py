@@ -105,7 +105,7 @@ def parse_index(data: bytes, where: str, *, strict: bool = True, name: str = MET
     file = f"{where}/{name}"
     with collector_paused():
         pickled, manifest = split_metadata(data, file)  # compares the checksum, before anything is unpickled
-        builder = _IndexBuilder(where, file, strict, manifest, len(pickled))
+        builder = _IndexBuilder(where, file, strict, manifest)
         if manifest is None or manifest.columns is None:
             return builder.build(_unpickle(pickled, file), _PLANS_NAME in pickled)
         what = f"{file}: the index in its manifest"
@@ -252,7 +252,6 @@ def _not_found(directory: Path, name: str) -> str:
 # ------------------------------------------------------------------------------------------ from stand-ins to index
 
 _MAX_OFFSET = 2**63 - 1
-_MAX_OFFSETS_OF_ONE_HASH = 16
 _DTYPES = {DtypeName(name): name for name in DTYPE_NAMES}  # stand-in -> one str for all entries
 _ZEROS = tuple((0,) * dimensions for dimensions in range(MAX_AXES + 1))
 
@@ -290,9 +289,8 @@ def _unpickle(data: bytes, file: str) -> MetadataState:
 class _IndexBuilder:
     """Checks the stand-ins of one `.metadata` and makes the index of them."""
 
-    def __init__(self, path: str, file: str, strict: bool, manifest: Manifest | None, of_bytes: int) -> None:
+    def __init__(self, path: str, file: str, strict: bool, manifest: Manifest | None) -> None:
         self._manifest = manifest
-        self._chunks_left = of_bytes
         self._blocks: dict[tuple[str, int], array[int]] = {}
         self._path = path
         self._file = file
@@ -371,7 +369,6 @@ class _IndexBuilder:
         if type(storage_data) is not dict:
             raise self._wrong("storage_data", "a dict (is the checkpoint unfinished?)", storage_data)
         items: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
-        by_hash: dict[int, list[tuple[int, ...]]] = {}
         safe_names = self._safe_names
         manifest = self._manifest
         if manifest is not None and len(manifest.crcs) != len(storage_data):
@@ -383,13 +380,6 @@ class _IndexBuilder:
             fqn, offsets = key.fqn, key.offset
             if offsets is not None and (offsets := _checked_sizes(offsets)) is None:
                 raise self._wrong(f"offset of {fqn!r}", "non-negative ints", key.offset)
-            if offsets is not None and offsets is not _ZEROS[len(offsets)]:
-                # Chosen for it, very many would have one hash, and each be compared with all others.
-                same = by_hash.setdefault(hash(offsets), [])
-                if offsets not in same:
-                    same.append(offsets)
-                    if len(same) > _MAX_OFFSETS_OF_ONE_HASH:
-                        raise self._wrong(f"offset of {fqn!r}", "offsets that differ in their hash", offsets)
             if type(info) is not StorageInfoState:
                 raise self._wrong(f"place of {fqn!r}", "a _StorageInfo", info)
             name, offset, length = info.relative_path, info.offset, info.length
@@ -432,9 +422,6 @@ class _IndexBuilder:
             raise self._wrong(f"shape of {fqn!r}", f"at most {MAX_AXES} non-negative ints", entry.size)
         if type(entry.chunks) is not list:
             raise self._wrong(f"chunks of {fqn!r}", "a list", entry.chunks)
-        self._chunks_left -= len(entry.chunks)
-        if self._chunks_left < 0:  # one list for many tensors, which would be built out for each of them
-            raise self._wrong(f"chunks of {fqn!r}", "no more of them in all than bytes", len(entry.chunks))
         if 0 in shape and math.prod(filter(None, shape)) > _MAX_OFFSET:
             raise self._wrong(f"shape of {fqn!r}", "axes that can be multiplied", shape)
         chunks = []

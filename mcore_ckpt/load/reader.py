@@ -37,7 +37,7 @@ from mcore_ckpt.core.boxes import Box, covers, flat_boxes, intersect, relative, 
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, OptionError, ShapeMismatchError
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path, is_supported, ranks_of_this_host
-from mcore_ckpt.core.process import collector_paused, together
+from mcore_ckpt.core.process import collector_paused, run_concurrently
 from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
 from mcore_ckpt.format.integrity import shown_id
@@ -329,7 +329,7 @@ class FileSystemReader(StorageReader):
             CheckpointNotFoundError, CorruptCheckpointError, UnsafePickleError: as `index`.
         """
         self._forget(kwargs.get("rank"))
-        together(self._storage.asks_at_once, self._begin_load, lambda: self.index)
+        run_concurrently(self._storage.asks_at_once, self._begin_load, lambda: self.index)
         return self.dcp_metadata()
 
     def dcp_metadata(self) -> Metadata:

@@ -36,7 +36,7 @@ from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import IF_DAMAGED, ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.core.process import in_parallel, together
+from mcore_ckpt.core.process import in_parallel, run_concurrently
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem
 from mcore_ckpt.format.integrity import BLOCK_BYTES, inner_blocks
 from mcore_ckpt.format.item_layout import tensor_template
@@ -117,7 +117,7 @@ class ItemDecoder:
             spans = coalesce(extents, **files.read_sizes())
             at_once = max(1, files.open_ahead)
             while few := list(islice(spans, at_once)):
-                contents = together(
+                contents = run_concurrently(
                     at_once,
                     *(
                         partial(

@@ -147,14 +147,14 @@ def _agree(wrapper: Any, sharded_state_dict: Any, group: RankGroup) -> _Agreed:
 
 def _chosen(shards: list[Any], columns: Columns, group: RankGroup) -> _Agreed:
     """What the coordinator chooses for the shards of all ranks, as far as this rank has part in it."""
-    told = group.run_gather_parts(_WHAT, lambda: tell(shards, _megatrons_size), wrap=SaveError)
+    told = group.gather_parts(_WHAT, lambda: tell(shards, _megatrons_size), wrap=SaveError)
 
     def choose() -> list[tuple[bytes, bytes, bool]]:
         held = merged(told or ())
         given, own = secrets.token_bytes(8), own_of_each_rank(held, megatrons_owners(held))
         return [(given, bits, held.is_each_main_once) for bits in own]
 
-    given, bits, mains_are_saved = group.run_scattered(_WHAT, choose, wrap=SaveError)
+    given, bits, mains_are_saved = group.scatter(_WHAT, choose, wrap=SaveError)
     own = _shard_ids(compress(shards, flags_of(bits, len(shards))))
     distribution = megatron_module("exchange_utils").ShardDistribution(
         dict.fromkeys(own, group.rank), set(own), {}, {shard_id: [group.rank] for shard_id in own}

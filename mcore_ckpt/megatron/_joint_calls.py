@@ -3,8 +3,8 @@
 **Loads.** To Megatron-Core 0.17 all ranks load together. Later ones let some load alone, but not where Megatron's
 `load` checks the access integrity, as it does by default, or looks for keys that no rank asks for, nor behind a fully
 parallel wrapper: there it gathers from all ranks. So all come together there, and one exchange more says whether their
-options agree. A rank that fails tells the others in the next exchange of this package (`RankGroup.give_up`). One is
-made ahead of whatever Megatron gathers (`JointLoad.sync`), so that the others are never in a gather which this rank
+options agree. A rank that fails tells the others in the next exchange of this package (`RankGroup.tell_failure`). One
+is made ahead of whatever Megatron gathers (`JointLoad.sync`), so that the others are never in a gather which this rank
 does not reach.
 
 **Validation.** Megatron gathers all shards of all ranks on every rank, at each save and load, and sends the common
@@ -32,9 +32,9 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import LoadError, OptionError, Outcome, PlanError, SaveError
+from mcore_ckpt.core.errors import LoadError, OptionError, PlanError, SaveError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
-from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, mark_as_told, reached_every_rank
+from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, reached_every_rank
 from mcore_ckpt.directory.in_force import read_common_file
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import Manifest, shown_id
@@ -77,8 +77,7 @@ class JointLoad:
     def tell(self, error: BaseException) -> None:
         """Tell the others what this rank alone has raised, if they still come to an exchange of this package."""
         if not self._is_over and not reached_every_rank(error):
-            Outcome.of(functools.partial(self.group.give_up, "load", error, wrap=LoadError))
-            mark_as_told(error)
+            self.group.tell_failure("load", error, wrap=LoadError)
 
 
 _joint_load: ContextVar[JointLoad | None] = ContextVar("_joint_load", default=None)
@@ -235,8 +234,7 @@ class SaveCall:
 
     def _give_up(self, groups: list[RankGroup], error: BaseException) -> None:
         for group in groups:
-            Outcome.of(functools.partial(group.give_up, "save", error, wrap=SaveError))
-        mark_as_told(error)
+            group.tell_failure("save", error, wrap=SaveError)
 
 
 _save_call: ContextVar[SaveCall | None] = ContextVar("_save_call", default=None)
@@ -388,7 +386,7 @@ def _checking(stock: Any) -> Any:
 def _check_load(requested: _Ungathered) -> None:
     group = coordination_group(requested.group)
     what = "check what is loaded"
-    told = group.run_gather_parts(what, requested.accesses.told, wrap=PlanError)
+    told = group.gather_parts(what, requested.accesses.told, wrap=PlanError)
     group.run_on_coordinator(what, functools.partial(check_requests, told or ()), wrap=PlanError)
     if (joint := joint_load()) is not None:
         joint.has_made("check")

@@ -183,7 +183,7 @@ def prove_load(
     found = group.run_merged(_WHAT, sums, _Sums.merged, _Sums.concluded, wrap=LoadError)
     outcome = _Outcome(found.compared, found.state)
     if not found.tells_all:
-        gathered = group.run_gather(_WHAT, lambda: held, wrap=LoadError)
+        gathered = group.gather(_WHAT, lambda: held, wrap=LoadError)
         outcome = group.run_on_coordinator(_WHAT, partial(_differing, gathered, directory), wrap=LoadError)
     if group.is_coordinator:
         _say(group, directory, options, found, outcome)

@@ -290,11 +290,8 @@ def _load_whole(read: Callable[[Path], Any], named: Path, options: LoadOptions, 
         before = metadata_version(directory)
         outcome = Outcome.of(partial(read, directory))
         replaced_meanwhile = metadata_version(directory) != before
-        told = group.all_gather(
-            "tell of a damaged checkpoint",
-            (_damage(outcome.error), _fate(outcome.error), replaced_meanwhile),
-            wrap=LoadError,
-        )
+        own = (_damage(outcome.error), _fate(outcome.error), replaced_meanwhile)
+        told = group.run("tell of a damaged checkpoint", lambda: own, wrap=LoadError)  # noqa: B023  (called at once)
         fates = {fate for _, fate, _ in told}
         if "failed" in fates and "interrupted" not in fates and any(is_another for _, _, is_another in told):
             # No damage as far as is known: another checkpoint has replaced the one that was there.

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from mcore_ckpt.core.console import line_level, logger_of
 from mcore_ckpt.core.errors import KindMismatchError, LoadError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host
-from mcore_ckpt.core.process import together
+from mcore_ckpt.core.process import run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, interrupts_wait_for_others, without_modes
 from mcore_ckpt.directory.iterations import is_checkpoint_name, iteration_of, tracked_name
 from mcore_ckpt.directory.publish import remove_tensors
@@ -342,7 +342,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         storage = storage_at(path)
         with contextlib.ExitStack() as load:
             begin = partial(load.enter_context, storage.in_use(METADATA_FILE))
-            _, reader = together(storage.asks_at_once, begin, partial(self._opened, path))
+            _, reader = run_concurrently(storage.asks_at_once, begin, partial(self._opened, path))
             load.enter_context(reader.other_tier_in_use())
             version = tuple(reader.index_version or ())
             source = SaveIdentity.of(reader.index.manifest, version)

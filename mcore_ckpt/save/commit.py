@@ -32,7 +32,7 @@ from mcore_ckpt.core.console import line_level, logger_of, show_aside
 from mcore_ckpt.core.errors import Outcome, PlanError, SaveError
 from mcore_ckpt.core.fingerprints import products
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.process import interruptible, together
+from mcore_ckpt.core.process import interruptible, run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, interrupts_wait_for_others, reached_every_rank
 from mcore_ckpt.directory.commit import note_name
 from mcore_ckpt.directory.in_force import is_in_force
@@ -399,7 +399,7 @@ class SaveTransaction:
         group, directory = self._group, self._directory
         try:
             mine = Outcome.of(interruptible()(partial(self._finished, plan)))
-            gathered = group.run_gather("write the data files", mine.value, wrap=SaveError)
+            gathered = group.gather("write the data files", mine.value, wrap=SaveError)
             waited = time.monotonic()
             self._spans.append(Span("gather", started, waited))
             self._publishes = True
@@ -445,7 +445,7 @@ class SaveTransaction:
         try:
             describe, check = partial(self._describe, plan, gathered), partial(directory.check, seen)
             if described is None:
-                made, _ = together(directory.storage.asks_at_once, describe, check)
+                made, _ = run_concurrently(directory.storage.asks_at_once, describe, check)
             else:
                 check()
                 made = described
@@ -510,7 +510,7 @@ class SaveTransaction:
 
     def _warn_of_replicas(self, plan: SavePlan, gathered: list[Written] | None) -> None:
         """All ranks, of a save whose digests do not tell that all replicas are equal: name those that differ."""
-        sums = self._group.run_gather("compare the replicas", self._replicas.value, wrap=SaveError)
+        sums = self._group.gather("compare the replicas", self._replicas.value, wrap=SaveError)
         if sums is None or gathered is None or plan.planned is None:
             return
         found = plan.planned.replicas.diverged(_crcs_of(gathered), [each or ReplicaSums.none() for each in sums])

@@ -670,7 +670,7 @@ def _told(validation: Validation | None, state: Outcome[RankState], held: Callab
 def _check_accesses(told: Callable[[], list[bytes]], planned: Planned | None, group: RankGroup) -> None:
     """Check what ranks hold besides what they write, of which the plan is known to be right."""
     what = "check what ranks hold"
-    gathered = group.run_gather_parts(what, told, wrap=SaveError) or []
+    gathered = group.gather_parts(what, told, wrap=SaveError) or []
 
     def check() -> None:
         assert planned is not None
@@ -693,7 +693,7 @@ def _plan_together(
         own_shapes = {spec.key: spec.original_shape for spec in specs if spec.original_shape is not None}
         return [pickle.dumps((layout.value().plan.encode(), own_shapes)), *told()]
 
-    gathered = group.run_gather_parts("plan the save", encode, wrap=SaveError) or []
+    gathered = group.gather_parts("plan the save", encode, wrap=SaveError) or []
     planned: list[Planned] = []
 
     def check() -> None:

@@ -314,7 +314,7 @@ def fingerprint(
     if found.is_megatrons and not names:
         return StateFingerprint(str(found.words ^ state_words((*one, 0, True) for one in found.empty)))
     take = partial(parts_of, replicas=True) if found.is_megatrons else _dcp_parts
-    gathered = group.run_gather(what, lambda: list(take(built[0])), wrap=PlanError)
+    gathered = group.gather(what, lambda: list(take(built[0])), wrap=PlanError)
     compared = group.run_on_coordinator(what, lambda: _compared(gathered or []), wrap=PlanError)
     return compared if names else StateFingerprint(compared.total)
 

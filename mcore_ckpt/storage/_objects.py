@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
-from mcore_ckpt.core.process import together
+from mcore_ckpt.core.process import run_concurrently
 from mcore_ckpt.storage._object_client import ABSENT, Listing, ObjectClient, ObjectState, UndecidedError, Upload
 from mcore_ckpt.storage.base import (
     DirectIo,
@@ -92,7 +92,7 @@ class ObjectWriter(RangeWriter):
             raise save_error(f"writing bytes [{offset}, {offset + len(content)})", self.name, error) from error
 
     def _begun(self) -> Upload:
-        upload, _ = together(
+        upload, _ = run_concurrently(
             2, partial(self._client.upload, self._key, self._part_bytes, self._put_id), self._look_for_others
         )
         return upload

@@ -26,7 +26,7 @@ def test_a_world_of_one_needs_no_process_group() -> None:
     group = coordination_group()
     assert (group.rank, group.size, group.is_coordinator) == (0, 1, True)
     assert group.run("think", lambda: 42, wrap=CheckpointError) == [42]
-    assert group.run_gather("collect", lambda: "x", wrap=CheckpointError) == ["x"]
+    assert group.gather("collect", lambda: "x", wrap=CheckpointError) == ["x"]
     assert group.run_on_coordinator("plan", lambda: {"a": 1}, wrap=CheckpointError) == {"a": 1}
     assert group.run_on_coordinator("distribute", lambda: b"\0" * _BIG, wrap=CheckpointError) == b"\0" * _BIG
     assert group.any("test", True, wrap=CheckpointError)
@@ -88,7 +88,7 @@ def _values(rank: int) -> dict[str, Any]:
         "small": group.run("a", lambda: rank * 10, wrap=CheckpointError),
         "big": [len(part) for part in group.run("b", lambda: big, wrap=CheckpointError)] == [10, _BIG, 10],
         "gathered": None
-        if (parts := group.run_gather("collect", lambda: big, wrap=CheckpointError)) is None
+        if (parts := group.gather("collect", lambda: big, wrap=CheckpointError)) is None
         else [(len(p), p[:1]) for p in parts],
         "one": group.run_on_coordinator("plan", lambda: ["plan", rank], wrap=CheckpointError),
         "one_big": group.run_on_coordinator("distribute", lambda: bytes([rank]) * _BIG, wrap=CheckpointError)
@@ -96,7 +96,9 @@ def _values(rank: int) -> dict[str, Any]:
         "any": (group.any("test", rank == 2, wrap=CheckpointError), group.any("test", False, wrap=CheckpointError)),
         "maximum": group.maximum("test", [rank, -rank], wrap=CheckpointError),
         "merged": group.run_merged("add", lambda: [rank], operator.add, sorted, wrap=CheckpointError),
-        "unequal_any_size": [len(p) for p in group.all_gather("test", b"x" * (1000 + rank * 10), wrap=CheckpointError)],
+        "unequal_any_size": [
+            len(p) for p in group.run("test", lambda: b"x" * (1000 + rank * 10), wrap=CheckpointError)
+        ],
     }
 
 
@@ -122,7 +124,7 @@ def _scattered(rank: int, sizes: list[int]) -> list[tuple[int, int]]:
         group = dist.new_group(list(range(size)))
         if rank < size:
             own = coordination_group(group)
-            given = own.run_scattered(
+            given = own.scatter(
                 "share", lambda n=size: [bytes([r]) * (r * _BIG // n + 1) for r in range(n)], wrap=SaveError
             )
             found.append((given[0], len(given)))
@@ -142,9 +144,9 @@ def _cannot_be_scattered(rank: int, _: Any = None) -> str:
         raise MissingKeyError("nothing to share")
 
     try:
-        group.run_scattered("share", none, wrap=SaveError)
+        group.scatter("share", none, wrap=SaveError)
     except MissingKeyError as error:
-        assert group.all_gather("test", rank, wrap=CheckpointError) == list(range(group.size))
+        assert group.run("test", lambda: rank, wrap=CheckpointError) == list(range(group.size))
         return str(error)
     raise AssertionError("nothing was raised")
 
@@ -172,7 +174,7 @@ def _fails_on(rank: int, failing: list[int], kind: str, method: str, huge: bool)
     except CheckpointError as error:
         own_cause = error.__cause__ is not None and "step" in str(traceback.extract_tb(error.__cause__.__traceback__))
         # The ranks must still be in step after the failure.
-        assert group.all_gather("test", rank, wrap=CheckpointError) == list(range(group.size))
+        assert group.run("test", lambda: rank, wrap=CheckpointError) == list(range(group.size))
         return type(error).__name__, str(error), own_cause, reached_every_rank(error)
     raise AssertionError("nothing was raised")
 
@@ -185,7 +187,7 @@ def _merged(group: RankGroup, what: str, fn: Any, *, wrap: Any) -> Any:
     ("method", "kind", "class_name"),
     [
         ("run", "ours", "MissingKeyError"),
-        ("run_gather", "system", "LoadError"),
+        ("gather", "system", "LoadError"),
         ("run_merged", "ours", "MissingKeyError"),
     ],
 )
@@ -202,7 +204,7 @@ def test_the_first_cause_is_raised_on_every_rank(method: str, kind: str, class_n
     assert all(reached for *_, reached in outcomes)
 
 
-@pytest.mark.parametrize(("method", "failing"), [("run", [1]), ("run_gather", [0, 1])])
+@pytest.mark.parametrize(("method", "failing"), [("run", [1]), ("gather", [0, 1])])
 def test_a_failure_with_a_long_message(method: str, failing: list[int]) -> None:
     for name, message, _, _ in run_ranks(_fails_on, 2, failing, "ours", method, True):
         assert name == "MissingKeyError"
@@ -264,7 +266,7 @@ def _come_apart(rank: int, odd: int, way: str) -> str:
     settings = {"compare_replicas": "always" if rank == odd and way == "setting" else "off"}
     steps: dict[str, Any] = {
         "exchange": partial(group.maximum, "test", [1, 2]),
-        "gathering": partial(group.run_gather_parts, "gather", lambda: [bytes(_BIG)]),
+        "gathering": partial(group.gather_parts, "gather", lambda: [bytes(_BIG)]),
         "setting": partial(group.run_merged, "add", lambda: {rank}, operator.or_, sorted),
     }
     step = steps[way if rank == odd else "setting"]
@@ -272,7 +274,7 @@ def _come_apart(rank: int, odd: int, way: str) -> str:
         step(wrap=SaveError)
     assert reached_every_rank(caught.value)
     # The ranks must still be in step.
-    assert group.all_gather("test", rank, wrap=CheckpointError) == list(range(group.size))
+    assert group.run("test", lambda: rank, wrap=CheckpointError) == list(range(group.size))
     return str(caught.value)
 
 
@@ -333,15 +335,14 @@ def _beside_nccl(rank: int, world_size: int, directory: str) -> tuple[list[int],
     with pytest.MonkeyPatch.context() as monkeypatch:
         counting = _Counting(monkeypatch)
         first = coordination_group()
-        assert coordination_group().all_gather("test", rank, wrap=CheckpointError) == first.all_gather(
-            "test", rank, wrap=CheckpointError
-        )
+        again = coordination_group().run("test", lambda: rank, wrap=CheckpointError)
+        assert again == first.run("test", lambda: rank, wrap=CheckpointError)
         after_two_calls = counting.made
         store = dist.FileStore(f"{directory}/store", world_size)
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        gathered = coordination_group().all_gather("test", rank, wrap=CheckpointError)
-        assert coordination_group().all_gather("test", rank, wrap=CheckpointError) == gathered
+        gathered = coordination_group().run("test", lambda: rank, wrap=CheckpointError)
+        assert coordination_group().run("test", lambda: rank, wrap=CheckpointError) == gathered
         return [after_two_calls, counting.made], gathered, first.size
 
 
@@ -362,13 +363,13 @@ def _subset(rank: int) -> Any:
                 coordination_group(subset)
             return None
         group = coordination_group(subset)
-        gathered = group.run_gather("collect", lambda: rank, wrap=CheckpointError)
+        gathered = group.gather("collect", lambda: rank, wrap=CheckpointError)
         return (
             group.rank,
             group.size,
             gathered,
             group.run_on_coordinator("distribute", lambda: rank, wrap=CheckpointError),
-            group.run_gather("collect", lambda: bytes(_BIG), wrap=CheckpointError) is not None,
+            group.gather("collect", lambda: bytes(_BIG), wrap=CheckpointError) is not None,
         )
 
 
@@ -396,7 +397,7 @@ def _waited_for(rank: int, who: int, exchange: str) -> None:
     if rank == who:
         os.kill(os.getpid(), signal.SIGSTOP)
     if exchange == "parts":
-        group.run_gather_parts("meet", lambda: [bytes([rank]) * 5000], wrap=SaveError)
+        group.gather_parts("meet", lambda: [bytes([rank]) * 5000], wrap=SaveError)
     group.run_on_coordinator("meet", lambda: None, wrap=SaveError)
     group.run("meet", lambda: None, wrap=SaveError)
 

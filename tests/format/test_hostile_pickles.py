@@ -95,12 +95,12 @@ OBJECTS = {
 
 
 DEEP = {
-    "lists": b"]" * 200_000 + b"a" * 199_999 + b".",
-    "tuples": b")" + b"\x85" * 300_000 + b".",
+    "lists": b"]" * 50_000 + b"a" * 49_999 + b".",
+    "tuples": b")" + b"\x85" * 50_000 + b".",
     "namespaces": (name("argparse.Namespace") + b")\x81}" + text("a")) * 5_000 + b"N" + b"sb" * 5_000 + b".",
     "lists by reference": b"]q\x000" + b"".join(
         b"]h%bar%b0" % (bytes((0,)), b"\x00\x00\x00\x00") for _ in range(10_000)) + b"h\x00.",
-    "pairs of the same": b")" + b"2\x86" * 150_000 + b".",
+    "pairs of the same": b")" + b"2\x86" * 30_000 + b".",
 }  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import pickle
 import shutil
 from pathlib import Path
@@ -19,7 +18,6 @@ from tests.format import independent_reader as independent
 from tests.support.local_files import data_file
 
 GOLDEN = sorted(path.parent for path in (Path(__file__).parent / "golden").glob("ours-*/.metadata"))
-ITEM = Path(__file__).parent / "items" / "own-bfloat16-20x30.pt"
 
 
 def write(path: Path, state: dict[str, Any], **keywords: Any) -> None:
@@ -141,13 +139,3 @@ def test_golden(path: Path) -> None:
 
 def test_there_is_a_golden_checkpoint() -> None:
     assert GOLDEN
-
-
-def test_the_example_of_the_page() -> None:
-    item = ITEM.read_bytes()
-    payload, crc = independent.tensor_payload(item, "bfloat16", (20, 30), "example")
-    assert payload == raw(torch.arange(600).to(torch.bfloat16))
-    head, tail = independent.tensor_form("bfloat16", (20, 30), crc)
-    assert (len(head), len(item)) == (256, 1840)
-    assert head + payload + tail == item
-    assert math.prod((20, 30)) * 2 == len(payload)

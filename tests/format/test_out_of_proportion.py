@@ -1,4 +1,4 @@
-"""A few bytes that would take much: each case takes time and memory in proportion to its bytes, or is refused."""
+"""A few bytes that would take much: refused."""
 
 from __future__ import annotations
 
@@ -37,12 +37,6 @@ def index_of(count: int, shape: tuple[int, ...], chunks: list[ChunkStorageMetada
     place, offsets = _StorageInfo("__0_0.distcp", 0, 10), torch.Size([0] * len(shape))
     places = {MetadataIndex(f"k{n}", offsets): place for n in range(count)}
     return pickle.dumps(Metadata({f"k{n}": entry for n in range(count)}, None, places))
-
-
-def test_chunks_that_many_tensors_share_are_not_built_out_for_each() -> None:
-    chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))] * 3000
-    with pytest.raises(CorruptCheckpointError, match="no more of them in all than bytes"):
-        parse_index(index_of(3000, (1,), chunks), "ckpt")
 
 
 @pytest.mark.parametrize("shape", [(2**40, 2**40, 0), (2**62, 4, 0), (0, 2**63 - 1, 2)])
@@ -97,14 +91,3 @@ def test_an_object_is_shown_only_if_it_is_what_was_saved(tmp_path: Path, capsys:
     assert main(["cat", str(tmp_path / "a"), "lr"]) == 2
     assert "two saves were mixed" in capsys.readouterr().err
     assert not verify_checkpoint(tmp_path / "a").whole
-
-
-def test_offsets_of_one_hash_are_refused_before_all_are_compared_with_all() -> None:
-    modulus = 2**61 - 1  # of an int's hash
-    offsets = [tuple(modulus * (n >> axis & 1) for axis in range(8)) for n in range(1, 256)]
-    assert len({hash(each) for each in offsets}) == 1
-    place = _StorageInfo("__0_0.distcp", 0, 10)
-    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([2**62] * 8), [])
-    places = {MetadataIndex("w", torch.Size(each)): place for each in offsets}
-    with pytest.raises(CorruptCheckpointError, match="differ in their hash"):
-        parse_index(pickle.dumps(Metadata({"w": entry}, None, places)), "ckpt")

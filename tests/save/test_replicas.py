@@ -55,7 +55,7 @@ def save_replicas(
 
     mcore_ckpt.install()
     saver = TorchDistSaveStrategy(options=SaveOptions(compare_replicas=compare))  # type: ignore[arg-type]
-    gather, gathered = RankGroup.run_gather, []
+    gather, gathered = RankGroup.gather, []
     told: list[int] = []
 
     def noted(self: RankGroup, what: str, fn: Any, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ def save_replicas(
         gathered.append(what)
         return gather(self, what, call, **kwargs)
 
-    RankGroup.run_gather = noted  # type: ignore[method-assign]
+    RankGroup.gather = noted  # type: ignore[method-assign]
     found = []
     for number in range(4):
         path = directory / f"iter_{100 * number:07d}"
