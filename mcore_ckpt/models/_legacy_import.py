@@ -372,22 +372,16 @@ def _check_same(payloads: FilePayloads, pairs: Iterable[tuple[_Shard, _Shard, st
             payloads.read_into(one, start, views[0])
             payloads.read_into(two, start, views[1])
             if views[0] != views[1]:
-                byte = start + next(n for n, (a, b) in enumerate(zip(*views, strict=True)) if a != b)
-                raise _differ(payloads, first, other, key, byte // element_bytes(entry.dtype), entry.shape)
-
-
-def _differ(
-    payloads: FilePayloads, first: _Shard, other: _Shard, key: str, at: int, shape: tuple[int, ...]
-) -> CorruptCheckpointError:
-    place = []
-    for size in reversed(shape):
-        place.append(at % size)
-        at //= size
-    return CorruptCheckpointError(
-        f"{payloads.index.path}: {key} is the same on all ranks that hold it, but {first.where} and {other.where} "
-        f"differ, first at element {place[::-1]} of {list(shape)}. One of the files is of another checkpoint, or the "
-        "job has let its ranks drift apart; nothing was written"
-    )
+                byte = next(n for n, (a, b) in enumerate(zip(*views, strict=True)) if a != b)
+                at, place = (start + byte) // element_bytes(entry.dtype), []
+                for size in reversed(entry.shape):
+                    place.append(at % size)
+                    at //= size
+                raise CorruptCheckpointError(
+                    f"{payloads.index.path}: {key} is the same on all ranks that hold it, but {first.where} and "
+                    f"{other.where} differ, first at element {place[::-1]} of {list(entry.shape)}. One of the files is "
+                    "of another checkpoint, or the job has let its ranks drift apart; nothing was written"
+                )
 
 
 def _payload(payloads: FilePayloads, base: str) -> StoredPayload:

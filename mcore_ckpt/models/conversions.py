@@ -91,19 +91,9 @@ def export_checkpoint(
         only: keys to carry (shell pattern, or a part of the key). `safetensors`, `torch`, `dcp`.
         arch: the model's family; `auto`: as arguments or `config.json` say. `hf`.
         hf_config: directory to take `config.json` and tokenizer files from; checked against shapes. `hf`.
-        tp: tensor parallel size. `megatron-legacy`.
-        pp: pipeline parallel size. `megatron-legacy`.
-        ep: expert parallel size. `megatron-legacy`.
-        etp: tensor parallel size of experts, 1 or as `tp`; None: as `tp`. `megatron-legacy`.
-        vpp: chunks of the model that each pipeline stage has. `megatron-legacy`.
-        dtype: convert the model's floating-point tensors: `bf16`, `fp16`, `fp32`, or torch's names.
-        drop_optimizer: leave the optimizer's state out.
-        workers: threads, and tensors in progress at once.
-        memory_bytes: memory to stay within; also as text, such as `512MiB`.
-        verify: compare the target with the source by checksum before it appears, if it is a checkpoint.
-        restart: throw away what an interrupted run has left, instead of resuming it.
-        dry_run: write nothing; the report has a row for each tensor.
-        progress: show a bar; None: if standard error is a terminal.
+        tp, pp, ep, etp, vpp: parallel sizes of the files; `etp` is 1 or as `tp` (None), `vpp` how many chunks of the
+            model each pipeline stage has. `megatron-legacy`.
+        dtype, drop_optimizer, workers, memory_bytes, verify, restart, dry_run, progress: as for `reshard_checkpoint`.
 
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError, ChecksumError: the source cannot be read, or is damaged.
@@ -173,11 +163,8 @@ def import_checkpoint(
             Face model. `"dcp"`, `"ucp"`: a checkpoint of FSDP2, Megatron-FSDP, DeepSpeed or Megatron-DeepSpeed, with
             Hugging Face's names where `hf_config` is given, otherwise with Megatron's. `"megatron-legacy"`: what a
             job has saved with `--ckpt-format torch`.
-        tp: tensor parallel size of the target's files, which a job loads under others, too. None: 1, of
-            `megatron-legacy` that of the source.
-        pp: pipeline parallel size, likewise.
-        ep: expert parallel size, likewise.
-        etp: tensor parallel size of experts; None: as `tp`. Not with `files`.
+        tp, pp, ep, etp: parallel sizes of the target's files, which a job loads under others, too. None: 1, of
+            `megatron-legacy` those of the source; `etp` as `tp`, and not with `files`.
         rename: rules, or a file of lines: key pattern (regular expression), replacement or `-` to drop the key.
             `files`, `dcp`, `ucp`.
         rules: partition rules, as for `reshard_checkpoint`; they see the new keys. `files`.
@@ -189,14 +176,7 @@ def import_checkpoint(
         vocabulary_multiple: the job's `--make-vocab-size-divisible-by`.
         global_batch_size: of the job that resumes with the optimizer's state, where no samples are stored: it resumes
             at the optimizer's step, behind as many samples.
-        dtype: convert the model's floating-point tensors: `bf16`, `fp16`, `fp32`, or torch's names. All kinds.
-        drop_optimizer: leave the optimizer's state out.
-        workers: threads, and tensors in progress at once.
-        memory_bytes: memory to stay within; also as text, such as `512MiB`.
-        verify: compare the target with the source by checksum before it appears.
-        restart: throw away what an interrupted run has left, instead of resuming it.
-        dry_run: write nothing; the report has a row for each tensor.
-        progress: show bars; None: if standard error is a terminal.
+        dtype, drop_optimizer, workers, memory_bytes, verify, restart, dry_run, progress: as for `reshard_checkpoint`.
 
     Raises:
         CheckpointNotFoundError: there is nothing to import.

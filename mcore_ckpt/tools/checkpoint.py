@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -72,8 +72,20 @@ class Checkpoint(Mapping[str, Any]):
         self._version = version
         self.path = checkpoint_path(index.path)
         self.index = index
-        self.tensors: Mapping[str, LazyTensor] = _Tensors(self)
-        self.objects: Mapping[str, Any] = _Objects(self)
+        self.tensors: Mapping[str, LazyTensor] = _Stored(
+            index.tensors,
+            index.objects,
+            lambda key: LazyTensor(self, index.tensors[key]),
+            "an object is stored under this key, not a tensor; see `objects`",
+            self,
+        )
+        self.objects: Mapping[str, Any] = _Stored(
+            index.objects,
+            index.tensors,
+            self._object,
+            "a tensor is stored under this key, not an object; see `tensors`",
+            self,
+        )
         self.payloads = StoredPayloads(index, page_cache=options.page_cache)
         self._options = options
         self._reader: FileSystemReader | None = None
@@ -129,6 +141,10 @@ class Checkpoint(Mapping[str, Any]):
             self._reader.read_by(self.index, self._version)
         return self._reader
 
+    def _object(self, key: str) -> Any:
+        with self.of_one_save():
+            return self.reader().read_object(key)
+
     def of_one_save(self) -> AbstractContextManager[None]:
         """Around a read: raises `LoadError` if a save has replaced the checkpoint since it was opened."""
         return of_one_save(self.index, self._version)
@@ -149,42 +165,29 @@ class Checkpoint(Mapping[str, Any]):
         self.close()
 
 
-class _Tensors(Mapping[str, "LazyTensor"]):
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+class _Stored(Mapping[str, Any]):
+    """The tensors or the objects of a checkpoint: `get` gives one by its key; `refusal` is said of the other kind."""
 
-    def __getitem__(self, key: str) -> LazyTensor:
-        entry = self._checkpoint.index.tensors.get(key)
-        if entry is None:
-            if key in self._checkpoint.index.objects:
-                raise KindMismatchError(f"{key}: an object is stored under this key, not a tensor; see `objects`")
-            raise self._checkpoint.missing(key)
-        return LazyTensor(self._checkpoint, entry)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._checkpoint.index.tensors)
-
-    def __len__(self) -> int:
-        return len(self._checkpoint.index.tensors)
-
-
-class _Objects(Mapping[str, Any]):
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    def __init__(
+        self,
+        keys: Collection[str],
+        others: Collection[str],
+        get: Callable[[str], Any],
+        refusal: str,
+        checkpoint: Checkpoint,
+    ) -> None:
+        self._keys, self._others, self._get, self._refusal, self._checkpoint = keys, others, get, refusal, checkpoint
 
     def __getitem__(self, key: str) -> Any:
-        if key not in self._checkpoint.index.objects:
-            if key in self._checkpoint.index.tensors:
-                raise KindMismatchError(f"{key}: a tensor is stored under this key, not an object; see `tensors`")
-            raise self._checkpoint.missing(key)
-        with self._checkpoint.of_one_save():
-            return self._checkpoint.reader().read_object(key)
+        if key in self._keys:
+            return self._get(key)
+        raise KindMismatchError(f"{key}: {self._refusal}") if key in self._others else self._checkpoint.missing(key)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._checkpoint.index.objects)
+        return iter(self._keys)
 
     def __len__(self) -> int:
-        return len(self._checkpoint.index.objects)
+        return len(self._keys)
 
 
 class LazyTensor:

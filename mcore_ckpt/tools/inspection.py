@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
@@ -289,30 +289,15 @@ def object_rows(index: CheckpointIndex, pattern: str | None = None) -> Iterator[
                 yield ObjectRow(fqn, shard.key, shard.offset, shard.shape, *place)
 
 
-class _FileTally:
-    def __init__(self) -> None:
-        self.count = 0
-        self.nbytes = 0
-        self.start: int | None = None
-        self.stop = 0
-        self.spans: set[tuple[int, int]] = set()
-
-    def add(self, item: StoredItem) -> None:
-        self.count += 1
-        self.nbytes += item.length
-        self.start = item.offset if self.start is None else min(self.start, item.offset)
-        self.stop = max(self.stop, item.offset + item.length)
-        self.spans.add((item.offset, item.offset + item.length))
-
-    @property
-    def region(self) -> tuple[int, int] | None:
-        return None if self.start is None else (self.start, self.stop)
+def _region(items: Sequence[StoredItem]) -> tuple[int, int] | None:
+    """From the first to the last byte of some items of a file."""
+    return (min(item.offset for item in items), max(item.offset + item.length for item in items)) if items else None
 
 
-def _covered_bytes(spans: Iterable[tuple[int, int]]) -> int:
-    """Bytes that lie in at least one span."""
+def _covered_bytes(items: Iterable[StoredItem]) -> int:
+    """Bytes that lie in at least one item."""
     covered = end = 0
-    for start, stop in sorted(spans):
+    for start, stop in sorted({(item.offset, item.offset + item.length) for item in items}):
         covered += max(0, stop - max(start, end))
         end = max(end, stop)
     return covered
@@ -320,33 +305,20 @@ def _covered_bytes(spans: Iterable[tuple[int, int]]) -> int:
 
 def file_rows(index: CheckpointIndex) -> list[FileRow]:
     """The data files that the index names, by rank and name."""
-    tensors: dict[str, _FileTally] = {}
-    objects: dict[str, _FileTally] = {}
+    items: dict[str, tuple[list[StoredItem], list[StoredItem]]] = {}  # of tensors, of objects
     for tensor in index.tensors.values():
         for chunk in tensor.chunks:
-            tensors.setdefault(chunk.item.file, _FileTally()).add(chunk.item)
+            items.setdefault(chunk.item.file, ([], []))[0].append(chunk.item)
     for entry in index.objects.values():
-        objects.setdefault(entry.item.file, _FileTally()).add(entry.item)
+        items.setdefault(entry.item.file, ([], []))[1].append(entry.item)
     rows = []
-    sizes = _sizes(index.path, {*tensors, *objects})
-    for file in sorted({*tensors, *objects}, key=_file_order):
-        tensor_data, bytes_data = tensors.get(file, _FileTally()), objects.get(file, _FileTally())
+    sizes = _sizes(index.path, items)
+    for file in sorted(items, key=_file_order):
+        tensors, objects = items[file]
         size_bytes = sizes.get(file)
-        unused = None if size_bytes is None else size_bytes - _covered_bytes(tensor_data.spans | bytes_data.spans)
-        rows.append(
-            FileRow(
-                file,
-                data_file_rank(file),
-                size_bytes,
-                tensor_data.count,
-                tensor_data.nbytes,
-                tensor_data.region,
-                bytes_data.count,
-                bytes_data.nbytes,
-                bytes_data.region,
-                unused,
-            )
-        )
+        unused = None if size_bytes is None else size_bytes - _covered_bytes((*tensors, *objects))
+        halves = [(len(own), sum(item.length for item in own), _region(own)) for own in (tensors, objects)]
+        rows.append(FileRow(file, data_file_rank(file), size_bytes, *halves[0], *halves[1], unused))
     return rows
 
 

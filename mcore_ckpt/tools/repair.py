@@ -66,75 +66,54 @@ def repair_checkpoint(
             describe the files that are to be repaired.
         SaveError: a save, or another repair, holds the damaged checkpoint's directory, or it cannot be written.
     """
-    if dry_run:
-        return _repair(report, _Untouched(checkpoint_path(report.path)), checkpoint_directory(other), progress)
-    damaged = _Damaged(checkpoint_path(report.path))
+    damaged = _Damaged(checkpoint_path(report.path), dry_run=dry_run)
     try:
         return _repair(report, damaged, checkpoint_directory(other), progress)
     finally:
         damaged.end()
 
 
-class _Untouched:
-    """The damaged checkpoint, of which nothing changes: what would be written counts as written."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.storage = storage_at(path)
-
-    def check_held(self) -> None:
-        """Nothing is held."""
-
-    def publish_index(self, content: bytes) -> None:
-        """Do nothing."""
-
-    def publish_common(self, name: str, content: bytes) -> bool:
-        """Do nothing."""
-        return True
-
-    def put_file(self, name: str, content: RangeReader) -> bool:
-        """Do nothing."""
-        return True
-
-    def write(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
-        """Do nothing; False if there is no such file."""
-        return self.storage.exists(name)
-
-
-class _Damaged(_Untouched):
-    """The damaged checkpoint; all writes to it are here. Its note keeps saves out, as a rule; what is written in place
-    is written only while the checkpoint is still in force.
+class _Damaged:
+    """The damaged checkpoint; all writes to it (in a dry run none) are here. Its note keeps saves out, as a rule; what
+    is written in place is written only while the checkpoint is still in force.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._commit = Commit.begin(self.storage)
+    def __init__(self, path: Path, *, dry_run: bool) -> None:
+        self.path, self.dry_run = path, dry_run
+        self.storage = storage_at(path)
+        self._commit = None if dry_run else Commit.begin(self.storage)
         self._has_common = False
 
     def end(self) -> None:
         """Let saves in."""
-        self._commit.give_up()
+        if self._commit is not None:
+            self._commit.give_up()
 
     def check_held(self) -> None:
         """Raise `SaveError` if another save has been published by now."""
-        self._commit.check()
+        if self._commit is not None:
+            self._commit.check()
 
     def publish_index(self, content: bytes) -> None:
         """Put an index in force."""
-        self._commit.publish(content, needed=self.storage.list())
-        self._commit = Commit.begin(self.storage)
+        if self._commit is not None:
+            self._commit.publish(content, needed=self.storage.list())
+            self._commit = Commit.begin(self.storage)
 
     def publish_common(self, name: str, content: bytes) -> bool:
         """Put a common state in force; False if that was done before."""
         self.check_held()
         if self._has_common:
             return False
-        self.storage.publish(name, content)
-        self._has_common = True
+        if not self.dry_run:
+            self.storage.publish(name, content)
+        self._has_common = not self.dry_run
         return True
 
     def put_file(self, name: str, content: RangeReader) -> bool:
         """Make a file that is missing, whole and durable or not at all; False if there is one by now."""
+        if self._commit is None:
+            return True
         self.check_held()
         folder, _, last = name.rpartition("/")
         begins = f"{folder}/.{last}." if folder else f".{last}."
@@ -167,6 +146,8 @@ class _Damaged(_Untouched):
 
     def write(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
         """Overwrite bytes durably; `is_end` truncates the file behind them. False if the file lies elsewhere."""
+        if self.dry_run:
+            return self.storage.exists(name)
         self.check_held()
         return self.storage.overwrite(name, offset, content, is_end=is_end)
 
@@ -177,7 +158,7 @@ _Repaired = list[tuple[Problem, str]]
 _Checks = dict[tuple[str, str, int], ItemCheck]
 
 
-def _repair(report: VerifyReport, damaged: _Untouched, copy: Path, progress: bool | None) -> VerifyReport:
+def _repair(report: VerifyReport, damaged: _Damaged, copy: Path, progress: bool | None) -> VerifyReport:
     directory, found = damaged.path, report
     repaired: _Repaired = []
     good_index = read_index(copy)
@@ -196,13 +177,13 @@ def _repair(report: VerifyReport, damaged: _Untouched, copy: Path, progress: boo
     checks = _checks(index)
     if _is_same_save(index if index_is_ours else None, checks, directory, good_index):
         repaired += _replace_files(report.problems, damaged, copy, index)
-        with Progress("repair", _damaged_bytes(report), shown=progress) as bar:
+        with Progress("repair", sum(problem.length or 0 for problem in report.problems), shown=progress) as bar:
             for problem in report.problems:
                 repaired += _restore(problem, checks, damaged, good_index)
                 bar.advance(problem.length or 0)
         repaired += _restore_footers(report.problems, damaged, copy, index)
     names = tuple(dict.fromkeys(name for _, name in repaired))
-    if not isinstance(damaged, _Damaged):
+    if damaged.dry_run:
         covered = {problem for problem, _ in repaired}
         left = [one for one in found.problems if one not in covered and not (one.kind == "file" and one.file in names)]
         return replace(found, would_repair=names, unmatched=tuple(left))
@@ -216,7 +197,7 @@ def _repair(report: VerifyReport, damaged: _Untouched, copy: Path, progress: boo
     )
 
 
-def _take_index(damaged: _Untouched, copy: Path, progress: bool | None) -> tuple[VerifyReport, CheckpointIndex]:
+def _take_index(damaged: _Damaged, copy: Path, progress: bool | None) -> tuple[VerifyReport, CheckpointIndex]:
     """Put the copy's index in force, if it describes the files here, and what is wrong under it. Until then nothing
     changes.
     """
@@ -236,10 +217,6 @@ def _take_index(damaged: _Untouched, copy: Path, progress: bool | None) -> tuple
     index = parse_index(content, str(damaged.path))
     damaged.publish_index(content)
     return report, index
-
-
-def _damaged_bytes(report: VerifyReport) -> int:
-    return sum(problem.length or 0 for problem in report.problems)
 
 
 def _checks(index: CheckpointIndex) -> _Checks:
@@ -266,9 +243,7 @@ def _end_of_file(name: str, copy: Path, index: CheckpointIndex) -> tuple[int, by
         return None
 
 
-def _restore_footers(
-    problems: tuple[Problem, ...], damaged: _Untouched, copy: Path, index: CheckpointIndex
-) -> _Repaired:
+def _restore_footers(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path, index: CheckpointIndex) -> _Repaired:
     """Ends of files, and lengths, come back from a copy whose file is the same by what `.metadata` says of it."""
     restored: _Repaired = []
     for problem in problems:
@@ -281,7 +256,7 @@ def _restore_footers(
     return restored
 
 
-def _replace_files(problems: tuple[Problem, ...], damaged: _Untouched, copy: Path, index: CheckpointIndex) -> _Repaired:
+def _replace_files(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path, index: CheckpointIndex) -> _Repaired:
     """Restore missing files, and a common state of another save."""
     repaired: _Repaired = []
     for problem in problems:
@@ -350,7 +325,7 @@ def _sums(directory: Path, item: StoredItem, where: str) -> list[tuple[str, int,
         return []
 
 
-def _restore_file(problem: Problem, damaged: _Untouched, copy: Path) -> bool:
+def _restore_file(problem: Problem, damaged: _Damaged, copy: Path) -> bool:
     """Put back a file that is one item by itself, the common state's, if the copy's is sound."""
     assert problem.file is not None
     try:
@@ -363,7 +338,7 @@ def _restore_file(problem: Problem, damaged: _Untouched, copy: Path) -> bool:
     return bool(sound) and damaged.publish_common(problem.file, content)
 
 
-def _restore(problem: Problem, checks: _Checks, damaged: _Untouched, other: CheckpointIndex) -> _Repaired:
+def _restore(problem: Problem, checks: _Checks, damaged: _Damaged, other: CheckpointIndex) -> _Repaired:
     """Put one item back, if the copy's is as long and sound; a file that is one item is put back as a whole."""
     if problem.fqn is None or problem.file is None or problem.offset is None:
         return []
