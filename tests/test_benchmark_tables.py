@@ -36,9 +36,6 @@ def test_a_short_run_measures_and_compares(tmp_path: Path) -> None:
     (megatron,) = (label for label, one in results["contenders"].items() if one["adapter"] == "megatron")
     for figure in ("save s", "save cpu s", "cold s", "second s", "warm s"):
         assert len(results["samples"]["dense"][figure][megatron]) == 1
-    # This package saves the state at the call. A CPU tensor that Megatron-Core's worker shares goes on changing.
-    isolated = results["samples"]["async dense"]["isolated"]
-    assert isolated[own] == [1.0]
-    assert isolated[megatron] == [0.0]
+    assert results["samples"]["async dense"]["isolated"][own] == [1.0]
     assert own in tables.one(results, "saves and loads")
     assert [path.name for path in tmp_path.iterdir()] == [out.name], "checkpoints are left"

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.directory.publish import bind_common_file
-from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
+from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index
 from mcore_ckpt.reshard.copying import check_all, write_all
 from mcore_ckpt.reshard.options import ConversionOptions
@@ -80,100 +80,6 @@ def replaced_error(source: str) -> LoadError:
 # What the interpreter, numpy and the index take before the first buffer.
 _BASE_BYTES = 256 * 1024**2
 _MIN_BUFFER_BYTES = 64 * 1024**2
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """What was written, and how: whether an earlier run had begun it, whether it was compared, seconds."""
-
-    files: tuple[str, ...]
-    file_bytes: int
-    resumed: bool
-    verified: bool
-    copy_s: float
-    verify_s: float
-
-
-def build_target(
-    payloads: StoredPayloads,
-    plan: TargetPlan,
-    target: Path,
-    *,
-    source: SourceFiles,
-    workers: int = 2,
-    verify: bool = True,
-    restart: bool = False,
-    move_files: bool = True,
-    memory_bytes: int = 1024**3,
-    carry: Callable[[TargetFiles], None] = lambda _: None,
-    carried: Sequence[str] = (),
-    progress: bool | None = False,
-) -> Built:
-    """Write, check and publish a target.
-
-    Args:
-        source: the files that the payloads come from, as they were at first.
-        verify: compare the target with the source before it appears, if its format can be read back.
-        restart: remove what an earlier run has left.
-        move_files: let the kernel copy payloads that stay as they are.
-        memory_bytes: for everything.
-        carry: adds what is no tensor, before the last file is written.
-        carried: names of the files that `carry` may add.
-        progress: show bars; None: if standard error is a terminal.
-
-    Raises:
-        ChecksumError, CorruptCheckpointError: a damaged source, or a target that is not what was written.
-        CheckpointExistsError, OptionError: as `target_folder`.
-        SaveError: the target cannot be written; what is done is kept for the next run.
-        LoadError: the source cannot be read, or another program has changed its files meanwhile.
-    """
-    fingerprint = plan.fingerprint(payloads, source.states)
-    named = [] if plan.index_file is None else [plan.index_file[0]]
-    with target_folder(target, fingerprint, restart=restart) as made:
-        files, folder, journal = made.files, made.files.folder, made.journal
-        resumed = bool(journal.done)
-        made.note((*plan.sizes, *carried, *named))
-        files.begin(plan.sizes, resumed=resumed)
-        started, total = time.monotonic(), plan.payload_bytes
-        try:
-            with Progress("copy", total, shown=progress) as bar:
-                write_all(
-                    plan,
-                    payloads,
-                    files,
-                    journal,
-                    memory_bytes=max(_MIN_BUFFER_BYTES, (memory_bytes - _BASE_BYTES) // 2),
-                    advance=bar.advance,
-                    # What the kernel copies does not pass through here: it is compared when the target is read back.
-                    move_files=move_files and verify and plan.index is not None,
-                )
-            payloads.check_rest()
-        except LoadError:
-            source.refuse_changes()  # what looks damaged may be of two saves
-            raise
-        is_compared = verify or journal.unverified
-        content = plan.finish(files, journal, payloads, is_compared=is_compared)
-        files.finish()
-        copied = time.monotonic()
-        verified = content is not None and is_compared
-        if verified and content is not None:
-            written = parse_index(content, str(folder))
-            try:
-                with Progress("verify", total, shown=progress) as bar:
-                    check_all(plan, payloads, written, journal, workers=workers, advance=bar.advance)
-            except CorruptCheckpointError:
-                journal.forget()  # the next run is not to resume what was written
-                raise
-        checked = time.monotonic()
-        carry(files)
-        source.refuse_changes()
-        files.sync()
-        if content is not None:
-            made.publish(METADATA_FILE, bind_common_file(content, folder))
-        elif plan.index_file is not None:
-            made.publish(*plan.index_file)
-    file_bytes = sum(plan.sizes.values())
-    return Built(tuple(sorted(plan.sizes)), file_bytes, resumed, verified, copied - started, checked - copied)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,36 +174,15 @@ def shadow_note(index: CheckpointIndex) -> tuple[str, ...]:
 
 
 def run_conversion(
-    conversion: Conversion,
-    places: Places,
-    options: ConversionOptions,
-    *,
-    dry_run: bool,
-    progress: bool | None,
-    move_files: bool = True,
+    conversion: Conversion, places: Places, options: ConversionOptions, *, dry_run: bool, progress: bool | None
 ) -> ConversionReport:
-    """Write what was planned, or only report it (`dry_run`); closes the payloads."""
+    """Write what was planned, or only report it (`dry_run`); closes the payloads. Raises as `reshard_checkpoint`."""
     plan = conversion.plan
-    written: dict[str, Any] = {}
-    with conversion.payloads as payloads:
+    with conversion.payloads:
         if dry_run:
-            written["keys"] = tuple(conversion.keys())
+            written: dict[str, Any] = {"keys": tuple(conversion.keys())}
         else:
-            built = build_target(
-                payloads,
-                plan,
-                places.target,
-                source=conversion.source,
-                workers=options.workers,
-                verify=options.verify,
-                restart=options.restart,
-                move_files=move_files,
-                memory_bytes=options.memory_bytes,
-                carry=conversion.carry,
-                carried=conversion.carried,
-                progress=progress,
-            )
-            written = asdict(built)
+            written = _write(conversion, places.target, options, progress)
             places.finish()
     moves = list(plan.moves)
     return replace(
@@ -311,6 +196,54 @@ def run_conversion(
     )
 
 
+def _write(conversion: Conversion, target: Path, options: ConversionOptions, progress: bool | None) -> dict[str, Any]:
+    """Write, compare and publish a target; what the report says of it."""
+    payloads, plan, source = conversion.payloads, conversion.plan, conversion.source
+    named = [] if plan.index_file is None else [plan.index_file[0]]
+    with target_folder(target, plan.fingerprint(payloads, source.states), restart=options.restart) as made:
+        files, folder, journal = made.files, made.files.folder, made.journal
+        resumed = bool(journal.done)
+        made.note((*plan.sizes, *conversion.carried, *named))
+        files.begin(plan.sizes, resumed=resumed)
+        started, total = time.monotonic(), plan.payload_bytes
+        try:
+            with Progress("copy", total, shown=progress) as bar:
+                memory_bytes = max(_MIN_BUFFER_BYTES, (options.memory_bytes - _BASE_BYTES) // 2)
+                write_all(plan, payloads, files, journal, memory_bytes=memory_bytes, advance=bar.advance)
+            payloads.check_rest()
+        except LoadError:
+            source.refuse_changes()  # what looks damaged may be of two saves
+            raise
+        content = plan.finish(files, journal, payloads, is_compared=options.verify)
+        files.finish()
+        copied = time.monotonic()
+        verified = content is not None and options.verify
+        if verified and content is not None:
+            written = parse_index(content, str(folder))
+            try:
+                with Progress("verify", total, shown=progress) as bar:
+                    check_all(plan, payloads, written, journal, workers=options.workers, advance=bar.advance)
+            except CorruptCheckpointError:
+                journal.forget()  # the next run is not to resume what was written
+                raise
+        checked = time.monotonic()
+        conversion.carry(files)
+        source.refuse_changes()
+        files.sync()
+        if content is not None:
+            made.publish(METADATA_FILE, bind_common_file(content, folder))
+        elif plan.index_file is not None:
+            made.publish(*plan.index_file)
+    return {
+        "files": tuple(sorted(plan.sizes)),
+        "file_bytes": sum(plan.sizes.values()),
+        "resumed": resumed,
+        "verified": verified,
+        "copy_s": copied - started,
+        "verify_s": checked - copied,
+    }
+
+
 def arguments_of(common: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron's arguments in a common state of plain values; empty if it has none."""
     found = common.get("args")
@@ -319,8 +252,4 @@ def arguments_of(common: Mapping[str, Any]) -> dict[str, Any]:
 
 def in_dtype(payloads: StoredPayloads, dtype: str | None) -> StoredPayloads:
     """Payloads in which the model's floating-point tensors have this dtype."""
-
-    def wanted(entry: TensorEntry) -> str:
-        return target_dtype(entry, dtype)
-
-    return cast_payloads(payloads, wanted)
+    return cast_payloads(payloads, lambda entry: target_dtype(entry, dtype))

@@ -19,8 +19,6 @@ chunks are columns, and compares them with the stored fingerprints; the checksum
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import resource
 import threading
 from collections import deque
@@ -29,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
 from mcore_ckpt.core.boxes import Box, Stretch
-from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, SaveError
+from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError
 from mcore_ckpt.core.fingerprints import StridedSums, part_of_run
 from mcore_ckpt.core.process import Crew, Task, in_parallel
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
@@ -40,7 +38,6 @@ from mcore_ckpt.reshard.plan import TargetPlan, TensorMove, another_fingerprint,
 from mcore_ckpt.reshard.target_files import (
     FileStream,
     Journal,
-    LocalFile,
     Streams,
     StreamSink,
     Sums,
@@ -49,7 +46,7 @@ from mcore_ckpt.reshard.target_files import (
 )
 from mcore_ckpt.reshard.view import check_sum
 from mcore_ckpt.storage import direct_io
-from mcore_ckpt.storage.base import ALIGNMENT_BYTES, Storage
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 from mcore_ckpt.tools.regrid import Block, CrcSink, Sink, Walk, blocks, reads_of
 
@@ -62,23 +59,17 @@ _MIN_BYTES: Final = 256 * 1024
 
 
 @dataclass(slots=True, eq=False)
-class _Range:
-    """Bytes `[start, stop)` of a file that a step is going to ask for, of which nothing has been read."""
+class _Block:
+    """Bytes `[start, stop)` of a file for steps up to `step`; the bytes before `given` have been copied."""
 
     file: str
     start: int
     stop: int
     step: int
-
-
-@dataclass(slots=True, eq=False)
-class _Block(_Range):
-    """Bytes that are being read, or have been; `given` is up to where they have been copied."""
-
-    buffer: memoryview
-    given: int
+    given: int = 0
+    buffer: memoryview = field(default_factory=lambda: memoryview(b""))
     content: memoryview | None = None
-    task: Task[None] | None = field(default=None)
+    task: Task[None] | None = None
 
 
 class ReadAhead:
@@ -88,8 +79,8 @@ class ReadAhead:
         self._files = files
         self._crew = Crew(threads, "mcore_ckpt-ahead")
         self._is_open = False
-        self._ranges: deque[_Range] = deque()
-        self._blocks: list[_Block] = []
+        self._waiting: deque[_Block] = deque()
+        self._begun: list[_Block] = []
         self._free: list[memoryview] = []
         self._lent: _Block | None = None
         self._unmade_buffers = buffers
@@ -101,30 +92,28 @@ class ReadAhead:
         """The steps, one after another; the reads of each step, and of the next few, have begun when it is returned.
         `asked` gives payload, first byte and number of bytes of all that a step reads, in its order.
         """
-        waiting: deque[tuple[int, int, _Step]] = deque()
-        announced = 0
-        try:
-            for number, step in enumerate(steps):
+        taken: deque[tuple[int, int, _Step]] = deque()
+        left, announced = iter(enumerate(steps)), 0
+        failure: Exception | None = None
+        is_over = False
+        while taken or not is_over:
+            nbytes: int | None = 0
+            try:
+                number, step = next(left)
                 nbytes = self._announce(number, asked(step))
+                taken.append((number, nbytes or 0, step))
                 announced += nbytes or 0
-                waiting.append((number, nbytes or 0, step))
-                while waiting and (nbytes is None or announced - waiting[0][1] >= self._enough_bytes):
-                    done, own, step = waiting.popleft()
-                    yield step
-                    announced -= own
-                    self._forget(done)
-        except GeneratorExit:
-            raise
-        except BaseException:
-            # What stands before the step that cannot be taken is done first, as it would be without looking ahead.
-            yield from self._rest(waiting)
-            raise
-        yield from self._rest(waiting)
-
-    def _rest(self, waiting: Iterable[tuple[int, int, _Step]]) -> Iterator[_Step]:
-        for done, _, step in waiting:
-            yield step
-            self._forget(done)
+            except StopIteration:
+                is_over = True
+            except Exception as error:  # noqa: BLE001  (raised when the steps before it are done)
+                failure, is_over = error, True
+            while taken and (is_over or nbytes is None or announced - taken[0][1] >= self._enough_bytes):
+                done, own, step = taken.popleft()
+                yield step
+                announced -= own
+                self._forget(done)
+        if failure is not None:
+            raise failure
 
     def _announce(self, step: int, asked: Iterable[tuple[StoredPayload, int, int]]) -> int | None:
         """Begin a step's reads; returns how many bytes they count as, None if no later step may be taken yet. A small
@@ -138,34 +127,31 @@ class ReadAhead:
                 in_memory = True
             elif nbytes >= _MIN_BYTES:
                 announced += nbytes
-                self._append(payload.file, payload.offset + start, nbytes, step)
+                self._append(payload.file, payload.offset + start, payload.offset + start + nbytes, step)
         self._begin_reads()
         if announced or in_memory:
             return None if in_memory else announced
-        return self._enough_bytes // 8 if self._ranges or self._blocks else None
+        return self._enough_bytes // 8 if self._waiting or self._begun else None
 
-    def _append(self, file: str, start: int, nbytes: int, step: int) -> None:
-        last = self._ranges[-1] if self._ranges else None
-        if last is not None and (last.file, last.stop) == (file, start):
-            last.stop, last.step = start + nbytes, step
-        else:
-            self._ranges.append(_Range(file, start, start + nbytes, step))
+    def _append(self, file: str, start: int, stop: int, step: int) -> None:
+        """Blocks end on pages of the file, so that no page is read twice except at the ends of a range."""
+        while start < stop:
+            last = self._waiting[-1] if self._waiting else None
+            if last is None or (last.file, last.stop) != (file, start) or _block_end(last.start) == start:
+                last = _Block(file, start, start, step, given=start)
+                self._waiting.append(last)
+            last.step, last.stop = step, min(stop, _block_end(last.start))
+            start = last.stop
 
     def _begin_reads(self) -> None:
         """Read into all buffers that are free."""
-        while self._ranges and (self._free or self._unmade_buffers):
-            wanted = self._ranges[0]
-            # Blocks end on pages of the file, so that no page is read twice except at the ends of a range.
-            stop = (wanted.start + _BLOCK_BYTES) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-            stop = wanted.stop if wanted.stop - wanted.start <= _BLOCK_BYTES else stop
+        while self._waiting and (self._free or self._unmade_buffers):
             if not self._free:
                 self._unmade_buffers -= 1
                 self._free.append(memoryview(direct_io.aligned_buffer(_BUFFER_BYTES)))
-            block = _Block(wanted.file, wanted.start, stop, wanted.step, self._free.pop(), wanted.start)
-            self._blocks.append(block)
-            wanted.start = stop
-            if stop == wanted.stop:
-                self._ranges.popleft()
+            block = self._waiting.popleft()
+            block.buffer = self._free.pop()
+            self._begun.append(block)
             block.task = self._crew.submit(lambda block=block: self._read(block))  # type: ignore[misc]
 
     def _read(self, block: _Block) -> None:
@@ -180,13 +166,13 @@ class ReadAhead:
     def _forget(self, step: int) -> None:
         """What the steps up to this one have not asked for is not read any more."""
         self._settle()
-        while self._ranges and self._ranges[0].step <= step:
-            self._ranges.popleft()
-        for block in [block for block in self._blocks if block.step <= step]:
+        while self._waiting and self._waiting[0].step <= step:
+            self._waiting.popleft()
+        for block in [block for block in self._begun if block.step <= step]:
             self._drop(block)
 
     def _drop(self, block: _Block) -> None:
-        self._blocks.remove(block)
+        self._begun.remove(block)
         assert block.task is not None
         self._crew.result(block.task)  # its memory is used again
         self._free.append(block.buffer)
@@ -194,22 +180,20 @@ class ReadAhead:
 
     def read_into(self, file: str, start: int, view: memoryview) -> None:
         """Fill `view` with bytes of a file from `start` on; raises as `RangeReader.read_into`."""
-        done = 0
-        while done < len(view):
-            content = self.lend(file, start + done, len(view) - done)
-            if content is not None:
-                direct_io.copy_bytes(view[done : done + len(content)], content)
-                done += len(content)
-                continue
-            nbytes = self._take_over(file, start + done, len(view) - done)
-            with self._files.reader(file) as reader:
-                reader.read_into(start + done, view[done : done + nbytes])
-            done += nbytes
+        while len(view):
+            content = self.lend(file, start, len(view))
+            if content is None:
+                content = view[:_BLOCK_BYTES]
+                with self._files.reader(file) as reader:
+                    reader.read_into(start, content)
+            else:
+                direct_io.copy_bytes(view[: len(content)], content)
+            start, view = start + len(content), view[len(content) :]
 
     def lend(self, file: str, start: int, nbytes: int) -> memoryview | None:
         """At most `nbytes` of a file from `start` on, valid until the next call; None if they are not being read."""
         self._settle()
-        block = next((block for block in self._blocks if block.file == file and block.given == start), None)
+        block = next((block for block in self._begun if block.file == file and block.given == start), None)
         if block is None:
             return None
         assert block.task is not None
@@ -227,22 +211,6 @@ class ReadAhead:
             self._drop(self._lent)
         self._lent = None
 
-    def _take_over(self, file: str, start: int, nbytes: int) -> int:
-        """How much of this the caller reads itself: no thread is going to read it."""
-        for block in self._blocks:
-            if block.file == file and start < block.given < start + nbytes:
-                nbytes = block.given - start
-        for wanted in self._ranges:
-            if wanted.file == file and wanted.start == start:
-                wanted.start = min(wanted.stop, start + min(nbytes, _BLOCK_BYTES))
-                nbytes = wanted.start - start
-                if wanted.start == wanted.stop:
-                    self._ranges.remove(wanted)
-                break
-            if wanted.file == file and start < wanted.start < start + nbytes:
-                nbytes = wanted.start - start
-        return nbytes
-
     def __enter__(self) -> ReadAhead:
         self._crew.__enter__()
         self._is_open = True
@@ -251,6 +219,10 @@ class ReadAhead:
     def __exit__(self, *ended: Any) -> None:
         self._is_open = False
         self._crew.__exit__(*ended)
+
+
+def _block_end(start: int) -> int:
+    return (start + _BLOCK_BYTES) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
 
 class AheadSource:
@@ -283,8 +255,6 @@ _WRITES: Final = 2
 _MIN_BUFFER_BYTES: Final = 256 * 1024
 _MAX_BUFFER_BYTES: Final = 8 * 1024 * 1024
 _OBJECT_PART_BYTES: Final = 1024 * 1024
-# Below this, a system call of its own costs more than reading and writing the bytes.
-_MIN_FILE_COPY_BYTES: Final = 4 * 1024 * 1024
 # Of one worker: what is read ahead takes 16 MiB of it, or half of that.
 _MUCH_MEMORY_BYTES: Final = 96 * 1024 * 1024
 _MAX_PADDING_BYTES: Final = 64 * 1024
@@ -302,20 +272,7 @@ class _Run:
     journal: Journal
     memory_bytes: int
     advance: Callable[[int], None]
-    move_files: bool
     crew: Crew
-    described: dict[str, bool] = field(default_factory=dict)
-
-    def has_descriptor(self, file: str) -> bool:
-        """Whether the kernel can copy from a file of the source."""
-        if file not in self.described:
-            fd = None
-            with contextlib.suppress(OSError):  # reading it says why
-                fd = self.payloads.storage.open_descriptor(file)
-            self.described[file] = fd is not None
-            if fd is not None:
-                os.close(fd)
-        return self.described[file]
 
 
 def write_all(
@@ -326,18 +283,15 @@ def write_all(
     *,
     memory_bytes: int,
     advance: Callable[[int], None],
-    move_files: bool,
 ) -> None:
-    """Write all slots and blobs that the journal does not have as done; `advance` is called with payload bytes that
-    were written. `memory_bytes`: of all buffers; `move_files`: let the kernel copy payloads that stay as they are.
+    """Write all slots and blobs that the journal does not have as done, with `memory_bytes` of buffers; `advance` is
+    called with payload bytes that were written.
     """
-    move_files = move_files and files.take_descriptors
-    journal.unverified = journal.unverified or move_files
     workers = [w for w in range(len(plan.work)) if plan.work[w] or (plan.blobs and not w)]
     _allow_open_files(2 * len(plan.sizes) + _OTHER_FILES)
     memory_bytes //= max(1, len(workers))
     with Crew(max(1, len(workers)), "mcore_ckpt-target") as crew:
-        run = _Run(plan, payloads, files, journal, memory_bytes, advance, move_files, crew)
+        run = _Run(plan, payloads, files, journal, memory_bytes, advance, crew)
         for number in workers:
             crew.submit(_Worker(run, number).work)
 
@@ -451,15 +405,13 @@ class _Worker:
     def _reads(self, located: _Located) -> Iterator[tuple[StoredPayload, int, int]]:
         """What is going to be read of a block, in order."""
         move, block, found = located
-        if self._moves_as_it_is(move, block, found[0] if found else None):
-            return
         source_boxes = [Box(*move.entry.chunks[n][:2]) for n in block.sources]
         target_boxes = [move.slots[n].slice for n in block.targets]
         for n, start, nbytes in reads_of(source_boxes, target_boxes, element_bytes(move.entry.dtype)):
             yield found[n], start, nbytes
 
     def _write_tensor(self, streams: Streams, move: TensorMove) -> None:
-        entry, payloads = move.entry, self._run.payloads
+        entry = move.entry
         crcs = [0] * len(entry.chunks)
         sums: list[Sums] = [(0, [])] * len(move.slots)
         source_boxes = move.source_boxes
@@ -470,13 +422,6 @@ class _Worker:
             found = next(self._blocks).found
             keep_crcs |= any(payload.crc32 is None for payload in found)
             written.update(block.targets)
-            if self._moves_as_it_is(move, block, found[0] if found else None):
-                self._move_file_bytes(streams, move, block.targets[0], found[0])
-                crcs[block.sources[0]] = found[0].crc32 or 0
-                item = entry.chunks[block.sources[0]].item
-                running = payloads.index.blocks.get((item.file, item.offset), ())
-                sums[block.targets[0]] = (found[0].crc32 or 0, list(running))
-                continue
             self._write_block(streams, move, block, found, source_boxes, crcs, sums)
         for number in sorted(set(range(len(move.slots))) - written):  # slots without elements
             self._write_frame(streams, move, number)
@@ -486,19 +431,6 @@ class _Worker:
             self._sums[move.key] = sums
         self._run.advance(move.payload_bytes)
         self._unsynced_bytes += move.payload_bytes
-
-    def _moves_as_it_is(self, move: TensorMove, block: Block, payload: StoredPayload | None) -> bool:
-        """Whether one chunk of the source is one slot of the target, and large enough to be left to the kernel."""
-        return (
-            self._run.move_files
-            and payload is not None
-            and len(block.sources) == len(block.targets) == 1
-            and payload.decoded is None
-            and payload.crc32 is not None
-            and payload.nbytes >= _MIN_FILE_COPY_BYTES
-            and move.source_boxes[block.sources[0]] == move.slots[block.targets[0]].slice
-            and self._run.has_descriptor(payload.file)
-        )
 
     def _write_block(
         self,
@@ -547,52 +479,12 @@ class _Worker:
         stream.write(frame.head)
         stream.write(frame.tail_with(0))
 
-    def _move_file_bytes(self, streams: Streams, move: TensorMove, number: int, payload: StoredPayload) -> None:
-        stream = self._main(streams, move.slots[number].file, move.slots[number].offset)
-        frame = self._run.plan.frame(move, number)
-        stream.write(frame.head)
-        at = stream.position
-        stream.seek(at + payload.nbytes)
-        source, file = self._run.payloads.storage, stream.file
-        assert isinstance(file, LocalFile)
-        streams.crew.submit(lambda: copy_file_bytes(source, payload.file, payload.offset, file, at, payload.nbytes))
-        stream.write(frame.tail_with(payload.crc32 or 0))
-
 
 def _buffers(memory_bytes: int, streams: int) -> tuple[int, int]:
     """Size and number of a worker's buffers: one for each stream and a few in flight, if that can be."""
     wanted = streams + 4
     size = min(_MAX_BUFFER_BYTES, max(_MIN_BUFFER_BYTES, memory_bytes // wanted // 4096 * 4096))
     return size, max(4, min(wanted, memory_bytes // size))
-
-
-def copy_file_bytes(source: Storage, name: str, start: int, target: LocalFile, at: int, nbytes: int) -> None:
-    """Let the kernel copy bytes from file to file, or read and write where it cannot; raises `SaveError`."""
-    fd = source.open_descriptor(name)
-    assert fd is not None  # else nothing is moved
-    try:
-        done = 0
-        while done < nbytes:
-            try:
-                got = os.copy_file_range(fd, target.fd, min(nbytes - done, 1 << 30), start + done, at + done)
-            except OSError as error:
-                if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-                    raise
-                got = 0
-            if got == 0:
-                content = os.pread(fd, min(nbytes - done, _MAX_BUFFER_BYTES), start + done)
-                if not content:
-                    raise OSError(errno.EIO, f"{source.path(name)} ended at byte {start + done}")
-                target.write(at + done, memoryview(content))
-                got = len(content)
-            done += got
-    except OSError as error:
-        raise SaveError(
-            f"copying bytes [{start}, {start + nbytes}) of {source.path(name)} to byte {at} of {target.path} failed: "
-            f"{error.strerror or error}; check space and devices, and run the command again"
-        ) from error
-    finally:
-        os.close(fd)
 
 
 _WINDOW_BYTES = 4 * 1024 * 1024

@@ -232,7 +232,6 @@ class ReshardOptions(ConversionOptions):
         "give the optimizer's state this layout, which loads under any division of the model",
         choices=(FULLY_RESHARDABLE,),
     )
-    file_copy: bool = option(True, "let the kernel copy payloads that stay as they are")
 
     def normal(self) -> dict[str, Any]:
         return {**ConversionOptions.normal(self), "rules": partition_rules(self.rules)}

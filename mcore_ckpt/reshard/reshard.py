@@ -80,7 +80,6 @@ def reshard_checkpoint(
     optimizer_layout: Literal["fully_reshardable"] | None = None,
     dtype: str | None = None,
     drop_optimizer: bool = False,
-    file_copy: bool = True,
     workers: int = 2,
     memory_bytes: int | str = 1024**3,
     verify: bool = True,
@@ -109,7 +108,6 @@ def reshard_checkpoint(
         optimizer_layout: give the optimizer's state this layout, which loads under any division of the model.
         dtype: convert the model's floating-point tensors: `bf16`, `fp16`, `fp32`, or torch's names.
         drop_optimizer: leave the optimizer's state out.
-        file_copy: let the kernel copy payloads that stay as they are.
         workers: threads, and tensors in progress at once.
         memory_bytes: memory to stay within; also as text, such as `512MiB`.
         verify: compare the target with the source by checksum before it appears.
@@ -138,7 +136,6 @@ def reshard_checkpoint(
         "optimizer_layout": optimizer_layout,
         "dtype": dtype,
         "drop_optimizer": drop_optimizer,
-        "file_copy": file_copy,
         "workers": workers,
         "memory_bytes": memory_bytes,
         "verify": verify,
@@ -149,7 +146,7 @@ def reshard_checkpoint(
     if not dry_run:
         refuse_target(places.source, places.target)
     conversion, _ = plan_reshard(places.source, options)
-    return run_conversion(conversion, places, options, dry_run=dry_run, progress=progress, move_files=file_copy)
+    return run_conversion(conversion, places, options, dry_run=dry_run, progress=progress)
 
 
 def plan_reshard(directory: Path, options: ReshardOptions) -> tuple[Conversion, ReshardPlan]:

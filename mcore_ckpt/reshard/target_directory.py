@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import (
@@ -43,7 +43,7 @@ from mcore_ckpt.core.options import PARTIAL
 from mcore_ckpt.directory.commit import Commit, Owner, is_note, note_name, notes
 from mcore_ckpt.directory.iterations import NO_NAMES
 from mcore_ckpt.format.metadata_read import METADATA_FILE
-from mcore_ckpt.reshard.target_files import FileJournal, InUseError, Journal, LocalFiles, StoreFiles, TargetFiles
+from mcore_ckpt.reshard.target_files import FileJournal, Journal, LocalFiles, StoreFiles, TargetFiles
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import path_in_file_system, storage_at
 
@@ -65,13 +65,6 @@ class Target:
     note: Callable[[Sequence[str]], None]  # the names of all files but `.metadata`, before the first is made
 
 
-class _Way(NamedTuple):
-    """How a directory is made: see the module."""
-
-    refuse_existing: Callable[[Path], None]
-    open: Callable[[Path, str, bool], AbstractContextManager[Target]]
-
-
 def partial_directory(target: Path) -> Path:
     """Where a target is written until it is complete."""
     return target.with_name(target.name + PARTIAL)
@@ -85,16 +78,16 @@ def refuse_target(source: Path, target: Path) -> None:
         raise OptionError(f"{target}: lies inside the source {source}, which is never written to")
 
 
-def _way(target: Path) -> _Way:
-    renamed, in_place = _Way(_refuse_anything, _renamed), _Way(_refuse_checkpoint, _in_place)
-    return storage_at(target).made_by(renamed=renamed, in_place=in_place)
+def _is_renamed(target: Path) -> bool:
+    return storage_at(target).made_by(renamed=True, in_place=False)
 
 
 def _refuse_existing(target: Path) -> None:
-    _way(target).refuse_existing(target)
-
-
-def _refuse_anything(target: Path) -> None:
+    if not _is_renamed(target):
+        # What else lies there may be what a killed run has left: that is looked at under the lock.
+        if storage_at(target).exists(METADATA_FILE):
+            raise _exists(target)
+        return
     target = path_in_file_system(target)
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise _exists(target)
@@ -103,36 +96,11 @@ def _refuse_anything(target: Path) -> None:
             f"{target}: is no name of a directory; the target is written next to its place, and renamed in the end: "
             "expected a path that ends with the directory's own name"
         )
-    if target.exists() and _is_mount_point(target):
+    if target.is_mount():
         raise OptionError(
             f"{target}: a file system is mounted there, and a directory that is complete cannot get the name of a "
             f"mount point; nothing has been written. Choose a new directory in it, such as {target / 'checkpoint'}"
         )
-
-
-def _is_mount_point(directory: Path) -> bool:
-    """Whether a file system, or a directory of the same one (/proc tells that), is mounted there, or a subvolume is:
-    no rename replaces these.
-    """
-    return _mount_of(directory) != _mount_of(directory / "..")
-
-
-def _mount_of(directory: Path) -> tuple[int, str]:
-    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        mount = ""
-        with contextlib.suppress(OSError):
-            lines = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii").splitlines()
-            mount = next((line for line in lines if line.startswith("mnt_id:")), "")
-        return os.fstat(fd).st_dev, mount
-    finally:
-        os.close(fd)
-
-
-def _refuse_checkpoint(target: Path) -> None:
-    """What else lies there may be what a killed run has left: that is looked at under the lock."""
-    if storage_at(target).exists(METADATA_FILE):
-        raise _exists(target)
 
 
 def _exists(target: Path) -> CheckpointExistsError:
@@ -152,7 +120,7 @@ def target_folder(target: Path, fingerprint: str, *, restart: bool = False) -> A
         CheckpointExistsError: there is something at `target`.
         SaveError: another run is making `target`; or it cannot be written.
     """
-    return _way(target).open(target, fingerprint, restart)
+    return (_renamed if _is_renamed(target) else _in_place)(target, fingerprint, restart)
 
 
 @contextmanager
@@ -353,9 +321,7 @@ def _left(partial: Path, fingerprint: str, *, restart: bool) -> tuple[Path, File
     try:
         for name in sorted({name[:16] for name in names}):
             folder = partial / name
-            journal = _journal_of(folder, partial, restart=restart)
-            if journal is None:
-                continue
+            journal = FileJournal(folder.with_suffix(".journal"))
             is_same = journal.fingerprint == fingerprint
             is_begun = bool(journal.done) and not restart and folder.is_dir()
             if is_begun and is_same and resumed is None:
@@ -374,16 +340,6 @@ def _left(partial: Path, fingerprint: str, *, restart: bool) -> tuple[Path, File
             resumed[1].close()
         raise
     return resumed
-
-
-def _journal_of(folder: Path, partial: Path, *, restart: bool) -> FileJournal | None:
-    """The journal of a run that has ended; None if it may be at work, and is to be left alone."""
-    try:
-        return FileJournal(folder.with_suffix(".journal"))
-    except InUseError as error:
-        if restart and not error.is_certain:
-            return None
-        raise SaveError(f"{partial}: another command is making this target: {error}") from error
 
 
 def _remove(folder: Path) -> None:

@@ -281,13 +281,7 @@ class StreamSink:
 
 
 class TargetFiles(ABC):
-    """All files of one target, which lie in `folder`; `storage` is that of the folder.
-
-    Attributes:
-        take_descriptors: its files are `LocalFile`s, to which the kernel can copy from other descriptors.
-    """
-
-    take_descriptors = False
+    """All files of one target, which lie in `folder`; `storage` is that of the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -324,8 +318,6 @@ class TargetFiles(ABC):
 
 class LocalFiles(TargetFiles):
     """Files in a folder of a file system."""
-
-    take_descriptors = True
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -439,18 +431,12 @@ class _StoreFile(TargetFile):
 Sums = tuple[int, list[int]]
 """Of the elements in one slot: their CRC-32, and the cumulative CRC-32s of their blocks."""
 
-_VERSION = 4
+_VERSION = 5
 # A line for each gibibyte or so, of some bytes for each tensor and MiB.
 _MAX_BYTES: Final = 1024**3
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 # On file systems without locks, a journal that was written to within this time may be that of a run at work.
 _FRESH_S: Final = 24 * 3600.0
-
-
-class InUseError(SaveError):
-    """Another run is at work; `is_certain` unless the file system has no locks that would tell."""
-
-    is_certain = True
 
 
 class Journal:
@@ -461,7 +447,6 @@ class Journal:
         # CRC-32s of source chunks that are stored nowhere else: key in the source -> by position.
         self.crcs: dict[str, list[int]] = {}
         self.sums: dict[str, list[Sums]] = {}  # of the target's slots: key at the target -> by position
-        self.unverified = False  # the kernel has copied payloads, which are compared only when the target is read back
 
     def record(self, worker: int, done: int, crcs: dict[str, list[int]], sums: dict[str, list[Sums]]) -> None:
         """The first `done` tensors of a worker are durable."""
@@ -471,7 +456,7 @@ class Journal:
 
     def forget(self) -> None:
         """Nothing is done: the next run writes everything again."""
-        self.done, self.crcs, self.sums, self.unverified = {}, {}, {}, False
+        self.done, self.crcs, self.sums = {}, {}, {}
 
 
 class FileJournal(Journal):
@@ -498,22 +483,22 @@ class FileJournal(Journal):
             raise
 
     def _take_lock(self, *, is_new: bool) -> None:
+        problem = ""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(self._fd).st_nlink == 0:
+                problem = "has just finished there; run this one again"
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise InUseError(f"{self._path}: another command is at work there; wait for it, or end it") from error
             age_s = time.time() - os.fstat(self._fd).st_mtime
-            if not is_new and age_s < _FRESH_S:
-                unknown = InUseError(
-                    f"{self._path}: was written {age_s / 60:.0f} minutes ago, and this file system has no locks that "
-                    "would tell whether a command is still at work there. If none is, remove this file and the folder "
-                    "next to it, or wait: after a day, the same command does"
+            if error.errno not in _NO_LOCKS:
+                problem = "is at work there; wait for it, or end it"
+            elif not is_new and age_s < _FRESH_S:
+                problem = (
+                    f"may be at work there: it was written {age_s / 60:.0f} minutes ago, and this file system has no "
+                    "locks that would tell. If none is, remove this file and the folder next to it, or wait for a day"
                 )
-                unknown.is_certain = False
-                raise unknown from error
-        if os.fstat(self._fd).st_nlink == 0:
-            raise InUseError(f"{self._path}: another command has just finished there; run this one again")
+        if problem:
+            raise SaveError(f"another command is making this target: {self._path}: a command {problem}")
 
     def _read(self) -> None:
         content = read_small_file(self._path.parent, self._path.name, _MAX_BYTES)
@@ -532,7 +517,6 @@ class FileJournal(Journal):
                 for line in lines[1:]
                 for key, found in line["sums"].items()
             }
-            unverified = any(bool(line["unverified"]) for line in lines[1:])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             self.fingerprint = None
             return
@@ -540,7 +524,6 @@ class FileJournal(Journal):
             self.fingerprint = None
             return
         self.fingerprint, self.done, self.crcs, self.sums = str(head.get("fingerprint")), done, crcs, sums
-        self.unverified = unverified
 
     def begin(self, fingerprint: str) -> None:
         """Name the plan of a new journal."""
@@ -549,7 +532,7 @@ class FileJournal(Journal):
 
     def record(self, worker: int, done: int, crcs: dict[str, list[int]], sums: dict[str, list[Sums]]) -> None:
         super().record(worker, done, crcs, sums)
-        self._append({"worker": worker, "done": done, "crcs": crcs, "sums": sums, "unverified": self.unverified})
+        self._append({"worker": worker, "done": done, "crcs": crcs, "sums": sums})
 
     def forget(self) -> None:
         super().forget()

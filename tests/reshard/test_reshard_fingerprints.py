@@ -11,7 +11,6 @@ import pytest
 from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.reshard import copying
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from tests.support.model_like import model_tensors, write_model
 
@@ -50,18 +49,13 @@ class TestChunksInEachOthersPlace:
         (path / ".metadata").write_bytes(encode_metadata(changed))
         return path
 
-    @pytest.mark.parametrize(
-        ("key", "tp", "copied"), [(ROWS, 1, True), (ROWS, 4, False), (COLUMNS, 2, True), (COLUMNS, 1, False)]
-    )
-    def test_are_refused(
-        self, key: str, tp: int, copied: bool, fingerprinted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(copying, "_MIN_FILE_COPY_BYTES", 1)
+    @pytest.mark.parametrize(("key", "tp"), [(ROWS, 1), (ROWS, 4), (COLUMNS, 2), (COLUMNS, 1)])
+    def test_are_refused(self, key: str, tp: int, fingerprinted: Path, tmp_path: Path) -> None:
         damaged = self.swapped(fingerprinted, tmp_path / "s", key)
         with pytest.raises(ChecksumError, match=f"{key}: what was written has the fingerprint"):
-            reshard_checkpoint(damaged, tmp_path / "t", tp=tp, pp=1, file_copy=copied)
+            reshard_checkpoint(damaged, tmp_path / "t", tp=tp, pp=1)
         assert not (tmp_path / "t").exists()
-        report = reshard_checkpoint(fingerprinted, tmp_path / "t", tp=tp, pp=1, file_copy=copied)
+        report = reshard_checkpoint(fingerprinted, tmp_path / "t", tp=tp, pp=1)
         assert report.verified
         assert read_index(tmp_path / "t").fingerprints == read_index(fingerprinted).fingerprints
 

@@ -64,17 +64,15 @@ def test_a_target_without_a_name_of_its_own_is_refused(
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "here", tmp_path / "here" / "below"]
 
 
-@pytest.mark.parametrize("bound", [False, True], ids=["file system", "directory of the same one"])
-def test_a_mount_point_is_refused_before_anything_is_written(bound: bool, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
+def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     (tmp_path / "t").mkdir()
-    what = ["--bind", str(tmp_path / "other")] if bound else ["-t", "tmpfs", "tmpfs"]
-    if subprocess.run(["mount", *what, str(tmp_path / "t")], capture_output=True, check=False).returncode:
+    command = ["mount", "-t", "tmpfs", "tmpfs", str(tmp_path / "t")]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("nothing can be mounted here")
     try:
         with pytest.raises(OptionError, match=r"a file system is mounted there.*such as .*t/checkpoint"):
             make(tmp_path / "t")
-        assert names(tmp_path) == ["other", "t"]
+        assert names(tmp_path) == ["t"]
         assert names(tmp_path / "t") == []
         assert make(tmp_path / "t" / "checkpoint") == []
     finally:
@@ -232,11 +230,7 @@ def test_without_locks_only_what_is_old_is_touched(tmp_path: Path, monkeypatch: 
     folder = left_by(tmp_path / "t", WORK)
     with pytest.raises(SaveError, match="this file system has no locks"):
         make(tmp_path / "t")
-    # Somebody may be at work there: it is not removed even if it is not wanted.
-    with target_folder(tmp_path / "t", WORK, restart=True) as made:
-        assert made.files.folder != folder
     assert names(tmp_path / "t.partial") == [folder.name, f"{folder.name}.journal"]
-    (tmp_path / "t").rmdir()
     day_ago = time.time() - 25 * 3600
     os.utime(folder.with_suffix(".journal"), (day_ago, day_ago))
     assert make(tmp_path / "t") == ["half"]

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from mcore_ckpt.format.item_layout import ArchiveLayout
-from mcore_ckpt.reshard.conversion import SourceFiles, build_target
+from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, SourceFiles, run_conversion
+from mcore_ckpt.reshard.options import ConversionOptions
 from mcore_ckpt.reshard.view import FilePayloads, FileRange
 from mcore_ckpt.reshard.weight_files import Exported, SavedTensor, pickle_state, plan_torch_files
+from mcore_ckpt.tools.runs import Places
 
 TENSORS = {
     "weight": torch.randn(1000, 33),
@@ -38,8 +40,11 @@ def write(target: Path, most_bytes: int = 1 << 40) -> None:
     payloads = FilePayloads(source, ranges)
     exported = [Exported(name, entry) for name, entry in payloads.index.tensors.items()]
     plan = plan_torch_files(exported, payloads.index, most_bytes)
-    with payloads:
-        build_target(payloads, plan, target, source=SourceFiles(payloads.index))
+    report = ConversionReport(format="torch")
+    conversion = Conversion(
+        payloads=payloads, source=SourceFiles(payloads.index), plan=plan, keys=lambda: (), report=report
+    )
+    run_conversion(conversion, Places(source, target), ConversionOptions(), dry_run=False, progress=False)
 
 
 @pytest.mark.parametrize("mmap", [False, True])
