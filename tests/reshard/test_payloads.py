@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import random
-import threading
-import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +19,7 @@ from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, Option
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.reshard import view as reshard_view
 from mcore_ckpt.reshard.view import FilePayloads, FileRange, Part, RegroupedPayloads, TensorView, ViewPayloads
-from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
+from mcore_ckpt.tools.payloads import StoredPayloads
 from tests.support.model_like import assert_same
 from tests.support.stored_layouts import StoredTensor, write_checkpoint
 
@@ -151,43 +147,6 @@ def test_a_view_with_an_element_that_is_not_stored_is_refused(tmp_path: Path) ->
         ViewPayloads(StoredPayloads(index), {"v": TensorView((3, 4), [Part(everything, "t", everything)])})
 
 
-def test_two_threads_in_turns_gather_each_transposed_matrix_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reshard_view, "_GATHERED_BYTES", 100)
-    monkeypatch.setattr(reshard_view, "_COMPLETE_BYTES", 100)
-    content = torch.arange(2 * 40 * 30, dtype=torch.int16).view(2, 40, 30)
-    (tmp_path / "a").write_bytes(content.numpy().tobytes())
-    stored = {key: FileRange("a", 2400 * n, 2400, "int16", (40, 30)) for n, key in enumerate("xy")}
-    read_bytes = 0
-
-    class Counting(FilePayloads):
-        def read_into(self, payload: StoredPayload, start: int, view: memoryview) -> None:
-            nonlocal read_bytes
-            read_bytes += len(view)  # one thread gathers at a time
-            super().read_into(payload, start, view)
-
-    def transposed(key: str) -> TensorView:
-        return TensorView((30, 40), [Part(Box((0, 0), (30, 40)), key, Box((0, 0), (40, 30)), ((-2, -1), (-1, -2)))])
-
-    in_turns = threading.Barrier(2)
-    with ViewPayloads(Counting(tmp_path, stored), {key: transposed(key) for key in "xy"}) as payloads:
-
-        def read(key: str) -> bytes:
-            entry = payloads.index.tensors[key]
-            payload = payloads.locate(entry, entry.chunks[0])
-            found = bytearray(2400)
-            for at in range(0, 2400, 240):
-                in_turns.wait(60)
-                payloads.read_into(payload, at, memoryview(found)[at : at + 240])
-            return bytes(found)
-
-        with ThreadPoolExecutor(2) as pool:
-            found = list(pool.map(read, "xy"))
-    assert found == [content[n].T.contiguous().numpy().tobytes() for n in range(2)]
-    assert read_bytes == 4800
-
-
 def test_elements_in_steps_are_gathered(tmp_path: Path) -> None:
     values = np.arange(4 * 6, dtype=np.int32).reshape(4, 6)
     (tmp_path / "a").write_bytes(values.tobytes())
@@ -195,30 +154,6 @@ def test_elements_in_steps_are_gathered(tmp_path: Path) -> None:
     with FilePayloads(tmp_path, ranges) as payloads:
         found = read_tensor(payloads, "t", random.Random(0), torch.int32)
     assert found.tolist() == values[:2, 2:5].T.tolist()
-
-
-def test_of_what_is_decoded_in_memory_only_the_last_tensor_stays(tmp_path: Path) -> None:
-    """A view knows all its chunks, and holds the elements of none that its base may give up."""
-    (tmp_path / "a").write_bytes(bytes(4 * 4 * 6))
-    keys = [f"t{n}" for n in range(6)]
-    decoded: list[weakref.ref[memoryview]] = []
-
-    class Noting(FilePayloads):
-        def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
-            found = super()._locate(entry, chunk)
-            assert isinstance(found.decoded, memoryview)
-            decoded.append(weakref.ref(found.decoded))
-            return found
-
-    ranges = {key: FileRange("a", 0, 4 * 6, "int32", (3, 2), None, (1, 6)) for key in keys}
-    turned = Part(Box((0, 0), (2, 3)), None, Box((0, 0), (3, 2)), ((-2, -1), (-1, -2)))
-    views = {key: TensorView((2, 3), [turned._replace(key=key)]) for key in keys}
-    with ViewPayloads(Noting(tmp_path, ranges), views) as payloads:
-        for key in keys:
-            read_tensor(payloads, key, random.Random(0), torch.int32)
-        gc.collect()
-        assert len(decoded) >= len(keys)
-        assert sum(content() is not None for content in decoded) == 1
 
 
 def test_chunks_that_cut_through_pairs_are_refused(tmp_path: Path) -> None:

@@ -143,20 +143,6 @@ def test_reading_goes_ahead_of_who_asks_and_no_further_than_the_buffers() -> Non
 
 
 @pytest.mark.timeout(DEADLINE_S)
-def test_what_nobody_asks_for_does_not_stand_in_the_way() -> None:
-    content = random.Random(1).randbytes(40 * PIECE)
-    files = _Files(a=content)
-    payloads = [StoredPayload(str(n), "a", n * 2 * PIECE, 2 * PIECE - 5, None) for n in range(20)]
-    with ahead_of(files, buffers=2) as ahead:
-        for number, payload in enumerate(ahead.steps(payloads, whole)):
-            if number % 3:
-                continue
-            view = memoryview(bytearray(payload.nbytes))
-            source(ahead, payload).read_into(0, view)
-            assert bytes(view) == content[payload.offset : payload.offset + payload.nbytes]
-
-
-@pytest.mark.timeout(DEADLINE_S)
 def test_an_error_is_raised_where_the_bytes_are_missed() -> None:
     content = random.Random(2).randbytes(8 * PIECE)
     files = _Files(a=content)
@@ -172,38 +158,6 @@ def test_an_error_is_raised_where_the_bytes_are_missed() -> None:
             except LoadError:
                 failed.append(number)
     assert failed == [3]
-
-
-@pytest.mark.timeout(DEADLINE_S)
-def test_an_error_of_whoever_asks_ends_the_threads() -> None:
-    files = _Files(a=bytes(8 * PIECE))
-    files.may_go_on.clear()
-    payload = StoredPayload("", "a", 0, 8 * PIECE, None)
-
-    def interrupted() -> None:
-        with ahead_of(files) as ahead:
-            next(ahead.steps([payload], whole))
-            with files.changed:
-                assert files.changed.wait_for(lambda: len(files.reads) == 2, DEADLINE_S)
-            files.may_go_on.set()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-
-
-def test_an_error_of_a_step_comes_after_the_steps_before_it() -> None:
-    files = _Files(a=bytes(8 * PIECE))
-
-    def failing() -> Iterator[StoredPayload]:
-        yield from (StoredPayload(str(n), "a", n * PIECE, PIECE, None) for n in range(3))
-        raise LoadError("the fourth is damaged")
-
-    with ahead_of(files) as ahead:
-        steps = ahead.steps(failing(), whole)
-        assert [next(steps).offset for _ in range(3)] == [0, PIECE, 2 * PIECE]
-        with pytest.raises(LoadError, match="fourth"):
-            next(steps)
 
 
 def test_elements_in_memory_are_followed_by_nothing() -> None:

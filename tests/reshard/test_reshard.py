@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import resource
 import shutil
 import signal
@@ -23,17 +22,15 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.core.errors import CheckpointExistsError, ChecksumError, CorruptCheckpointError, OptionError
+from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import StoredChunk, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest, stored_dtype
-from mcore_ckpt.models.conversions import import_checkpoint
 from mcore_ckpt.reshard import conversion
 from mcore_ckpt.reshard.options import parse_partition_rules
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
-from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import data_file_rank
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
@@ -129,18 +126,8 @@ def test_each_rank_finds_its_shards_whole_in_its_own_files(source: Path, tmp_pat
         assert grid(index, f"{prefix}.mlp.linear_fc1.layer_norm_weight") == [((0,), (16,), stage)]
     assert [rank for _, _, rank in grid(index, "embedding.word_embeddings.weight")] == [0, 1, 2, 3]
     assert [rank for _, _, rank in grid(index, "output_layer.weight")] == [4, 5, 6, 7]
-
-
-def test_data_parallel_ranks_share_the_chunks(source: Path, tmp_path: Path) -> None:
-    reshard_checkpoint(source, tmp_path / "t", tp=2, pp=1, dp=3)
-    sizes: dict[int, int] = {}
-    for entry in read_index(tmp_path / "t").tensors.values():
-        for chunk in entry.chunks:
-            rank = data_file_rank(chunk.item.file)
-            assert rank is not None
-            sizes[rank] = sizes.get(rank, 0) + chunk.item.length
-    assert sorted(sizes) == list(range(6))
-    assert max(sizes.values()) < 1.3 * min(sizes.values())
+    reshard_checkpoint(source, tmp_path / "spread", tp=2, pp=1, dp=3)
+    assert {int(file[2]) for file in read_files(tmp_path / "spread")} == set(range(6))
 
 
 def test_like_takes_over_chunks_and_files(source: Path, tmp_path: Path) -> None:
@@ -159,6 +146,11 @@ def test_only_and_drop(source: Path, tmp_path: Path) -> None:
     wanted = {key: value for key, value in model_tensors().items() if key.startswith("decoder.layers.1.")}
     assert_same(read_all(tmp_path / "b"), wanted)
     assert not read_index(tmp_path / "b").objects
+    # A common state among the objects is carried whatever the pattern.
+    tensors = {"w": StoredTensor(torch.ones(4), [Box((0,), (4,))])}
+    write_checkpoint(tmp_path / "s", tensors, {"common_state/shard_0_1": [{"iteration": 7}], "rng/shard_0_1": [1]})
+    reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, only="w")
+    assert list(read_index(tmp_path / "t").objects) == ["common_state/shard_0_1"]
 
 
 def test_dtype_converts_the_model_and_not_the_optimizer(source: Path, tmp_path: Path) -> None:
@@ -244,13 +236,6 @@ class TestRefusals:
         reshard_checkpoint(tmp_path / "s", tmp_path / "u", tp=1, pp=1, drop_optimizer=True)
         assert_same(read_all(tmp_path / "u"), model_tensors(optimizer=False))
 
-    def test_a_target_that_exists(self, source: Path, tmp_path: Path) -> None:
-        (tmp_path / "t").mkdir()
-        (tmp_path / "t" / "mine").write_text("keep")
-        with pytest.raises(CheckpointExistsError):
-            reshard_checkpoint(source, tmp_path / "t", tp=1, pp=1)
-        assert (tmp_path / "t" / "mine").read_text() == "keep"
-
     def test_a_target_inside_the_source(self, source: Path) -> None:
         with pytest.raises(OptionError, match="inside the source"):
             reshard_checkpoint(source, source / "t", tp=1, pp=1)
@@ -286,13 +271,6 @@ class TestRefusals:
         (tmp_path / "s" / "common.pt").write_bytes(common)
         reshard_checkpoint(tmp_path / "s", tmp_path / "t", **options)
         assert (tmp_path / "t" / "common.pt").read_bytes() == common
-
-    def test_a_missing_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        write_model(tmp_path / "s")
-        (tmp_path / "s" / "__1_0.distcp").unlink()
-        assert main(["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--tp", "1", "--pp", "1"]) == 2
-        assert "__1_0.distcp" in capsys.readouterr().err
-        assert not (tmp_path / "t").exists()
 
 
 def test_dry_run_shows_each_decision_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -455,13 +433,6 @@ def test_a_shape_that_nobody_can_have_stored_is_refused_before_it_is_planned(tmp
         reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
 
 
-def test_a_common_state_among_the_objects_is_carried_whatever_the_pattern(tmp_path: Path) -> None:
-    tensors = {"w": StoredTensor(torch.ones(4), [Box((0,), (4,))])}
-    write_checkpoint(tmp_path / "s", tensors, {"common_state/shard_0_1": [{"iteration": 7}], "rng/shard_0_1": [1]})
-    reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, only="w")
-    assert list(read_index(tmp_path / "t").objects) == ["common_state/shard_0_1"]
-
-
 def test_more_files_than_the_process_may_open(tmp_path: Path) -> None:
     """The usual limit is 1024; a mixture of experts for a thousand ranks needs more."""
     tensors = {f"w{n}": StoredTensor(torch.arange(64.0).reshape(32, 2), [Box((0, 0), (32, 2))]) for n in range(2)}
@@ -503,38 +474,21 @@ def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
     assert_same(read_all(tmp_path / "i"), tensors)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [{"tp": 2, "pp": 1, "dtype": "float16"}, {"tp": 2, "pp": 1, "only": "decoder.*"}],
-    ids=["cast", "filtered"],
-)
-def test_a_target_is_another_save_than_its_source(source: Path, tmp_path: Path, how: dict[str, Any]) -> None:
-    """Neither takes files or items of the other, and a `.metadata` without its seal makes no wrong tensor of them."""
+def test_a_target_is_another_save_than_its_source(source: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     reshard_checkpoint(source, first, tp=2, pp=1)
-    reshard_checkpoint(first, second, **how)
-    for directory in (first, second):
-        index = read_index(directory)
-        assert index.manifest is not None
-        assert index.storage_meta is not None
-        assert index.storage_meta["save_id"] == index.manifest.save_id.hex()
-    names = {path.name for path in first.glob("*.distcp")} & {path.name for path in second.glob("*.distcp")}
-    assert names
+    reshard_checkpoint(first, second, tp=2, pp=1, dtype="float16")
     for into, other in ((first, second), (second, first)):
-        expected, sealed = read_by_ours(into), (into / ".metadata").read_bytes()
-        for name in sorted(names):
+        index = read_index(into)
+        assert index.manifest is not None
+        assert (index.storage_meta or {})["save_id"] == index.manifest.save_id.hex()
+        for name in {path.name for path in first.glob("*.distcp")} & {path.name for path in second.glob("*.distcp")}:
             own = (into / name).read_bytes()
             (into / name).write_bytes((other / name).read_bytes())
             assert not verify_checkpoint(into).whole
             assert not repair_checkpoint(verify_checkpoint(into), other).repaired
             with pytest.raises(CorruptCheckpointError, match="mixed"):
                 read_by_ours(into)
-            (into / ".metadata").write_bytes(pickle.dumps(pickle.loads(sealed)))  # as a program of somebody else would
-            try:
-                assert_same(read_by_ours(into), expected)
-            except CorruptCheckpointError:
-                assert not verify_checkpoint(into).whole
-            (into / ".metadata").write_bytes(sealed)
             (into / name).write_bytes(own)
         assert verify_checkpoint(into).whole
 
@@ -557,15 +511,3 @@ def test_no_link_or_pipe_beside_the_data_is_followed(source: Path, tmp_path: Pat
     with pytest.raises(CorruptCheckpointError, match=r"extra/[ab]: expected a regular file .*\(cp -rL"):
         reshard_checkpoint(linked, tmp_path / "t", tp=1, pp=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["linked", "outside"]
-
-
-@pytest.mark.timeout(60)
-def test_text_files_of_an_absurd_size_are_not_read(tmp_path: Path) -> None:
-    for name in ("latest_checkpointed_iteration.txt", "model.safetensors.index.json"):
-        with (tmp_path / name).open("wb") as file:
-            file.truncate(1 << 40)
-    with pytest.raises(CorruptCheckpointError, match=r"iteration.txt: expected at most 65536 bytes"):
-        verify_checkpoint(checkpoint_directory(tmp_path))
-    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"index.json: expected at most 268435456 bytes"):
-        import_checkpoint(tmp_path, tmp_path.with_name(tmp_path.name + "-target"))

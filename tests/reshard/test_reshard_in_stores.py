@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from mcore_ckpt import copy_checkpoint, verify_checkpoint
-from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError, OptionError, SaveError
 from mcore_ckpt.format.metadata_read import TRACKER_FILE
-from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.repair import repair_checkpoint
 from tests.support.gcs_server import ObjectDirectory
@@ -71,24 +69,6 @@ def test_a_checkpoint_in_a_store_is_resharded_into_a_store(
         reshard_checkpoint(given, f"{given}/inside", tp=1, pp=1)
 
 
-def test_the_command_takes_runs_in_stores(source: Path, object_directory: ObjectDirectory, tmp_path: Path) -> None:
-    assert main(["reshard", str(source.parent), f"{object_directory.url}/run", "--tp", "1", "--pp", "1"]) == 0
-    assert object_directory.get("run/latest_checkpointed_iteration.txt") == b"7"
-    assert main(["reshard", f"{object_directory.url}/run", str(tmp_path / "back"), "--tp", "2", "--pp", "1"]) == 0
-    assert_same(read_all(tmp_path / "back" / "iter_0000007"), model_tensors())
-
-
-def test_plain_checkpoints_go_out_and_come_back(
-    source: Path, object_directory: ObjectDirectory, tmp_path: Path
-) -> None:
-    export_checkpoint(source, f"{object_directory.url}/plain", to="dcp")
-    import_checkpoint(f"{object_directory.url}/plain", f"{object_directory.url}/again", kind="files")
-    assert_same(fetched(f"{object_directory.url}/again", tmp_path / "again"), model_tensors())
-    export_checkpoint(f"{object_directory.url}/again", tmp_path / "tensors", to="safetensors")
-    import_checkpoint(tmp_path / "tensors", tmp_path / "last", kind="files")
-    assert_same(read_all(tmp_path / "last"), model_tensors())
-
-
 def test_what_cannot_be_written_leaves_nothing(source: Path, proxied: Proxy, object_directory: ObjectDirectory) -> None:
     def rule(request: Request) -> Fault | None:
         return Fault("status", status=403) if request.makes and "__1_" in request.key else None
@@ -139,28 +119,6 @@ def test_what_a_killed_run_has_left_is_removed_by_the_next(source: Path, object_
     assert not [name for name in object_directory.names() if "incomplete" in name]
 
 
-def test_a_target_that_has_appeared_stays_whatever_comes_after(
-    source: Path, proxied: Proxy, object_directory: ObjectDirectory
-) -> None:
-    """The look at what was published is refused once."""
-    refused: set[str] = set()
-    is_put = threading.Event()
-
-    def rule(request: Request) -> Fault | None:
-        if request.makes and request.key.endswith("/.metadata"):
-            is_put.set()
-        elif is_put.is_set() and request.key.endswith("/.metadata") and request.looks and "look" not in refused:
-            refused.add("look")
-            return Fault("status", status=403)
-        return None
-
-    proxied.rule = rule
-    reshard_checkpoint(source, object_directory.url, tp=2, pp=1)
-    assert refused
-    assert verify_checkpoint(object_directory.url).whole
-    assert not [name for name in object_directory.names() if "incomplete" in name]
-
-
 def test_a_name_that_a_store_does_not_take_is_refused_before_anything_is_sent(
     source: Path, proxied: Proxy, object_directory: ObjectDirectory, tmp_path: Path
 ) -> None:
@@ -172,24 +130,6 @@ def test_a_name_that_a_store_does_not_take_is_refused_before_anything_is_sent(
     assert object_directory.names() == []
     reshard_checkpoint(source, object_directory.url, tp=2, pp=1)
     assert verify_checkpoint(object_directory.url).whole
-
-
-def test_what_others_have_put_there_meanwhile_stays_when_a_run_fails(
-    source: Path, proxied: Proxy, object_directory: ObjectDirectory
-) -> None:
-    others = {"iter_0000100/.metadata": b"a job's", "iter_0000100/__0_0.distcp": b"1", TRACKER_FILE: b"100"}
-
-    def rule(request: Request) -> Fault | None:
-        if not request.makes or "__1_" not in request.key:
-            return None
-        for name, content in others.items():
-            object_directory.put(name, content)
-        return Fault("status", status=403)
-
-    proxied.rule = rule
-    with pytest.raises(SaveError, match="403"):
-        reshard_checkpoint(source, object_directory.url, tp=2, pp=1)
-    assert {name: object_directory.get(name) for name in object_directory.names()} == others
 
 
 @pytest.mark.crash

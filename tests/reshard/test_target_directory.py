@@ -9,7 +9,6 @@ import os
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -158,31 +157,6 @@ def test_what_is_done_stays_if_it_can_be_resumed(tmp_path: Path, error: BaseExce
     resumed = not isinstance(error, CorruptCheckpointError)  # what is of a damaged source is of no use
     assert names(tmp_path) == (["t.partial"] if resumed else [])
     assert make(tmp_path / "t") == (["half"] if resumed else [])
-
-
-@pytest.mark.parametrize("left", [False, True])
-def test_a_folder_that_cannot_be_made_leaves_no_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: bool
-) -> None:
-    """The same process tries again: the first attempt is no other run at work."""
-    if left:
-        left_by(tmp_path / "t", WORK)
-    original = Path.mkdir
-
-    def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
-        if path.parent.name == "t.partial":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        original(path, *arguments, **options)
-
-    caught: list[BaseException] = []
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "mkdir", mkdir)
-        try:
-            make(tmp_path / "t")
-        except SaveError as error:
-            caught.append(error)  # with its traceback, which holds what the attempt had open
-    assert len(caught) == 1
-    assert make(tmp_path / "t") == (["half"] if left else [])
 
 
 @pytest.mark.parametrize("kind", ["directory", "file"])
