@@ -229,7 +229,6 @@ def _write(conversion: Conversion, target: Path, options: ConversionOptions, pro
         checked = time.monotonic()
         conversion.carry(files)
         source.refuse_changes()
-        files.sync()
         if content is not None:
             made.publish(METADATA_FILE, bind_common_file(content, folder))
         elif plan.index_file is not None:

@@ -41,12 +41,11 @@ from mcore_ckpt.reshard.target_files import (
     Streams,
     StreamSink,
     Sums,
-    TargetFile,
     TargetFiles,
 )
 from mcore_ckpt.reshard.view import check_sum
 from mcore_ckpt.storage import direct_io
-from mcore_ckpt.storage.base import ALIGNMENT_BYTES
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeWriter
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 from mcore_ckpt.tools.regrid import Block, CrcSink, Sink, Walk, blocks, reads_of
 
@@ -319,7 +318,7 @@ class _Worker:
         self._run = run
         self._number = number
         self._moves = run.plan.work[number]
-        self._files: dict[str, TargetFile] = {}
+        self._files: set[str] = set()
         self._mains: dict[str, FileStream] = {}
         self._walk = Walk()
         self._ahead = ReadAhead(run.payloads.files, 4 if run.memory_bytes >= _MUCH_MEMORY_BYTES else 2)
@@ -336,29 +335,25 @@ class _Worker:
             run.advance(move.payload_bytes)
         files = run.plan.files_at_once or len({slot.file for move in self._moves for slot in move.slots}) + 1
         buffer_bytes, count = _buffers(run.memory_bytes, files)
-        try:
-            with Crew(_WRITES, "mcore_ckpt-write") as crew, self._ahead:
-                streams = Streams(crew, buffer_bytes, count)
-                self._blocks = self._ahead.steps(self._located(done), self._reads)
-                if not self._number and self._number not in run.journal.done:
-                    self._write_blobs(streams)
-                for position in range(done, len(self._moves)):
-                    if run.crew.failed:
-                        break
-                    self._write_tensor(streams, self._moves[position])
-                    done = position + 1
-                    if self._unsynced_bytes >= _SYNC_BYTES:
-                        self._sync(streams, done)
-                self._sync(streams, done)
-        finally:
-            for file in self._files.values():
-                file.close()
+        with Crew(_WRITES, "mcore_ckpt-write") as crew, self._ahead:
+            streams = Streams(crew, buffer_bytes, count)
+            self._blocks = self._ahead.steps(self._located(done), self._reads)
+            if not self._number and self._number not in run.journal.done:
+                self._write_blobs(streams)
+            for position in range(done, len(self._moves)):
+                if run.crew.failed:
+                    break
+                self._write_tensor(streams, self._moves[position])
+                done = position + 1
+                if self._unsynced_bytes >= _SYNC_BYTES:
+                    self._sync(streams, done)
+            self._sync(streams, done)
 
     def _sync(self, streams: Streams, done: int) -> None:
         streams.flush()
         streams.crew.drain()
-        for file in self._files.values():
-            file.sync()
+        for name in self._files:
+            self._file(name).sync()
         self._run.journal.record(self._number, done, self._crcs, self._sums)
         self._crcs, self._sums = {}, {}
         self._unsynced_bytes = 0
@@ -374,10 +369,9 @@ class _Worker:
             stream.seek(position)
         return stream
 
-    def _file(self, name: str) -> TargetFile:
-        if name not in self._files:
-            self._files[name] = self._run.files.open(name, self._run.plan.sizes[name])
-        return self._files[name]
+    def _file(self, name: str) -> RangeWriter:
+        self._files.add(name)
+        return self._run.files.open(name)
 
     def _write_blobs(self, streams: Streams) -> None:
         for blob in self._run.plan.blobs:

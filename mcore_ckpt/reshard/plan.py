@@ -218,7 +218,7 @@ class _TorchDistPlan(TargetPlan):
         listed = {}
         for name, size_bytes in sorted(self.sizes.items()):
             end, table_crc = self.footers[name].fill(save_id, size_bytes, sorted(objects[name]))
-            files.write_end(name, size_bytes, end)
+            files.write_end(name, end)
             listed[name] = ManifestFile(size_bytes, table_crc, save_id)
         sums = [known for key in self.index.tensors for known in journal.sums[key]]
         crcs = array("I", [crc for crc, _ in sums])

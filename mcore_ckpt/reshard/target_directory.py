@@ -43,7 +43,7 @@ from mcore_ckpt.core.options import PARTIAL
 from mcore_ckpt.directory.commit import Commit, Owner, is_note, note_name, notes
 from mcore_ckpt.directory.iterations import NO_NAMES
 from mcore_ckpt.format.metadata_read import METADATA_FILE
-from mcore_ckpt.reshard.target_files import FileJournal, Journal, LocalFiles, StoreFiles, TargetFiles
+from mcore_ckpt.reshard.target_files import FileJournal, Journal, TargetFiles
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import path_in_file_system, storage_at
 
@@ -136,7 +136,8 @@ def _renamed(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
     with journal:
         kept = False
         try:
-            yield Target(LocalFiles(folder), journal, publish, lambda _: None)
+            with contextlib.closing(TargetFiles(folder, resumable=True)) as files:
+                yield Target(files, journal, publish, lambda _: None)
             storage_at(folder).sync()
             _appear(folder, target)
         except CheckpointError as error:
@@ -165,7 +166,7 @@ def _in_place(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]
     commit = Commit.begin(storage, {_NOTED: []})
     try:
         _clear(target, commit)
-        making = _Making(commit, StoreFiles(target))
+        making = _Making(commit, TargetFiles(target, resumable=False))
         try:
             yield Target(making.files, Journal(), making.publish, making.note)
         except BaseException:
@@ -192,7 +193,7 @@ class _Making:
     """What a run makes at its place in a store."""
 
     commit: Commit
-    files: StoreFiles
+    files: TargetFiles
     noted: list[str] = field(default_factory=list)
     last: list[str] = field(default_factory=list)  # the file that comes after all others, once it is on its way
 
@@ -215,7 +216,7 @@ class _Making:
         try:
             if self.commit.is_undecided or any(storage.version(name) is not None for name in self.last):
                 return
-            self.files.abort()
+            self.files.close()
             _remove_files(storage, self.noted)
         except CheckpointError:
             self.commit.leave()  # the next run removes what is left

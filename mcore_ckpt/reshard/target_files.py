@@ -1,12 +1,11 @@
 """The files of a target while they are written, and the journal of how far they are.
 
-Each file is written front to back by one thread, while other threads write full buffers to the disk. Unlike a save
-(see `save/writer.py`), a target may be interrupted and resumed: in a file system files are opened wherever a worker has
-come to, may have been begun by an earlier run, and stay on failure. In an object store each is one upload, which ends
-when all of its bytes are there.
+The writers are those of a save (`storage.base.RangeWriter`). In a file system a target may be interrupted and resumed:
+files may have been begun by an earlier run, and stay on failure. In an object store each is one upload, which ends when
+all of its bytes are there.
 
-Full pages are written with O_DIRECT where the file system can; the ragged ends of a range go through the page cache. No
-page is written both ways at once: a range's bytes in a page that it shares go through the cache.
+A worker fills buffers front to back, while other threads write full ones. Full pages are written with O_DIRECT where
+the file system can. The ragged ends of a range lie in pages that it shares, and go through the page cache.
 
 The journal is a file next to the target's folder, locked while a run is at work there. In an object store nothing is
 resumed, and the journal is kept in memory only.
@@ -21,7 +20,6 @@ import json
 import os
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,94 +31,8 @@ from mcore_ckpt.core.process import Crew
 from mcore_ckpt.format.integrity import RunningSum
 from mcore_ckpt.format.metadata_read import read_small_file
 from mcore_ckpt.storage import direct_io
-from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeWriter, Storage, align_up
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeWriter, align_up
 from mcore_ckpt.storage.resolve import storage_at
-
-_NO_DIRECT: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
-
-
-def _write_error(path: str, what: str, error: OSError) -> SaveError:
-    code = errno.errorcode.get(error.errno or 0, "no errno")
-    advice = "free space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the device and the permissions"
-    return SaveError(f"{path}: {what} failed: {error.strerror or error} ({code}); {advice}, and run the command again")
-
-
-class TargetFile(ABC):
-    """A file that is written at any offset by any number of threads; `path` is its name for messages."""
-
-    path: str
-
-    @abstractmethod
-    def write(self, offset: int, view: memoryview) -> None:
-        """Write all of `view`; raises `SaveError`."""
-
-    @abstractmethod
-    def sync(self) -> None:
-        """Make what was written durable, where a later run could use it; raises `SaveError`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close; twice is harmless."""
-
-
-class LocalFile(TargetFile):
-    """A file of a file system, which may have been begun by an earlier run. Its `size_bytes` are reserved at once.
-    `direct`: with O_DIRECT where possible.
-    """
-
-    def __init__(self, path: str, size_bytes: int, *, direct: bool = True) -> None:
-        self.path = path
-        self._direct_fd: int | None = None
-        try:
-            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                direct_io.preallocate(self.fd, size_bytes)
-                os.ftruncate(self.fd, size_bytes)
-                if direct:
-                    self._direct_fd = self._open_direct()
-            except BaseException:
-                self.close()
-                raise
-        except OSError as error:
-            raise _write_error(path, "making the file", error) from error
-
-    def _open_direct(self) -> int | None:
-        try:
-            return os.open(self.path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno in _NO_DIRECT:
-                return None
-            raise
-
-    def write(self, offset: int, view: memoryview) -> None:
-        try:
-            aligned = offset % ALIGNMENT_BYTES == 0 and len(view) % ALIGNMENT_BYTES == 0
-            if self._direct_fd is not None and aligned:
-                try:
-                    direct_io.write_all(self._direct_fd, view, offset, ALIGNMENT_BYTES)
-                    return
-                except OSError as error:
-                    # Some file systems take the flag and refuse the write.
-                    if error.errno not in _NO_DIRECT:
-                        raise
-                    self._direct_fd = None
-            direct_io.write_all(self.fd, view, offset)
-            if len(view) >= 64 * 1024:
-                direct_io.write_back(self.fd, offset, len(view), wait=False)
-        except OSError as error:
-            raise _write_error(self.path, f"writing bytes [{offset}, {offset + len(view)})", error) from error
-
-    def sync(self) -> None:
-        try:
-            os.fsync(self.fd)
-        except OSError as error:
-            raise _write_error(self.path, "fsync", error) from error
-
-    def close(self) -> None:
-        fds = [fd for fd in (self.fd, self._direct_fd) if fd is not None and fd >= 0]
-        self.fd, self._direct_fd = -1, None
-        for fd in fds:
-            os.close(fd)
 
 
 class Streams:
@@ -136,7 +48,7 @@ class Streams:
         self._free: list[memoryview] = []
         self._holding: OrderedDict[int, FileStream] = OrderedDict()
 
-    def open(self, file: TargetFile, position: int) -> FileStream:
+    def open(self, file: RangeWriter, position: int) -> FileStream:
         """A stream into a file, from a position on."""
         return FileStream(self, file, position)
 
@@ -179,7 +91,7 @@ class FileStream:
 
     __slots__ = ("_buffer", "_filled", "_flushed", "_streams", "file", "position")
 
-    def __init__(self, streams: Streams, file: TargetFile, position: int) -> None:
+    def __init__(self, streams: Streams, file: RangeWriter, position: int) -> None:
         self.file = file
         self.position = position
         self._streams = streams
@@ -239,7 +151,7 @@ class FileStream:
 class _Buffered:
     """A buffer on its way to the disk: bytes `[start, stop)` of it belong at `base + start` in the file."""
 
-    file: TargetFile
+    file: RangeWriter
     base: int
     buffer: memoryview
     start: int
@@ -280,61 +192,28 @@ class StreamSink:
         self.stream.filled(view)
 
 
-class TargetFiles(ABC):
-    """All files of one target, which lie in `folder`; `storage` is that of the folder."""
+class TargetFiles:
+    """The files of one target, in `folder`, each written at any offset by any number of workers.
 
-    def __init__(self, folder: Path) -> None:
+    `resumable`: a file may have been begun by an earlier run, and stays if this run ends early.
+    """
+
+    def __init__(self, folder: Path, *, resumable: bool) -> None:
         self.folder = folder
         self.storage = storage_at(folder)
-
-    @abstractmethod
-    def begin(self, sizes: Mapping[str, int], *, resumed: bool) -> None:
-        """Make room for files of these lengths; raises `SaveError` if there is none."""
-
-    @abstractmethod
-    def open(self, name: str, size_bytes: int) -> TargetFile:
-        """A file of that length, to be written at any offset; raises `SaveError`."""
-
-    @abstractmethod
-    def write_end(self, name: str, size_bytes: int, end: bytes) -> None:
-        """Write the last bytes of a file of that length, durably; raises `SaveError`."""
-
-    def finish(self) -> None:
-        """All bytes have been written: make the files readable. Raises `SaveError`."""
-        return
-
-    @abstractmethod
-    def put(self, name: str, content: bytes) -> None:
-        """Make a file that `begin` was not told of, durably; raises `SaveError`."""
-
-    @abstractmethod
-    def new_file(self, name: str, size_bytes: int) -> RangeWriter:
-        """As `put`, for a file of any size; raises `SaveError`."""
-
-    def sync(self) -> None:
-        """Make the names of all files durable. Raises `SaveError`."""
-        return
-
-
-class LocalFiles(TargetFiles):
-    """Files in a folder of a file system."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._folders: set[Path] = set()
+        self._resumable = resumable
+        self._lock = threading.Lock()
+        self._sizes: Mapping[str, int] = {}
+        self._writers: dict[str, RangeWriter] = {}
 
     def begin(self, sizes: Mapping[str, int], *, resumed: bool) -> None:
-        if not resumed:
-            self._check_space(sizes)
-        self._folders = {(self.folder / name).parent for name in sizes} - {self.folder}
-        for inner in self._folders:
-            inner.mkdir(parents=True, exist_ok=True)
-
-    def _check_space(self, sizes: Mapping[str, int]) -> None:
-        """What an earlier run has reserved for the files counts for them already."""
+        """Which files there will be, of these lengths; raises `SaveError` if there is no room for them."""
+        self._sizes = sizes
+        if not self._resumable or resumed:
+            return
         needed_bytes = sum(sizes.values())
         for name, size in sizes.items():
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # what an earlier run has reserved counts already
                 needed_bytes -= min(size, (self.folder / name).stat().st_blocks * 512)
         stat = os.statvfs(self.folder)
         free = stat.f_bavail * stat.f_frsize
@@ -343,56 +222,28 @@ class LocalFiles(TargetFiles):
                 f"{self.folder}: {needed_bytes} bytes are needed, {free} are free: free space, or choose another disk"
             )
 
-    def open(self, name: str, size_bytes: int) -> TargetFile:
-        return LocalFile(str(self.folder / name), size_bytes)
+    def open(self, name: str) -> RangeWriter:
+        """One of the files; raises `SaveError`."""
+        with self._lock:
+            if name not in self._writers:
+                self._writers[name] = self.storage.open_writer(
+                    name, size_bytes=self._sizes[name], resumed=self._resumable
+                )
+            return self._writers[name]
 
-    def write_end(self, name: str, size_bytes: int, end: bytes) -> None:
-        file = LocalFile(str(self.folder / name), size_bytes, direct=False)
-        try:
-            file.write(size_bytes - len(end), memoryview(end))
-            file.sync()
-        finally:
-            file.close()
+    def write_end(self, name: str, end: bytes) -> None:
+        """Write the last bytes of a file; raises `SaveError`."""
+        self.open(name).write(self._sizes[name] - len(end), memoryview(end))
 
-    def sync(self) -> None:
-        for inner in self._folders:
+    def finish(self) -> None:
+        """All bytes have been written: make the files durable and readable. Raises `SaveError`."""
+        for name, size_bytes in self._sizes.items():
+            self.open(name).finish(size_bytes)
+        for inner in {(self.folder / name).parent for name in self._sizes} - {self.folder} if self._resumable else ():
             storage_at(inner).sync()
 
     def put(self, name: str, content: bytes) -> None:
-        self.storage.publish(name, content)
-
-    def new_file(self, name: str, size_bytes: int) -> RangeWriter:
-        self.storage.delete(name)  # an earlier run may have come so far
-        return self.storage.open_writer(name, size_bytes=size_bytes, direct="off")
-
-
-class StoreFiles(TargetFiles):
-    """Objects of a store, written by any number of workers each; none replaces another."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._lock = threading.Lock()
-        self._writers: dict[str, RangeWriter] = {}
-        self._sizes: Mapping[str, int] = {}
-
-    def begin(self, sizes: Mapping[str, int], *, resumed: bool) -> None:
-        self._sizes = sizes
-
-    def open(self, name: str, size_bytes: int) -> TargetFile:
-        with self._lock:
-            writer = self._writers.get(name)
-            if writer is None:
-                writer = self._writers[name] = self.new_file(name, size_bytes)
-        return _StoreFile(self.storage, name, writer)
-
-    def write_end(self, name: str, size_bytes: int, end: bytes) -> None:
-        self.open(name, size_bytes).write(size_bytes - len(end), memoryview(end))
-
-    def finish(self) -> None:
-        for name, writer in self._writers.items():
-            writer.finish(self._sizes[name])
-
-    def put(self, name: str, content: bytes) -> None:
+        """Make a file that `begin` was not told of, durably; raises `SaveError`."""
         writer = self.new_file(name, len(content))
         try:
             writer.write(0, memoryview(content))
@@ -402,30 +253,16 @@ class StoreFiles(TargetFiles):
             raise
 
     def new_file(self, name: str, size_bytes: int) -> RangeWriter:
-        return self.storage.open_writer(name, size_bytes=size_bytes)
-
-    def abort(self) -> None:
-        """Remove what `open` has made, finished or not, as far as that is possible."""
-        for writer in self._writers.values():
-            with contextlib.suppress(SaveError):
-                writer.abort()
-
-
-class _StoreFile(TargetFile):
-    """One object."""
-
-    def __init__(self, storage: Storage, name: str, writer: RangeWriter) -> None:
-        self.path = storage.path(name)
-        self._writer = writer
-
-    def write(self, offset: int, view: memoryview) -> None:
-        self._writer.write(offset, view)
-
-    def sync(self) -> None:
-        pass
+        """As `put`, for a file of any size; raises `SaveError`."""
+        if self._resumable:
+            self.storage.delete(name)  # an earlier run may have come so far
+        return self.storage.open_writer(name, size_bytes=size_bytes, direct="off")
 
     def close(self) -> None:
-        pass
+        """Close what is open: files that can be resumed stay, others are removed, finished or not."""
+        for writer in self._writers.values():
+            with contextlib.suppress(SaveError):
+                (writer.leave if self._resumable else writer.abort)()
 
 
 Sums = tuple[int, list[int]]

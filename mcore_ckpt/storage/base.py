@@ -178,6 +178,14 @@ class RangeWriter(ABC):
         it. Twice is harmless; raises nothing for a file that is gone.
         """
 
+    def sync(self) -> None:
+        """Make what was written durable, where an unfinished file can be resumed. Raises `SaveError`."""
+        return
+
+    def leave(self) -> None:
+        """Close the file unfinished; it stays where it can be resumed, else it is removed."""
+        self.abort()
+
 
 class Storage(ABC):
     """One directory of files. All names are relative to it."""
@@ -268,12 +276,6 @@ class Storage(ABC):
         with self.open_reader(name) as reader:
             return reader.read(offset, reader.size_bytes - offset if length is None else length)
 
-    def open_descriptor(self, name: str) -> int | None:
-        """A descriptor of a regular file, for the kernel to copy from, which the caller closes; None if there can be
-        none. Raises `OSError` or `CorruptCheckpointError`.
-        """
-        return None
-
     @contextmanager
     def in_use(self, name: str) -> Iterator[None]:
         """Within the block `is_in_use` is true of that file, on whatever host asks, where the back-end can tell."""
@@ -286,10 +288,12 @@ class Storage(ABC):
     # Data files
 
     @abstractmethod
-    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+    def open_writer(
+        self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", resumed: bool = False
+    ) -> RangeWriter:
         """Create a file, and missing directories on the way to it, for writing; never touches one that exists (an
-        object store tells when it is written or finished). `size_bytes` are reserved at once. `direct` as in
-        `open_reader`. Raises `SaveError`.
+        object store tells when it is written or finished), unless a writer that was left may have begun it (`resumed`,
+        where that can be). `size_bytes` are reserved at once. `direct` as in `open_reader`. Raises `SaveError`.
         """
 
     @abstractmethod

@@ -619,7 +619,7 @@ _UNSYNCED_WRITES: Final = 2
 class LocalWriter(RangeWriter):
     """A new file. `finish` is for one thread, after the last `write` has returned."""
 
-    def __init__(self, path: str, size_bytes: int | None, direct: DirectIo) -> None:
+    def __init__(self, path: str, size_bytes: int | None, direct: DirectIo, *, resumed: bool = False) -> None:
         self.name = path
         self.direct = False
         self._keep = False
@@ -628,7 +628,7 @@ class LocalWriter(RangeWriter):
         self._unsynced: deque[tuple[int, int]] = deque()
         self._writes_in_progress = 0
         self._aborted = False
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | (0 if resumed else os.O_EXCL) | os.O_CLOEXEC, FILE_MODE)
         self._fd: int | None = fd
         try:
             if direct != "off":
@@ -636,7 +636,7 @@ class LocalWriter(RangeWriter):
             if size_bytes is not None:
                 preallocate(fd, align_up(size_bytes) if self.direct else size_bytes)
         except BaseException:
-            self.abort()
+            (self.leave if resumed else self.abort)()
             raise
 
     def write(self, offset: int, view: memoryview) -> None:
@@ -707,6 +707,17 @@ class LocalWriter(RangeWriter):
             self._close()
         except OSError as error:
             raise save_error("closing the file", self.name, error) from error
+
+    def sync(self) -> None:
+        try:
+            for fd in (self._buffered_fd, self._fd):
+                if fd is not None:
+                    os.fsync(fd)
+        except OSError as error:
+            raise save_error("making it durable", self.name, error) from error
+
+    def leave(self) -> None:
+        self._close(suppress=True)
 
     def _close(self, suppress: bool = False) -> None:
         fds = [fd for fd in (self._buffered_fd, self._fd) if fd is not None]

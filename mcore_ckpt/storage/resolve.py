@@ -168,14 +168,11 @@ class LocalStorage(Storage):
             ) from error
         return found
 
-    def open_descriptor(self, name: str) -> int | None:
-        return open_regular(self.root, name, follow_links=self._follow_links)
-
     @contextlib.contextmanager
     def in_use(self, name: str) -> Iterator[None]:
         fd = None
         with contextlib.suppress(OSError, LoadError):
-            fd = self.open_descriptor(name)
+            fd = open_regular(self.root, name, follow_links=self._follow_links)
         try:
             if fd is not None:
                 with contextlib.suppress(OSError):  # a file system without locks, or the file is being removed
@@ -236,11 +233,13 @@ class LocalStorage(Storage):
             folder = os.path.dirname(folder)
         return path
 
-    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+    def open_writer(
+        self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", resumed: bool = False
+    ) -> RangeWriter:
         path = self._own(name)
         try:
             self._make_folders(name, path)
-            return LocalWriter(path, size_bytes, direct)
+            return LocalWriter(path, size_bytes, direct, resumed=resumed)
         except OSError as error:
             raise save_error("creating the file", path, error) from error
 

@@ -128,9 +128,6 @@ class FaultyStorage(Storage):
     def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
         return self.inner.open_reader(name, direct=direct)
 
-    def open_descriptor(self, name: str) -> int | None:
-        return self.inner.open_descriptor(name)
-
     @contextmanager
     def in_use(self, name: str) -> Iterator[None]:
         with self.inner.in_use(name):
@@ -139,9 +136,11 @@ class FaultyStorage(Storage):
     def is_in_use(self, name: str) -> bool:
         return self.inner.is_in_use(name)
 
-    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+    def open_writer(
+        self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", resumed: bool = False
+    ) -> RangeWriter:
         self.faults.before("open_writer", _without_id(name), size_bytes or 0)
-        writer = self.inner.open_writer(name, size_bytes=size_bytes, direct=direct)
+        writer = self.inner.open_writer(name, size_bytes=size_bytes, direct=direct, resumed=resumed)
         return _FaultyWriter(writer, name, self.faults)
 
     def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
