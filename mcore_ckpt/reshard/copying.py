@@ -47,7 +47,7 @@ from mcore_ckpt.reshard.view import check_sum
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeWriter
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
-from mcore_ckpt.tools.regrid import Block, CrcSink, Sink, Walk, blocks, reads_of
+from mcore_ckpt.tools.regrid import Block, CrcSink, Walk, blocks, reads_of
 
 _Step = TypeVar("_Step")
 
@@ -421,8 +421,7 @@ class _Worker:
             self._write_frame(streams, move, number)
         if keep_crcs and self._run.plan.index is not None:
             self._crcs[entry.fqn] = crcs
-        if self._run.plan.summed:
-            self._sums[move.key] = sums
+        self._sums[move.key] = sums
         self._run.advance(move.payload_bytes)
         self._unsynced_bytes += move.payload_bytes
 
@@ -438,7 +437,7 @@ class _Worker:
     ) -> None:
         payloads, plan = self._run.payloads, self._run.plan
         opened: list[FileStream] = []
-        sinks: list[Sink] = []
+        sinks: list[StreamSink] = []
         used: set[str] = set()
         for number in block.targets:
             name, offset, _ = move.slots[number]
@@ -447,7 +446,7 @@ class _Worker:
             used.add(name)
             stream.write(plan.frame(move, number).head)
             opened.append(stream)
-            sinks.append(StreamSink(stream) if plan.summed else stream)
+            sinks.append(StreamSink(stream))
         read = self._walk.move(
             [source_boxes[n] for n in block.sources],
             [AheadSource(self._ahead, payloads, payload) for payload in found],
@@ -459,9 +458,8 @@ class _Worker:
             crcs[n] = value
             payloads.was_read(move.entry, move.entry.chunks[n], value)
         for number, stream, sink in zip(block.targets, opened, sinks, strict=True):
-            if isinstance(sink, StreamSink):
-                sums[number] = (sink.sums.crc32, sink.sums.blocks)
-                stream.write(plan.frame(move, number).tail_with(sink.sums.crc32))
+            sums[number] = (sink.sums.crc32, sink.sums.blocks)
+            stream.write(plan.frame(move, number).tail_with(sink.sums.crc32))
             main = self._mains[move.slots[number].file]
             if stream is not main:
                 stream.flush()

@@ -130,7 +130,6 @@ class TargetPlan:
     sizes: Mapping[str, int]  # length of each file
     files_at_once: int | None = None  # between how many files a worker alternates; None: all
     filled_gaps: bool = False  # the bytes between the slots of a file are unused, and may be filled with zeros
-    summed: bool = True  # whether the CRC-32 of each slot is part of the target
     index: CheckpointIndex | None = None  # of the target, for formats that are read back and compared
     index_file: tuple[str, bytes] | None = None  # without `.metadata`: name and content of what is written last
 

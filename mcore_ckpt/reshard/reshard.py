@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -123,25 +124,8 @@ def reshard_checkpoint(
         SaveError: the target cannot be written; in a file system what is done is kept for the next run.
         LoadError: a save has replaced the checkpoint in `source` meanwhile; the target does not appear.
     """
-    given: dict[str, Any] = {
-        "tp": tp,
-        "pp": pp,
-        "ep": ep,
-        "etp": etp,
-        "dp": dp,
-        "like": like,
-        "rules": rules,
-        "merge": merge,
-        "only": only,
-        "optimizer_layout": optimizer_layout,
-        "dtype": dtype,
-        "drop_optimizer": drop_optimizer,
-        "workers": workers,
-        "memory_bytes": memory_bytes,
-        "verify": verify,
-        "restart": restart,
-    }
-    options = ReshardOptions(**given)
+    given = locals()
+    options = ReshardOptions(**{option.name: given[option.name] for option in fields(ReshardOptions)})
     places = places_of(source, target, same_format=True)
     if not dry_run:
         refuse_target(places.source, places.target)

@@ -134,7 +134,6 @@ def plan_safetensors(tensors: Sequence[Exported], most_bytes: int, workers: int)
         blobs=tuple(blobs),
         sizes=sizes,
         files_at_once=1,
-        summed=False,
         index_file=("model.safetensors.index.json", weight_map(shards)) if len(shards) > 1 else None,
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import subprocess
 import time
@@ -78,14 +77,11 @@ def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path) -> 
         subprocess.run(["umount", str(tmp_path / "t")], check=True)
 
 
-def test_a_link_to_an_empty_directory_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "t").symlink_to("empty")
-    (tmp_path / "u").symlink_to("nowhere")
-    for name in ("t", "u"):
-        with pytest.raises(CheckpointExistsError), target_folder(tmp_path / name, WORK):
-            pytest.fail("the work was begun")
-    assert names(tmp_path) == ["empty", "t", "u"]
+def test_a_link_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "t").symlink_to("nowhere")
+    with pytest.raises(CheckpointExistsError), target_folder(tmp_path / "t", WORK):
+        pytest.fail("the work was begun")
+    assert names(tmp_path) == ["t"]
 
 
 def test_the_same_work_is_resumed(tmp_path: Path) -> None:
@@ -124,13 +120,12 @@ def test_what_is_of_no_use_goes(tmp_path: Path, kind: str) -> None:
     assert make(tmp_path / "t") == []
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", ".reshard_journal", "0123456789abcdef.gone0", "0123"])
-def test_what_no_command_has_left_is_left_alone(tmp_path: Path, name: str) -> None:
+def test_what_no_command_has_left_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "t.partial").mkdir()
-    (tmp_path / "t.partial" / name).write_bytes(b"hours of work")
-    with pytest.raises(OptionError, match=rf"holds {name}, which no command"):
+    (tmp_path / "t.partial" / "0123456789abcdef.gone0").write_bytes(b"hours of work")
+    with pytest.raises(OptionError, match=r"holds 0123456789abcdef\.gone0, which no command"):
         make(tmp_path / "t", restart=True)
-    assert names(tmp_path / "t.partial") == [name]
+    assert names(tmp_path / "t.partial") == ["0123456789abcdef.gone0"]
 
 
 def test_the_second_run_is_refused_while_the_first_is_at_work(tmp_path: Path) -> None:
@@ -210,17 +205,9 @@ def test_without_locks_only_what_is_old_is_touched(tmp_path: Path, monkeypatch: 
     assert make(tmp_path / "t") == ["half"]
 
 
-def test_a_journal_is_no_link_and_of_no_absurd_size(tmp_path: Path) -> None:
-    folder = left_by(tmp_path / "t", WORK)
-    journal = folder.with_suffix(".journal")
+def test_a_journal_is_no_link(tmp_path: Path) -> None:
+    journal = left_by(tmp_path / "t", WORK).with_suffix(".journal")
     journal.unlink()
     journal.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(SaveError, match="cannot be opened"):
         make(tmp_path / "t")
-    journal.unlink()
-    with journal.open("wb") as file:
-        file.truncate(1024**3 + 1)
-    with pytest.raises(CorruptCheckpointError, match="expected at most"):
-        make(tmp_path / "t")
-    journal.write_text(json.dumps({"version": 4, "fingerprint": WORK}) + "\n" + "[" * 5000 + "\n")
-    assert make(tmp_path / "t") == []
