@@ -36,21 +36,13 @@ _ROWS_BYTES = 512 * 1024
 
 
 class _Place(NamedTuple):
-    """Bytes of one stored chunk, and what of them goes where.
-
-    Attributes:
-        file: that holds them.
-        offset: of the payload, or of the part of it that is wanted, in bytes.
-        destination: flat bytes, when they lie there as in the file; else rows x elements.
-        columns: of the chunk, in elements; 0 if `destination` is flat.
-        first_column: the first that is wanted.
-    """
+    """Bytes of one stored chunk, and what of them goes where."""
 
     file: str
-    offset: int
-    destination: np.ndarray[Any, Any]
-    columns: int = 0
-    first_column: int = 0
+    offset: int  # of the payload, or of the part of it that is wanted, in bytes
+    destination: np.ndarray[Any, Any]  # flat bytes, when they lie there as in the file; else rows x elements
+    columns: int = 0  # of the chunk, in elements; 0 if `destination` is flat
+    first_column: int = 0  # the first that is wanted
 
 
 class Bare(Adapter):

@@ -56,25 +56,15 @@ _WITHIN_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one call cost.
+    """What one call cost."""
 
-    Attributes:
-        side: `OURS` or `STOCK`.
-        call: one of `CALLS`.
-        ranks: how many.
-        replicas: data-parallel ranks behind the fully parallel wrappers; 0: without wrappers.
-        items: tensors of which each rank has rows.
-        cpu_s: processor seconds of all ranks and their children.
-        seconds: of the slowest rank; the machine has fewer cores than there are ranks.
-    """
-
-    side: str
-    call: str
+    side: str  # `OURS` or `STOCK`
+    call: str  # one of `CALLS`
     ranks: int
-    replicas: int
-    items: int
-    cpu_s: float
-    seconds: float
+    replicas: int  # data-parallel ranks behind the fully parallel wrappers; 0: without wrappers
+    items: int  # tensors of which each rank has rows
+    cpu_s: float  # of all ranks and their children
+    seconds: float  # of the slowest rank; the machine has fewer cores than there are ranks
 
 
 class _Trainer:

@@ -28,22 +28,11 @@ class WorkFailedError(Exception):
 
 
 class Interpreter:
-    """A Python with its packages.
-
-    Attributes:
-        versions: of torch, megatron-core and the like; None for what is not installed.
-    """
+    """A Python with its packages, and the `versions` of those; None for what is not installed."""
 
     def __init__(self, python: Path, path: Sequence[Path], *, megatron: bool = True) -> None:
-        """Start its leader.
-
-        Args:
-            python: the executable.
-            path: folders that come before its own packages.
-            megatron: for adapters that run under Megatron, which has to take "cuda" for the CPU.
-
-        Raises:
-            WorkFailedError: it does not start.
+        """Start its leader; folders of `path` come before its own packages. `megatron`: for adapters under Megatron,
+        which has to take "cuda" for the CPU. Raises `WorkFailedError`.
         """
         ours, theirs = socket.socketpair()
         environment = {
@@ -63,11 +52,7 @@ class Interpreter:
         self.versions: dict[str, str | None] = self.ask("describe")
 
     def ask(self, name: str, *args: Any) -> Any:
-        """Have the leader do something.
-
-        Raises:
-            WorkFailedError: it failed, or has died.
-        """
+        """Have the leader do something; raises `WorkFailedError` if it fails, or has died."""
         try:
             self._connection.send((name, args))
             done, value = self._connection.recv()
@@ -87,14 +72,7 @@ class Group:
     """The ranks of one adapter."""
 
     def __init__(self, interpreter: Interpreter, adapter: str, world: int, *, asynchronous: bool = False) -> None:
-        """Start them.
-
-        Args:
-            interpreter: theirs.
-            adapter: name in `benchmarks.adapters`.
-            world: how many.
-            asynchronous: start what a training job starts before its first asynchronous save.
-        """
+        """Start `world` ranks; `asynchronous`: with what a job starts before its first asynchronous save."""
         self._interpreter = interpreter
         self._number: int = interpreter.ask("open", world)
         try:
@@ -104,11 +82,7 @@ class Group:
             raise
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a function of `benchmarks.work` on all ranks; what rank 0 returned.
-
-        Raises:
-            WorkFailedError: a rank raised, died or hung.
-        """
+        """Call a function of `benchmarks.work` on all ranks; what rank 0 returned. Raises `WorkFailedError`."""
         return self._interpreter.ask("call", self._number, _WITHIN_S, name, *args)
 
     def close(self) -> None:

@@ -42,12 +42,7 @@ def _lines(path: str) -> list[str]:
 
 
 def costs_of_memory(folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds and CPU seconds per GB, one value a round, of touching memory and of reading a file.
-
-    Args:
-        folder: where the file is written; the file system that is measured.
-        rounds: how many of each.
-    """
+    """Seconds and CPU seconds per GB, one value a round, of touching memory and of reading a file in `folder`."""
     file = folder / "pages"
     noise = os.urandom(_PIECE_BYTES)
     with file.open("wb") as stream:

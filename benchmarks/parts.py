@@ -28,46 +28,27 @@ _FIFTH = "decoder.layers.1"  # layers 1 and 10 to 19 of 59
 
 
 class Contender(NamedTuple):
-    """Who takes turns.
+    """Who takes turns."""
 
-    Attributes:
-        label: in tables.
-        adapter: name in `benchmarks.adapters`.
-        interpreter: that has its packages.
-        reads: label of the one whose checkpoints it loads; its own if that is empty.
-        own: it is this package, or what measures the machine; a failure ends the run.
-        role: in the results, if it is not that of the adapter.
-    """
-
-    label: str
-    adapter: str
+    label: str  # in tables
+    adapter: str  # name in `benchmarks.adapters`
     interpreter: Interpreter
-    reads: str = ""
-    own: bool = False
-    role: str = ""
+    reads: str = ""  # label of the one whose checkpoints it loads; its own if that is empty
+    own: bool = False  # this package, or what measures the machine; a failure ends the run
+    role: str = ""  # in the results, if it is not that of the adapter
 
 
 @dataclass
 class Run:
-    """A run of some parts.
+    """A run of some parts."""
 
-    Attributes:
-        contenders: all there are, the first of this package being what others are compared with.
-        base: where checkpoints are written.
-        size_bytes: of the dense state.
-        rounds: measured rounds of this package and of the raw device.
-        baseline_rounds: of all others, which take part in the first of them.
-        slow_s: what takes longer is measured once.
-        failed: part -> label -> why it has no figures there.
-    """
-
-    contenders: Sequence[Contender]
-    base: Path
-    size_bytes: int
-    rounds: int
-    baseline_rounds: int
-    slow_s: float
-    failed: dict[str, dict[str, str]] = field(default_factory=dict)
+    contenders: Sequence[Contender]  # the first of this package is what others are compared with
+    base: Path  # where checkpoints are written
+    size_bytes: int  # of the dense state
+    rounds: int  # measured ones of this package and of the raw device
+    baseline_rounds: int  # of all others, which take part in the first of them
+    slow_s: float  # what takes longer is measured once
+    failed: dict[str, dict[str, str]] = field(default_factory=dict)  # part -> label -> why it has no figures there
     _part: str = ""
 
     def part(self, name: str) -> dict[str, Samples]:
@@ -104,12 +85,8 @@ class Run:
         *,
         warm_up: bool = False,
     ) -> Samples:
-        """Let the groups take turns.
-
-        Args:
-            groups: who takes part.
-            work: one turn of one of them; its figures.
-            warm_up: begin with a round that is not measured.
+        """Let the groups take turns; `work` is one turn of one of them, and gives its figures. `warm_up`: begin with a
+        round that is not measured.
         """
         samples: Samples = {}
         left = list(groups)
@@ -320,11 +297,7 @@ def _scarce(run: Run) -> dict[str, Samples]:
 
 @contextmanager
 def _cgroup(name: str) -> Iterator[Path]:
-    """A control group below this process's, with a limit of memory; the file that sets it.
-
-    Raises:
-        OSError: this machine does not let one be made.
-    """
+    """A control group below this process's; the file that sets its limit of memory. Raises `OSError`."""
     own = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
     folder, limit = (
         (Path("/sys/fs/cgroup/memory" + own["memory"]), "memory.limit_in_bytes")

@@ -47,18 +47,10 @@ def wait_until_quiet(part: str, *, busy: bool) -> None:
 
 
 class Measurement:
-    """Results while they come in.
-
-    Attributes:
-        results: of this commit, those of earlier runs among them.
-    """
+    """Results of this commit while they come in, those of earlier runs among them."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        """Begin.
-
-        Args:
-            arguments: of the command line: `out`, `dir`, `note`, `gb`, `rounds`, `busy`.
-        """
+        """`arguments` of the command line: `out`, `dir`, `note`, `gb`, `rounds`, `busy`."""
         self._arguments = arguments
         commit = _commit_of_code()
         found: Results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}

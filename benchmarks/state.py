@@ -25,17 +25,11 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateKind:
-    """A family of state dicts.
-
-    Attributes:
-        name: of the family.
-        tensors: `(key, rows, columns)` of each float32 tensor.
-        axis: along which it is divided among the ranks.
-    """
+    """A family of state dicts."""
 
     name: str
-    tensors: tuple[tuple[str, int, int], ...]
-    axis: Literal[0, 1] = 0
+    tensors: tuple[tuple[str, int, int], ...]  # `(key, rows, columns)` of each float32 tensor
+    axis: Literal[0, 1] = 0  # along which it is divided among the ranks
 
     @property
     def size_bytes(self) -> int:
@@ -60,17 +54,11 @@ def kinds(size_bytes: int) -> dict[str, StateKind]:
 
 
 class State(NamedTuple):
-    """A state dict that is measured.
+    """A state dict that is measured."""
 
-    Attributes:
-        kind: name of the family.
-        size_bytes: of the large tensors, all ranks together.
-        prefix: only keys that begin with it.
-    """
-
-    kind: str
-    size_bytes: int
-    prefix: str = ""
+    kind: str  # name of the family
+    size_bytes: int  # of the large tensors, all ranks together
+    prefix: str = ""  # only keys that begin with it
 
     def shards(self, world: int, rank: int) -> list[Shard]:
         """Those of one rank, allocated and touched, values not set."""

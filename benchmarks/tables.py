@@ -38,21 +38,13 @@ _BLOCK: Final = re.compile(r"(?<=<!-- benchmark: )([\w ]+)( -->\n).*?(?=<!-- end
 
 
 class _Row(NamedTuple):
-    """A figure of all contenders.
+    """A figure of all contenders."""
 
-    Attributes:
-        work: as in the results.
-        figure: of the work.
-        name: in the table.
-        with_cpu: in the table of CPU seconds, too.
-        variant: of a contender, at the end of its label.
-    """
-
-    work: str
-    figure: str
-    name: str
-    with_cpu: bool = False
-    variant: str = ""
+    work: str  # as in the results
+    figure: str  # of the work
+    name: str  # in the table
+    with_cpu: bool = False  # in the table of CPU seconds, too
+    variant: str = ""  # of a contender, at the end of its label
 
     @property
     def cpu(self) -> str:

@@ -102,13 +102,8 @@ def save(path: Path, state: State, peak: bool = False) -> Cost:
 
 
 def load(path: Path, state: State, then: Sequence[str], slow_s: float) -> Cost:
-    """A load with the page cache dropped (`cold`), and others of the same files.
-
-    Args:
-        path: of the checkpoint.
-        state: to load into.
-        then: `second`, right afterwards; `warm`, with all of the files in the page cache.
-        slow_s: after a cold load that took longer, none is `second`.
+    """A load with the page cache dropped (`cold`), and `then` others of the same files: `second`, right afterwards, if
+    the cold one took at most `slow_s`; `warm`, with all of the files in the page cache.
     """
     _add_megatron_files(path)
     shards = state.shards(dist.get_world_size(), dist.get_rank())
