@@ -11,7 +11,6 @@ buffer) are found before anything is read, and are read one after the other, all
 from __future__ import annotations
 
 import bisect
-import ctypes
 import itertools
 import math
 import operator
@@ -145,31 +144,43 @@ def may_overlap(starts: _Array, stops: _Array) -> bool:
 
 
 def overlapping(destinations: Sequence[Destination]) -> set[int]:
-    """Numbers of those that share memory with another one, which may get other values there."""
-    ranges = [(*found, number) for number, (_, tensor, _) in enumerate(destinations) if (found := memory_of(tensor))]
+    """Numbers of those that may share memory with another one, and get other values there."""
+    ranges = {number: found for number, (_, tensor, _) in enumerate(destinations) if (found := memory_of(tensor))}
     shared: set[int] = set()
-    for group in _touching(sorted(ranges)):
-        tensors = {number: _global_tensor(*destinations[number]) for number in group}
-        if len(set(tensors.values())) == 1:
-            continue  # parts of one destination, as a plan of many stored chunks has them
-        memory = {number: _bytes_of(destinations[number][1]) for number in group}
-        for number in group:
-            others = (other for other in group if tensors[other] != tensors[number])
-            if number not in shared:
-                shared.update(
-                    pair
-                    for other in others
-                    if np.shares_memory(memory[number], memory[other])
-                    for pair in (number, other)
-                )
+    for near in _touching((*found, number) for number, found in ranges.items()):
+        for in_columns in _touching(_in_period({number: destinations[number][1] for number in near})):
+            for group in _touching((*ranges[number], number) for number in in_columns):
+                # (Parts of one destination get the same values, as a plan of many stored chunks has them.)
+                if len({_global_tensor(*destinations[number]) for number in group}) > 1:
+                    shared.update(group)
     return shared
 
 
-def _touching(ranges: Sequence[tuple[int, int, int]]) -> Iterator[list[int]]:
-    """Numbers of ranges that touch, directly or by others, in order of their starts."""
+def _in_period(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, int, int]]:
+    """Where tensors lie in the period in which their memory repeats, which tells columns of one matrix apart: first
+    byte, end and number of each. All in one place, if they have no period in common.
+    """
+    first = min(tensor.data_ptr() for tensor in tensors.values())
+    found, periods = [], set()
+    for number, tensor in tensors.items():
+        steps = ((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+        stride, count = max(steps, default=(0, 1))
+        period = stride * tensor.element_size()
+        inner_bytes = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        inner_bytes = inner_bytes * tensor.element_size() - (count - 1) * period
+        at = (tensor.data_ptr() - first) % period if period else 0
+        found.append((at, at + inner_bytes, number))
+        periods.add(period)
+    if len(periods) > 1 or any(end > max(periods) for _, end, _ in found):
+        return [(0, 1, number) for number in tensors]
+    return found
+
+
+def _touching(ranges: Iterable[tuple[int, int, int]]) -> Iterator[list[int]]:
+    """Numbers of ranges (first, end, number) that touch, directly or by others; of those alone, nothing."""
     group: list[int] = []
     reach = 0
-    for start, stop, number in ranges:
+    for start, stop, number in sorted(ranges):
         if start >= reach:
             if len(group) > 1:
                 yield group
@@ -187,17 +198,6 @@ def _global_tensor(fqn: str, tensor: torch.Tensor, offsets: tuple[int, ...]) -> 
     strides = tensor.stride()
     behind = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     return fqn, tensor.data_ptr() - behind * tensor.element_size(), strides
-
-
-def _bytes_of(tensor: torch.Tensor) -> _Array:
-    """An array in the same memory, to compare addresses alone: a device's cannot be looked at."""
-    found = memory_of(tensor)
-    assert found is not None
-    start, stop = found
-    size = tensor.element_size()
-    memory: Any = (ctypes.c_ubyte * (stop - start)).from_address(start)
-    strides = [stride * size for stride in tensor.stride()]
-    return np.ndarray(tuple(tensor.shape), f"V{size}", memory, strides=strides)
 
 
 class ReadRequest(NamedTuple):

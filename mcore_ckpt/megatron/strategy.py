@@ -62,7 +62,7 @@ from mcore_ckpt.megatron._versions import (
 from mcore_ckpt.megatron.nvrx import async_request_class
 from mcore_ckpt.save.buckets import check_hint
 from mcore_ckpt.save.commit import SaveTransaction
-from mcore_ckpt.save.planner import BucketWriter, LoadedCheckpoint, SaveRequest, Structure
+from mcore_ckpt.save.planner import BucketWriter, SaveRequest, Structure
 from mcore_ckpt.save.staging import warm_up_buffer
 from mcore_ckpt.save.transaction import begin_save
 from mcore_ckpt.state.shards import (
@@ -72,6 +72,7 @@ from mcore_ckpt.state.shards import (
     leaves,
     replace_leaves,
 )
+from mcore_ckpt.state.torch_classes import LoadedCheckpoint
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of(__name__)

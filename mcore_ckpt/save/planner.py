@@ -49,7 +49,13 @@ from mcore_ckpt.save.buckets import (
 )
 from mcore_ckpt.save.plan_check import Accesses, ReplicaCheck, check_accesses, global_plan
 from mcore_ckpt.state.shards import StoredForm, main_replicas, stored_form
-from mcore_ckpt.state.torch_classes import PLAIN, check_memory, dtype_name, plans_of_index, pointer_of, to_dcp_metadata
+from mcore_ckpt.state.torch_classes import (
+    PLAIN,
+    LoadedCheckpoint,
+    check_memory,
+    dtype_name,
+    pointer_of,
+)
 
 # Each question to torch takes a tenth of a microsecond, and there may be tens of thousands of tensors: they are put by
 # loops of the interpreter's, to as many tensors as stay in the processor's cache from one question to the next.
@@ -307,31 +313,6 @@ def serialize_objects(values: list[Any]) -> io.BytesIO:
     stream = io.BytesIO()
     torch.save(values, stream)
     return stream
-
-
-class LoadedCheckpoint:
-    """What a load has found, for the first save of the same job.
-
-    It has the attributes of DCP's `Metadata`, and every rank's plan as `all_local_plans`, made when one of them is
-    asked for: Megatron hands on such an object from the strategy of a load to that of a save.
-
-    Args:
-        index: of the checkpoint.
-    """
-
-    def __init__(self, index: CheckpointIndex) -> None:
-        self.index = index
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name == "all_local_plans":
-            self.all_local_plans = plans_of_index(self.index)
-            return self.all_local_plans
-        if name == "_metadata":
-            self._metadata = to_dcp_metadata(self.index)
-            return self._metadata
-        return getattr(self._metadata, name)
 
 
 @dataclass(frozen=True, slots=True)

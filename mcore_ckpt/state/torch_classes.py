@@ -329,6 +329,31 @@ def plans_of_index(index: CheckpointIndex) -> list[SavePlan]:
     return [SavePlan(items=items.get(rank, [])) for rank in range(max(items, default=-1) + 1)]
 
 
+class LoadedCheckpoint:
+    """What a load has found, for the first save of the same job.
+
+    It has the attributes of DCP's `Metadata`, and every rank's plan as `all_local_plans`, made when one of them is
+    asked for: Megatron hands on such an object from the strategy of a load to that of a save.
+
+    Args:
+        index: of the checkpoint.
+    """
+
+    def __init__(self, index: CheckpointIndex) -> None:
+        self.index = index
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "all_local_plans":
+            self.all_local_plans = plans_of_index(self.index)
+            return self.all_local_plans
+        if name == "_metadata":
+            self._metadata = to_dcp_metadata(self.index)
+            return self._metadata
+        return getattr(self._metadata, name)
+
+
 def _rank_of(file: str) -> int:
     found = data_file_of(file)
     return 0 if found is None else found.rank

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
 import os
 from pathlib import Path
@@ -25,9 +23,7 @@ from mcore_ckpt.load import files, reads
 from mcore_ckpt.load.placement import ReadBuffer
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
-from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import Storage
-from tests.support.local_files import drop_cached
 from tests.support.stored_layouts import (
     column_chunks,
     flip_byte,
@@ -360,33 +356,3 @@ def test_a_damaged_object_is_refused(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(ChecksumError, match=r"extra.*__0_0\.distcp"):
         FileSystemReader(tmp_path).read_object("extra")
-
-
-@pytest.mark.parametrize("is_cold", [True, False])
-def test_a_copy_that_goes_wrong_in_memory_is_not_taken(
-    is_cold: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensor = torch.randn(1024, 600)
-    write_checkpoint(tmp_path, {"w": whole(tensor)})
-    if is_cold:
-        os.sync()
-        for file in tmp_path.glob("*.distcp"):
-            drop_cached(file)
-    move = ctypes.memmove
-
-    def spoil(address: int, nbytes: int) -> None:
-        if nbytes > 4096:
-            (ctypes.c_ubyte * nbytes).from_address(address)[nbytes // 2] ^= 4
-
-    def spoiled_move(to: int, source: Any, nbytes: int) -> None:
-        move(to, source, nbytes)
-        spoil(to, nbytes)
-
-    def spoiled_copy(destination: memoryview, source: memoryview) -> None:
-        move(direct_io.address(destination), direct_io.address(source), len(source))
-        spoil(direct_io.address(destination), len(source))
-
-    monkeypatch.setattr(direct_io, "copy_bytes", spoiled_copy)
-    monkeypatch.setattr(ctypes, "memmove", spoiled_move)
-    with contextlib.suppress(ChecksumError):
-        assert load_box(FileSystemReader(tmp_path), "w", tensor).equal(tensor)  # read again into memory of its own

@@ -178,7 +178,7 @@ def _start_again(rank: int, directory: Path) -> dict[str, Any]:
         strategy.cached_global_metadata = loading.cached_global_metadata
         if sources[rank] != "saved":
             from mcore_ckpt.format.metadata_read import read_index
-            from mcore_ckpt.save.planner import LoadedCheckpoint
+            from mcore_ckpt.state.torch_classes import LoadedCheckpoint
 
             index = read_index(directory / sources[rank])
             strategy.cached_global_metadata = LoadedCheckpoint(index)
