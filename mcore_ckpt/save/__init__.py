@@ -6,5 +6,5 @@ Must not know: which Megatron called.
 
 Modules: async_queue, buckets, child_processes, commit, plan_check, planner, staging, transaction, upkeep, writer,
 writer_process.
-With torch: async_queue, plan_check, planner, staging, transaction.
+With torch: async_queue, commit, plan_check, planner, staging, transaction.
 """

@@ -17,11 +17,9 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load import files
-from mcore_ckpt.load.placement import Columns, UsualRequest, spans_of
+from mcore_ckpt.load.placement import UsualRequest
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage.base import Storage
@@ -93,43 +91,6 @@ def test_they_arrive(saved: Path, window_bytes: int, monkeypatch: pytest.MonkeyP
     assert load(saved, into, whole=True) == len(expected) - 1
     for key, tensor in expected.items():
         assert into[key].reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8)), key
-
-
-def test_others_are_left_to_others(saved: Path) -> None:
-    columns = Columns(FileSystemReader(saved).index, MIB)
-    there = torch.zeros(40, 40, dtype=torch.bool)
-    key = next(key for key, tensor in state().items() if tensor.shape == (40, 40) and tensor.dtype is torch.bool)
-    refused: list[UsualRequest] = [
-        usual("nowhere", there),
-        usual(key, there.float()),
-        usual(key, there.T),
-        (key, torch.zeros(40, 41, dtype=torch.bool), (0, 0), (40, 40), (40, 40)),
-        (key, there[:39], (0, 0), (39, 40), (40, 40)),
-        (key, there, (0, 0), (40, 40), (40, 41)),
-        usual("layer.60.large", torch.zeros(700, 1000)),
-    ]
-    assert columns.take(refused) == refused
-    assert len(columns) == 0
-    again = usual(key, there.clone())
-    assert columns.take([usual(key, there), refused[0], again]) == [refused[0], again]
-    assert len(columns) == 1
-
-
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_one_chunk_of_those_of_many_ranks_is_found_unless_another_overlaps_it(overlaps: bool) -> None:
-    rows = range(0, 64, 4)
-    template = tensor_template("float32", (4, 4))
-    boxes = [(row, 4) for row in rows] + ([(18, 2)] if overlaps else [])
-    chunks = [
-        StoredChunk((row, 0), (count, 4), StoredItem("f", 8192 * n, template.item_bytes, (), n))
-        for n, (row, count) in enumerate(boxes)
-    ]
-    entry = TensorEntry("w", "float32", (64, 4), tuple(chunks), False)
-    columns = Columns(CheckpointIndex("", PackedTensors.of({"w": entry}) or {}, {}), MIB)
-    requests = [("w", torch.zeros(4, 4), (row, 0), (4, 4), (64, 4)) for row in (20, 2, 0)]
-    left = columns.take(requests)
-    assert columns.numbers == ([] if overlaps else [5, 0])
-    assert left == (requests if overlaps else requests[1:2])
 
 
 def test_two_destinations_of_one_item_are_both_filled(saved: Path) -> None:
@@ -217,22 +178,6 @@ def test_what_stands_around_a_large_item_is_compared_with_what_should(
     path.write_bytes(sound[: item.offset + item.length - 1])
     with pytest.raises(CorruptCheckpointError):
         FileSystemReader(directory, options=options).read_items([ReadRequest(LARGE, into, (rows[0], 0), sizes)])
-
-
-def test_spans_are_those_of_the_planner(saved: Path) -> None:
-    columns, into = Columns(FileSystemReader(saved).index, MIB), blank(state())
-    (large,) = columns.take(itertools.starmap(usual, into.items()))
-    assert large[0] == LARGE
-    for window_bytes in (1, 5000, 10**7):
-        spans = spans_of(columns, window_bytes=window_bytes, max_gap_bytes=10**6)
-        found = [row for span in spans for row in span.items.wanted()]
-        assert {row.fqn for row in found} == into.keys() - {LARGE}
-        assert [row.key for row in found] == sorted(columns.wanted(at).key for at in range(len(columns)))
-        for span in spans:
-            rows = span.items.wanted()
-            assert len(rows) == 1 or span.stop - span.start <= window_bytes
-            assert span.start == rows[0].item.offset
-            assert span.stop == rows[-1].item.offset + rows[-1].item.length
 
 
 def test_dcp_loads_many_small_tensors_with_few_calls_for_each(tmp_path: Path) -> None:

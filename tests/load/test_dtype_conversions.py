@@ -8,10 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import mcore_ckpt
 from mcore_ckpt.core.errors import DtypeMismatchError
@@ -19,7 +16,6 @@ from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.load.reader import FileSystemReader, read_shards
 from mcore_ckpt.load.requests import ReadRequest
-from tests.support.gloo_ranks import run_ranks
 from tests.support.kept_log import kept_log
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:Casting complex values")
@@ -139,32 +135,3 @@ def test_what_torch_cannot_convert_is_refused_before_anything_is_read(tmp_path: 
     with pytest.raises(DtypeMismatchError, match=r"small.*float32.*float4_e2m1fn_x2.*cannot convert"):
         reader.read_items([ReadRequest("torch.float32.small", into, (0, 0), (40, 50))])
     assert reader.stats.reads == 0
-
-
-def load_dtensors(rank: int, path: str) -> list[str]:
-    mesh = init_device_mesh("cpu", (2,))
-    shape = SHAPES["large"]
-    into: dict[str, DTensor] = {
-        "torch.bfloat16.large": distribute_tensor(torch.zeros(shape), mesh, [Shard(1)]),
-        "torch.bfloat16.small": distribute_tensor(torch.zeros(SHAPES["small"]), mesh, [Replicate()]),
-    }
-    with kept_log() as said:
-        dcp.load(into, storage_reader=FileSystemReader(path))
-    for key, tensor in into.items():
-        assert tensor.full_tensor().equal(state(torch.bfloat16)[key].float()), key
-    return said
-
-
-def save_dtensors(rank: int, path: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole = {key: tensor for key, tensor in state(torch.bfloat16).items() if tensor.dim() == 2}
-    dcp.save({key: distribute_tensor(tensor, mesh, [Shard(0)]) for key, tensor in whole.items()}, checkpoint_id=path)
-
-
-def test_dtensors_are_converted_and_rank_0_warns_for_all(tmp_path: Path) -> None:
-    run_ranks(save_dtensors, 2, str(tmp_path))
-    first, second = run_ranks(load_dtensors, 2, str(tmp_path))
-    assert second == []
-    (text,) = first
-    assert "2 tensors are converted" in text
-    assert "2 from bfloat16 to float32" in text

@@ -85,21 +85,6 @@ def test_the_last_one_stays_as_with_stock(
         assert all(found[key].equal(expected[key]) for key in state)
 
 
-def test_megatron_shards_in_one_memory_keep_the_last_of_the_state_dict(tmp_path: Path) -> None:
-    dist_checkpointing = pytest.importorskip("megatron.core.dist_checkpointing")
-    from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
-
-    shard = dist_checkpointing.ShardedTensor.from_rank_offsets
-    values = {"output": 1.0, "embedding": 2.0}
-    saved = {key: shard(key, torch.full(SIZES["long"], value)) for key, value in values.items()}
-    TorchDistSaveStrategy(options=SaveOptions()).save(saved, tmp_path)
-    for keys in (["embedding", "output"], ["output", "embedding"]):
-        memory = torch.zeros(SIZES["long"])
-        cold(tmp_path)
-        TorchDistLoadStrategy().load({key: shard(key, memory) for key in keys}, tmp_path)
-        assert memory.unique().tolist() == [values[keys[-1]]]
-
-
 def _requests(tensors: dict[str, torch.Tensor]) -> list[ReadRequest]:
     return [ReadRequest(key, tensor, (0,) * tensor.dim(), tuple(tensor.shape)) for key, tensor in tensors.items()]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 from hypothesis import given, settings
@@ -37,13 +36,6 @@ def test_most_of_every_long_row_is_read_with_the_gaps() -> None:
     row = 5 * CHEAP_GAP_BYTES
     gap = CHEAP_GAP_BYTES + 1
     assert len(split((16, row), Box((0, 0), (16, row - gap)))) == 1
-
-
-def test_whole_rows_are_cut_by_the_window() -> None:
-    pieces = split((64, MIB), Box((1, 0), (62, MIB)))
-    assert pieces[0].start == MIB
-    assert [piece.box.sizes[0] for piece in pieces] == [8] * 7 + [6]
-    assert all(before.stop == after.start for before, after in itertools.pairwise(pieces))
 
 
 def test_a_row_longer_than_the_window_is_cut_inside() -> None:
@@ -99,10 +91,6 @@ def test_no_piece_reads_over_a_gap_longer_than_allowed(
         assert max(gaps, default=0) <= max_gap_bytes
 
 
-def test_an_empty_box_has_no_pieces() -> None:
-    assert list(split_box((4, 0), Box((0, 0), (4, 0)), 4, window_bytes=100, max_gap_bytes=0)) == []
-
-
 @st.composite
 def file_extents(draw: st.DrawFn) -> list[Extent]:
     extents = []
@@ -139,19 +127,6 @@ def test_every_extent_lies_in_one_span(extents: list[Extent], window_bytes: int,
             stop = max(stop, extent.stop)
 
 
-def test_neighbouring_items_are_one_read_and_distant_ones_are_not() -> None:
-    near = [Extent("f", at * 10_000, at * 10_000 + 9_000, 9_000, at) for at in range(100)]
-    assert len(list(coalesce(near, window_bytes=8 << 20, max_gap_bytes=256 << 10))) == 1
-    far = [Extent("f", at * 10_000_000, at * 10_000_000 + 9_000, 9_000, at) for at in range(100)]
-    assert len(list(coalesce(far, window_bytes=8 << 20, max_gap_bytes=256 << 10))) == 100
-
-
-def test_halves_of_neighbouring_chunks_do_not_make_the_read_twice_as_long() -> None:
-    halves = [Extent("f", at * 400_000, at * 400_000 + 200_000, 200_000, at) for at in range(50)]
-    spans = list(coalesce(halves, window_bytes=8 << 20, max_gap_bytes=256 << 10))
-    assert sum(span.stop - span.start for span in spans) <= 1.25 * 50 * 200_000
-
-
 @given(st.data(), st.lists(st.integers(1, 8), min_size=1, max_size=3).map(tuple))
 def test_clusters_hold_every_box_and_overlapping_boxes_share_one(data: st.DataObject, shape: tuple[int, ...]) -> None:
     boxes = data.draw(st.lists(boxes_in(shape), min_size=1, max_size=6))
@@ -164,14 +139,3 @@ def test_clusters_hold_every_box_and_overlapping_boxes_share_one(data: st.DataOb
             assert bytes_of(shape, boxes[member], 1) <= inside
         read += inside
     assert len(read) == len(set(read)), "an element is read twice"
-
-
-def test_two_halves_of_every_row_are_read_as_one() -> None:
-    halves = [Box((0, 0), (100, 50)), Box((0, 50), (100, 50))]
-    assert cluster_boxes((100, 100), halves) == [(Box((0, 0), (100, 100)), [0, 1])]
-
-
-def test_boxes_far_apart_are_read_apart() -> None:
-    boxes = [Box((0, 0), (2, 10)), Box((900, 0), (2, 10))]
-    assert [members for _, members in cluster_boxes((1000, 10), boxes)] == [[0], [1]]
-    assert math.prod(cluster_boxes((1000, 10), boxes)[0][0].sizes) == 20

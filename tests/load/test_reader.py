@@ -92,22 +92,6 @@ def test_dcp_load_fills_views_leaves_and_other_strides_in_place(state: dict[str,
     assert_same(transposed.contiguous(), state["large"])
 
 
-def test_dcp_load_of_dtensors(state: dict[str, Any], tmp_path: Path) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
-
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        dcp.save({"large": distribute_tensor(state["large"], mesh, [Shard(0)])}, checkpoint_id=tmp_path / "ckpt")
-        loaded: DTensor = zeros(1500, 1024, device_mesh=mesh, placements=[Shard(1)])
-        dcp.load({"large": loaded}, storage_reader=FileSystemReader(tmp_path / "ckpt"))
-        assert_same(loaded.to_local(), state["large"])
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 class Dequantizing(DefaultLoadPlanner):
     """Makes a buffer for each destination, and keeps it until the commit."""
 
@@ -196,14 +180,6 @@ def test_halves_of_short_rows_that_are_cached_are_copied_exactly(tmp_path: Path)
     through_buffers = FileSystemReader(tmp_path, options=LoadOptions(page_cache="on"))
     assert load_box(through_buffers, "w", tensor, Box((0, 256), (2048, 256))).equal(tensor[:, 256:512])
     assert through_buffers.stats.reads <= 12, "many rows at once"
-
-
-def test_halves_of_column_parallel_chunks_are_read_exactly(tmp_path: Path) -> None:
-    tensor = torch.randn(1024, 1024)
-    write_checkpoint(tmp_path, {"w": row_chunks(tensor, 4)})
-    reader = FileSystemReader(tmp_path)
-    assert load_box(reader, "w", tensor, Box((128, 0), (128, 1024))).equal(tensor[128:256])
-    assert reader.stats.bytes_read <= 1.1 * reader.stats.bytes_needed
 
 
 def test_headers_of_large_items_are_read_once_for_each_reader(tmp_path: Path) -> None:
@@ -295,35 +271,7 @@ def test_a_tensor_stored_with_strides_is_decoded_and_logged_once(
     assert len([record for record in caplog.records if "decoded completely" in record.message]) == 1
 
 
-def test_large_items_that_have_to_be_decoded_among_others_that_have_not(tmp_path: Path) -> None:
-    """Enough of them that their headers are read in several batches, ahead of the payloads."""
-    tensors = {f"w{number:02d}": torch.randn(600, 500) for number in range(20)}
-    strided = list(tensors.values())[1::3]
-    for tensor in strided:
-        tensor[0, 0] = 1000.0
-
-    def item_of(tensor: torch.Tensor) -> bytes:
-        return stock_item(tensor.t().contiguous().t() if tensor[0, 0] == 1000.0 else tensor)
-
-    write_checkpoint(tmp_path, {k: whole(v) for k, v in tensors.items()}, item_of=item_of)
-    reader = FileSystemReader(tmp_path)
-    destinations = {fqn: torch.zeros_like(tensor) for fqn, tensor in tensors.items()}
-    reader.read_items([ReadRequest(fqn, t, (0, 0), tuple(t.shape)) for fqn, t in destinations.items()])
-    assert all(destinations[fqn].equal(tensor) for fqn, tensor in tensors.items())
-    assert reader.stats.fallbacks == len(strided) > 1
-
-
 # ---------------------------------------------------------------------------------------------------------- objects
-
-
-def test_objects_are_read_and_checked(tmp_path: Path) -> None:
-    objects = {f"rng/shard_{rank}_4": [{"rank": rank, "state": torch.arange(4)}] for rank in range(4)}
-    write_checkpoint(tmp_path, {"w": whole(torch.zeros(3))}, objects)
-    reader = FileSystemReader(tmp_path)
-    loaded = reader.read_objects(objects)
-    assert [value[0]["rank"] for value in loaded.values()] == [0, 1, 2, 3]
-    assert reader.read_object("rng/shard_2_4")[0]["state"].tolist() == [0, 1, 2, 3]
-    assert reader.stats.records_checked > 4
 
 
 def test_objects_that_lie_together_share_a_read(tmp_path: Path) -> None:

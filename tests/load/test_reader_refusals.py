@@ -109,26 +109,6 @@ def test_a_partial_request_misses_nothing_that_should_be_stored(offset: int, tmp
     assert destination[:3].equal(tensor[5:])
 
 
-@pytest.mark.parametrize("shape", [(16, 16), (1024, 1024)])
-@pytest.mark.parametrize("dtype", ["int32", "float32"])
-def test_two_keys_never_share_an_item(shape: tuple[int, int], dtype: str, tmp_path: Path) -> None:
-    index = write_checkpoint(tmp_path, {"floats": whole(torch.ones(shape))})
-    item = index.tensors["floats"].chunks[0].item
-    alias = TensorEntry("alias", dtype, shape, (StoredChunk((0, 0), shape, item),))
-    index.tensors["alias"] = alias
-    (tmp_path / ".metadata").write_bytes(encode_metadata(index))
-    reader = FileSystemReader(tmp_path)
-    requests = [
-        ReadRequest("floats", torch.zeros(shape), (0, 0), shape),
-        ReadRequest("alias", torch.zeros(shape, dtype=getattr(torch, dtype)), (0, 0), shape),
-    ]
-    for wanted in (requests, requests[:1]):
-        with pytest.raises(CorruptCheckpointError, match=r"alias at .* and floats at .* stored in the same bytes"):
-            reader.read_items(wanted)
-    with pytest.raises(CorruptCheckpointError, match="the same bytes"):
-        mcore_ckpt.open_checkpoint(tmp_path)
-
-
 @pytest.mark.parametrize(("start", "length"), [(0, 1), (5, 10), (-1, 2), (900, 1000), (-100, 5000)])
 def test_overlapping_items_are_refused(start: int, length: int, tmp_path: Path) -> None:
     tensors = {"a": row_chunks(torch.randn(8, 4), 2), "b": whole(torch.randn(4))}
@@ -269,12 +249,3 @@ def test_a_compressed_item_is_refused(tmp_path: Path) -> None:
         load_box(FileSystemReader(tmp_path), "w", tensor)
     (problem,) = verify_checkpoint(tmp_path).problems
     assert problem.fqn == "w"
-
-
-def test_a_planned_load_misses_no_chunk(tmp_path: Path) -> None:
-    """DCP plans what it finds; of a tensor without chunks it finds nothing, and would leave the destination alone."""
-    write_checkpoint(tmp_path, {"w": StoredTensor(torch.ones(8, 4), []), "v": whole(torch.ones(2))})
-    state = {"w": torch.zeros(8, 4), "v": torch.zeros(2)}
-    planner = mcore_ckpt.MCoreLoadPlanner()
-    with pytest.raises((CorruptCheckpointError, CheckpointException), match="w: 32 stored elements are requested"):
-        dcp.load(state, storage_reader=FileSystemReader(tmp_path), planner=planner, no_dist=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -67,33 +66,6 @@ def test_a_planner_used_again_fills_shards_and_objects_of_the_second_state_dict(
         dcp.load(asked, storage_reader=FileSystemReader(tmp_path), planner=planner, no_dist=True)
         assert memory.equal(tensor)
         assert asked["o"].data == "said"
-
-
-def test_a_writer_used_again_saves_into_a_directory_that_is_another_by_then(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "latest")
-    for state in (FIRST, SECOND, FIRST):
-        dcp.save(state, storage_writer=writer, no_dist=True)
-        assert same(loaded(FileSystemReader(tmp_path / "latest")), state)
-        shutil.rmtree(tmp_path / "latest")
-
-
-def _load_by_two(rank: int, path: Path) -> list[float]:
-    """Each rank has a reader that has read the first checkpoint; rank 1 takes a new one for the second."""
-    reader = FileSystemReader(path)
-    first = {key: torch.zeros(4) for key in "ab"}
-    dcp.load(first, storage_reader=reader)
-    if rank == 0:
-        save(path, SECOND, "stock")
-    torch.distributed.barrier()
-    second = {key: torch.zeros(4) for key in "ab"}
-    dcp.load(second, storage_reader=FileSystemReader(path) if rank else reader)
-    return [first["a"][0].item(), first["b"][0].item(), second["a"][0].item(), second["b"][0].item()]
-
-
-@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="ranks load alone, which it has no argument for")
-def test_of_two_ranks_only_one_has_a_new_reader(tmp_path: Path) -> None:
-    save(tmp_path / "latest", FIRST, "stock")
-    assert run_ranks(_load_by_two, 2, tmp_path / "latest") == [[1.0, 2.0, 3.0, 4.0]] * 2
 
 
 class ReadsAhead(FileSystemReader):

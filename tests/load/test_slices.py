@@ -24,7 +24,7 @@ from mcore_ckpt.format.integrity import BLOCK_BYTES
 from mcore_ckpt.format.item_reading import locate_tensor
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.load.records import PartSum, PayloadSums, contiguous_around, whole_blocks
+from mcore_ckpt.load.records import PartSum, PayloadSums, whole_blocks
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from tests.support.local_files import drop_cached, has_direct_io
@@ -167,18 +167,3 @@ def test_blocks_are_checked_in_any_order_of_their_pieces(data: st.DataObject) ->
     else:
         with pytest.raises(ValueError, match="damaged"):
             feed_all()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "box", "expected"),
-    [
-        ((4, 5), Box((1, 2), (2, 2)), Box((1, 0), (2, 5))),
-        ((4, 5), Box((1, 2), (1, 2)), Box((1, 2), (1, 2))),
-        ((4, 5, 6), Box((1, 2, 3), (1, 2, 2)), Box((1, 2, 0), (1, 2, 6))),
-        ((4, 5, 6), Box((0, 2, 3), (2, 1, 1)), Box((0, 0, 0), (2, 5, 6))),
-        ((4,), Box((3,), (1,)), Box((3,), (1,))),
-        ((), Box((), ()), Box((), ())),
-    ],
-)
-def test_a_box_is_widened_until_it_has_no_gaps(sizes: tuple[int, ...], box: Box, expected: Box) -> None:
-    assert contiguous_around(sizes, box) == expected

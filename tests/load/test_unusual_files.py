@@ -142,27 +142,3 @@ def test_the_checkpoint_itself_may_be_reached_through_links(checkpoint: Path, tm
     assert load_box(FileSystemReader(tmp_path / "latest"), "w", torch.zeros(8, 8)).equal(TENSOR)
     assert load_common(tmp_path / "latest") == {"iteration": 7}
     assert verify_checkpoint(tmp_path / "latest").whole
-
-
-def test_hard_links_are_files_like_others(checkpoint: Path, tmp_path: Path) -> None:
-    os.link(checkpoint / DATA, tmp_path / "second-name")
-    assert load_box(FileSystemReader(checkpoint), "w", torch.zeros(8, 8)).equal(TENSOR)
-
-
-def test_safetensors_are_imported_through_links(tmp_path: Path) -> None:
-    """As the cache of Hugging Face keeps them."""
-    from mcore_ckpt.reshard.weight_files import safetensors_header
-
-    header, _ = safetensors_header([("w", "float32", (8, 8))], {})
-    (tmp_path / "blob").write_bytes(header + TENSOR.numpy().tobytes())
-    (tmp_path / "snapshot").mkdir()
-    (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blob")
-    assert main(["import", str(tmp_path / "snapshot"), str(tmp_path / "imported")]) == 0
-    assert load_box(FileSystemReader(tmp_path / "imported"), "w", torch.zeros(8, 8)).equal(TENSOR)
-
-
-def test_a_pipe_is_not_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "source").mkdir()
-    os.mkfifo(tmp_path / "source" / "model.safetensors")
-    assert main(["import", str(tmp_path / "source"), str(tmp_path / "imported")]) == 2
-    assert "it is a pipe" in capsys.readouterr().err

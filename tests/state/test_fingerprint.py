@@ -13,7 +13,7 @@ import torch
 from mcore_ckpt import PlanError, fingerprint
 from mcore_ckpt.core.fingerprints import state_of
 
-TRIALS = 1000
+TRIALS = 200
 
 
 def shard(key: str, data: Any, shape: tuple[int, ...], offset: tuple[int, ...], replica: Any = 0, **more: Any) -> Any:
