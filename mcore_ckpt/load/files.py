@@ -27,14 +27,8 @@ from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, Stor
 
 
 class NearestFiles:
-    """Opens data files of one checkpoint.
-
-    Args:
-        near: where they are looked for first; the directory need not exist.
-        far: where they are else.
-        home: which of the two the index is of: files that cannot be told from others by name and length, as those of
-            Megatron-Core, are read there alone.
-        index: of the checkpoint; asked at the first file.
+    """Opens data files of one checkpoint: those of `near`, which need not exist, else those of `far`. The index is of
+    `home`, one of the two: files without the id of a save in their names, as Megatron-Core's, are read there alone.
     """
 
     def __init__(self, near: Storage, far: Storage, home: Storage, index: Callable[[], CheckpointIndex]) -> None:
@@ -212,31 +206,19 @@ class ReadStats:
     bytes_read: int = 0  # bytes that they brought, headers, padding and gaps included
     bytes_needed: int = 0  # bytes of the elements and objects that were asked for
     records_checked: int = 0  # records whose CRC-32 was compared
-    fallbacks: int = 0  # items that had to be decoded completely (`item_decoding`)
+    fallbacks: int = 0  # items that had to be decoded completely (`ItemDecoder`)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def add(
-        self,
-        *,
-        reads: int = 0,
-        bytes_read: int = 0,
-        bytes_needed: int = 0,
-        records_checked: int = 0,
-        fallbacks: int = 0,
-    ) -> None:
+    def add(self, **counts: int) -> None:
         """Count; safe from any thread."""
         with self.lock:
-            self.reads += reads
-            self.bytes_read += bytes_read
-            self.bytes_needed += bytes_needed
-            self.records_checked += records_checked
-            self.fallbacks += fallbacks
+            for name, count in counts.items():
+                setattr(self, name, getattr(self, name) + count)
 
 
 class OpenFiles:
-    """Readers of a checkpoint's files, opened on first use and closed when they are no longer in use.
-
-    `footers` checks each file when it is opened; None: what is read of them is checked elsewhere.
+    """Readers of a checkpoint's files, opened on first use and closed when they are no longer in use. `footers` checks
+    each file when it is opened; None: what is read of them is checked elsewhere.
     """
 
     def __init__(self, storage: Storage | NearestFiles, page_cache: PageCache, footers: FileFooters | None) -> None:
@@ -271,12 +253,8 @@ class OpenFiles:
 
     @contextmanager
     def reader(self, name: str, *, keeps: bool = False) -> Iterator[RangeReader]:
-        """The reader of a file; several threads get the same one. Raises as `Storage.open_reader`.
-
-        Args:
-            name: of the file.
-            keeps: what is read stays in the page cache, for the other ranks of this host, if the options leave that
-                open (`LoadOptions.page_cache`).
+        """The reader of a file; several threads get the same one. Raises as `Storage.open_reader`. `keeps`: what is
+        read stays in the page cache, for the other ranks of this host, if the options leave that open.
         """
         key: tuple[str, DirectIo] = (name, "keep" if keeps and self._direct == "auto" else self._direct)
         with self._lock:
@@ -332,12 +310,8 @@ class OpenFiles:
 
     def close(self) -> None:
         """Close what is idle, and what is in use when its last user releases it."""
-        with self._lock:
-            self._closed = True
-            readers = list(self._idle.values())
-            self._idle.clear()
-        for reader in readers:
-            reader.close()
+        self._closed = True
+        self.forget()
 
 
 def padded_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:

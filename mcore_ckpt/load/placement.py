@@ -306,32 +306,6 @@ class _Kind(NamedTuple):
     second_crc: int  # where in `around` it belongs
 
 
-def are_apart(index: CheckpointIndex) -> bool:
-    """Whether no two items of an index have a byte in common; False says nothing. (`check_apart` says more, and takes
-    half a microsecond for each item of all ranks.)
-    """
-    tensors = index.tensors
-    if not isinstance(tensors, PackedTensors) or any(not all(map(all, form.sizes)) for form in tensors.forms):
-        return False
-    places, objects = tensors.places, [stored.item for stored in index.objects.values()]
-    numbers = {file: number for number, file in enumerate([*places.files, *(item.file for item in objects)])}
-    own = [numbers[file] for file in places.files]
-    files = np.append(
-        np.array(own, dtype=np.int64)[np.frombuffer(places.file_numbers, dtype=np.uint32)],
-        np.array([numbers[item.file] for item in objects], dtype=np.int64),
-    )
-    starts, lengths = (
-        np.append(np.frombuffer(of_tensors, dtype=np.int64), np.array(of_objects, dtype=np.int64))
-        for of_tensors, of_objects in (
-            (places.offsets, [item.offset for item in objects]),
-            (places.lengths, [item.length for item in objects]),
-        )
-    )
-    order = np.lexsort((starts, files))
-    files, starts, stops = files[order], starts[order], (starts + lengths)[order]
-    return bool(np.all(starts <= stops) and np.all((files[1:] != files[:-1]) | (stops[:-1] <= starts[1:])))
-
-
 UsualRequest = tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """The first five fields of a `ReadRequest`: key, destination, offsets and sizes of the slice (in elements), and the
 shape that the global tensor must have."""

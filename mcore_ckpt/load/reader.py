@@ -19,7 +19,7 @@ import math
 import operator
 import os
 import uuid
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
@@ -45,12 +45,12 @@ from mcore_ckpt.format.metadata_read import METADATA_FILE, index_name, open_inde
 from mcore_ckpt.format.safe_pickle import ANY_CLASS, load_object
 from mcore_ckpt.load import files as data_files
 from mcore_ckpt.load.files import FileFooters, NearestFiles, OpenFiles, ReadStats, naming
-from mcore_ckpt.load.placement import UsualRequest, are_apart, narrow
+from mcore_ckpt.load.placement import UsualRequest, narrow
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reads import ItemDecoder, Located, TensorReads
 from mcore_ckpt.load.records import check_apart, missing_key, of_one_save, replaced_error
 from mcore_ckpt.load.requests import DtypeConversions, LoadPlan, ReadRequest, check_planned, stored_dtype, tensor_entry
-from mcore_ckpt.state.shards import StoredForm, local_box, stored_form
+from mcore_ckpt.state.shards import local_box, stored_form
 from mcore_ckpt.storage.base import FileVersion, Storage
 from mcore_ckpt.storage.resolve import storage_at
 
@@ -181,8 +181,7 @@ class FileSystemReader(StorageReader):
         if self._index is None:
             with open_index(self.path, self._rank) as opened:
                 index = read_index(self.path, rank=self._rank, opened=opened)
-                if not are_apart(index):
-                    check_apart(index)
+                check_apart(index)
                 self._index, self.index_version = index, opened.version
         return self._index
 
@@ -588,76 +587,52 @@ def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
         _read_spread(reader, spread)
 
 
+# The first five fields of a `ReadRequest`.
+_REQUEST = operator.attrgetter("key", "data", "global_offset", "local_shape", "global_shape")
+
+
 @collector_paused()
 def _plan(reader: FileSystemReader, shards: Iterable[Any]) -> tuple[LoadPlan, list[_Wanted]]:
     """What is read of some shards as they are, and what is stored flattened and spread over several of them."""
+    index = reader.index
+    usual: list[Any] = []  # their data are a slice of the global tensor as they are
     direct: list[ReadRequest] = []
     spread: list[_Wanted] = []
     shards = list(shards)
-    usual, others = _usual(shards, reader.index.mcore_data)
-    for shard in others:
-        destination(shard)
-        own_shape = reader.index.original_shape(shard.key)
+    for shard in shards:
         flattened = getattr(shard, "flattened_range", None) is not None
-        if (not flattened and own_shape is None) or (
-            flattened and own_shape == tuple(shard.global_shape) and _same_grid(reader.index, shard)
-        ):
-            direct.append(_request(shard, stored_form(shard)))
+        own_shape = index.original_shape(shard.key) if index.mcore_data else None
+        may_differ = shard.allow_shape_mismatch
+        if not (flattened or own_shape or shard.prepend_axis_num or may_differ or shard.data is None):
+            usual.append(shard)
+            continue
+        destination(shard)
+        shape, entry = tuple(shard.global_shape), index.tensors.get(shard.key)
+        form = stored_form(shard) if not flattened or own_shape == shape else None
+        same_grid = flattened and entry is not None and form is not None and tuple(entry.shape) == form.shape
+        if form is not None and (same_grid if flattened else own_shape is None):
+            tensor, wanted_shape = shard.data.detach(), None if may_differ else form.shape
+            if tuple(tensor.shape) != form.sizes:
+                tensor = tensor.view(form.sizes)
+            direct.append(ReadRequest(shard.key, tensor, form.offsets, form.sizes, wanted_shape, may_differ))
         elif own_shape is None:
-            wanted_shape = None if shard.allow_shape_mismatch else tuple(shard.global_shape)
+            wanted_shape = None if may_differ else shape
             direct += [
-                ReadRequest(shard.key, tensor, box.offsets, box.sizes, wanted_shape, shard.allow_shape_mismatch)
+                ReadRequest(shard.key, tensor, box.offsets, box.sizes, wanted_shape, may_differ)
                 for box, tensor in _boxes(shard)
             ]
+        elif own_shape != shape and not may_differ:
+            raise ShapeMismatchError(
+                f"{shard.key}: {reader.checkpoint_id} holds a tensor of global shape {list(own_shape)} (flattened), "
+                f"wanted is {list(shape)}; load into a model of the shape that was saved"
+            )
         else:
-            _check_shape(reader, shard, own_shape)
             spread += [_Wanted(shard.key, own_shape, box, tensor) for box, tensor in _boxes(shard)]
     plan = reader.plan()
     plan.keys = [shard.key for shard in shards]
     plan.add_usual(map(_REQUEST, usual))
     plan.add(direct)
     return plan, spread
-
-
-def _usual(shards: Iterable[Any], flat_keys: Container[str]) -> tuple[list[Any], list[Any]]:
-    """Shards whose data are a slice of the global tensor as they are, and all others."""
-    usual: list[Any] = []
-    others: list[Any] = []
-    for shard in shards:
-        as_it_is = (
-            shard.data is not None
-            and not shard.prepend_axis_num
-            and not shard.allow_shape_mismatch
-            and getattr(shard, "flattened_range", None) is None
-            and shard.key not in flat_keys
-        )
-        (usual if as_it_is else others).append(shard)
-    return usual, others
-
-
-# The first five fields of a `ReadRequest`.
-_REQUEST = operator.attrgetter("key", "data", "global_offset", "local_shape", "global_shape")
-
-
-def _request(shard: Any, form: StoredForm) -> ReadRequest:
-    tensor = shard.data.detach()
-    if tuple(tensor.shape) != form.sizes:
-        tensor = tensor.view(form.sizes)
-    shape = None if shard.allow_shape_mismatch else form.shape
-    return ReadRequest(shard.key, tensor, form.offsets, form.sizes, shape, shard.allow_shape_mismatch)
-
-
-def _same_grid(index: CheckpointIndex, shard: Any) -> bool:
-    entry = index.tensors.get(shard.key)
-    return entry is not None and tuple(entry.shape) == stored_form(shard).shape
-
-
-def _check_shape(reader: FileSystemReader, shard: Any, own_shape: tuple[int, ...]) -> None:
-    if not shard.allow_shape_mismatch and own_shape != tuple(shard.global_shape):
-        raise ShapeMismatchError(
-            f"{shard.key}: {reader.checkpoint_id} holds a tensor of global shape {list(own_shape)} (flattened), wanted "
-            f"is {list(shard.global_shape)}; load into a model of the shape that was saved"
-        )
 
 
 def _boxes(shard: Any) -> list[tuple[Box, torch.Tensor]]:
@@ -702,18 +677,21 @@ class _FlatRange:
 
 def _read_spread(reader: FileSystemReader, wanted: Iterable[_Wanted]) -> None:
     """Read the stretches that hold the wanted boxes, some at a time, and copy the boxes out of them."""
-    batch: list[tuple[_FlatRange, torch.Tensor]] = []
-    held_bytes = 0
-    for one in wanted:
-        for piece in _flat_ranges(reader, one):
-            buffer = torch.empty(piece.stop - piece.first, dtype=one.tensor.dtype)
-            batch.append((piece, buffer))
-            held_bytes += buffer.nbytes + _PIECE_BYTES
-            if held_bytes >= _BATCH_BYTES:
-                _read_batch(reader, batch)
-                batch, held_bytes = [], 0
-    if batch:
-        _read_batch(reader, batch)
+    ranges = itertools.chain.from_iterable(_flat_ranges(reader, one) for one in wanted)
+    for batch in batches(ranges, _held_bytes, _BATCH_BYTES):
+        buffers = [torch.empty(piece.stop - piece.first, dtype=piece.wanted.tensor.dtype) for piece in batch]
+        requests = []
+        for piece, buffer in zip(batch, buffers, strict=True):
+            offsets, sizes = (*piece.grid, piece.first), (*(1 for _ in piece.grid), len(buffer))
+            requests.append(ReadRequest(piece.wanted.key, buffer.view(sizes), offsets, sizes, piece.stored_shape))
+        reader.read_items(requests)
+        for piece, buffer in zip(batch, buffers, strict=True):
+            source = torch.as_strided(buffer, piece.share.sizes, strides_of(piece.cell.sizes), 0)
+            narrow(piece.wanted.tensor, relative(piece.share, piece.wanted.box.offsets)).copy_(source)
+
+
+def _held_bytes(piece: _FlatRange) -> int:
+    return (piece.stop - piece.first) * piece.wanted.tensor.element_size() + _PIECE_BYTES
 
 
 def _flat_ranges(reader: FileSystemReader, wanted: _Wanted) -> Iterator[_FlatRange]:
@@ -748,16 +726,3 @@ def _flat_ranges(reader: FileSystemReader, wanted: _Wanted) -> Iterator[_FlatRan
         first = sum(map(operator.mul, relative(share, cell_box.offsets).offsets, strides))
         last = first + sum((n - 1) * stride for n, stride in zip(share.sizes, strides, strict=True))
         yield _FlatRange(wanted, cell_box, place, stored_shape, share, first, last + 1)
-
-
-def _read_batch(reader: FileSystemReader, batch: list[tuple[_FlatRange, torch.Tensor]]) -> None:
-    requests = []
-    for piece, buffer in batch:
-        sizes = (*(1 for _ in piece.grid), piece.stop - piece.first)
-        requests.append(
-            ReadRequest(piece.wanted.key, buffer.view(sizes), (*piece.grid, piece.first), sizes, piece.stored_shape)
-        )
-    reader.read_items(requests)
-    for piece, buffer in batch:
-        source = torch.as_strided(buffer, piece.share.sizes, strides_of(piece.cell.sizes), 0)
-        narrow(piece.wanted.tensor, relative(piece.share, piece.wanted.box.offsets)).copy_(source)

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
+
 from mcore_ckpt.core.boxes import Box, Stretch
 from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import IF_DAMAGED, ChecksumError, CorruptCheckpointError, LoadError, MissingKeyError
@@ -102,49 +104,45 @@ def check_apart(index: CheckpointIndex) -> None:
     """Raise `CorruptCheckpointError` if two items of a checkpoint have a byte in common.
 
     No writer stores two things in one place: then an offset or a file in the index is not what was written, and the
-    bytes that are there may well be sound, and another shard's. Takes 0.4 us for each item.
-
-    Chunks without elements do not count, since nothing is read for them: DCP knows a chunk by its offsets, so that all
-    empty ones at the end of a tensor (DTensors of more ranks than rows) have the one item that was written last.
+    bytes that are there may well be sound, and another shard's. Chunks without elements do not count, since nothing is
+    read for them: DCP knows a chunk by its offsets, so that all empty ones at the end of a tensor (DTensors of more
+    ranks than rows) have the one item that was written last.
     """
-    ends: dict[str, int] = {}
-    for file, offset, length in _places(index):
-        # As a rule they stand in the index in the order in which they lie in their files.
-        if offset < ends.get(file, 0):
-            break
-        ends[file] = offset + length
-    else:
+    if _are_apart(index):
         return
     bounds: dict[str, tuple[list[int], list[int]]] = {}
-    for file, offset, length in _places(index):
-        known = bounds.get(file)
-        if known is None:
-            known = bounds[file] = [], []
-        known[0].append(offset)
-        known[1].append(offset + length)
+    for _, _, item in _read_items(index):
+        starts, stops = bounds.setdefault(item.file, ([], []))
+        starts.append(item.offset)
+        stops.append(item.offset + item.length)
     for file, (starts, stops) in bounds.items():
-        starts.sort()
-        stops.sort()
         # Ranges are apart exactly if, sorted each by itself, every stop comes before the next start.
-        if not all(map(operator.le, stops, itertools.islice(starts, 1, None))):
+        if not all(map(operator.le, sorted(stops), itertools.islice(sorted(starts), 1, None))):
             raise _overlap(index, file)
 
 
-def _places(index: CheckpointIndex) -> Iterator[tuple[str, int, int]]:
-    """File, offset and length of all items from which something is read."""
+def _are_apart(index: CheckpointIndex) -> bool:
+    """Whether no two items of an index have a byte in common, by columns; False says nothing."""
     tensors = index.tensors
-    if not isinstance(tensors, PackedTensors):
-        return ((item.file, item.offset, item.length) for _, _, item in _read_items(index))
-    places = tensors.places
-    columns: Iterator[tuple[str, int, int]] = zip(
-        map(places.files.__getitem__, places.file_numbers), places.offsets, places.lengths, strict=True
+    if not isinstance(tensors, PackedTensors) or any(not all(map(all, form.sizes)) for form in tensors.forms):
+        return False
+    places, objects = tensors.places, [stored.item for stored in index.objects.values()]
+    numbers = {file: number for number, file in enumerate([*places.files, *(item.file for item in objects)])}
+    own = [numbers[file] for file in places.files]
+    files = np.append(
+        np.array(own, dtype=np.int64)[np.frombuffer(places.file_numbers, dtype=np.uint32)],
+        np.array([numbers[item.file] for item in objects], dtype=np.int64),
     )
-    empty = {id(form): [0 in sizes for sizes in form.sizes] for form in tensors.forms}
-    if any(map(any, empty.values())):
-        of_chunks = itertools.chain.from_iterable(empty[id(form)] for form in tensors.forms)
-        columns = itertools.compress(columns, map(operator.not_, of_chunks))
-    of_objects = [(stored.item.file, stored.item.offset, stored.item.length) for stored in index.objects.values()]
-    return itertools.chain(columns, of_objects)
+    starts, lengths = (
+        np.append(np.frombuffer(of_tensors, dtype=np.int64), np.array(of_objects, dtype=np.int64))
+        for of_tensors, of_objects in (
+            (places.offsets, [item.offset for item in objects]),
+            (places.lengths, [item.length for item in objects]),
+        )
+    )
+    order = np.lexsort((starts, files))
+    files, starts, stops = files[order], starts[order], (starts + lengths)[order]
+    return bool(np.all(starts <= stops) and np.all((files[1:] != files[:-1]) | (stops[:-1] <= starts[1:])))
 
 
 def _read_items(index: CheckpointIndex) -> Iterator[tuple[str, StoredChunk | None, StoredItem]]:
@@ -193,9 +191,8 @@ def check_located(
 
 
 def check_proportion(nbytes: int, item: StoredItem, where: str) -> None:
-    """Raise `CorruptCheckpointError` if an item is to hold many times more elements than it has bytes.
-
-    The item repeats one element (a stride of 0), or the index is damaged; the elements would fill the memory.
+    """Raise `CorruptCheckpointError` if an item is to hold many times more elements than it has bytes: they would fill
+    the memory.
     """
     if not item.transforms and nbytes > _MAX_INFLATION * item.length:
         raise CorruptCheckpointError(
@@ -315,9 +312,8 @@ def checksum_error(where: str, what: str, got: int, expected: int) -> ChecksumEr
 def check_records(
     read: Callable[[int, int], bytes], sum_up: Callable[[int, int], int], item_bytes: int, where: str
 ) -> int:
-    """Compare the CRC-32 of every record of an item; returns how many (none of an item without checksums).
-
-    `read` returns bytes of the item, for headers; `sum_up` the CRC-32 of bytes. Raises `CorruptCheckpointError`.
+    """Compare the CRC-32 of every record of an item; returns how many (none of an item without checksums). `read`
+    returns bytes of the item, for headers; `sum_up` the CRC-32 of bytes.
     """
     checked = 0
     for name, offset, nbytes, expected in verify_records(read, item_bytes, where):
@@ -463,9 +459,8 @@ def checks_of(index: CheckpointIndex) -> list[ItemCheck]:
 
 
 def check_data_files(storage: Storage, index: CheckpointIndex, names: Iterable[str]) -> None:
-    """Compare these data files with the index: their footers and tables, and the CRC-32 of each record.
-
-    Raises `CorruptCheckpointError` that tells what is wrong first, or `LoadError`.
+    """Compare these data files with the index: their footers and tables, and the CRC-32 of each record. Raises
+    `CorruptCheckpointError` that tells what is wrong first, or `LoadError`.
     """
     files = set(names)
     for name in sorted(files):
