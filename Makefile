@@ -11,9 +11,9 @@ EXTRA ?= dev
 # Of this file alone: the environment is made for it, and a constraint of the machine's is made for another.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-# Many tests wait for ranks, disks and deadlines more than they compute, so two run at a time. `worksteal` leaves the
-# tests of a file, which share fixtures, in one process. SIDE_BY_SIDE= runs one test at a time.
-SIDE_BY_SIDE ?= -n 2 --dist worksteal
+# Many tests wait for ranks, disks and deadlines more than they compute, so four run at a time, also on two cores.
+# `worksteal` leaves the tests of a file, which share fixtures, in one process. SIDE_BY_SIDE= runs one test at a time.
+SIDE_BY_SIDE ?= -n 4 --dist worksteal
 
 # All processes of the tests share the machine's cores.
 export OMP_NUM_THREADS ?= 1
@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE =
 # What mkdocs-material says at each start of another generator of sites.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help venv demo test test-quick test-long test-slow test-flips test-state test-crash test-stores test-matrix layers pictures docs site dist lint format bench bench-tools clean
+.PHONY: help venv demo test test-quick test-all test-mutants test-flips test-state test-crash test-stores test-matrix layers pictures docs site dist lint format bench bench-tools clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -40,17 +40,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## a Megatron model trained, saved and loaded under other layouts, compared bit for bit
 	$(BIN)/python scripts/demo.py
 
-test: $(INSTALLED)  ## all tests but the long and slow ones and the matrix of Megatron versions
+test: $(INSTALLED)  ## every promise of the docs, on real processes and files; of sweeps a sample, ARGS="--seed N" draws it again: minutes
 	$(BIN)/python -m pytest --durations=20 $(SIDE_BY_SIDE) $(ARGS)
 
-test-quick: $(INSTALLED)  ## the core: three and a half minutes on two quiet cores; what a commit should pass
+test-quick: $(INSTALLED)  ## the core, in a minute: what a commit should pass
 	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "quick and not slow and not matrix and not long" $(ARGS)
 
-test-long: $(INSTALLED)  ## real launches' traps, stock queues, interop on 1 and 4 ranks, a crash at every step of a save: minutes
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "long and not slow" $(ARGS)
+test-all: $(INSTALLED)  ## all tests, sweeps complete: hours; ARGS=tests/hosts: some; ARGS="-m long --share 0.2": a share of the long ones
+	$(BIN)/python -m pip install --quiet ckpt-chaos
+	$(BIN)/python -m pytest --complete --timeout 1800 $(SIDE_BY_SIDE) -m "not matrix" $(ARGS)
 
-test-slow: $(INSTALLED)  ## the tests that take minutes
-	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+test-mutants: $(INSTALLED)  ## twenty-five small changes of the package, each of which the tests must notice; ARGS="-k NAME"
+	$(BIN)/python scripts/mutants.py $(ARGS)
 
 test-flips: $(INSTALLED)  ## bits flipped, files cut, swapped and taken from another save, 10,000 times; ARGS="--flips N --seed S"
 	$(BIN)/python -W ignore -m tests.format.flips --write docs/reliability.md $(ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import signal
 from collections.abc import Iterator
 from importlib import metadata
@@ -168,73 +169,74 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-# What `make test-quick` leaves out, by file or test, as measured: whatever starts trainers or Megatron many times over,
-# kills, waits for deadlines, or takes seconds for other reasons. The rest takes under 90 seconds on two quiet cores.
-NOT_QUICK = {
-    "reshard/test_partition_megatron.py",
-    "test_pages.py::test_examples_run",
-    "reshard/test_reshard_in_stores.py",
-    "reshard/test_reshard.py::test_a_process_that_is_stopped",
-    "reshard/test_reshard_megatron.py",
-    "reshard/test_torch_files.py",
-    "core/test_boxes.py::test_boxes_made_to_be_costly_are_refused_in_bounded_time",
-    "dcp/test_state_dicts.py",
-    "directory/test_fault_sweeps.py",
-    "directory/test_other_file_systems.py",
-    "format/test_metadata_hostile.py::test_any_byte_changed",
-    "format/test_safe_pickle.py::test_without_imports_megatrons_classes_are_named",
-    "launch/test_start.py",
-    "load/test_dtype_conversions.py::test_dtensors_are_converted_and_rank_0_warns_for_all",
-    "load/test_reader_dtensors.py",
-    "load/test_reader_memory.py",
-    "megatron/test_as_stock_does.py",
-    "megatron/test_common_state.py",
-    "megatron/test_fingerprint.py",
-    "megatron/test_go_back.py",
-    "megatron/test_install.py",
-    "megatron/test_interop.py",
-    "megatron/test_object_stores.py",
-    "megatron/test_one_save.py",
-    "megatron/test_optimizer_state.py",
-    "megatron/test_quantized.py",
-    "megatron/test_strategy.py",
-    "models/test_foreign_checkpoints.py",
-    "models/test_huggingface_logits.py",
-    "models/test_models_in_stores.py",
-    "save/test_async_queue.py",
-    "save/test_failures.py",
-    "save/test_isolation.py",
-    "save/test_many_saves.py",
-    "save/test_owner.py::test_every_rank_hears_who_holds_the_directory",
-    "save/test_owner.py::test_jobs_that_race_leave_a_checkpoint_of_one_of_them",
-    "save/test_owner.py::test_ranks_that_write_to_disks_of_their_own_are_told_so",
-    "save/test_owner.py::test_saves_that_threads_begin_at_once_do_not_share_their_memory",
-    "save/test_planning.py",
-    "save/test_report.py::test_rank_0_logs_each_save_and_every_rank_leaves_a_trace",
-    "save/test_drain.py",
-    "save/test_upkeep.py",
-    "site/test_strict.py",
-    "storage/test_object_stores.py",
-    "test_architecture.py::test_a_trainer_never_imports_models",
-    "test_public_names.py::test_without_megatron_all_can_be_imported_but_what_needs_it_and_that_says_so",
-    "save/test_jobs.py",
-    "save/test_memory_paths.py",
-    "save/test_staging_buffers.py::test_control_c_is_heard_though_a_write_hangs",
-    "save/test_staging_buffers.py::test_whenever_control_c_comes_no_buffer_is_lost_or_used_twice",
-}
+# The core, by folder or file: what starts no trainers, kills nothing and waits for nothing.
+QUICK = (
+    "commands/test_hostile_indexes.py",
+    "core/test_boxes.py core/test_crc.py core/test_errors.py core/test_fingerprints.py core/test_options.py",
+    "core/test_paths.py core/test_signals.py core/test_threads.py",
+    "directory/test_iterations.py directory/test_publish.py",
+    "format",
+    "load/test_binding.py load/test_columns.py load/test_overlaps.py load/test_ranges.py load/test_reader.py",
+    "load/test_reader_refusals.py load/test_slices.py",
+    "megatron/test_registry.py",
+    "reshard/test_partition.py reshard/test_payloads.py",
+    "save/test_buckets.py save/test_image_writer.py save/test_plan_check.py",
+    "save/test_replicas.py save/test_save_edges.py",
+    "state",
+    "storage/test_local.py storage/test_store_urls.py",
+    "test_architecture.py test_project_files.py test_public_names.py test_reliability_page.py",
+    "tools/test_checkpoint.py tools/test_inspect.py tools/test_regrid.py",
+)
+_QUICK = tuple(name if name.endswith(".py") else f"{name}/" for line in QUICK for name in line.split())
 
 
-def is_quick(item: pytest.Item) -> bool:
-    """Whether a test belongs to the core that `make test-quick` runs."""
-    file = item.path.relative_to(Path(__file__).parent).as_posix()
-    name = getattr(item, "originalname", item.name)
-    return file not in NOT_QUICK and f"{file}::{name}" not in NOT_QUICK
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("mcore_ckpt")
+    group.addoption(
+        "--seed", type=int, help="draws the samples of tests marked `sample`, and --share; default: by chance"
+    )
+    group.addoption("--complete", action="store_true", help="run all cases of tests marked `sample`")
+    group.addoption(
+        "--share", type=float, default=1.0, help="run such a share of the tests marked `long`, drawn by --seed"
+    )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.seed is None:  # (the workers of xdist are given the options)
+        config.option.seed = random.randrange(1_000_000)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"samples are drawn by --seed {config.option.seed}"
+
+
+def _left_out(config: pytest.Config, items: list[pytest.Item]) -> set[pytest.Item]:
+    """Cases that the seed has not drawn."""
+    out: set[pytest.Item] = set()
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if is_quick(item):
+        # The seed and a name draw the same again when other tests come and go.
+        if item.get_closest_marker("long") and random.Random(f"{config.option.seed} {item.nodeid}").random() > (
+            config.option.share
+        ):
+            out.add(item)
+        if item.get_closest_marker("sample") and not config.option.complete:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, those in cases.items():
+        marker = those[0].get_closest_marker("sample")
+        assert marker is not None
+        count = max(len(those) - marker.args[0], 0)
+        out.update(random.Random(f"{config.option.seed} {name}").sample(those, count))
+    return out
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).as_posix().startswith(_QUICK):
             item.add_marker("quick")
+    if out := _left_out(config, items):
+        config.hook.pytest_deselected(items=list(out))
+        items[:] = [item for item in items if item not in out]
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _has_gpu():
         for item in gpu_items:
