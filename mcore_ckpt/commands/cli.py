@@ -124,9 +124,8 @@ _COMMANDS: Final = {
 }
 _MODULES: Final = {
     **dict.fromkeys(("list", "inspect", "cat", "diff"), "_look"),
-    **dict.fromkeys(("verify", "repair", "copy", "prune"), "_checks"),
+    **dict.fromkeys(("verify", "repair", "copy", "prune", "doctor"), "_checks"),
     **dict.fromkeys(("reshard", "export", "import"), "_conversions"),
-    "doctor": "_doctor",
 }
 _DIRECTORIES: Final = {"CKPT", "RUN", "SRC", "DST", "DIR", "A", "B"}
 

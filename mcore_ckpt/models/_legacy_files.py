@@ -287,7 +287,7 @@ def _check_complete(found: list[RankFiles], sizes: tuple[int, int, int], directo
         )
 
 
-# --------------------------------------------------------------------------------------------- what is carried as it is
+# --- what is carried as it is
 
 
 def reading(storage: Storage, file: str) -> Callable[[int, int], bytes]:

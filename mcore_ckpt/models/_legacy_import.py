@@ -635,10 +635,7 @@ def state_parts(
         groups = _group_members(rank.file, _inner(optimizer)["param_groups"], parameters, arguments)
         for number in (number for group in groups for number in group):
             if number in covered:
-                raise OptionError(
-                    f"{rank.file}: two optimizers have {parameters[number].stored} by what tells their groups apart; "
-                    "such groups are not known here. Leave the optimizer's state out (--drop-optimizer)"
-                )
+                raise _unknown(rank.file, f"two optimizers have {parameters[number].stored} in their groups")
             covered.add(number)
         if is_distributed(optimizer):
             yield (
@@ -651,10 +648,14 @@ def state_parts(
             yield _plain_parts(rank, optimizer, groups, parameters), False
     left = [parameter.stored for n, parameter in enumerate(parameters) if n not in covered and not is_buffer(parameter)]
     if left:
-        raise OptionError(
-            f"{rank.file}: no group of the optimizer has {left[0]}; parameters that are not trained, and groups of "
-            "another kind, are not known here. Leave the optimizer's state out (--drop-optimizer)"
-        )
+        raise _unknown(rank.file, f"no group of the optimizer has {left[0]}")
+
+
+def _unknown(where: str, found: str) -> OptionError:
+    return OptionError(
+        f"{where}: {found}: parameters that are not trained, of other dtypes, or in groups of another kind are not "
+        "known here. Leave the optimizer's state out (--drop-optimizer)"
+    )
 
 
 def is_buffer(parameter: _Parameter) -> bool:
@@ -689,10 +690,7 @@ def _group_members(
             bool(_said(group, "is_decoupled_lr")),
         )
         if wanted in kinds:
-            raise OptionError(
-                f"{where}: groups {kinds[wanted]} and {position} of the optimizer differ in nothing that tells "
-                "their parameters apart; leave the optimizer's state out (--drop-optimizer)"
-            )
+            raise _unknown(where, f"nothing tells apart the parameters of groups {kinds[wanted]} and {position}")
         kinds[wanted] = position
         found.append([n for n, p in enumerate(parameters) if not is_buffer(p) and kind(p) == wanted])
     return found
@@ -715,17 +713,10 @@ def _plain_parts(
         numbers = group.get("params")
         if type(numbers) is not list or len(numbers) != len(members):
             count = len(numbers) if type(numbers) is list else 0
-            raise OptionError(
-                f"{rank.file}: group {position} of the optimizer has {count} parameters; by its settings, "
-                f"{len(members)} of the model's belong to it. Leave the optimizer's state out (--drop-optimizer)"
-            )
+            raise _unknown(rank.file, f"group {position} has {count} parameters, by its settings {len(members)}")
         own = mains[position] if mains is not None else []
         if mains is not None and (type(own) is not list or len(own) != len(members)):
-            raise OptionError(
-                f"{rank.file}: group {position} of the optimizer has copies of {len(own)} parameters, expected "
-                f"{len(members)}; parameters of other dtypes next to them are not known here. Leave the optimizer's "
-                "state out (--drop-optimizer)"
-            )
+            raise _unknown(rank.file, f"group {position} has copies of {len(own)} parameters, not {len(members)}")
         for order, (number, member) in enumerate(zip(numbers, members, strict=True)):
             states = state.get(number)
             if not isinstance(states, dict):
@@ -745,7 +736,7 @@ def _plain_parts(
     return found
 
 
-# --------------------------------------------------------------------------------------------------------- flat buffers
+# --- flat buffers
 
 
 def _flat_parts(

@@ -116,13 +116,11 @@ def _tensor(path: Path, name: str, key: str, fields: Any, first: int, size_bytes
         ) from error
     if dtype is None:
         raise CorruptCheckpointError(f"{path}: {key}: dtype {dtype_name!r:.80} is not known here")
-    if not all(type(number) is int and 0 <= number < _MAX_NUMBER for number in (*shape, start, stop)):
-        raise CorruptCheckpointError(f"{path}: {key}: shape and offsets must be non-negative ints")
-    if len(shape) > _MAX_AXES:
-        raise CorruptCheckpointError(f"{path}: {key}: {len(shape)} axes, expected at most {_MAX_AXES}")
+    numbers = (*shape, start, stop)
+    possible = len(shape) <= _MAX_AXES and all(type(number) is int and 0 <= number < _MAX_NUMBER for number in numbers)
+    if not possible or math.prod(filter(None, shape)) >= _MAX_NUMBER:
+        raise CorruptCheckpointError(f"{path}: {key}: expected non-negative ints, and axes that can be multiplied")
     expected = math.prod(shape) * element_bytes(dtype)
-    if 0 in shape and math.prod(filter(None, shape)) >= _MAX_NUMBER:
-        raise CorruptCheckpointError(f"{path}: {key}: expected axes that can be multiplied, got {list(shape)}")
     if stop - start != expected or first + stop > size_bytes:
         raise CorruptCheckpointError(
             f"{path}: {key}: bytes [{start}, {stop}) of the data for {dtype} {list(shape)}, expected {expected} bytes "

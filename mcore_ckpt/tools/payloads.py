@@ -1,8 +1,8 @@
 """The raw elements of stored tensors, for the offline commands: no torch, unless an item has to be decoded.
 
-A chunk's payload is located by the headers of its item and compared with the index. It is then read by any range, in
-memory that the caller has: front to back for what streams (`PayloadSource`), or what a box of the tensor needs of it
-(`read_box`). What cannot be read by range (stored through a transform, not contiguous) is decoded completely.
+A chunk's payload is located by the headers of its item and compared with the index. It is then read into memory that
+the caller has: any range of it, or what a box of the tensor needs (`read_box`). What cannot be read by range (stored
+through a transform, not contiguous) is decoded completely.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -186,20 +187,6 @@ class StoredPayloads:
         self.close()
 
 
-class PayloadSource:
-    """A stored chunk as a source for `regrid`."""
-
-    __slots__ = ("_payload", "_payloads")
-
-    def __init__(self, payloads: StoredPayloads, payload: StoredPayload) -> None:
-        self._payloads = payloads
-        self._payload = payload
-
-    def read_into(self, start: int, view: memoryview) -> None:
-        """Bytes from `start` on."""
-        self._payloads.read_into(self._payload, start, view)
-
-
 def check_tiled(index: CheckpointIndex, keys: Iterable[str]) -> None:
     """Raise `CorruptCheckpointError` unless the stored chunks hold each element of these tensors exactly once.
 
@@ -246,8 +233,7 @@ def check_elements(payloads: StoredPayloads, entry: TensorEntry) -> None:
         payload = payloads.locate(entry, chunk)
         if payload.crc32 is not None:
             window = memoryview(bytearray(min(_WINDOW_BYTES, payload.nbytes)))
-            read_into = PayloadSource(payloads, payload).read_into
-            _check_sum(payload, range_crc(read_into, 0, payload.nbytes, window))
+            _check_sum(payload, range_crc(partial(payloads.read_into, payload), 0, payload.nbytes, window))
 
 
 def _check_part(
