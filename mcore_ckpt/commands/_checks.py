@@ -1,4 +1,4 @@
-"""Whether a checkpoint is valid, and what a job would stumble over: `verify`, `repair`, `copy`, `prune` and `doctor`."""
+"""What is wrong with a checkpoint or an installation: `verify`, `repair`, `copy`, `prune` and `doctor`."""
 
 from __future__ import annotations
 

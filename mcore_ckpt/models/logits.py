@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import json
 import math
 import os
@@ -42,9 +41,8 @@ _ENVIRON: Final = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 _BATCH, _MAX_TOKENS = 2, 24
-_NEEDED = {"torch": "torch", "transformers": "transformers", "megatron.core": "megatron-core"}
-# What of these `compare` uses: a package that does not fit the others fails here, not when it is imported itself.
-_USED = {"transformers": "transformers.models.auto.modeling_auto", "megatron.core": "megatron.core.models.gpt"}
+# What `compare` uses: a package that does not fit the others fails here, not when it is imported itself.
+_NEEDED = ("torch", "transformers.models.auto.modeling_auto", "megatron.core.models.gpt")
 # Besides the parameters: the interpreter with its packages, and activations.
 _BASE_BYTES = 1024**3
 
@@ -77,7 +75,6 @@ def check_logits(checkpoint: str | os.PathLike[str], model: str | os.PathLike[st
     """Run both models, one after the other, in a process of its own; without stored arguments, Megatron's come from the
     settings of `model`. `OptionError`: a package or memory is missing; `LoadError`: one cannot be loaded or run.
     """
-    _require_installed()
     directory = checkpoint_directory(checkpoint)
     _require_memory(read_index(directory).without_shadow_copies())
     job = {"checkpoint": str(directory), "model": str(model), "arch": arch}
@@ -93,30 +90,14 @@ def check_logits(checkpoint: str | os.PathLike[str], model: str | os.PathLike[st
 
 
 def require_packages() -> None:
-    """Raise `OptionError` unless all that a check needs is installed and can be imported."""
-    _require_installed()
+    """Raise `OptionError` unless all that a check needs can be imported."""
     try:
-        in_own_process(__name__, "import_packages", [_USED.get(module, module) for module in _NEEDED], _ENVIRON)
+        in_own_process(__name__, "import_packages", list(_NEEDED), _ENVIRON)
     except ChildError as error:
         raise OptionError(
-            f"--check-logits runs both models, and what that needs cannot be imported: {error}. Nothing was written"
+            "--check-logits runs both models with torch, transformers and megatron-core, and these cannot be imported: "
+            f"{error}. Nothing was written"
         ) from None
-
-
-def _require_installed() -> None:
-    missing = []
-    for module, package in _NEEDED.items():
-        try:
-            found = importlib.util.find_spec(module)
-        except ModuleNotFoundError:
-            found = None
-        if found is None:
-            missing.append(package)
-    if missing:
-        raise OptionError(
-            f"--check-logits runs both models, and {' and '.join(missing)} is not installed: "
-            f"pip install {' '.join(missing)}"
-        )
 
 
 def _require_memory(index: CheckpointIndex) -> None:

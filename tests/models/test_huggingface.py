@@ -498,12 +498,9 @@ def test_what_a_check_needs_is_found_out_before_anything_is_written(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["import", str(model), str(tmp_path / "target"), "--from", "hf", "--check-logits"]
-    monkeypatch.setattr(logits, "_NEEDED", {"torch": "torch", "no_such.package": "no-such-package"})
-    assert main(command) == 2
-    assert "no-such-package is not installed: pip install no-such-package" in capsys.readouterr().err
     (tmp_path / "built_for_another_torch.py").write_text("raise RuntimeError('undefined symbol')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(logits, "_NEEDED", {"built_for_another_torch": "x"})
+    monkeypatch.setattr(logits, "_NEEDED", ("built_for_another_torch",))
     assert main(command) == 2
     assert "cannot be imported: RuntimeError: undefined symbol. Nothing was written" in capsys.readouterr().err
     assert main([*command, "--dry-run"]) == 2

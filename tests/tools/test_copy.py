@@ -247,14 +247,9 @@ def test_a_common_state_that_is_damaged_replaces_no_intact_one(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "place",
-    [
-        "directory",
-        "store",
-        "store, in parts",
-    ],
+    ("place", "stopped_at"),
+    [("directory", "_crc"), ("directory", "finish"), ("store", "_crc"), ("store, in parts", "finish")],
 )
-@pytest.mark.parametrize("stopped_at", ["_crc", "finish"])
 def test_a_copy_that_was_held_up_leaves_the_copy_that_took_over(
     place: str, stopped_at: str, tmp_path: Path, s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
