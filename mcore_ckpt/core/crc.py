@@ -41,18 +41,17 @@ def crc32s(buffers: Iterable[Any]) -> Iterator[int]:
 
 
 POLYNOMIAL = 0xEDB88320  # bit-reversed, as all of a CRC-32 is: the highest bit stands for x^0
-CASTAGNOLI = 0x82F63B78  # that of CRC-32C
 
 
-def crc32_combine(first: int, second: int, second_bytes: int, polynomial: int = POLYNOMIAL) -> int:
+def crc32_combine(first: int, second: int, second_bytes: int) -> int:
     """CRC-32 of two adjoining blocks from that of each, in a few microseconds: so blocks can be summed out of order.
 
     A CRC is the remainder of a polynomial over GF(2): `first` has to be multiplied by x^(8 * second_bytes), which takes
     one multiplication for each bit of the length (the idea is Mark Adler's, in zlib).
     """
-    if _combine is not None and polynomial == POLYNOMIAL:
+    if _combine is not None:
         return _combine(first, second, second_bytes)
-    return (_multiply(_power_of_x(8 * second_bytes, polynomial), first, polynomial) if first else 0) ^ second
+    return (_multiply(_power_of_x(8 * second_bytes), first) if first else 0) ^ second
 
 
 def crc32_of_zeros(nbytes: int) -> int:
@@ -62,27 +61,27 @@ def crc32_of_zeros(nbytes: int) -> int:
 
 def shift_factor(nbytes: int) -> int:
     """The polynomial by which a CRC-32 is multiplied to count in front of so many bytes; `1 << 31` for none."""
-    return _power_of_x(8 * nbytes, POLYNOMIAL)
+    return _power_of_x(8 * nbytes)
 
 
-def _multiply(a: int, b: int, polynomial: int) -> int:
+def _multiply(a: int, b: int) -> int:
     """Product of two polynomials, modulo the CRC's."""
     product = 0
     bit = 1 << 31
     while bit:
         if a & bit:
             product ^= b
-        b = (b >> 1) ^ polynomial if b & 1 else b >> 1
+        b = (b >> 1) ^ POLYNOMIAL if b & 1 else b >> 1
         bit >>= 1
     return product
 
 
 @lru_cache(maxsize=1024)
-def _power_of_x(exponent: int, polynomial: int) -> int:
+def _power_of_x(exponent: int) -> int:
     result, square = 1 << 31, 1 << 30
     while exponent:
         if exponent & 1:
-            result = _multiply(result, square, polynomial)
-        square = _multiply(square, square, polynomial)
+            result = _multiply(result, square)
+        square = _multiply(square, square)
         exponent >>= 1
     return result

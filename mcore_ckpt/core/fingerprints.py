@@ -168,9 +168,8 @@ class StridedSums:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[int, tuple[Stretch, Runs, int, list[_Words]]] = {}
+        self._rows: dict[int, tuple[Stretch, Runs, list[_Words]]] = {}
         self._begun: dict[int, int] = {}  # of a row of which bytes are still to come
-        self._cuts: dict[int, list[tuple[int, int, int]]] = {}  # of long rows: first byte, length, CRC-32
         self._parts: dict[int, int] = {}
 
     def feed(
@@ -182,13 +181,13 @@ class StridedSums:
         view = memoryview(content).cast("B")
         bounds = list(itertools.pairwise((0, *cuts, len(view))))
         found = self._rows.get(number)
-        if found is None and not first_byte and (of := rows_to_sum(stretch)) is not None:
-            found = self._rows[number] = stretch, of, 0, []
+        if found is None and not first_byte and (of := _rows_to_sum(stretch)) is not None:
+            found = self._rows[number] = stretch, of, []
         if found is None:
             part = part_of_elements(view, stretch, first_byte // stretch.elem_bytes)
             self._parts[number] = self._parts.get(number, 0) ^ part
             return _sums(view, bounds, value)
-        _, of, _, crcs = found
+        _, of, crcs = found
         if of.run_bytes >= _LONG_ROW_BYTES:
             return self._feed_long_rows(number, of, crcs, view, bounds, first_byte, value)
         if len(view) < _JOINED_BYTES or of.run_bytes < _JOINED_ROW_BYTES:
@@ -237,40 +236,6 @@ class StridedSums:
             sums.append(value)
         return sums
 
-    def feed_rows(self, number: int, stretch: Stretch, content: Any, first_byte: int) -> None:
-        """As `feed`, of a chunk that has `rows_to_sum`, from any of its rows on (of long ones, from any byte on), and
-        without sums of its own bytes.
-        """
-        view = memoryview(content).cast("B")
-        found = self._rows.get(number)
-        if found is None:
-            of = rows_to_sum(stretch)
-            assert of is not None
-            found = self._rows[number] = stretch, of, first_byte // of.run_bytes, []
-        _, of, _, crcs = found
-        if of.run_bytes < _LONG_ROW_BYTES:
-            self._feed_rows(number, of, crcs, view, first_byte, 0, len(view))
-            return
-        cuts, start = self._cuts.setdefault(number, []), 0
-        while start < len(view):
-            at = first_byte + start
-            nbytes = min(of.run_bytes - at % of.run_bytes, len(view) - start)
-            if cuts and at % of.run_bytes:
-                cuts[-1] = cuts[-1][0], cuts[-1][1] + nbytes, crc32(view[start : start + nbytes], cuts[-1][2])
-            else:
-                cuts.append((at, nbytes, crc32(view[start : start + nbytes])))
-            start += nbytes
-
-    def crc32_of_rows(self, number: int) -> int:
-        """The CRC-32 of all that has come by `feed_rows` under that number."""
-        if number in self._cuts:
-            crc = 0
-            for _, nbytes, of_cut in self._cuts[number]:
-                crc = crc32_combine(crc, of_cut, nbytes)
-            return crc
-        _, of, _, crcs = self._rows[number]
-        return int(_joined(np.concatenate(crcs), of.run_bytes)) if crcs else 0
-
     def _feed_rows(
         self, number: int, of: Runs, crcs: list[_Words], view: memoryview, first_byte: int, start: int, stop: int
     ) -> tuple[int, _Words]:
@@ -294,38 +259,24 @@ class StridedSums:
     def finish(self) -> dict[int, int]:
         """By number of the chunk, of whose rows complete ones have come."""
         alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-        for number, (_, of, _, _) in self._rows.items():
-            if number in self._cuts:
-                continue
+        for number, (_, of, _) in self._rows.items():
             alike.setdefault((of.counts, of.strides), []).append(number)
         for (counts, strides), numbers in alike.items():
             rows = np.zeros((len(numbers), math.prod(counts)), np.uint32)  # 0 is the CRC-32 of nothing
             for crcs, number in zip(rows, numbers, strict=True):
-                _, _, first, values = self._rows[number]
+                _, _, values = self._rows[number]
                 row = np.concatenate(values) if values else _NOTHING
-                crcs[first : first + len(row)] = row
+                crcs[: len(row)] = row
             joined = rows.reshape(-1, *counts)
             for stride in reversed(strides):
                 joined = _joined(joined, stride)
             for number, value in zip(numbers, joined.tolist(), strict=True):
-                stretch, of, _, _ = self._rows[number]
+                stretch, of, _ = self._rows[number]
                 self._parts[number] = _shift_one(value, _bytes_behind(of, stretch.shape, stretch.elem_bytes))
-        for number, cuts in self._cuts.items():
-            stretch, of, _, _ = self._rows[number]
-            total, part = math.prod(stretch.shape) * stretch.elem_bytes, 0
-            for at, nbytes, crc in cuts:
-                number_of_row, inside = divmod(at, of.run_bytes)
-                part ^= _shift_one(crc, total - _row_start(of, number_of_row) - inside - nbytes)
-            self._parts[number] = part
         return self._parts
 
 
-def may_begin_at(of: Runs, byte: int) -> bool:
-    """Whether `StridedSums.feed_rows` takes these rows from that byte of the chunk on, or up to there."""
-    return of.run_bytes >= _LONG_ROW_BYTES or byte % of.run_bytes == 0
-
-
-def rows_to_sum(stretch: Stretch) -> Runs | None:
+def _rows_to_sum(stretch: Stretch) -> Runs | None:
     """The rows of a chunk that are best summed each by itself; None: there are none."""
     if stretch.elems != math.prod(stretch.box.sizes):
         return None
@@ -382,15 +333,6 @@ def _sums(view: memoryview, bounds: Iterable[tuple[int, int]], value: int) -> li
         value = crc32(view[start:stop], value)
         sums.append(value)
     return sums
-
-
-def _row_start(of: Runs, row: int) -> int:
-    """Where a row begins in the bytes of the tensor."""
-    start = of.first_byte
-    for count, stride in zip(reversed(of.counts), reversed(of.strides), strict=True):
-        row, at = divmod(row, count)
-        start += at * stride
-    return start
 
 
 def _bytes_behind(of: Runs, shape: Sequence[int], elem_bytes: int) -> int:

@@ -187,9 +187,6 @@ _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRAN
 # And the number of a process among those.
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
-# And its number among all of the job.
-_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-
 PageCache = Literal["auto", "on"]
 
 
@@ -388,12 +385,6 @@ def ranks_of_this_host(environment: Mapping[str, str] | None = None) -> int:
         if text.isdecimal() and int(text) > 0:
             return int(text)
     return 1
-
-
-def rank_of_this_process() -> str:
-    """For messages: `rank 3: `, as the usual launchers tell a process and what it starts; or nothing."""
-    rank = next((os.environ[name] for name in _RANKS if os.environ.get(name)), "")
-    return f"rank {rank}: " if rank else ""
 
 
 def first_of_this_host(rank: int, environment: Mapping[str, str] | None = None) -> bool:

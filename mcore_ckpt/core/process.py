@@ -23,7 +23,6 @@ import os
 import platform
 import select
 import signal
-import socket
 import threading
 import time
 from collections import deque
@@ -243,23 +242,6 @@ def is_running(pid: int) -> bool:
         return b") Z" not in Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return False
-
-
-def host_identity() -> str:
-    """Equal for processes that can share memory: of one boot of one host, in the same namespace, of the same user.
-
-    Unlike that of any other process where this one may not be looked into (it is not "dumpable", or there is no /proc).
-    """
-    found = [socket.gethostname()]
-    try:
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
-        found.append(str(Path("/proc/self/ns/pid").readlink()))
-        user = Path("/proc/self/fd").stat().st_uid
-        if user != os.geteuid():
-            raise PermissionError
-    except OSError:
-        found.append(f"alone {os.getpid()} {time.time_ns()}")
-    return " ".join([*found, str(os.geteuid())])
 
 
 class Sentinel:

@@ -18,7 +18,8 @@ import re
 from typing import Any, NoReturn
 
 from mcore_ckpt.core.errors import UnsafePickleError
-from mcore_ckpt.format._unpickler import (
+from mcore_ckpt.format.tensor_pickle import (
+    DTYPE_NAMES,
     MAX_AXES,
     MAX_KEY_DEPTH,
     NotUnderstoodError,
@@ -26,7 +27,6 @@ from mcore_ckpt.format._unpickler import (
     as_read_errors,
     checked_size,
 )
-from mcore_ckpt.format.tensor_pickle import DTYPE_NAMES
 
 
 class _ReadOnly(type):

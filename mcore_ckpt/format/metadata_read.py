@@ -24,7 +24,6 @@ from typing import Any, cast
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import collector_paused
-from mcore_ckpt.format._unpickler import MAX_AXES
 from mcore_ckpt.format.index import (
     CheckpointIndex,
     IndexColumns,
@@ -50,7 +49,7 @@ from mcore_ckpt.format.index_pickle import (
     unpickle_index,
 )
 from mcore_ckpt.format.integrity import FOOTER_BYTES, FileFooter, Manifest, check_footer, decode_footer, split_metadata
-from mcore_ckpt.format.tensor_pickle import DTYPE_NAMES
+from mcore_ckpt.format.tensor_pickle import DTYPE_NAMES, MAX_AXES
 from mcore_ckpt.storage.base import RangeReader
 from mcore_ckpt.storage.resolve import storage_at
 

@@ -41,7 +41,8 @@ from mcore_ckpt.core.errors import (
     OptionError,
     UnsafePickleError,
 )
-from mcore_ckpt.format._unpickler import (
+from mcore_ckpt.format.tensor_pickle import (
+    STORAGE_KINDS,
     Maker,
     WrongArgumentsError,
     check_keys,
@@ -49,10 +50,10 @@ from mcore_ckpt.format._unpickler import (
     inert_maker,
     name_today,
     rebuilding,
+    stored_storage,
     unpickle,
 )
-from mcore_ckpt.format._unpickler import NotRebuiltError as NotRebuiltError
-from mcore_ckpt.format.tensor_pickle import STORAGE_KINDS, stored_storage
+from mcore_ckpt.format.tensor_pickle import NotRebuiltError as NotRebuiltError
 from mcore_ckpt.format.zip_records import Archive, ItemBytes
 
 # Where each global that a stored object may name is found, beyond torch's own; most are found under their own name.

@@ -14,9 +14,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, UnsafePickleError
-from mcore_ckpt.format._unpickler import Maker, WrongArgumentsError, check_keys, inert_maker, unpickle
 from mcore_ckpt.format.safe_pickle import ObjectRules, Opaque
-from mcore_ckpt.format.tensor_pickle import TENSOR_NAMES, FileTensor, NotPlainTensorError, stored_storage
+from mcore_ckpt.format.tensor_pickle import (
+    TENSOR_NAMES,
+    FileTensor,
+    Maker,
+    NotPlainTensorError,
+    WrongArgumentsError,
+    check_keys,
+    inert_maker,
+    stored_storage,
+    unpickle,
+)
 from mcore_ckpt.format.zip_records import Archive, ItemBytes, ZipRecord
 
 # What describes the tensors of one rank: some hundred bytes for each.
