@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import reprlib
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -525,28 +526,14 @@ class _IndexBuilder:
 
     def _wrong(self, what: str, expected: str, got: Any) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            f"{self._file}: {what:.300}: expected {expected}, got {_shown(got)}. The index is damaged; restore it "
+            f"{self._file}: {what:.300}: expected {expected}, got {_SHORT.repr(got)}. The index is damaged; restore it "
             "from another copy, or load an earlier checkpoint."
         )
 
 
-def _shown(value: Any) -> str:
-    """`value` for a message: never long, and never a walk through something huge or nested without end."""
-    if isinstance(value, tuple) and len(value) <= 16:
-        return "(" + ", ".join(_shown(part) if type(part) is not tuple else _flat(part) for part in value) + ")"
-    if value is None or type(value) in (bool, float):
-        return repr(value)
-    if type(value) is int:
-        return str(value) if value.bit_length() <= 128 else f"an int of {value.bit_length()} bits"
-    if type(value) is str:
-        return repr(value[:200])
-    return f"a {type(value).__name__}"
-
-
-def _flat(value: tuple[Any, ...]) -> str:
-    if len(value) <= 16 and all(type(part) is int for part in value):
-        return "(" + ", ".join(map(_shown, value)) + ")"
-    return f"a tuple of {len(value)}"
+# Of values in messages: never long, and never a walk through something huge or nested without end.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxtuple, _SHORT.maxstring = 2, 16, 200
 
 
 def _checked_sizes(values: Any) -> tuple[int, ...] | None:

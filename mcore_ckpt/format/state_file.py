@@ -1,14 +1,12 @@
 """A state dict in a file of `torch.save`, read without its tensors: each becomes a note of where its elements lie.
 
-What a file may name is what stored objects may (`safe_pickle.py`). Two things differ, since such files hold the
-arguments of a job and anything that its user added. A class that is not known becomes an inert `Opaque` instead of an
-error; the caller leaves it out. An `OrderedDict` may carry what `Module.state_dict` leaves on it, which is dropped.
-Classes of packages that are not imported become `Unavailable`.
+What a file may name is what stored objects may (`safe_pickle.py`), but for one thing, since such files hold the
+arguments of a job and anything that its user added: a class that is not known becomes an inert `Opaque` instead of an
+error; the caller leaves it out. Classes of packages that are not imported become `Unavailable`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,8 +18,6 @@ from mcore_ckpt.format.tensor_pickle import (
     FileTensor,
     Maker,
     NotPlainTensorError,
-    WrongArgumentsError,
-    check_keys,
     inert_maker,
     stored_storage,
     unpickle,
@@ -58,7 +54,7 @@ class _Rules(ObjectRules):
 
     def named(self, module: str, name: str) -> tuple[Any, Maker | None]:
         full_name = f"{module}.{name}"
-        known = _MAKERS.get(full_name) or self._unknown.get(full_name)
+        known = TENSOR_NAMES.get(full_name) or self._unknown.get(full_name)
         if known is not None:
             return known
         try:
@@ -78,28 +74,6 @@ class _Rules(ObjectRules):
                 "file is truncated or damaged. Restore it from another copy, or take an earlier checkpoint"
             )
         return storage
-
-
-def _ordered(*arguments: Any) -> Any:
-    if arguments and arguments != ([],):
-        pairs = arguments[0]
-        if len(arguments) != 1 or type(pairs) is not list or not all(type(pair) is list for pair in pairs):
-            raise WrongArgumentsError("the pairs of an OrderedDict")
-        check_keys(pair[0] for pair in pairs)
-        return OrderedDict(pairs)
-    return OrderedDict()
-
-
-def _ordered_built(made: Any, state: Any) -> Any:
-    if type(state) is not dict or set(state) != {"_metadata"}:
-        raise WrongArgumentsError("the attributes of an OrderedDict")
-    return made
-
-
-_MAKERS: dict[str, tuple[Any, Maker | None]] = {
-    **TENSOR_NAMES,
-    "collections.OrderedDict": (OrderedDict, Maker(_ordered, _ordered_built)),
-}
 
 
 def read_state_file(read: Callable[[int, int], bytes], file_bytes: int, where: str) -> StateFile:

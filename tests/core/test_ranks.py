@@ -406,7 +406,7 @@ def _waited_for(rank: int, who: int, exchange: str) -> None:
     ("who", "exchange"),
     [
         pytest.param(0, "all", marks=pytest.mark.long),
-        (2, "parts"),
+        pytest.param(2, "parts", marks=pytest.mark.long),
         (1, "all"),
     ],
 )

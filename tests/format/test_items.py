@@ -167,15 +167,6 @@ def test_payloads_lie_where_direct_and_mapped_access_want_them(pos: int, payload
     assert place(start, template) == start
 
 
-@pytest.mark.parametrize("mmap", [True, False])
-def test_a_file_of_one_item_loads_mapped_and_onto_meta(tmp_path: Path, mmap: bool) -> None:
-    path = tmp_path / "item.pt"
-    path.write_bytes(encode_tensor("float32", (1000, 3), payload_of("float32", (1000, 3))))
-    loaded = torch.load(path, mmap=mmap)
-    assert bytes_of(loaded.clone()) == payload_of("float32", (1000, 3))
-    assert torch.load(path, map_location="meta").shape == (1000, 3)
-
-
 # ------------------------------------------------------------------------------------------------------ 4 GiB and more
 
 

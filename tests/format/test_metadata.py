@@ -223,19 +223,6 @@ class TestConfig:
         (tmp_path / "metadata.json").write_bytes(encode_config())
         assert read_config(tmp_path) == CheckpointConfig("torch_dist", 1)
 
-    def test_stock_megatron_reads_ours(self, tmp_path: Path) -> None:
-        pytest.importorskip("megatron.core")
-        from megatron.core.dist_checkpointing.core import maybe_load_config
-
-        (tmp_path / "metadata.json").write_bytes(encode_config())
-        config = maybe_load_config(str(tmp_path))
-        assert (config.sharded_backend, config.sharded_backend_version) == ("torch_dist", 1)
-        # 0.19 knows of no others.
-        assert (getattr(config, "common_backend", "torch"), getattr(config, "common_backend_version", 1)) == (
-            "torch",
-            1,
-        )
-
     @pytest.mark.parametrize(
         "content",
         [
