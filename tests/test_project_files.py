@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt.megatron._versions import TESTED_VERSIONS
+from scripts import mutants
 from tests.conftest import QUICK
 from tests.support.shown_launches import shown_launches
 
@@ -103,3 +104,8 @@ def test_launches_that_pages_show_save_as_they_say() -> None:
     for page, launches in shown.items():
         for words in launches:
             assert ("--async-save" in words) <= ("--use-persistent-ckpt-worker" in words), f"{page}: {words}"
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.what)
+def test_each_mutant_can_be_tried(mutant: mutants.Mutant) -> None:
+    assert mutants.problem_of(mutant) is None
