@@ -187,7 +187,7 @@ def _load(state: dict[str, Any], path: Path, options: LoadOptions) -> float:
     strategy = TorchDistLoadStrategy(options=options)
     call: Callable[..., Any] = strategy.load
     if options.prove != "off":
-        call = partial(prove_load, strategy.load, options, strategy)
+        call = partial(prove_load, strategy.load, options)
     return _cpu_s(time.process_time, partial(call, dict(state), path))
 
 

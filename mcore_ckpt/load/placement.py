@@ -453,12 +453,32 @@ class Columns:
         first = 0
         for end in ends.tolist():
             own = order[first:end]
-            looks = np.ascontiguousarray(table[kinds[own]].T)
+            first = end
+            lengths, heads, payloads, first_crcs, second_crcs = np.ascontiguousarray(table[kinds[own]].T)
+            arounds = np.zeros(len(own) + 1, dtype=np.int64)
+            np.cumsum(lengths - payloads, out=arounds[1:])
+            lowest = int(addresses[own].min())
+            memory = memory_at(lowest, int((addresses[own] + payloads).max()) - lowest)
             yield (
                 places.files[files[own[0]]],
-                FileColumns.of(self, own, starts[own], addresses[own], crcs[own], kinds[own], looks),
+                FileColumns(
+                    source=self,
+                    members=own,
+                    kinds=kinds[own],
+                    starts=starts[own],
+                    stops=starts[own] + lengths,
+                    addresses=addresses[own],
+                    heads=heads,
+                    payloads=payloads,
+                    tails=lengths - heads - payloads,
+                    arounds=arounds,
+                    first_crcs=arounds[:-1] + first_crcs,
+                    second_crcs=arounds[:-1] + second_crcs,
+                    crcs=crcs[own].view(np.uint8).reshape(-1, 4),
+                    memory=memory,
+                    lowest=lowest,
+                ),
             )
-            first = end
 
 
 def _tensor_bytes(form: TensorForm) -> int:
@@ -473,11 +493,9 @@ def _kind(dtype: str, sizes: tuple[int, ...], own: torch.dtype) -> _Kind | None:
         return None
     if not template.payload_bytes:
         return None
-    head_bytes = len(template.head)
-    first, second = template.crc_positions
-    around = template.head + template.tail
-    payload_bytes = template.payload_bytes
-    return _Kind(own, template.item_bytes, head_bytes, payload_bytes, around, head_bytes + first, head_bytes + second)
+    head_bytes, around = len(template.head), template.head + template.tail
+    first, second = (head_bytes + position for position in template.crc_positions)
+    return _Kind(own, template.item_bytes, head_bytes, template.payload_bytes, around, first, second)
 
 
 _kind_numbers = attrgetter("item_bytes", "head_bytes", "payload_bytes", "first_crc", "second_crc")
@@ -502,57 +520,10 @@ class FileColumns(NamedTuple):
     memory: memoryview  # memory from the lowest of the addresses on to where the last payload ends
     lowest: int  # memory from the lowest of the addresses on to where the last payload ends
 
-    @classmethod
-    def of(
-        cls,
-        source: Columns,
-        members: _Ints,
-        starts: _Ints,
-        addresses: _Ints,
-        crcs: np.ndarray[Any, Any],
-        kinds: _Ints,
-        looks: np.ndarray[Any, Any],
-    ) -> FileColumns:
-        """The columns of items that are in order; `looks` are their `_kind_numbers`, a row for each of these."""
-        lengths, heads, payloads, first_crcs, second_crcs = looks
-        arounds = np.zeros(len(members) + 1, dtype=np.int64)
-        np.cumsum(lengths - payloads, out=arounds[1:])
-        lowest = int(addresses.min())
-        return cls(
-            source,
-            members,
-            kinds,
-            starts,
-            starts + lengths,
-            addresses,
-            heads,
-            payloads,
-            lengths - heads - payloads,
-            arounds,
-            arounds[:-1] + first_crcs,
-            arounds[:-1] + second_crcs,
-            crcs.view(np.uint8).reshape(-1, 4),
-            memory_at(lowest, int((addresses + payloads).max()) - lowest),
-            lowest,
-        )
-
     def part(self, first: int, stop: int) -> FileColumns:
         """Items `first` to `stop` of them."""
-        own = slice(first, stop)
-        return self._replace(
-            members=self.members[own],
-            kinds=self.kinds[own],
-            starts=self.starts[own],
-            stops=self.stops[own],
-            addresses=self.addresses[own],
-            heads=self.heads[own],
-            payloads=self.payloads[own],
-            tails=self.tails[own],
-            arounds=self.arounds[first : stop + 1],
-            first_crcs=self.first_crcs[own],
-            second_crcs=self.second_crcs[own],
-            crcs=self.crcs[own],
-        )
+        columns = {name: getattr(self, name)[first:stop] for name in _OF_EACH_ITEM}
+        return self._replace(**columns, arounds=self.arounds[first : stop + 1])
 
     def wanted(self) -> list[WantedItem]:
         """Each by itself."""
@@ -572,6 +543,7 @@ class FileColumns(NamedTuple):
         return bytes(expected)
 
 
+_OF_EACH_ITEM = [name for name in FileColumns._fields if name not in ("source", "arounds", "memory", "lowest")]
 _FOUR = np.arange(4)
 
 

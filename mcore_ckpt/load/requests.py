@@ -52,7 +52,7 @@ from mcore_ckpt.load.placement import (
 )
 from mcore_ckpt.load.records import missing_key
 from mcore_ckpt.state.shards import local_chunks
-from mcore_ckpt.state.torch_classes import torch_dtype
+from mcore_ckpt.state.torch_classes import dtype_name, torch_dtype
 
 _logger = logger_of(__name__)
 
@@ -64,11 +64,11 @@ def check_dtype(fqn: str, where: str, stored: torch.dtype, requested: torch.dtyp
     """Raise `DtypeMismatchError` if a tensor may not be converted, by `LoadOptions.on_dtype_mismatch`, or cannot."""
     if stored is requested:
         return
-    what = f"{fqn}: {where} holds {_name(stored)}, the destination is {_name(requested)}"
+    what = f"{fqn}: {where} holds {dtype_name(stored)}, the destination is {dtype_name(requested)}"
     if policy == "raise":
         raise DtypeMismatchError(f'{what}; LoadOptions(on_dtype_mismatch="convert") converts')
     if not _converts(stored, requested):
-        raise DtypeMismatchError(f"{what}, and torch cannot convert between the two; load into {_name(stored)}")
+        raise DtypeMismatchError(f"{what}, and torch cannot convert between the two; load into {dtype_name(stored)}")
 
 
 class DtypeConversions:
@@ -104,7 +104,7 @@ class DtypeConversions:
         pairs = []
         for (stored, requested), keys in self._keys.items():
             some = [*keys][:2] + ["..."] * (len(keys) > 2)
-            pairs.append(f"{len(keys)} from {_name(stored)} to {_name(requested)} ({', '.join(some)})")
+            pairs.append(f"{len(keys)} from {dtype_name(stored)} to {dtype_name(requested)} ({', '.join(some)})")
         count = len({key for keys in self._keys.values() for key in keys})
         text = (
             f"{self._path}: {count} tensors are converted to the dtypes of their destinations: {'; '.join(pairs)}."
@@ -125,10 +125,6 @@ def _converts(stored: torch.dtype, requested: torch.dtype) -> bool:
         except (RuntimeError, TypeError, NotImplementedError):
             return False
     return True
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _Array = np.ndarray[Any, np.dtype[Any]]
