@@ -351,6 +351,8 @@ def _same(found: Sequence[Iterable[float]], name: str) -> list[float]:
     return list(different.pop())
 
 
+# --- the plan of an import
+
 _UNDIVIDED = TargetLayout(1, 1)
 
 

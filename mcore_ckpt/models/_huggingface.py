@@ -493,6 +493,8 @@ def _has_tokenizer(directory: Path) -> bool:
     return not in_store and any((directory / name).is_file() for name in _TOKENIZER_FILES)
 
 
+# --- weights in few bits
+
 _SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 _PER_BLOCK: Final = 32
 # 4-bit floats: a sign, two bits of exponent, one of mantissa.

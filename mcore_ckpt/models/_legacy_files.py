@@ -313,6 +313,8 @@ def carried_arguments(
     return carried, left_out
 
 
+# --- export
+
 # Arguments by which the stages of a pipeline get different numbers of layers, and what they are where none does.
 _UNEVEN = {
     "decoder_first_pipeline_num_layers": None,

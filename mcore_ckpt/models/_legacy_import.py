@@ -389,7 +389,7 @@ def _payload(payloads: FilePayloads, base: str) -> StoredPayload:
     return payloads.locate(entry, entry.chunks[0])
 
 
-# --- the optimizer
+# --- the optimizer's tensors
 
 
 def _read_optimizer(
@@ -532,54 +532,7 @@ def _random_states(model: _Model) -> dict[str, Any]:
     return found
 
 
-def legacy_import(directory: Path, options: ImportOptions) -> Conversion:
-    """What a job has saved with `--ckpt-format torch` as a checkpoint. Reads indexes, small files, what ranks hold
-    alike, and the ends of what the optimizer copies.
-    """
-    ranks, arguments = read_ranks(directory)
-    model = _Model(directory, ranks, arguments)
-    parameters = _read_model(model)
-    common = _common_state(model)
-    masters: list[tuple[_Parameter, str]] = []
-    if "optimizer" in ranks[0].state and not options.drop_optimizer:
-        masters = _read_optimizer(model, parameters, common)
-    model.objects |= _random_states(model)
-    partitions = _partitions(model)
-    views, pairs = _put_together(model, partitions)
-    payloads = FilePayloads(directory, model.ranges)
-    try:
-        _check_masters(payloads, masters)
-        _check_same(payloads, pairs)
-        return import_conversion(
-            payloads,
-            options,
-            layout_of(options, model.sizes),
-            vars(common["args"]),
-            lambda _: encode_state(common),
-            format="megatron-legacy",
-            keys=lambda: (_row(model, key, partitions[key], view, options) for key, view in views.items()),
-            tensors=views,
-            objects=model.objects,
-            source_layout=str(model.sizes),
-            left_out=tuple(model.left_out),
-        )
-    except BaseException:
-        payloads.close()
-        raise
-
-
-def _row(model: _Model, key: str, partition: Partition, view: TensorView, options: ImportOptions) -> KeyPlan:
-    tensor, how = model.tensors[key], []
-    count = 1 if partition.axis is None else model.shard_count(partition)
-    if count > 1 and partition.axis is not None:
-        halves = ", each half by itself" if partition.parts > 1 else ""
-        how.append(f"joined along axis {partition.axis - len(tensor.counts)}{halves}")
-    if tensor.counts:
-        how.append("stacked")
-    dtype = target_dtype(TensorEntry(key, tensor.dtype, view.shape, ()), options.dtype)
-    parts = len({part.key for part in view.parts})
-    return KeyPlan(tensor.pattern, parts, ", ".join(how) or "as it is", key, view.shape, dtype)
-
+# --- the optimizer's state in a rank's files
 
 # A buffer of the distributed optimizer begins each parameter at a multiple of so many elements.
 _ALIGNMENTS = (64, 1)
@@ -872,3 +825,55 @@ def flat_places(
         if number in alone or (bucket_elements is not None and inside >= bucket_elements):
             bucket, inside = bucket + inside, 0
     return starts, bucket + inside
+
+
+# --- the import
+
+
+def legacy_import(directory: Path, options: ImportOptions) -> Conversion:
+    """What a job has saved with `--ckpt-format torch` as a checkpoint. Reads indexes, small files, what ranks hold
+    alike, and the ends of what the optimizer copies.
+    """
+    ranks, arguments = read_ranks(directory)
+    model = _Model(directory, ranks, arguments)
+    parameters = _read_model(model)
+    common = _common_state(model)
+    masters: list[tuple[_Parameter, str]] = []
+    if "optimizer" in ranks[0].state and not options.drop_optimizer:
+        masters = _read_optimizer(model, parameters, common)
+    model.objects |= _random_states(model)
+    partitions = _partitions(model)
+    views, pairs = _put_together(model, partitions)
+    payloads = FilePayloads(directory, model.ranges)
+    try:
+        _check_masters(payloads, masters)
+        _check_same(payloads, pairs)
+        return import_conversion(
+            payloads,
+            options,
+            layout_of(options, model.sizes),
+            vars(common["args"]),
+            lambda _: encode_state(common),
+            format="megatron-legacy",
+            keys=lambda: (_row(model, key, partitions[key], view, options) for key, view in views.items()),
+            tensors=views,
+            objects=model.objects,
+            source_layout=str(model.sizes),
+            left_out=tuple(model.left_out),
+        )
+    except BaseException:
+        payloads.close()
+        raise
+
+
+def _row(model: _Model, key: str, partition: Partition, view: TensorView, options: ImportOptions) -> KeyPlan:
+    tensor, how = model.tensors[key], []
+    count = 1 if partition.axis is None else model.shard_count(partition)
+    if count > 1 and partition.axis is not None:
+        halves = ", each half by itself" if partition.parts > 1 else ""
+        how.append(f"joined along axis {partition.axis - len(tensor.counts)}{halves}")
+    if tensor.counts:
+        how.append("stacked")
+    dtype = target_dtype(TensorEntry(key, tensor.dtype, view.shape, ()), options.dtype)
+    parts = len({part.key for part in view.parts})
+    return KeyPlan(tensor.pattern, parts, ", ".join(how) or "as it is", key, view.shape, dtype)

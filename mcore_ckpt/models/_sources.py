@@ -407,6 +407,8 @@ def _with_inner_step(storage: Storage, settings: OptimizerSettings) -> Optimizer
     return OptimizerSettings(tuple(found), settings.groups)
 
 
+# --- NeMo
+
 _MAX_YAML_BYTES = 16 * 1024**2
 # NeMo's and Megatron-Core's name of what a job calls otherwise.
 _RENAMED = {

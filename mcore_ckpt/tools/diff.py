@@ -212,6 +212,9 @@ def _batches(elements: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
         yield flat[start : start + _BATCH_ELEMENTS]
 
 
+# --- fingerprints
+
+
 def checkpoint_fingerprint(
     path: str | os.PathLike[str], *, only: str | None = None, workers: int = 2, progress: bool | None = False
 ) -> StateFingerprint:
@@ -298,6 +301,9 @@ def _part_of_chunk(payloads: StoredPayloads, entry: TensorEntry, chunk: StoredCh
         return view
 
     return part_of_chunk(entry, chunk, shape, payload.crc32, read)
+
+
+# --- two checkpoints
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,8 @@ def stacked_axes(fqn: str, shape: Sequence[int]) -> StackedAxes:
     return StackedAxes(layer, expert, at + (expert is not None))
 
 
+# --- the parallel layout
+
 _ARGUMENTS = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -222,6 +224,9 @@ def _expert_parallel(index: CheckpointIndex) -> int | None:
             ranks.setdefault(chunk.offsets[-3], set()).add(data_file_rank(chunk.item.file))
         counts[len({frozenset(group) for group in ranks.values()})] += 1
     return counts.most_common(1)[0][0] if counts else None
+
+
+# --- the common state, and objects
 
 
 def read_plain_state(index: CheckpointIndex) -> dict[str, Any]:

@@ -15,7 +15,6 @@ replace the last intact copy of it.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import time
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from mcore_ckpt.directory.iterations import (
     files_below,
     is_checkpoint_name,
     iteration_directories,
+    iteration_of,
     look_at,
     tracked_name,
 )
@@ -120,9 +120,11 @@ def list_run(run: str | os.PathLike[str]) -> RunReport:
     return RunReport(str(run), tracked, problem, tuple(found), unfinished)
 
 
-_ITERATION = re.compile(r"iter_(\d{7,19})")
 _RELEASE = "release"
 _COPY_BYTES = 4 * 1024**2
+
+
+# --- places of conversions and copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ class Places:
         around = storage_at(self.target.parent)
         if self.context is not None and NEMO_CONTEXT not in around.folders():
             _copy_folder(self.context, self.target.parent / NEMO_CONTEXT)
-        own = _number_of(self.target.name)
+        own = -1 if self.target.name == _RELEASE else iteration_of(self.target.name)
         if own is None:
             return
         if around.exists(TRACKER_FILE):
@@ -172,12 +174,6 @@ def copy_stream(given: RangeReader, writer: RangeWriter) -> None:
     except BaseException:
         writer.abort()
         raise
-
-
-def _number_of(name: str) -> int | None:
-    """The iteration of a checkpoint named so, -1 for `release`; None if jobs name none so."""
-    found = _ITERATION.fullmatch(name)
-    return int(found[1]) if found else -1 if name == _RELEASE else None
 
 
 def _copy_folder(source: Path, target: Path) -> None:
