@@ -1,7 +1,7 @@
-"""The shell: a module for each sub-command of `mcore-ckpt`, with `add_arguments(parser)` and `run(arguments)`.
+"""The shell: for each sub-command of `mcore-ckpt` `add_COMMAND(parser)` and `run_COMMAND(arguments)`.
 
 In: words of a command line.
-Out: text or JSON, and an exit code (`Outcome`). What a command does is a function of `tools` or `convert`.
+Out: text or JSON, and an exit code (`Outcome`). What a command does is a function of `tools`, `reshard` or `models`.
 Must not know: bytes. Nothing is imported before the command that runs needs it.
 
 Modules: cli, _checks, _conversions, _look, _shell.

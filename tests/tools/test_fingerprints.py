@@ -14,7 +14,6 @@ from mcore_ckpt import ChecksumError, checkpoint_fingerprint, diff_checkpoints, 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
-from mcore_ckpt.state.shards import original_shape
 from tests.support.model_like import model_tensors, write_model
 
 GOLDEN = Path(__file__).parents[1] / "format" / "golden"
@@ -30,7 +29,7 @@ def test_whole_tensors_have_the_same_crc32(name: str) -> None:
     with open_checkpoint(GOLDEN / name) as checkpoint:
         assert found.keys() == index.tensors.keys()
         for key, (dtype, shape, crc) in found.items():
-            raw, original = checkpoint.tensors[key].raw(), original_shape(index, key)
+            raw, original = checkpoint.tensors[key].raw(), index.original_shape(key)
             assert (dtype, shape) == (index.tensors[key].dtype, original or raw.shape)
             if original is not None:  # rows of a grid of flattened cells
                 grid = raw.shape[:-1]
