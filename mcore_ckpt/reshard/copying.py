@@ -418,7 +418,10 @@ class _Worker:
             written.update(block.targets)
             self._write_block(streams, move, block, found, source_boxes, crcs, sums)
         for number in sorted(set(range(len(move.slots))) - written):  # slots without elements
-            self._write_frame(streams, move, number)
+            frame = self._run.plan.frame(move, number)
+            self._main(streams, move.slots[number].file, move.slots[number].offset).write(
+                frame.head + frame.tail_with(0)
+            )
         if keep_crcs and self._run.plan.index is not None:
             self._crcs[entry.fqn] = crcs
         self._sums[move.key] = sums
@@ -464,12 +467,6 @@ class _Worker:
             if stream is not main:
                 stream.flush()
                 main.seek(stream.position)
-
-    def _write_frame(self, streams: Streams, move: TensorMove, number: int) -> None:
-        frame = self._run.plan.frame(move, number)
-        stream = self._main(streams, move.slots[number].file, move.slots[number].offset)
-        stream.write(frame.head)
-        stream.write(frame.tail_with(0))
 
 
 def _buffers(memory_bytes: int, streams: int) -> tuple[int, int]:

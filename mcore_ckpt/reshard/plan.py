@@ -192,12 +192,13 @@ _PAGE_BYTES = 4096
 
 
 class DividedTensor(NamedTuple):
-    """A tensor, the slices that its target chunks hold, and the rank of each chunk."""
+    """A tensor with its key at the target, the slices that its target chunks hold, the rank of each, and the reason."""
 
     entry: TensorEntry
     key: str
     slices: Sequence[Box]
     ranks: Sequence[int]
+    partition: Partition = Partition(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,7 +327,7 @@ def _shares(entries: Sequence[TensorEntry], workers: int) -> list[list[int]]:
 
 def _lay_out(tensor: DividedTensor, worker: int, sizes: dict[str, int]) -> TensorMove:
     """Give each target chunk its place, in the order in which it is going to be written."""
-    entry, key, slices, ranks = tensor
+    entry, key, slices, ranks, _ = tensor
     found = tuple(blocks([Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks], slices))
     slots: list[Slot] = [Slot(f"__{rank}_{worker}.distcp", 0, part) for rank, part in zip(ranks, slices, strict=True)]
     in_blocks = [target for block in found for target in block.targets]
@@ -423,22 +424,11 @@ class TargetLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """How one tensor is divided at the target, by key at the target, and the ranks of its chunks there."""
-
-    entry: TensorEntry
-    key: str
-    partition: Partition
-    slices: tuple[Box, ...]
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ReshardPlan:
     """Decisions in the order of the source, what is good to know, and the plan that follows from them."""
 
     layout: TargetLayout
-    decisions: tuple[Decision, ...]
+    decisions: tuple[DividedTensor, ...]
     notes: tuple[str, ...]
     target: TargetPlan
 
@@ -578,12 +568,12 @@ def make_plan(
             partition = replace(partition, guess=False)
         slices = tuple(divide(fqn, entry.shape, partition, count, vocabulary))
         ranks = tuple(owners.of_chunks(entry, partition, slices))
-        decisions.append(Decision(entry, (rename or {}).get(fqn, fqn), partition, slices, ranks))
+        decisions.append(DividedTensor(entry, (rename or {}).get(fqn, fqn), slices, ranks, partition))
     notes = (*_uneven_layers(owners, layout), *_undivided(decisions, layout, arguments or {}, vocabulary))
     chosen = index.objects if object_keys is None else {key: index.objects[key] for key in object_keys}
     target = plan_torch_dist(
         index,
-        [DividedTensor(one.entry, one.key, one.slices, one.ranks) for one in decisions],
+        decisions,
         [(entry, owners.of_object(entry)) for entry in chosen.values()],
         workers,
     )
@@ -600,7 +590,7 @@ def _uneven_layers(owners: _Owners, layout: TargetLayout) -> Iterator[str]:
 
 
 def _undivided(
-    decisions: Iterable[Decision], layout: TargetLayout, arguments: Mapping[str, Any], vocabulary: int | None
+    decisions: Iterable[DividedTensor], layout: TargetLayout, arguments: Mapping[str, Any], vocabulary: int | None
 ) -> Iterator[str]:
     """What the target's tensor-parallel ranks do not divide evenly."""
     heads = arguments.get("num_attention_heads")

@@ -43,14 +43,13 @@ from mcore_ckpt.reshard.conversion import (
 )
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, PartitionRule, ReshardOptions
 from mcore_ckpt.reshard.partition import Partitioner
-from mcore_ckpt.reshard.plan import Decision, ReshardPlan, TargetLayout, make_plan
+from mcore_ckpt.reshard.plan import ReshardPlan, TargetLayout, make_plan
 from mcore_ckpt.reshard.target_directory import refuse_target
 from mcore_ckpt.reshard.target_files import TargetFiles
 from mcore_ckpt.reshard.view import ViewPayloads
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory, index_version
 from mcore_ckpt.tools.keys import (
-    ParallelLayout,
     data_file_rank,
     is_optimizer_key,
     key_filter,
@@ -247,25 +246,13 @@ def _plan(
 
 def _rows(plan: ReshardPlan) -> Iterator[KeyPlan]:
     for one in sorted(plan.decisions, key=lambda decision: decision.key):
-        yield _row(one)
-
-
-def _row(one: Decision) -> KeyPlan:
-    partition, entry = one.partition, one.entry
-    how = "whole" if partition.axis is None else f"axis {partition.axis}" + (" x2" if partition.parts == 2 else "")
-    if partition.boxes is not None:
-        how = "as stored"
-    return KeyPlan(
-        entry.fqn,
-        1,
-        f"{how}, {len(entry.chunks)} -> {len(one.slices)} chunks",
-        one.key,
-        entry.shape,
-        entry.dtype,
-        partition.decider,
-        partition.guess,
-        partition.note,
-    )
+        partition, entry = one.partition, one.entry
+        how = "whole" if partition.axis is None else f"axis {partition.axis}" + (" x2" if partition.parts == 2 else "")
+        if partition.boxes is not None:
+            how = "as stored"
+        transform = f"{how}, {len(entry.chunks)} -> {len(one.slices)} chunks"
+        reason = partition.decider, partition.guess, partition.note
+        yield KeyPlan(entry.fqn, 1, transform, one.key, entry.shape, entry.dtype, *reason)
 
 
 def _saved_layout(source: CheckpointIndex, common: Mapping[str, Any]) -> TargetLayout:
@@ -289,7 +276,8 @@ def _refuse_fixed_optimizer(source: CheckpointIndex, common: Mapping[str, Any], 
     if kind not in _FIXED_LAYOUTS:
         return
     saved = layout_of_arguments(common) or layout_of_chunks(source)
-    if _same_model_parallel(saved, layout):
+    same_experts = (saved.ep or 1) == layout.ep and (saved.etp is None or saved.etp == layout.expert_tp)
+    if saved.tp == layout.tp and saved.pp == layout.pp and same_experts:
         return
     was = f"TP {saved.tp} PP {saved.pp} EP {saved.ep or 1}"
     raise OptionError(
@@ -302,11 +290,6 @@ def _refuse_fixed_optimizer(source: CheckpointIndex, common: Mapping[str, Any], 
         )
         + " the model alone with --drop-optimizer. Nothing was written"
     )
-
-
-def _same_model_parallel(saved: ParallelLayout, layout: TargetLayout) -> bool:
-    same_experts = (saved.ep or 1) == layout.ep and (saved.etp is None or saved.etp == layout.expert_tp)
-    return saved.tp == layout.tp and saved.pp == layout.pp and same_experts
 
 
 # --- files next to the data files, which a reshard takes along where they stay valid

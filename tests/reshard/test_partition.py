@@ -79,34 +79,29 @@ class TestTable:
         assert (found.axis, found.decider, found.guess) == (None, "whole", True)
 
 
-class TestGrid:
-    """The source's own chunks are no guess."""
+PROJ = halves(LAYER + "self_attention.linear_proj.weight", (32, 32), 1)
+STACKED = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
 
-    def test_the_divided_axis(self) -> None:
-        proj = halves(LAYER + "self_attention.linear_proj.weight", (32, 32), 1)
-        found = Partitioner(index(proj)).decide(proj.fqn)
-        assert (found.axis, found.decider, found.guess) == (1, "grid", False)
 
-    def test_what_is_whole_while_others_are_divided_is_replicated(self) -> None:
-        proj, other = halves(LAYER + "self_attention.linear_proj.weight", (32, 32), 1), entry("my.own.weight", (8, 8))
-        found = Partitioner(index(proj, other)).decide(other.fqn)
-        assert (found.axis, found.decider, found.guess) == (None, "grid", False)
-
-    def test_gated_halves_are_seen_without_tensor_parallelism(self) -> None:
-        first = halves(LAYER + "mlp.linear_fc1.weight", (128, 32), 0)
-        assert Partitioner(index(first)).decide(first.fqn) == Partition(0, 2, False, "grid")
-
-    def test_stacked_layers_and_experts_are_no_tensor_parallelism(self) -> None:
-        key = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
-        stacked = entry(key, (2, 2, 8, 16), [((n, e, 0, 0), (1, 1, 8, 16)) for n in range(2) for e in range(2)])
-        found = Partitioner(index(stacked)).decide(key)
-        assert (found.axis, found.decider, found.expert) == (3, "table", True)
-
-    def test_optimizer_state_follows_its_parameter(self) -> None:
-        proj = halves(LAYER + "self_attention.linear_proj.weight", (32, 32), 1)
-        state = entry(f"optimizer.state.exp_avg.{proj.fqn}", (32, 32))
-        found = Partitioner(index(proj, state))
-        assert found.decide(state.fqn) == found.decide(proj.fqn)
+@pytest.mark.parametrize(
+    ("asked", "others", "expected"),
+    [
+        (PROJ, [], Partition(1, decider="grid")),
+        (entry("my.own.weight", (8, 8)), [PROJ], Partition(None, decider="grid")),  # others are divided
+        (halves(LAYER + "mlp.linear_fc1.weight", (128, 32), 0), [], Partition(0, 2, decider="grid")),  # one rank
+        (
+            entry(STACKED, (2, 2, 8, 16), [((n, e, 0, 0), (1, 1, 8, 16)) for n in range(2) for e in range(2)]),
+            [],
+            Partition(3, expert=True, decider="table", guess=True),
+        ),
+        (entry(f"optimizer.state.exp_avg.{PROJ.fqn}", (32, 32)), [PROJ], Partition(1, decider="grid")),
+    ],
+    ids=["divided", "replicated", "halves", "stacked", "state"],
+)
+def test_the_sources_own_chunks_are_no_guess(
+    asked: TensorEntry, others: list[TensorEntry], expected: Partition
+) -> None:
+    assert Partitioner(index(asked, *others)).decide(asked.fqn) == expected
 
 
 class TestOrder:
