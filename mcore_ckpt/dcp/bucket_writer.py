@@ -329,25 +329,3 @@ def save_buckets(
     finally:
         if elsewhere:
             torch.set_num_threads(threads)
-
-
-def describe_bucket(bucket: ItemBucket) -> list[dict[str, Any]]:
-    """One row for each item of a bucket: fqn, type, dtype, shape, offsets, file and byte range `[begin, end)`."""
-    _, results = _to_write(bucket, ())
-    rows = []
-    for (item, _), result in zip([*bucket.data.bytes_data, *bucket.data.tensor_data], results, strict=True):
-        place = result.storage_data
-        chunk = None if item.tensor_data is None else item.tensor_data.chunk
-        rows.append(
-            {
-                "fqn": item.index.fqn,
-                "type": item.type.name,
-                "dtype": None if item.tensor_data is None else dtype_name(item.tensor_data.properties.dtype),
-                "shape": None if chunk is None else tuple(chunk.sizes),
-                "offsets": None if chunk is None else tuple(chunk.offsets),
-                "file": place.relative_path,
-                "begin": place.offset,
-                "end": place.offset + place.length,
-            }
-        )
-    return rows

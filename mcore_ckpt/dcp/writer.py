@@ -40,7 +40,6 @@ from mcore_ckpt.dcp.bucket_writer import (
     DataFilePrefix,
     ItemBucket,
     ResultFile,
-    describe_bucket,
     prepare_buckets,
     save_buckets,
     sums_of,
@@ -475,10 +474,6 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     def close(self) -> None:
         """Release what `cache_staged_state_dict` kept."""
         self._staged = None
-
-    def describe_write_items(self) -> list[dict[str, Any]]:
-        """For each prepared item: fqn, type, dtype, shape, offsets, file and byte range `[begin, end)`."""
-        return list(chain.from_iterable(describe_bucket(bucket) for bucket in self.write_buckets or ()))
 
 
 # The one that stands there unless third-party code has replaced it: the strategies ask (`megatron/_replaced.py`).

@@ -255,8 +255,7 @@ def test_the_metadata_says_what_is_stored_and_which_save_and_load_it_is(tmp_path
     assert (str(meta.checkpoint_id), meta.save_id, meta.load_id) == (str(tmp_path), writer.save_id, reader.load_id)
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(("kind", "cached"), [("thread", True), ("process", False)])
 def test_dcp_saves_asynchronously_in_a_thread_and_in_a_process(
     tmp_path: Path, kind: str, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,8 +7,6 @@ import gc
 import io
 import os
 import pickle
-import zipfile
-import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ from mcore_ckpt import (
     MCoreSavePlanner,
     OptionError,
     SaveError,
-    SaveOptions,
 )
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.load.requests import ReadRequest
@@ -81,25 +78,16 @@ def assert_same(a: Any, b: Any) -> None:
         assert a == b
 
 
-@pytest.mark.parametrize("keywords", [{}, {"thread_count": 1}, {"single_file_per_rank": False}, {"thread_count": 5}])
-@pytest.mark.parametrize("planner", [None, MCoreSavePlanner])
+@pytest.mark.parametrize(
+    ("keywords", "planner"),
+    [({}, None), ({"single_file_per_rank": False}, MCoreSavePlanner), ({"thread_count": 5}, MCoreSavePlanner)],
+)
 def test_what_it_writes_stock_dcp_reads(tmp_path: Path, keywords: dict[str, Any], planner: Any) -> None:
     state = a_state()
     dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path, **keywords), planner=planner and planner())
     loaded = blank(state)
     dcp.load(loaded, checkpoint_id=tmp_path)
     assert_same(state, loaded)
-
-
-def test_every_file_is_a_row_of_zips_with_true_checksums(tmp_path: Path) -> None:
-    dcp.save(a_state(), storage_writer=FileSystemWriterAsync(tmp_path))
-    metadata = FileSystemReader(tmp_path).read_metadata()
-    for info in metadata.storage_data.values():
-        content = (tmp_path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            assert archive.testzip() is None
-            for record in archive.infolist():
-                assert zlib.crc32(archive.read(record)) == record.CRC
 
 
 def test_a_save_into_the_same_directory_replaces_the_checkpoint_and_leaves_other_files(tmp_path: Path) -> None:
@@ -116,12 +104,11 @@ def test_a_save_into_the_same_directory_replaces_the_checkpoint_and_leaves_other
     assert not (tmp_path / ".mcore_ckpt_incomplete").exists()
 
 
-@pytest.mark.parametrize("keywords", [{"overwrite": False}, {"options": SaveOptions(on_existing="error")}])
-def test_it_refuses_to_replace_when_told_so(tmp_path: Path, keywords: dict[str, Any]) -> None:
+def test_it_refuses_to_replace_when_told_so(tmp_path: Path) -> None:
     dcp.save(a_state(1), storage_writer=FileSystemWriterAsync(tmp_path))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.save(a_state(2), storage_writer=FileSystemWriterAsync(tmp_path, **keywords))
+        dcp.save(a_state(2), storage_writer=FileSystemWriterAsync(tmp_path, overwrite=False))
     [(error, _)] = caught.value.failures.values()  # DCP wraps what a step raised
     assert isinstance(error, CheckpointExistsError)
     assert isinstance(error, RuntimeError), "what DCP's own writer raises"
@@ -154,28 +141,6 @@ def test_buckets_keep_objects_apart_from_tensors_and_views_do_not_drag_their_sto
     assert sum(len(bucket.data.bytes_data) for bucket in writer.write_buckets) > 0
 
 
-def test_describe_write_items_names_every_item_with_its_place(tmp_path: Path) -> None:
-    writer, metadata = prepared(tmp_path, a_state())
-    rows = writer.describe_write_items()
-    by_fqn = {row["fqn"]: row for row in rows}
-    assert set(by_fqn) == set(metadata.state_dict_metadata)
-    assert by_fqn["model.half"]["dtype"] == "bfloat16"
-    assert by_fqn["model.half"]["shape"] == (700, 400)
-    save, _, arguments = writer.get_save_function_and_args()
-    assert save is not None
-    save(*arguments)
-    written = writer.retrieve_write_results()
-    assert isinstance(written, list)
-    results = {result.index.fqn: result.storage_data for result in written}
-    for row in rows:
-        place = results[row["fqn"]]
-        assert (row["file"], row["begin"], row["end"]) == (
-            place.relative_path,
-            place.offset,
-            place.offset + place.length,
-        )
-
-
 def test_the_save_function_runs_in_a_forked_child_and_finish_publishes(tmp_path: Path) -> None:
     state = a_state(4)
     writer, metadata = prepared(tmp_path, state)
@@ -197,14 +162,6 @@ def test_the_save_function_runs_in_a_forked_child_and_finish_publishes(tmp_path:
     loaded = blank(state)
     dcp.load(loaded, checkpoint_id=tmp_path)
     assert_same(state, loaded)
-
-
-def test_a_writer_that_never_ran_is_an_error_not_an_empty_result(tmp_path: Path) -> None:
-    writer, _ = prepared(tmp_path, a_state())
-    outcome = writer.retrieve_write_results()
-    assert isinstance(outcome, tuple)
-    assert isinstance(outcome[0], SaveError)
-    assert "left no results" in str(outcome[0])
 
 
 @pytest.mark.parametrize("damage", ["missing", "twice", "foreign"])
@@ -316,10 +273,13 @@ def a_registry(*known: Any) -> Any:
 
 # From Python 3.13 on, what torch's own writer wraps its files in is closed by the garbage collector after them.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("reading", ["ours", "ours, by position", "stock"])
 @pytest.mark.parametrize(
-    ("writing", "applied"),
-    [(FileSystemWriterAsync, [_Xor(1), _Prefix(9), _Xor(6)]), (dcp.FileSystemWriter, [_Xor(1)])],
+    ("writing", "applied", "reading"),
+    [
+        (FileSystemWriterAsync, [_Xor(1), _Prefix(9), _Xor(6)], "ours, by position"),
+        (FileSystemWriterAsync, [_Xor(1), _Prefix(9), _Xor(6)], "stock"),
+        (dcp.FileSystemWriter, [_Xor(1)], "ours"),
+    ],
 )
 def test_what_was_stored_through_stream_transforms_is_read_by_a_registry(
     tmp_path: Path, writing: Any, applied: list[_Xor], reading: str
@@ -346,8 +306,7 @@ def test_what_was_stored_through_stream_transforms_is_read_by_a_registry(
     gc.collect()  # not in a later test
 
 
-@pytest.mark.parametrize("key", ["weight", "object"])
-@pytest.mark.parametrize("known", [None, (), (_Xor,)])
+@pytest.mark.parametrize(("key", "known"), [("weight", None), ("object", (_Xor,))])
 def test_an_extension_that_no_registry_knows_is_named_with_key_and_file(tmp_path: Path, known: Any, key: str) -> None:
     state = {"weight": torch.arange(40.0), "object": [1, 2]}
     dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path, thread_count=1, _extensions=[_Xor(), _Prefix(3)]))
@@ -409,21 +368,7 @@ def test_a_relative_path_does_not_follow_a_change_of_directory(tmp_path: Path, m
     assert not list((tmp_path / "there" / "checkpoint").iterdir())
 
 
-def test_dots_behind_a_link_lead_where_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here").mkdir()
-    (tmp_path / "elsewhere" / "inner").mkdir(parents=True)
-    (tmp_path / "here" / "link").symlink_to(tmp_path / "elsewhere" / "inner")
-    monkeypatch.chdir(tmp_path / "here")
-    for path in (tmp_path / "here" / "link" / ".." / "run" / "a", Path("link", "..", "run", "b")):
-        dcp.save(a_state(), storage_writer=FileSystemWriterAsync(path))
-        loaded = blank(a_state())
-        dcp.load(loaded, storage_reader=FileSystemReader(path))
-        assert_same(a_state(), loaded)
-    assert sorted(os.listdir(tmp_path / "elsewhere" / "run")) == ["a", "b"]
-    assert os.listdir(tmp_path / "here") == ["link"]
-
-
-@pytest.mark.parametrize(("key", "folder"), [("w\ud800", b"run"), ("w", b"r\xff"), ("w\udcff", b"r\xff")])
+@pytest.mark.parametrize(("key", "folder"), [("w", b"r\xff"), ("w\udcff", b"r\xff")])
 def test_keys_and_paths_that_are_no_utf8_go_through_saves_loads_and_commands(
     key: str, folder: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -501,11 +446,6 @@ def test_checkpoint_ids(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(str(tmp_path / "a"))
     writer.reset(tmp_path / "b")
     assert Path(writer.checkpoint_id) == tmp_path / "b"
-
-
-def test_metadata_holds_no_class_of_this_package(tmp_path: Path) -> None:
-    dcp.save(a_state(), storage_writer=FileSystemWriterAsync(tmp_path))
-    assert b"mcore_ckpt" not in (tmp_path / ".metadata").read_bytes()
 
 
 def test_a_plan_that_came_from_another_saver_is_served(tmp_path: Path) -> None:

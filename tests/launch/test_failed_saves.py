@@ -43,7 +43,6 @@ def _iterations(checkpoints: Path) -> dict[int, Path]:
     ("kill", "published"),
     [
         ("1:TorchDistSaveStrategy.async_save:4", False),
-        ("0:_Commit.__call__:4", True),
         ("1:_Commit.__call__:4", True),
     ],
 )
@@ -111,18 +110,14 @@ def _assert_one_checkpoint_is_there(checkpoints: Path) -> int:
     return tracked
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped"])
-def test_a_launch_goes_back_from_a_damaged_checkpoint_if_it_is_told_to(damage: str, tmp_path: Path) -> None:
-    """A file that is too short shows before anything is read; a bit that has changed, when one rank reads it."""
+def test_a_launch_goes_back_from_a_damaged_checkpoint_if_it_is_told_to(tmp_path: Path) -> None:
+    """A bit that has changed shows when one rank reads it."""
     variant = Variant("go-back", ("--use-distributed-optimizer",), interval=2)
     checkpoints = tmp_path / "checkpoints"
     first = _run(variant, checkpoints, tmp_path / "first")
     file = max((checkpoints / "iter_0000006").glob("*.distcp"), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
-    if damage == "cut":
-        del content[len(content) // 2 :]
-    else:
-        content[len(content) // 2] ^= 0xFF
+    content[len(content) // 2] ^= 0xFF
     file.write_bytes(content)
     longer = ("--train-iters", "7")
     refused = _run(variant, checkpoints, tmp_path / "refused", arguments=longer, expected_exit=None)

@@ -91,7 +91,7 @@ def _shard_id(shard: Any) -> Any:
     return _sharded_tensor_shard_id(shard)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8, 17])
+@pytest.mark.parametrize("ranks", [2, 17])
 def test_owners_are_those_that_megatron_chooses(ranks: int) -> None:
     seed = random.randrange(10**6)
     for round_seed in range(seed, seed + 25):

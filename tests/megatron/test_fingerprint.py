@@ -25,7 +25,7 @@ from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.diff import model_and_optimizer
 from tests.support.gloo_ranks import run_pretending_ranks, run_ranks
 from tests.support.hf_models import SMALL, HfCase, make_hf_model
-from tests.support.models import GATED, MOE_GROUPED, Parallel, build_training
+from tests.support.models import GATED, Parallel, build_training
 from tests.support.shared_groups import share_groups
 
 Found = dict[str, Any]
@@ -123,7 +123,7 @@ def test_a_gpt_has_one_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["verify", str(saved), "--expect-state", "0" * 32]) == 1
 
     resharded = {}
-    for layout in (Parallel(tensor=2), Parallel(pipeline=2), Parallel(tensor=4)):
+    for layout in (Parallel(tensor=2), Parallel(pipeline=2)):
         target = resharded[layout] = tmp_path / f"{layout}"
         reshard_checkpoint(saved, target, tp=layout.tensor, pp=layout.pipeline)
         assert checkpoint_fingerprint(target) == stored
@@ -132,19 +132,15 @@ def test_a_gpt_has_one_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture
         assert report.identical
         assert report.read_bytes == 0
 
-    worlds = {
-        2: {"dp": Parallel(), "tp": Parallel(tensor=2), "pp": Parallel(pipeline=2)},
-        4: {"tp": Parallel(tensor=4)},
-    }
-    for world, layouts in worlds.items():
-        source = resharded[Parallel(tensor=2)] if world == 2 else saved
-        for rank, by_rank in enumerate(run_pretending_ranks(load_and_take, world, source, layouts, deadline_s=300)):
-            for name, found in by_rank.items():
-                assert found["loaded"] == stored, (world, name)
-                _check_faults(found, world, name, rank)
+    layouts = {"dp": Parallel(), "tp": Parallel(tensor=2), "pp": Parallel(pipeline=2)}
+    source = resharded[Parallel(tensor=2)]
+    for by_rank in run_pretending_ranks(load_and_take, 2, source, layouts, deadline_s=300):
+        for name, found in by_rank.items():
+            assert found["loaded"] == stored, name
+            _check_faults(found, name)
 
 
-def _check_faults(found: Found, world: int, name: str, rank: int) -> None:
+def _check_faults(found: Found, name: str) -> None:
     flipped, key = found["flipped"]
     if name == "dp":  # the last rank's replica is not the one that is saved
         assert flipped == []
@@ -161,28 +157,7 @@ def _check_faults(found: Found, world: int, name: str, rank: int) -> None:
         assert same_total
         (said,) = named
         assert "layer_norm_weight: " in said or "layernorm.weight: " in said
-        assert f": ranks {world - 1} hold other bits than rank 0 in the slice" in said
-
-
-def experts_in_memory(rank: int, path: Path, layout: Parallel, saves: bool) -> Any:
-    dist_checkpointing = _prepared()
-    training = build_training(MOE_GROUPED, layout, seed=1 if saves else 9)
-    model = training.model[0].module
-    if saves:
-        training.train(1)
-        dist_checkpointing.save({"model": model.sharded_state_dict()}, str(path))
-    else:
-        loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(path))
-        model.load_state_dict(loaded["model"])
-    return _taken(model.sharded_state_dict())
-
-
-def test_experts_have_one_however_they_are_divided(tmp_path: Path) -> None:
-    saved = run_pretending_ranks(experts_in_memory, 2, tmp_path, Parallel(expert=2), True)
-    stored = checkpoint_fingerprint(tmp_path)
-    assert saved == [stored] * 2
-    for world, layout in ((1, Parallel()), (2, Parallel(pipeline=2))):
-        assert run_pretending_ranks(experts_in_memory, world, tmp_path, layout, False) == [stored] * world
+        assert ": ranks 1 hold other bits than rank 0 in the slice" in said
 
 
 @dataclass(frozen=True)
@@ -295,11 +270,7 @@ def test_one_model_has_one_fingerprint_wherever_it_is(tmp_path: Path) -> None:
     import_checkpoint(tmp_path / "hf", tmp_path / "saved", **imported)
     stored = checkpoint_fingerprint(tmp_path / "saved")
     for world, parallel in (
-        (1, Parallel()),
         (2, Parallel(tensor=2)),
-        (4, Parallel(tensor=4)),
-        (2, Parallel(pipeline=2)),
-        (2, Parallel(expert=2)),
         (4, Parallel(pipeline=2, expert=2)),
     ):
         for found in run_pretending_ranks(hf_in_memory, world, tmp_path / "saved", parallel):
@@ -309,7 +280,7 @@ def test_one_model_has_one_fingerprint_wherever_it_is(tmp_path: Path) -> None:
     for found in run_ranks(fsdp_in_memory, 4, tensors):
         assert found == stored
     resharded = {}
-    for name, layout in {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "pp2": {"pp": 2}, "ep2": {"ep": 2}}.items():
+    for name, layout in {"tp4": {"tp": 4}, "pp2 ep2": {"pp": 2, "ep": 2}}.items():
         resharded[name] = tmp_path / name
         reshard_checkpoint(tmp_path / "saved", resharded[name], **{"tp": 1, "pp": 1, **layout})
         export_checkpoint(resharded[name], tmp_path / f"{name}-hf", to="hf")

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 
-from mcore_ckpt import CorruptCheckpointError, LoadError, NewerFormatError, OptionError
+from mcore_ckpt import CorruptCheckpointError, LoadError, NewerFormatError
 from mcore_ckpt.format.integrity import split_metadata
-from mcore_ckpt.megatron._versions import differences
 from tests.megatron.trap_ranks import check, installed, made, state
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 
@@ -211,21 +210,9 @@ def by_default(rank: int, run: Path) -> str:
     dist.barrier()
     with pytest.raises(CorruptCheckpointError) as raised:
         resume(run)
-    if differences().all_ranks_load:
-        from megatron.core import dist_checkpointing
-
-        if rank == 0:
-            os.environ.update(GO_BACK)
-            others_are_not_damaged(run)
-        with pytest.raises(OptionError, match="MCORE_CKPT_ON_DAMAGED alike on all hosts"):
-            dist_checkpointing.load(state(0), str(directory_of(run, 1)))
-        for name in GO_BACK:
-            os.environ.pop(name, None)
-        os.environ["MCORE_CKPT_PROVE"] = ("sample", "always")[rank]
-        with pytest.raises(OptionError, match="MCORE_CKPT_PROVE alike on all hosts"):
-            dist_checkpointing.load(state(0), str(directory_of(run, 1)))
-        os.environ["MCORE_CKPT_PROVE"] = "always"
-        dist_checkpointing.load(state(0), str(directory_of(run, 1)))
+    if rank == 0:
+        os.environ.update(GO_BACK)
+        others_are_not_damaged(run)
     return str(raised.value)
 
 
@@ -239,26 +226,25 @@ class Meter:
         raise KeyError("window")
 
 
-def what_cannot_be_rebuilt(rank: int, run: Path, in_common: bool) -> str:
+def what_cannot_be_rebuilt(rank: int, run: Path) -> str:
     dist_checkpointing = installed()
     from megatron.core.dist_checkpointing import ShardedObject
 
     def held(meter: Any) -> dict[str, Any]:
-        return {"meter": meter if in_common else ShardedObject("meter", meter, (1,), (0,), replica_id=rank)}
+        return {"meter": ShardedObject("meter", meter, (1,), (0,), replica_id=rank)}
 
     for iteration in (1, 2):
         saved = state(iteration) | held(Meter() if iteration == 2 else 0)
         dist_checkpointing.save(saved, made(directory_of(run, iteration)))
     os.environ.update(GO_BACK, MCORE_CKPT_ALLOWED_CLASSES=f"{__name__}.Meter")
     with pytest.raises(LoadError) as raised:
-        dist_checkpointing.load(state(0) | ({} if in_common else held(None)), str(directory_of(run, 2)))
+        dist_checkpointing.load(state(0) | held(None), str(directory_of(run, 2)))
     assert not isinstance(raised.value, CorruptCheckpointError)
     return str(raised.value)
 
 
-@pytest.mark.parametrize("in_common", [False, True])
-def test_what_this_process_cannot_rebuild_is_no_damage(in_common: bool, tmp_path: Path) -> None:
-    for message in run_ranks(what_cannot_be_rebuilt, 2, tmp_path, in_common, deadline_s=DEADLINE_S):
+def test_what_this_process_cannot_rebuild_is_no_damage(tmp_path: Path) -> None:
+    for message in run_ranks(what_cannot_be_rebuilt, 2, tmp_path, deadline_s=DEADLINE_S):
         assert "iter_0000002" in message
         assert "KeyError: 'window'" in message
 

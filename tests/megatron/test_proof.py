@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,33 +59,24 @@ def test_what_is_loaded_under_any_layout_is_proven(pieces: int, saved: Path, cap
     assert f"state proven: {stored_fingerprint(saved).total} on 1 rank" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["rows 1", "columns 0", "stacked 1"])
-def test_what_changes_after_it_was_read_is_named(name: str, saved: Path) -> None:
+def flip(loaded: dict[str, torch.Tensor]) -> None:
+    loaded["columns 0"].view(torch.uint8).view(-1)[5] ^= 1
+
+
+def swap(loaded: dict[str, torch.Tensor]) -> None:
+    loaded["columns 0"], loaded["columns 1"] = loaded["columns 1"], loaded["columns 0"]
+
+
+def replace(loaded: dict[str, torch.Tensor]) -> None:
+    loaded["columns 0"] = loaded["columns 0"].clone()
+    loaded["columns 0"][7] += 1
+
+
+@pytest.mark.parametrize("fault", [flip, swap, replace])
+def test_what_changes_after_it_was_read_is_named(fault: Callable[[dict[str, torch.Tensor]], None], saved: Path) -> None:
     def load(*args: Any) -> Any:
         loaded = TorchDistLoadStrategy(options=OPTIONS).load(*args)
-        loaded[name].view(torch.uint8).view(-1)[5] ^= 1
-        return loaded
-
-    with pytest.raises(LoadError, match=f"1 of 3 tensors in memory are not what is stored: {name.split()[0]} "):
-        proven(load, saved)
-
-
-@pytest.mark.parametrize("key", list(SHAPES))
-def test_two_shards_in_each_others_place_are_named(key: str, saved: Path) -> None:
-    def load(*args: Any) -> Any:
-        loaded = TorchDistLoadStrategy(options=OPTIONS).load(*args)
-        loaded[f"{key} 0"], loaded[f"{key} 1"] = loaded[f"{key} 1"], loaded[f"{key} 0"]
-        return loaded
-
-    with pytest.raises(LoadError, match=f"1 of 3 tensors in memory are not what is stored: {key} "):
-        proven(load, saved)
-
-
-def test_another_tensor_in_its_place_is_named(saved: Path) -> None:
-    def load(*args: Any) -> Any:
-        loaded = TorchDistLoadStrategy(options=OPTIONS).load(*args)
-        loaded["columns 0"] = loaded["columns 0"].clone()
-        loaded["columns 0"][7] += 1
+        fault(loaded)
         return loaded
 
     with pytest.raises(LoadError, match="1 of 3 tensors in memory are not what is stored: columns "):
@@ -185,8 +177,7 @@ def test_what_only_the_model_or_only_the_checkpoint_has_is_counted(
     assert (lacks in said) == (record.levelno == logging.WARNING) == (strict != "assume_ok_unexpected")
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("surrogate", [0xD800, 0xDCFF])
+@pytest.mark.parametrize(("surrogate", "sharded"), [(0xD800, True), (0xDCFF, False)])
 def test_a_sample_takes_keys_and_directories_of_any_name(
     surrogate: int, sharded: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -212,12 +203,11 @@ def test_a_sample_takes_keys_and_directories_of_any_name(
     assert caplog.text.encode()  # what a handler does, which surrogates would end
 
 
-@pytest.mark.parametrize("rows", [8, 4096])
-def test_a_checkpoint_that_is_replaced_meanwhile_is_no_wrong_memory(rows: int, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_replaced_meanwhile_is_no_wrong_memory(tmp_path: Path) -> None:
     from megatron.core.dist_checkpointing import ShardedTensor
 
     def of(fill: float) -> dict[str, Any]:
-        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((rows, 256), fill))}
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((8, 256), fill))}
 
     path = tmp_path / "checkpoint"
     path.mkdir()
@@ -276,15 +266,10 @@ HALVES = (1, 0, 4), (1, 4, 8)
 @pytest.mark.parametrize(
     "shares",
     [
-        MAINS + WHOLE * 2,
         MAINS + WHOLE * 3,
-        MAINS + HALVES * 2,
         MAINS + HALVES * 3,
-        MAINS + HALVES + HALVES[:1],
-        MAINS + HALVES[1:],
         MAINS + WHOLE + HALVES[:1],
         MAINS * 2,
-        MAINS + MAINS[:1],
         (*MAINS, (1, 0, 0), (1, 0, 0), (0, 0, 0), (0, 0, 0)),
     ],
     ids=str,
@@ -323,9 +308,7 @@ def test_a_slice_of_a_replica_that_nothing_tells_of_is_counted(
 @pytest.mark.parametrize(
     ("shares", "said_last"),
     [
-        ((*MAINS, (1, 0, 4), (1, 0, 2), (1, 2, 4)), "not compared: 2 replicas of slices"),
         ((*MAINS, *HALVES, (1, 0, 2), (1, 2, 8)), "not compared: 2 replicas of slices"),
-        ((*MAINS, (1, 0, 2), (1, 2, 5), (1, 3, 6)), "not compared: 3 replicas of slices"),
         (((0, 0, 4), (0, 0, 2), (0, 2, 4)), "state not proven: no tensor could be compared; 1 tensor loaded in part"),
     ],
     ids=str,
@@ -369,7 +352,7 @@ def load_with_one_id(rank: int, path: Path, wrong: tuple[int, ...]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("wrong", [(2,), (1, 2)])
+@pytest.mark.parametrize("wrong", [(1, 2)])
 def test_ranks_with_one_replica_id_are_each_compared(wrong: tuple[int, ...], tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     path.mkdir()
@@ -377,78 +360,6 @@ def test_ranks_with_one_replica_id_are_each_compared(wrong: tuple[int, ...], tmp
         assert "1 of 2 tensors in memory are not what is stored: " in said
         for rank in range(3):
             assert (f"on ranks {rank}, stored" in said) == (rank in wrong), said
-
-
-def load_in_groups(rank: int, path: Path) -> list[str]:
-    """What the log says of a load by two ranks together and one alone; Megatron-Core 0.19 takes the group like this."""
-    installed()
-    import torch.distributed as dist
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    groups = [dist.new_group([0, 1], backend="gloo"), dist.new_group([2], backend="gloo")]
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("mcore_ckpt")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-
-    def state_of(fill: float) -> dict[str, Any]:
-        data = torch.full((8, 8) if rank < 2 else (16, 8), fill)
-        return {"w": ShardedTensor.from_rank_offsets("w", data, *([(0, rank, 2)] if rank < 2 else []))}
-
-    def load(tree: Any, directory: Any, sharded_strategy: Any, process_group: Any = None) -> Any:
-        return sharded_strategy.load(tree, directory)
-
-    strategy = TorchDistLoadStrategy(options=OPTIONS)
-    prove_load(load, OPTIONS, state_of(0.0), path, strategy, groups[rank // 2])
-    return [line.split("checkpoint: ")[1] for line in lines if "proven" in line]
-
-
-def test_the_group_that_is_passed_by_position_proves(tmp_path: Path) -> None:
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    path = tmp_path / "checkpoint"
-    path.mkdir()
-    whole = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(128.0).view(16, 8))}
-    TorchDistSaveStrategy(options=SaveOptions()).save(whole, path)
-    total = stored_fingerprint(path).total
-    assert run_ranks(load_in_groups, 3, path) == [
-        [f"state proven: {total} on 2 ranks"],
-        [],
-        [f"state proven: {total} on 1 rank"],
-    ]
-
-
-def test_what_comes_through_scratch_memory_is_proven(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Flattened halves, as Megatron-Core 0.12 to 0.15 stored optimizer state, are loaded as one tensor."""
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    caplog.set_level(logging.INFO, "mcore_ckpt")
-    halves = {}
-    for half in (0, 1):
-        shard = ShardedTensor.from_rank_offsets("m", torch.empty(1024, 1024), (1, half, 2))
-        shard.data, shard.flattened_range = torch.arange(1024.0**2) + half, slice(0, 1024**2)
-        halves[str(half)] = shard
-    path = tmp_path / "checkpoint"
-    path.mkdir()
-    TorchDistSaveStrategy(options=SaveOptions()).save(halves, path)
-    load = TorchDistLoadStrategy(options=OPTIONS).load
-    for wrong in (False, True):
-        wanted = {"m": ShardedTensor.from_rank_offsets("m", torch.zeros(1024, 2048))}
-
-        def loading(*args: Any, wrong: bool = wrong) -> Any:
-            loaded = load(*args)
-            if wrong:
-                loaded["m"][1000, 2000] += 1
-            return loaded
-
-        if wrong:
-            with pytest.raises(LoadError, match="1 of 1 tensors in memory are not what is stored: m "):
-                prove_load(loading, OPTIONS, wanted, path)
-        else:
-            prove_load(loading, OPTIONS, wanted, path)
-    assert f"state proven: {stored_fingerprint(path).total} on 1 rank" in caplog.text
 
 
 def test_a_tensor_without_elements_that_ranks_divide_is_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -464,24 +375,6 @@ def test_a_tensor_without_elements_that_ranks_divide_is_one(tmp_path: Path, capl
     TorchDistSaveStrategy(options=SaveOptions()).save(divided(), path)
     prove_load(TorchDistLoadStrategy(options=OPTIONS).load, OPTIONS, divided(), path)
     assert f"state proven: {stored_fingerprint(path).total} on 1 rank" in caplog.text
-
-
-def test_a_list_of_which_something_is_missing_is_not_compared_by_place(
-    saved: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Megatron leaves out what the checkpoint lacks."""
-    caplog.set_level(logging.INFO, "mcore_ckpt")
-    wanted = state(1, empty=True)
-
-    def load(tree: Any, *args: Any) -> Any:
-        loaded = TorchDistLoadStrategy(options=OPTIONS).load(
-            {str(at): one for at, one in enumerate(tree["all"])}, *args
-        )
-        return {"all": list(loaded.values())[1:]}
-
-    prove_load(load, OPTIONS, {"all": list(wanted.values())}, saved)
-    assert "not proven: no tensor could be compared; 3 tensors converted, " in caplog.text
-    assert "or not found where it was asked for" in caplog.text
 
 
 @pytest.mark.parametrize("wrong", [False, True])
