@@ -80,15 +80,12 @@ class _Sums(NamedTuple):
     """What ranks tell of what they hold."""
 
     compared: int  # tensors
-    skipped: int  # tensors that cannot be compared
-    replicas: int  # slices of replicas that cannot be
+    left: int  # tensors, and slices of replicas, that cannot be
     state: StateWords
     differs: StateWords  # all that is compared against what is stored: zero if it is equal
     missing: int  # elements against those of the tensors, times a hash, modulo 2^64: zero if none is missing or double
     slices: bytes  # 8 for each one that is a part of what several ranks hold together, of `_MOST_SLICES` at most
     empty: frozenset[tuple[str, str, tuple[int, ...]]]  # tensors without elements, of which any rank may tell
-    stored: int  # tensors in the checkpoint
-    requested: int  # which of these: a bit for each, in the order of the index
     absent: frozenset[str]  # keys of tensors that are requested and not in the checkpoint
     is_told_twice: bool = False  # a slice, or a first element, under one `replica_id`
 
@@ -96,15 +93,12 @@ class _Sums(NamedTuple):
         """Of both."""
         return _Sums(
             self.compared + other.compared,
-            self.skipped + other.skipped,
-            self.replicas + other.replicas,
+            self.left + other.left,
             self.state ^ other.state,
             self.differs ^ other.differs,
             (self.missing + other.missing) % 2**64,
             _smallest(self.slices + other.slices),
             self.empty | other.empty,
-            self.stored,
-            self.requested | other.requested,
             self.absent | other.absent,
         )
 
@@ -126,14 +120,11 @@ class _Sums(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What is equal: how many tensors, and their fingerprint; and what could not be compared: tensors that were loaded
-    in part, and slices of replicas.
-    """
+    """What is equal: how many tensors, and their fingerprint; and how many tensors and slices could not be compared."""
 
     compared: int
     state: StateWords
-    in_part: int = 0
-    replicas: int = 0
+    left: int = 0
 
 
 def prove_load(
@@ -165,20 +156,16 @@ def prove_load(
                 "any more: load again"
             )
         leaves, lost = _with_loaded(noted, loaded, index)
-        left_out: Counter[bool] = Counter()  # of main replicas, of others
-        requested = {one.key for one in lost}
-        for one in [*_held(leaves, reader, options, requested), *_left_out(lost, index, options)]:
-            if isinstance(one, bool):
-                left_out[one] += 1
+        left = sum(
+            1 for one in lost if one.key in index.tensors and _is_told(one) and _is_chosen(options, index, one.key)
+        )
+        for one in _held(leaves, reader, options):
+            if one is None:
+                left += 1
             else:
                 held.append(one)
-        stored = [key for key in index.tensors if parse_shadow_key(key) is None]
-        bits = np.packbits(np.fromiter(map(requested.__contains__, stored), bool, len(stored)))
-        return _sums_of(held, group.rank, left_out[True], left_out[False])._replace(
-            stored=len(stored),
-            requested=int.from_bytes(bits.tobytes(), "little"),
-            absent=frozenset(requested.difference(index.tensors)),
-        )
+        absent = frozenset(one.key for one in [*lost, *shards_of(leaves)] if one.key not in index.tensors)
+        return _sums_of(held, group.rank, left)._replace(absent=absent)
 
     found = group.run_merged(_WHAT, sums, _Sums.merged, _Sums.concluded, wrap=LoadError)
     outcome = _Outcome(found.compared, found.state)
@@ -190,7 +177,7 @@ def prove_load(
     return result
 
 
-def _sums_of(held: list[_Held], rank: int, skipped: int, replicas: int) -> _Sums:
+def _sums_of(held: list[_Held], rank: int, left: int) -> _Sums:
     some = [one for one in held if one.elements]
     names, wholes = [], Counter[tuple[str, str]]()
     for one in some:
@@ -216,15 +203,12 @@ def _sums_of(held: list[_Held], rank: int, skipped: int, replicas: int) -> _Sums
             slices.append(_hash(f"{name}\0{one.piece if one.stored is None else 'first'}"))
     return _Sums(
         sum(one.stored is not None for one in mains),
-        skipped,
-        replicas,
+        left,
         _words(mains),
         differs,
         missing % 2**64,
         _smallest(np.array(slices, np.uint64).tobytes()),
         frozenset((one.key, one.dtype, one.shape) for one in held if not one.replica and 0 in one.shape),
-        0,
-        0,
         frozenset(),
     )
 
@@ -247,40 +231,21 @@ def _words(mains: Iterable[_Held]) -> StateWords:
 
 
 def _say(group: RankGroup, directory: Path, options: LoadOptions, found: _Sums, outcome: _Outcome) -> None:
-    left, replicas = [], found.replicas + outcome.replicas
-    if found.skipped:
-        left.append(
-            f"{counted(found.skipped, 'tensor')} converted, of another shape, of a class of its own or not found where "
-            "it was asked for"
+    sampled = f" (one tensor in {_SAMPLE})" if options.prove == "sample" else ""
+    is_proven = outcome.compared > 0
+    said = (
+        f"state proven: {outcome.state}{sampled}" if is_proven else f"state not proven: no tensor was compared{sampled}"
+    )
+    said += f" on {counted(group.size, 'rank')}"
+    if left := found.left + outcome.left:
+        said += (
+            f"; not compared: {counted(left, 'tensor')} or slices of replicas (converted, of another shape or class, "
+            "loaded in part, not found where requested, or with nothing stored to compare with)"
         )
-    if outcome.in_part:
-        left.append(f"{counted(outcome.in_part, 'tensor')} loaded in part")
-    if replicas:
-        left.append(f"{counted(replicas, 'replica')} of slices")
-    lines = []
     if found.absent:
         names = ", ".join(sorted(found.absent)[:_SHOWN]) + (", ..." if len(found.absent) > _SHOWN else "")
-        lines.append(f"; requested, but not in the checkpoint: {counted(len(found.absent), 'tensor')} ({names})")
-    if unrequested := found.stored - found.requested.bit_count():
-        lines.append(f"; stored, but not requested: {counted(unrequested, 'tensor')}")
-    if not outcome.compared:
-        sampled = f", of which one in {_SAMPLE} was to be" if options.prove == "sample" else ""
-        _logger.warning(
-            "%s: state not proven: no tensor could be compared%s%s",
-            directory,
-            sampled,
-            "".join([*(f"; {one}" for one in left), *lines]),
-        )
-        return
-    _logger.log(
-        logging.WARNING if found.absent else logging.INFO,
-        "%s: state proven: %s%s on %s%s",
-        directory,
-        outcome.state,
-        f" (one tensor in {_SAMPLE})" if options.prove == "sample" else "",
-        counted(group.size, "rank"),
-        "".join([f"; not compared: {'; '.join(left)}" if left else "", *lines]),
-    )
+        said += f"; not in the checkpoint: {counted(len(found.absent), 'tensor')} ({names})"
+    _logger.log(logging.WARNING if found.absent or not is_proven else logging.INFO, "%s: %s", directory, said)
 
 
 def _noted(tree: Any) -> Any:
@@ -323,13 +288,9 @@ def _match(noted: Any, loaded: Any, index: CheckpointIndex, found: list[Any], lo
         (lost if noted.data is None else found).append(noted)
 
 
-def _left_out(lost: list[Any], index: CheckpointIndex, options: LoadOptions) -> Iterator[bool]:
-    """For each slice of a replica that the checkpoint has, but was not found, False; for each tensor True."""
-    for one in lost:
-        if one.key in index.tensors and _is_chosen(options, index, one.key):
-            is_main = is_main_replica(one)
-            if not is_main or not any(getattr(one, "global_offset", ())):
-                yield is_main
+def _is_told(shard: Any) -> bool:
+    """Whether a slice that is not compared counts: any of a replica, and of main replicas the first."""
+    return not is_main_replica(shard) or not any(getattr(shard, "global_offset", ()))
 
 
 def _is_chosen(options: LoadOptions, index: CheckpointIndex, key: str) -> bool:
@@ -344,16 +305,10 @@ def _save_id(index: CheckpointIndex) -> bytes:
     return os.fsencode(PurePath(index.path).name) if index.manifest is None else index.manifest.save_id
 
 
-def _held(
-    leaves: list[Any], reader: FileSystemReader, options: LoadOptions, requested: set[str]
-) -> Iterator[_Held | bool]:
-    """What this rank holds of what is stored in the same dtype and shape; True for the first part of a main replica of
-    what is not, False for other replicas of that, and of what has no fingerprint stored to compare them with. All keys
-    are added to `requested`.
-    """
+def _held(leaves: list[Any], reader: FileSystemReader, options: LoadOptions) -> Iterator[_Held | None]:
+    """What this rank holds of what is stored in the same dtype and shape; None for each slice that is not compared."""
     index = reader.index
     for shard in shards_of(leaves):
-        requested.add(shard.key)
         entry, is_main = index.tensors.get(shard.key), is_main_replica(shard)
         if entry is None or parse_shadow_key(shard.key) is not None or not _is_chosen(options, index, shard.key):
             continue
@@ -361,11 +316,11 @@ def _held(
         # What is converted, quantized or padded otherwise has other bits.
         is_alike = dtype_name(shard.data.dtype) == entry.dtype and shape == tuple(shard.global_shape)
         if not is_alike or type(shard.data) not in (torch.Tensor, torch.nn.Parameter):
-            if not is_main or not any(shard.global_offset):
-                yield is_main
+            if _is_told(shard):
+                yield None
             continue
         if not is_main and entry.fqn not in index.fingerprints:
-            yield False
+            yield None
             continue
         part = part_of_shard(shard.key, shard, is_main)
         stored = _stored_crc(reader, index, entry, shape) if part.is_first else None
@@ -453,7 +408,7 @@ def _differing(gathered: list[list[_Held]] | None, directory: Path) -> _Outcome:
             "layout or without wrappers; if it stays, report it with this message"
         )
     mains = [parts for (_, replica, number), parts in copies.items() if not replica and not number]
-    return _Outcome(len(mains) - in_part, _words(one for parts in mains for _, one in parts), in_part, replicas)
+    return _Outcome(len(mains) - in_part, _words(one for parts in mains for _, one in parts), in_part + replicas)
 
 
 def _is_copy(parts: Iterable[_Held]) -> bool:
