@@ -12,7 +12,6 @@ Megatron's own code runs behind another strategy, and in wrappers that keep the 
 from __future__ import annotations
 
 import functools
-import math
 import pickle
 import secrets
 import weakref
@@ -24,7 +23,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,7 +145,7 @@ def _agree(wrapper: Any, sharded_state_dict: Any, group: RankGroup) -> _Agreed:
 
 def _chosen(shards: list[Any], columns: Columns, group: RankGroup) -> _Agreed:
     """What the coordinator chooses for the shards of all ranks, as far as this rank has part in it."""
-    told = group.gather_parts(_WHAT, lambda: tell(shards, _megatrons_size), wrap=SaveError)
+    told = group.gather_parts(_WHAT, lambda: tell(shards), wrap=SaveError)
 
     def choose() -> list[tuple[bytes, bytes, bool]]:
         held = merged(told or ())
@@ -192,10 +190,6 @@ class Form(NamedTuple):
     prepended_axes: int
     size_bytes: int
 
-    def shard_id(self, key: str) -> ShardId:
-        """By which ranks know the shard of that key."""
-        return key, self.offset, self.stretch
-
 
 Columns = tuple[list[Any], ...]
 """What the distribution of a rank's shards follows from, to compare with that of another save."""
@@ -216,14 +210,7 @@ def columns_of(shards: Sequence[Any]) -> Columns:
     )
 
 
-def size_of(shard: Any) -> int:
-    """Bytes of a sharded tensor, as it is stored."""
-    stretch = getattr(shard, "flattened_range", None)
-    elements: int = math.prod(shard.local_shape) if stretch is None else stretch.stop - stretch.start
-    return elements * int(shard.dtype.itemsize)
-
-
-def tell(shards: Sequence[Any], size_of: Callable[[Any], int] = size_of) -> list[bytes]:
+def tell(shards: Sequence[Any]) -> list[bytes]:
     """What a rank tells the coordinator of the sharded tensors that it holds, and whose replica is the main one."""
     codes: dict[Any, int] = {}
     forms: list[Form] = []
@@ -241,7 +228,7 @@ def tell(shards: Sequence[Any], size_of: Callable[[Any], int] = size_of) -> list
         )
         code = codes.setdefault(described, len(codes))
         if code == len(forms):
-            forms.append(Form(*described, int(size_of(shard))))
+            forms.append(Form(*described, _megatrons_size(shard)))
         own_codes.append(code)
     told = pickle.dumps(([shard.key for shard in shards], forms, own_codes), protocol=5)
     return [
@@ -346,61 +333,32 @@ def _holders(ranks: Sequence[Sequence[int]]) -> _Holders:
     return _Holders(times, times[np.diff(times, prepend=-1) > 0])
 
 
-Owners = _Ints
-"""Of each shard, the rank that has been chosen, or -1."""
-
-
-def megatrons_owners(held: Held) -> Owners:
-    """Owners as Megatron-Core's `distribute_shards_to_ranks` chooses them for a save, of one parallelization group."""
+def megatrons_owners(held: Held) -> _Ints:
+    """Of each shard the rank that saves it, or -1, as Megatron's `distribute_shards_to_ranks` chooses: first shards
+    that few ranks hold, then large ones, each for the rank with the fewest bytes so far.
+    """
     here = held.main_replicas > 0
     owners = np.full(len(here), -1, dtype=np.int64)
-    _choose(held, here, _Loads(len(held.of_rank)), owners)
+    loads_bytes = np.zeros(len(held.of_rank))
+    times = np.asarray([len(holders.times) for holders in held.holders], dtype=np.int64)[held.held_by]
+    first = np.asarray([holders.ranks[0] for holders in held.holders], dtype=np.int64)
+    alone = np.flatnonzero(here & (times == 1))
+    owners[alone] = first[held.held_by[alone]]
+    np.add.at(loads_bytes, owners[alone], held.sizes[alone])
+    shared = np.flatnonzero(here & (times > 1)).tolist()
+    ids = map(held.ids.__getitem__, shared)
+    rows = zip(times[shared].tolist(), held.sizes[shared].tolist(), ids, shared, strict=True)
+    for _, _, _, _, _, number in sorted(
+        (held_times, -size, key, offset, stretch or (), number)
+        for held_times, size, (key, offset, stretch), number in rows
+    ):
+        ranks = held.holders[held.held_by[number]].ranks
+        owners[number] = ranks[int(loads_bytes[ranks].argmin())]
+        loads_bytes[owners[number]] += held.sizes[number]
     return owners
 
 
-class _Loads:
-    """Bytes of each rank so far."""
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = np.zeros(ranks)
-
-    def add(self, ranks: int | _Ints, sizes_bytes: int | _Ints) -> None:
-        """Give a rank so much more, or several."""
-        np.add.at(self.ranks, ranks, sizes_bytes)
-
-    def least(self, ranks: _Ints) -> int:
-        """The first of those ranks with the least."""
-        if len(ranks) == len(self.ranks):
-            return int(self.ranks.argmin())
-        return int(ranks[int(self.ranks[ranks].argmin())])
-
-
-def _choose(held: Held, some: _Flags, loads: _Loads, owners: Owners) -> None:
-    """Choose owners of some shards: of those that few ranks hold first, then of large ones."""
-    coverage = np.asarray([len(holders.times) for holders in held.holders], dtype=np.int64)[held.held_by]
-    alone = np.flatnonzero(some & (coverage == 1))
-    first = np.asarray([holders.ranks[0] for holders in held.holders], dtype=np.int64)
-    owners[alone] = first[held.held_by[alone]]
-    loads.add(owners[alone], held.sizes[alone])
-    shared = np.flatnonzero(some & (coverage > 1)).tolist()
-    keys = [
-        (times, -size, key, offset, stretch or (), number)
-        for number, times, size, (key, offset, stretch) in zip(
-            shared,
-            coverage[shared].tolist(),
-            held.sizes[shared].tolist(),
-            map(held.ids.__getitem__, shared),
-            strict=True,
-        )
-    ]
-    keys.sort()
-    for number in map(itemgetter(-1), keys):
-        rank = loads.least(held.holders[held.held_by[number]].ranks)
-        owners[number] = rank
-        loads.add(rank, int(held.sizes[number]))
-
-
-def own_of_each_rank(held: Held, owners: Owners) -> list[bytes]:
+def own_of_each_rank(held: Held, owners: _Ints) -> list[bytes]:
     """For each rank a bit for each of its shards (`flags_of`): whether it saves that. Without an owner a shard stays
     with its main replicas, if there are any.
     """

@@ -24,6 +24,7 @@ from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
+from mcore_ckpt.megatron._versions import MegatronErrors, megatron_module
 from mcore_ckpt.state.shards import carry_layout, leaves, local_slices, tells_its_slices
 
 # A list in a state dict has no more entries than there are keys, unless some were removed.
@@ -85,10 +86,16 @@ def load_sharded_optimizer_state(
 def _load_megatron(
     sharded: Any, checkpoint: str | os.PathLike[str], optimizer_key: str, options: LoadOptions | None
 ) -> dict[str, Any]:
-    """Megatron's `load` applies factories and local objects; handed the optimizer's part only, it reads only that."""
-    from mcore_ckpt.megatron.strategy import load_state_dict
+    """By Megatron's `load`, which applies factories and local objects. Ranks may ask for anything, so there is no check
+    that one rank alone loads each shard.
+    """
+    from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
 
-    loaded = load_state_dict({optimizer_key: sharded}, str(checkpoint_path(checkpoint)), options)
+    strategy = TorchDistLoadStrategy(options=options)
+    with MegatronErrors():
+        loaded = megatron_module().load(
+            {optimizer_key: sharded}, str(checkpoint_path(checkpoint)), strategy, validate_access_integrity=False
+        )
     return {optimizer_key: loaded[optimizer_key]}
 
 

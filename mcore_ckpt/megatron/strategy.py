@@ -53,7 +53,6 @@ from mcore_ckpt.megatron._versions import (
     is_first_rank,
     load_strategy_base,
     mapping,
-    megatron_module,
     quantized_test,
     replaced_load_planner,
     save_strategy_base,
@@ -126,6 +125,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         self.separation_hint = separation_hint
         self.use_cached_ckpt_structure = cached_metadata
         self.cached_global_metadata: Any = None
+        self.ckpt_metadata_create_path: Any = None  # Megatron's training code asks for it (`--ckpt-metadata-create`)
         self.validated_cache_reuse = False
         self.validated_loaded_metadata_reuse = False
         self._structure = Structure()
@@ -134,20 +134,6 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
     def can_handle_sharded_objects(self) -> bool:
         """Sharded objects lie in the same files as tensors."""
         return True
-
-    @property
-    def ckpt_metadata_create_path(self) -> str | None:
-        """Where Megatron's training code asks for a prepared `.metadata` (`--ckpt-metadata-create`); none is made."""
-        return None
-
-    @ckpt_metadata_create_path.setter
-    def ckpt_metadata_create_path(self, path: str | None) -> None:
-        if path is not None:
-            _logger.warning(
-                "--ckpt-metadata-create: mcore_ckpt makes no %s: names of data files differ from save to save. It "
-                "plans an unchanged structure once and exchanges a few bytes for it later; leave --ckpt-metadata out",
-                path,
-            )
 
     @without_modes()
     def async_save(
@@ -424,17 +410,6 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
     def check_version_compatibility(self, loaded_version: Any) -> None:
         """Any version of `torch_dist` can be loaded; what cannot be read says so by key."""
-
-
-def load_state_dict(sharded_state_dict: dict[str, Any], checkpoint: str, options: LoadOptions | None) -> dict[str, Any]:
-    """Megatron's `dist_checkpointing.load` with a strategy of ours: factories and local objects included. Ranks may ask
-    for anything, so there is no check that one rank alone loads each shard.
-    """
-    with MegatronErrors():
-        loaded: dict[str, Any] = megatron_module().load(
-            sharded_state_dict, checkpoint, TorchDistLoadStrategy(options=options), validate_access_integrity=False
-        )
-        return loaded
 
 
 def _log_load(reader: FileSystemReader, before: ReadStats, took_s: float) -> None:
