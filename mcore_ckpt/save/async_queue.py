@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mcore_ckpt.core.console import WaitingBar, logger_of
 from mcore_ckpt.core.errors import CheckpointError, Outcome, SaveError
@@ -34,12 +34,10 @@ from mcore_ckpt.core.ranks import (
     was_interrupted,
     without_modes,
 )
+from mcore_ckpt.save.child_processes import fork_call
 from mcore_ckpt.save.commit import SaveTransaction
 from mcore_ckpt.save.writer import Job
 from mcore_ckpt.save.writer_process import shared_writer
-
-if TYPE_CHECKING:
-    from mcore_ckpt.save.child_processes import CallWorker
 
 
 class AsyncRequest(NamedTuple):
@@ -183,12 +181,10 @@ class AsyncCallsQueue:
     Attributes:
         async_calls: requests that are not finalized yet.
         call_idx: number of the last request.
-        persistent: functions of others run in one long-lived spawned worker instead of a forked child for each.
+        persistent, persistent_caller: for the sake of Megatron's; every function of others runs in a forked child.
         failures: requests that failed; their callbacks were not run.
         skipped: how many saves were skipped; nor were theirs.
     """
-
-    _priority: tuple[int | None, int | None] = (None, None)
 
     def __init__(
         self, persistent: bool = False, cpu_shm_mode: bool | None = None, *, options: SaveOptions | None = None
@@ -196,14 +192,14 @@ class AsyncCallsQueue:
         """Make an empty queue; no process is started.
 
         Args:
-            persistent: see the attribute. Saves of ours are written by whichever writer their options name.
+            persistent: accepted for Megatron's sake. Saves are written by whichever writer their options name.
             cpu_shm_mode: accepted since newer training code passes it; staging buffers are in shared memory always.
             options: `on_failure` matters here, for requests that do not bring their own.
         """
         self.async_calls: deque[_ActiveCall] = deque()
         self.call_idx = -1
         self.persistent = persistent
-        self.persistent_caller: CallWorker | None = None
+        self.persistent_caller = None
         self.failures: list[FailedCall] = []
         self.skipped = 0
         self._options = options if options is not None else SaveOptions.from_environment()
@@ -219,7 +215,7 @@ class AsyncCallsQueue:
         cpu_shm_mode: bool = False,
         **others: Any,
     ) -> None:
-        """Start the byte writer ahead of the first save. Functions of others get a worker when the first one comes.
+        """Start the byte writer ahead of the first save.
 
         Args:
             rank: this rank; not needed.
@@ -230,7 +226,6 @@ class AsyncCallsQueue:
                 in shared memory always.
             others: what other implementations take here.
         """
-        AsyncCallsQueue._priority = (cpu_priority, io_priority)
         writer = shared_writer()
         writer.cpu_priority, writer.io_priority = cpu_priority, io_priority
         writer.warm_up(wait=False)
@@ -273,17 +268,7 @@ class AsyncCallsQueue:
     def _start(self, request: Any) -> Job:
         name = getattr(request.async_fn, "__qualname__", repr(request.async_fn))
         keywords = dict(request.async_fn_kwargs or {})
-        if not self.persistent:
-            from mcore_ckpt.save.child_processes import fork_call
-
-            return fork_call(request.async_fn, staged_arguments(request), keywords, what=name)
-        if self.persistent_caller is None:
-            from mcore_ckpt.save.child_processes import CallWorker
-
-            self.persistent_caller = CallWorker(*self._priority)
-        return self.persistent_caller.submit(
-            request.async_fn, tuple(request.async_fn_args), keywords, preload_fn=request.preload_fn, what=name
-        )
+        return fork_call(request.async_fn, staged_arguments(request), keywords, what=name)
 
     @without_modes()
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
@@ -400,7 +385,7 @@ class AsyncCallsQueue:
         return len(self.async_calls)
 
     def close(self, abort: bool = False) -> None:
-        """Empty the queue and end the worker for functions of others. The queue can be used again afterwards.
+        """Empty the queue; it can be used again afterwards.
 
         Args:
             abort: stop the work and run no callbacks, without talking to other ranks (they may be gone); otherwise
@@ -425,16 +410,8 @@ class AsyncCallsQueue:
             _logger.warning("%s is aborted: its finalize callbacks are not run", active.what)
             active.abort()
         self._reported.clear()
-        if self.persistent_caller is not None:
-            self.persistent_caller.close(abort=abort)
-            self.persistent_caller = None
         if first is not None:
             raise first
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            if self.persistent_caller is not None:
-                self.persistent_caller.close(abort=True)
 
 
 def _raise(error: BaseException | None) -> None:

@@ -79,12 +79,6 @@ class FileImage:
     inner_blocks: array[int] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        payloads, positions = len(self.payload_offsets), len(self.crc_positions)
-        if len(self.payload_lengths) != payloads or (positions % payloads if payloads else positions):
-            raise ValueError(
-                f"{payloads} payload offsets, {len(self.payload_lengths)} lengths and {positions} CRC positions do not "
-                "go together"
-            )
         long = array("I", [number for number, nbytes in enumerate(self.payload_lengths) if nbytes > BLOCK_BYTES])
         object.__setattr__(self, "long_payloads", long)
         counts = array("I", [inner_blocks(self.payload_lengths[number]) for number in long])

@@ -703,18 +703,6 @@ def _zero(view: memoryview, low: int, high: int) -> None:
 
 # A ring of fewer windows would make the trainer and the device wait for each other.
 _LEAST_SLOTS = 2
-_told: set[str] = set()
-
-
-def log_choice(buckets: Sequence[WriteBucket], options: SaveOptions) -> None:
-    """Say once where the tensors are and which process writes them."""
-    on_device = not all(tensor.is_cpu for bucket in buckets for tensor in bucket.tensor_data)
-    where = "on a device, copied through pinned memory" if on_device else "in host memory"
-    writer = "one writer process for all saves" if options.writer == "persistent" else "one forked child for each save"
-    choice = f"async saves: tensors are {where}; snapshot: a reused staging buffer in shared memory; {writer}"
-    if choice not in _told:
-        _told.add(choice)
-        _logger.info('%s (option: writer="%s")', choice, options.writer)
 
 
 def start_writing(

@@ -26,7 +26,7 @@ from mcore_ckpt.save.buckets import WriteBucket, prepare_write_data
 from mcore_ckpt.save.commit import SaveDirectory, SaveTransaction, Span, Writing, give_up_forgotten_saves
 from mcore_ckpt.save.plan_check import ReplicaSums, held_slices, replica_sums
 from mcore_ckpt.save.planner import RankState, SavePlan, SaveRequest, Structure, agree, collect
-from mcore_ckpt.save.staging import is_busy, log_choice, start_writing, write_in_process
+from mcore_ckpt.save.staging import is_busy, start_writing, write_in_process
 from mcore_ckpt.save.writer import Job, timed_result
 
 _logger = logger_of(__name__)
@@ -117,7 +117,7 @@ def _start(
     interrupted: BaseException | None = None
     try:
         with interruptible():
-            job = _write(buckets, plan, request, group, directory, started.append)
+            job = _write(buckets, plan, request, directory, started.append)
     except BaseException as interrupt:
         if group.size == 1:
             raise
@@ -149,15 +149,12 @@ def _write(
     buckets: Sequence[WriteBucket],
     plan: SavePlan,
     request: SaveRequest,
-    group: RankGroup,
     directory: SaveDirectory,
     started: Callable[[Job], None],
 ) -> Job:
     """Write this rank's files now, or start to: `started` is called with a job in progress before all else."""
     what, options, storage = str(directory.path), request.options, directory.storage
     if request.is_async and request.bucket_writer is None:
-        if group.is_coordinator:
-            log_choice(buckets, options)
         with collector_paused():
             return start_writing(storage, buckets, options, what, plan.unencoded, started)
     if request.bucket_writer is not None:

@@ -25,7 +25,6 @@ child has it from its fork.
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 import threading
@@ -62,8 +61,6 @@ class WindowPool:
     """
 
     def __init__(self, window_bytes: int = WINDOW_BYTES, windows: int = 3) -> None:
-        if window_bytes <= 0 or window_bytes % mmap.PAGESIZE or windows < 1:
-            raise ValueError(f"window_bytes={window_bytes}, windows={windows}: expected whole pages and at least one")
         self.window_bytes = window_bytes
         self.windows = windows
         self._free: deque[memoryview] = deque()
@@ -281,13 +278,6 @@ class ImageWriter:
         """Write an image from memory: writable, page-aligned, padded to whole pages, left alone until the job is done.
         The writer of the new file is the job's to finish or abort.
         """
-        padded_bytes = align_up(planned.image.size_bytes)
-        if len(view) < padded_bytes:
-            writer.abort()
-            raise ValueError(
-                f"{planned.name}: the view has {len(view)} bytes; expected {padded_bytes}, the "
-                f"{planned.image.size_bytes} of the file in whole pages"
-            )
         through_windows = self._through_windows
         if writer.direct and has_huge_pages() if through_windows is None else through_windows:
 
@@ -503,7 +493,6 @@ class Job:
     Attributes:
         what: the job in words, for messages.
         submitted_s: when, on the clock of `time.monotonic()`.
-        steps: what its process has reported on the way: windows of a ring taken over, or 1 for a preload.
         done: it has ended, well or not; `poll` looks for that.
         value: what it returned.
         error: why it failed.
@@ -514,7 +503,6 @@ class Job:
     def __init__(self, what: str, value: Any = None, error: BaseException | None = None) -> None:
         self.what = what
         self.submitted_s = time.monotonic()
-        self.steps = 0
         self.done = True
         self.value = value
         self.error = error

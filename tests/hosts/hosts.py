@@ -79,7 +79,6 @@ class Host:
     Attributes:
         name: what `hostname` says there.
         address: on the network of the hosts.
-        variables: further ones, for all that is started there.
     """
 
     name: str
@@ -87,14 +86,13 @@ class Host:
     _first: subprocess.Popen[str]
     _switch: subprocess.Popen[str]
     _port: str
-    variables: dict[str, str] = field(default_factory=dict)
     _started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(
         self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         """Start a program there, with this process's environment and what is added; its output goes to `log`."""
-        own = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", **self.variables}
+        own = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
         variables = {**os.environ, **own, **(environment or {})}
         enter = _enter(self._first, "--net", "--mount", "--uts", "--ipc", "--pid=for-children")
         with log.open("ab") as output:
@@ -118,12 +116,6 @@ class Host:
         """Plug the cable in again."""
         _run([*_enter(self._switch, "--net"), "ip", "link", "set", self._port, "up"])
 
-    def limit(self, mbit: int) -> None:
-        """Let no more than so many megabits a second through its cable, in each direction."""
-        shaped = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "128kbit", "latency", "400ms"]
-        _run([*_enter(self._switch, "--net"), "tc", "qdisc", "add", "dev", self._port, *shaped])
-        _run([*_enter(self._first, "--net"), "tc", "qdisc", "add", "dev", "eth0", *shaped])
-
     def kill(self) -> None:
         """End all of its processes at once, by SIGKILL; none of them can say goodbye but the kernel, to a peer."""
         self._first.kill()
@@ -136,13 +128,12 @@ class Host:
 
 
 @contextmanager
-def running_hosts(count: int, shared: Path, *others: Path, one_machine: bool = False) -> Iterator[list[Host]]:
+def running_hosts(count: int, shared: Path, *, one_machine: bool = False) -> Iterator[list[Host]]:
     """So many hosts, until the block is left; whatever runs on them then is killed.
 
     Args:
         count: of hosts.
         shared: the directory that all of them have, under the same path; made where it is missing.
-        others: further folders that they need, in so far as they lie below /tmp.
         one_machine: they are containers: of one name, with the ids of one machine and one boot.
     """
     shared.mkdir(parents=True, exist_ok=True)
@@ -160,7 +151,7 @@ def running_hosts(count: int, shared: Path, *others: Path, one_machine: bool = F
                 _first_process(
                     spaces,
                     f"{_SETS_UP}{_STAYS}",
-                    [name, *(str(folder) for folder in _below_tmp([shared, *others, *_needed()]))],
+                    [name, *(str(folder) for folder in _below_tmp([shared, *_needed()]))],
                     {"HOSTS_FILE": table, "HOST_ID": "" if one_machine else f"{number:032x}"},
                 )
             )
@@ -185,23 +176,15 @@ def torchrun(
     script: Sequence[str],
     folder: Path,
     environment: Mapping[str, str],
-    *,
-    is_static: bool = False,
 ) -> list[subprocess.Popen[bytes]]:
-    """Start one job on all of the hosts, which meet at the first; `folder / "NAME.log"` has the output of each.
-
-    `is_static`: each is told its number. Hosts that find that out take each other for dead where their clocks differ.
-    """
+    """Start one job on all of the hosts, which meet at the first; `folder / "NAME.log"` has the output of each."""
     folder.mkdir(parents=True, exist_ok=True)
     started = []
-    for number, host in enumerate(hosts):
+    for host in hosts:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks_each)]
         command += ["--nnodes", str(len(hosts)), "--local-addr", host.address]
-        if is_static:
-            command += ["--node-rank", str(number), "--master-addr", hosts[0].address]
-        else:
-            command += ["--rdzv-backend", "c10d", "--rdzv-id", folder.name]
-            command += ["--rdzv-endpoint", f"{hosts[0].address}:{_RENDEZVOUS_PORT}"]
+        command += ["--rdzv-backend", "c10d", "--rdzv-id", folder.name]
+        command += ["--rdzv-endpoint", f"{hosts[0].address}:{_RENDEZVOUS_PORT}"]
         started.append(host.start([*command, *script], folder / f"{host.name}.log", environment))
     return started
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tests.support.cpu_megatron import pretend_cuda
 
 # How long an exchange waits for a rank.
-TIMEOUT_S = {"saves": 60.0, "drains": 60.0, "loses": 15.0, "fails": 15.0, "resumes": 180.0}
+TIMEOUT_S = {"saves": 60.0, "loses": 15.0, "fails": 15.0, "resumes": 180.0}
 
 
 def main(folder: Path, story: str) -> None:
@@ -36,7 +36,6 @@ def main(folder: Path, story: str) -> None:
     _tell(folder, host=platform.node(), pid=os.getpid(), world=dist.get_world_size())
     stories = {
         "saves": _saves,
-        "drains": _drains,
         "loses": _loses,
         "fails": _fails,
         "resumes": _resumes,
@@ -96,28 +95,6 @@ def _saves(folder: Path) -> None:
         other.load(state)
         comparison = Reference.read(folder / f"{name}-reference").compare(other.sharded_state_dict())
         _tell(folder, loaded=name, compared=len(comparison.compared), differing=list(comparison.differing))
-
-
-def _drains(folder: Path) -> None:
-    """Two saves of a run with a second tier, of which the first keeps one checkpoint; they begin after `AFTER`."""
-    from megatron.core import dist_checkpointing
-
-    after = int(os.environ.get("AFTER", "0"))
-    training = _training(folder, seed=1)
-    near = folder / "near"
-    if after:
-        name = f"iter_{after:07d}"
-        training.load(dist_checkpointing.load(training.sharded_state_dict(is_loading=True), near / name))
-    for iteration in (after + 1, after + 2):
-        training.train(1)
-        directory = near / f"iter_{iteration:07d}"
-        if dist.get_rank() == 0:
-            directory.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        dist_checkpointing.save(training.sharded_state_dict(), directory)
-        if dist.get_rank() == 0:
-            (near / "latest_checkpointed_iteration.txt").write_text(str(iteration))
-    _tell(folder, clock=time.time())
 
 
 def _stays_s() -> float:

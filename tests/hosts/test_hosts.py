@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mcore_ckpt.tools.verify import verify_checkpoint
-from tests.hosts import clocks
 from tests.hosts.hosts import ROOT, Host, missing_reason, running_hosts, torchrun
-from tests.launch import pretrain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,16 +25,13 @@ pytestmark = [
 ]
 
 _DEADLINE_S = 240.0
-_APART = pytest.mark.skipif(clocks.missing_reason() != "", reason=clocks.missing_reason())
-# Seconds by which the clock of one of the hosts is ahead, and whose clock gives files their times.
-_CLOCKS = [(ahead_s, files) for ahead_s in (3600, -3600) for files in ("server", "client")]
 
 
 def _start(
-    hosts: list[Host], ranks_each: int, folder: Path, name: str, *, is_static: bool = False, **variables: str
+    hosts: list[Host], ranks_each: int, folder: Path, name: str, **variables: str
 ) -> list[subprocess.Popen[bytes]]:
     script, environment = ["-m", "tests.hosts.job", str(folder), name], {"PYTHONPATH": str(ROOT), **variables}
-    return torchrun(hosts, ranks_each, script, folder / name, environment, is_static=is_static)
+    return torchrun(hosts, ranks_each, script, folder / name, environment)
 
 
 def _end(processes: list[subprocess.Popen[bytes]], folder: Path) -> None:
@@ -84,40 +78,8 @@ def test_two_hosts_save_and_load_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@_APART
-@pytest.mark.parametrize(("ahead_s", "files"), _CLOCKS)
-def test_hosts_whose_clocks_are_an_hour_apart(ahead_s: int, files: Any, tmp_path: Path) -> None:
-    """The first one's is wrong: saves, the first of which are removed, and copied to a second tier; then without it."""
-    shared = tmp_path / "shared"
-    near, far = shared / "near", shared / "far"
-    options = {"MCORE_CKPT_DRAIN_TO": str(far), "MCORE_CKPT_KEEP_LAST": "1"}
-    with running_hosts(2, shared) as hosts:
-        hosts[0].variables.update(clocks.wrong_clock(ahead_s, files, shared))
-        _end(_start(hosts, 2, shared, "drains", is_static=True, **options), shared / "drains")
-        told = _told(shared, "clock")
-        assert min(told[0] - told[2], told[1] - told[3]) > 3000 or max(told[0] - told[2], told[1] - told[3]) < -3000
-        hosts[0].kill()
-        (shared / "drains").rename(shared / "first")
-        _end(_start(hosts[1:], 2, shared, "drains", AFTER="2", **options), shared / "drains")
-    for run in (near, far):
-        assert (run / "latest_checkpointed_iteration.txt").read_text() == "4"
-    # What has been saved last by the times of files stays, too: of a host whose files are of the next hour.
-    stays = ["iter_0000002"] if ahead_s > 0 and files == "client" else []
-    assert [path.name for path in sorted(near.glob("iter_*"))] == [*stays, "iter_0000004"]
-    assert [path.name for path in sorted(far.glob("iter_*"))] == [f"iter_000000{n}" for n in (1, 2, 3, 4)]
-    for directory in [*near.glob("iter_*"), *far.glob("iter_*")]:
-        assert verify_checkpoint(directory).whole
-
-
-@pytest.mark.parametrize(
-    ("lost", "way"),
-    [
-        pytest.param(0, "killed", id="with the coordinator, killed", marks=pytest.mark.slow),
-        pytest.param(1, "killed", id="killed", marks=pytest.mark.slow),
-        pytest.param(0, "cut off", id="with the coordinator, cut off", marks=pytest.mark.slow),
-        pytest.param(1, "cut off", id="cut off", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("way", ["killed", "cut off"])
+@pytest.mark.parametrize("lost", [0, 1], ids=["with the coordinator", "without"])
 def test_a_host_lost_in_mid_save_is_named_and_the_job_resumes_on_the_other(lost: int, way: str, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     with running_hosts(2, shared) as hosts:
@@ -183,95 +145,6 @@ def test_a_host_that_is_plugged_in_again_is_waited_for(story: str, tmp_path: Pat
         _end(processes, shared / story)
     assert _told(shared, "error") == dict.fromkeys(range(4), "")
     assert verify_checkpoint(shared / ("second" if story == "fails" else "lost")).whole
-
-
-_PRETRAIN = (
-    "--tensor-model-parallel-size 2 --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable "
-    "--attention-dropout 0 --hidden-dropout 0 --async-save --use-persistent-ckpt-worker --save-interval 3"
-).split()
-
-
-def _start_pretrain(
-    hosts: list[Host], shared: Path, name: str, *more: str, **variables: str
-) -> list[subprocess.Popen[bytes]]:
-    script = pretrain.script("ours", [*_PRETRAIN, "--save", str(shared / "checkpoints"), *more])
-    return torchrun(hosts, 2, script, shared / name, {**pretrain.variables_of_ranks(shared / name), **variables})
-
-
-def _pretrained(hosts: list[Host], shared: Path, name: str, *more: str, **variables: str) -> pretrain.Launched:
-    _end(_start_pretrain(hosts, shared, name, *more, **variables), shared / name)
-    return _recorded(hosts, shared, name)
-
-
-def _recorded(hosts: list[Host], shared: Path, name: str) -> pretrain.Launched:
-    return pretrain.Launched(0, _logs(shared / name), pretrain.recorded(shared / name, 2 * len(hosts)))
-
-
-def _dependencies() -> list[Path]:
-    further = os.environ.get("MEGATRON_LM_PATH", "").split(":")
-    return [pretrain.megatron_lm(), *(Path(folder) for folder in further if folder)]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize("count", [2, 4])
-def test_pretrain_gpt_saves_and_resumes_on_hosts(count: int, tmp_path: Path) -> None:
-    if reason := pretrain.missing_reason():
-        pytest.skip(reason)
-    shared = tmp_path / "shared"
-    saved = shared / "checkpoints"
-    with running_hosts(count, shared, *_dependencies()) as hosts:
-        all_of_it = _pretrained(hosts, shared, "all")
-        assert sorted(all_of_it.losses) == [1, 2, 3, 4, 5, 6]
-        assert all_of_it.strategies() == {"mcore_ckpt.async_save"}
-        for iteration in (3, 6):
-            assert verify_checkpoint(saved / f"iter_{iteration:07d}").whole
-        again = _pretrained(hosts, shared, "again", "--load", str(saved), "--ckpt-step", "3")
-        assert again.losses == {iteration: all_of_it.losses[iteration] for iteration in (4, 5, 6)}
-        assert again.strategies() == {"mcore_ckpt.load", "mcore_ckpt.async_save"}
-        # Half of the hosts are gone: there are fewer data-parallel ranks.
-        for host in hosts[count // 2 :]:
-            host.kill()
-        fewer = _pretrained(hosts[: count // 2], shared, "fewer", "--load", str(saved), "--ckpt-step", "3")
-        # Gradients are added in another order.
-        assert fewer.losses == pytest.approx(again.losses, rel=1e-4)
-        assert verify_checkpoint(saved / "iter_0000006").whole
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("lost", [0, 3])
-def test_pretrain_gpt_resumes_without_a_host_that_was_lost_in_a_save(lost: int, tmp_path: Path) -> None:
-    """Of four: one of its ranks is killed when its second async save has begun, and the host with it."""
-    if reason := pretrain.missing_reason():
-        pytest.skip(reason)
-    shared = tmp_path / "shared"
-    saved = shared / "checkpoints"
-    victim = 2 * lost + 1
-    with running_hosts(4, shared, *_dependencies()) as hosts:
-        processes = _start_pretrain(hosts, shared, "lost", LAUNCH_KILL=f"{victim}:TorchDistSaveStrategy.async_save:6")
-
-        def has_begun() -> bool:
-            events = _recorded(hosts, shared, "lost").events[victim]
-            return any(
-                event["event"] == "TorchDistSaveStrategy.async_save" and event["iteration"] == 6 for event in events
-            )
-
-        _wait_for(has_begun, shared / "lost")
-        hosts[lost].kill()
-        _wait_for(lambda: all(process.poll() is not None for process in processes), shared / "lost")
-        assert all(process.returncode for process in processes)
-        assert pretrain.tracked_iteration(saved) == 3
-        assert verify_checkpoint(saved / "iter_0000003").whole
-        assert not (saved / "iter_0000006" / ".metadata").exists()
-        before = _recorded(hosts, shared, "lost").losses
-
-        others = [host for host in hosts if host is not hosts[lost]][:2]
-        resumed = _pretrained(others, shared, "resumed", "--load", str(saved))
-        assert resumed.losses == pytest.approx({iteration: before[iteration] for iteration in (4, 5, 6)}, rel=1e-4)
-        assert pretrain.tracked_iteration(saved) == 6
-        for iteration in (3, 6):
-            assert verify_checkpoint(saved / f"iter_{iteration:07d}").whole
 
 
 @pytest.mark.parametrize("one_machine", [False, True], ids=["machines", "containers of one machine"])

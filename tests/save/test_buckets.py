@@ -12,7 +12,6 @@ from hypothesis import given
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.save.buckets import (
     LocalPlan,
-    LocalPlanBuilder,
     TensorSpec,
     balance,
     fill_bucket,
@@ -132,21 +131,6 @@ def test_a_buffer_is_filled_right_first_and_again(tensors: list[torch.Tensor], o
     buffer.close()
 
 
-@given(bucket_tensors(), st.lists(st.binary(max_size=300), max_size=4), st.integers(0, 3))
-def test_a_new_buffer_is_filled_by_writing_to_it(tensors: list[torch.Tensor], objects: list[bytes], large: int) -> None:
-    tensors = [*tensors, *(torch.randn(5000 * (n + 1)) for n in range(large))]
-    source, expected = source_of(tensors, objects)
-    buffer = StagingBuffer()
-    view = buffer.reserve(max(len(expected), 1), touch=False)
-    assert not buffer.is_touched
-    source.fill_buffer(view, False, buffer.write)
-    assert bytes(view[: len(expected)]) == expected
-    buffer.touch_meanwhile(len(expected))
-    assert bytes(buffer.reserve(len(expected) or 1)[: len(expected)]) == expected
-    del view
-    buffer.close()
-
-
 def test_an_item_is_what_torch_load_reads() -> None:
     tensor = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
     item = encode_tensor("bfloat16", (3, 4), payload(tensor))
@@ -181,15 +165,6 @@ def test_plans_travel_as_columns_and_make_the_index() -> None:
 def test_plans_that_do_not_fit_together_are_refused(second: TensorSpec, problem: str) -> None:
     with pytest.raises(PlanError, match=problem):
         check_plans([plan_of(spec("a", (0,), (4,), (8,))), plan_of(second, rank=1)])
-
-
-def test_zero_axes_and_empty_plans_travel() -> None:
-    builder = LocalPlanBuilder()
-    builder.begin_file("__0_0.distcp", 1000)
-    builder.add("scalar", "float64", (), (), (), 0, 500)
-    entries, _ = index_tensors([LocalPlan.decode(builder.build().encode()), LocalPlanBuilder().build()])
-    assert entries["scalar"].shape == ()
-    assert entries["scalar"].chunks[0].item.length == 500
 
 
 def test_objects_that_outgrow_their_region_ask_for_a_new_layout() -> None:

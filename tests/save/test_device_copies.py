@@ -119,24 +119,9 @@ def test_an_error_waits_for_what_is_under_way(simulated_devices: SimulatedDevice
     buffer.close()
 
 
-def test_all_saves_share_one_side_stream_of_each_device(simulated_devices: SimulatedDevices) -> None:
-    for _ in range(3):
-        staged(source_of(OnDevice(values(1))))
-    assert len(staging._streams) == 1
-
-
 def test_a_device_without_streams_is_copied_from_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda _: object())
     copies, target = DeviceCopies(), torch.zeros(COUNT)
     copies.copy(values(1), lambda: values(1), target)
     assert torch.equal(target, values(1))
     copies.wait()
-
-
-def test_a_source_that_is_filled_again_waits_for_the_trainer_anew(simulated_devices: SimulatedDevices) -> None:
-    tensor = OnDevice(values(0))
-    source = source_of(tensor)
-    for step in (1.0, 2.0):
-        tensor.fill_(step)
-        (found,) = staged(source)
-        assert (found == step).all()

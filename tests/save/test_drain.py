@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import os
 import re
 import signal
@@ -24,16 +23,13 @@ pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies a
 from mcore_ckpt import FileSystemWriterAsync, LoadOptions, OptionError, SaveOptions, verify_checkpoint
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import LoadError, SaveError
-from mcore_ckpt.dcp import writer as dcp_writer
 from mcore_ckpt.directory import copying
-from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.copying import give_up, there_now
-from mcore_ckpt.directory.in_force import DrainNote, common_file_in_force, is_drain_note, noted_saves
+from mcore_ckpt.directory.in_force import DrainNote, common_file_in_force, is_drain_note
 from mcore_ckpt.directory.iterations import tracked_name
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
-    DRAIN_FILE,
     METADATA_FILE,
     TRACKER_FILE,
     encode_config,
@@ -220,19 +216,6 @@ def test_a_load_takes_what_is_nearest(tmp_path: Path) -> None:
         _load(0, str(far / NAME), 1, both[1])
 
 
-@pytest.mark.parametrize("there_already", [False, True])
-def test_what_carries_no_id_of_a_save_is_read_where_its_index_is(there_already: bool, tmp_path: Path) -> None:
-    """A run that Megatron-Core has saved is resumed with a second tier, which has something else under its names."""
-    near, far = tmp_path / "near" / NAME, tmp_path / "far" / NAME
-    for directory, value in ((near, 1.0), (far, 2.0))[: 1 + there_already]:
-        dcp.save({"w": torch.full((2000,), value)}, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
-        (directory / CONFIG_FILE).write_bytes(encode_config())
-        torch.save({}, directory / COMMON_FILE)
-    assert run_ranks(_load, 1, str(near), 1, LoadOptions(drain_to=str(far.parent))) == [[1.0]]
-    if there_already:
-        assert run_ranks(_load, 1, str(far), 1, LoadOptions(local_tier=str(near.parent))) == [[2.0]]
-
-
 def test_each_node_saves_and_copies_its_own_part(tmp_path: Path) -> None:
     """Every rank has a directory of its own, as on nodes without a shared file system."""
     far = tmp_path / "far"
@@ -379,16 +362,6 @@ def _resume_alone(run: Path, far: str | Path) -> list[str]:
     return said
 
 
-def _save_and_end(run: Path, far: str | Path, iteration: int, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """A job that saves one checkpoint, and ends in order; returns what it has said of copies."""
-    caplog.clear()
-    caplog.set_level(logging.INFO, "mcore_ckpt")
-    writer = FileSystemWriterAsync(run / f"iter_{iteration:07d}", options=options(str(far)))
-    dcp.save({"w": torch.full((1000,), float(iteration))}, storage_writer=writer, no_dist=True)
-    upkeep._finish()
-    return [record.getMessage() for record in caplog.records if record.name == "mcore_ckpt.save.upkeep"]
-
-
 def _value(directory: Path) -> float:
     state = {"w": torch.zeros(1000)}
     dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
@@ -418,65 +391,6 @@ class _Killed(BaseException):
 
 def _kill(*_: object, **__: object) -> None:
     raise _Killed
-
-
-def test_the_newest_is_copied_before_leftovers_of_an_earlier_job(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A run that was taken back from 9: the tracker file will never name what is left of it."""
-    near, far = tmp_path / "near", tmp_path / "far"
-    for iteration in (7, 8, 9):
-        _save_alone(near, far, iteration, 0.0)
-    said = [text for text in _save_and_end(near, far, 5, caplog) if "copied to" in text]
-    assert [text.split(":")[0] for text in said] == [str(near / f"iter_000000{n}") for n in (5, 9, 8, 7)]
-    assert (far / TRACKER_FILE).read_text() == "5"
-
-
-def test_a_tracker_file_that_is_being_rewritten_is_no_failed_copy(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    _save_alone(near, far, 1, 1.0)
-    (near / TRACKER_FILE).write_text("")
-    said = _save_and_end(near, far, 2, caplog)
-    assert [text for text in said if "copied to" not in text or "could not" in text] == []
-    assert there(str(far)) == [NAME, "iter_0000002"]
-    assert (far / TRACKER_FILE).read_text() == "2"
-
-
-def test_an_older_checkpoint_gives_way_to_one_that_is_saved_while_it_is_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    for iteration in (1, 2):
-        _save_alone(near, far, iteration, float(iteration))
-    said: list[str] = []
-    monkeypatch.setattr(upkeep, "_say", lambda level, text: said.append(text))
-    ends = threading.Event()
-    copies = upkeep._Copies(ends)
-
-    def saved_meanwhile(storage: Any, index: Any, names: Any) -> None:
-        monkeypatch.setattr(upkeep, "check_data_files", lambda *_: None)
-        copies.add(str(near), "iter_0000001", str(far))
-
-    monkeypatch.setattr(upkeep, "check_data_files", saved_meanwhile)
-    copies.add(str(near), None, str(far))
-    ends.set()
-    copies.close()
-    copies.work()
-    assert [text.split(":")[0] for text in said] == [str(near / name) for name in (NAME, "iter_0000002")]
-
-
-@pytest.mark.parametrize("place", ["directory", "store"])
-def test_what_other_programs_keep_with_a_checkpoint_is_copied_with_it(
-    place: str, tmp_path: Path, object_directory: ObjectDirectory
-) -> None:
-    near, far = tmp_path / "near", str(tmp_path / "far") if place == "directory" else object_directory.url
-    names = ("modelopt_state/.metadata", "tokenizer/vocab/merges.txt", "loader.pt")
-    for value in (b"one", b"three"):
-        _copy_has_begun(_save_alone(near, far, 1, 1.0, **dict.fromkeys(names, value)))
-        _resume_alone(near, far)
-        assert [storage_at(f"{far}/{NAME}").read(name) for name in names] == [value] * 3
 
 
 @pytest.mark.parametrize("has_tracker", [True, False])
@@ -515,29 +429,6 @@ def test_leftovers_replace_nothing_that_has_come_there_since(
     assert "complete, not copied" in capsys.readouterr().out
     assert _value(far / "iter_0000002") == 0.0
     assert _resume_alone(first, far) == []
-
-
-def test_a_checkpoint_that_is_saved_again_replaces_what_was_there_when_its_copy_began(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    for value in (3.0, 1.0):
-        directory = _save_alone(near, far, 1, value)
-        if value == 3.0:
-            _resume_alone(near, far)
-    upkeep.checkpoint_published(directory, options(str(far)))
-    upkeep._finish()
-    assert _value(far / NAME) == 1.0
-    assert len(data_files(far / NAME)) == 1
-
-
-def test_leftovers_of_another_run_stay_where_they_are(tmp_path: Path) -> None:
-    near, far, other = (tmp_path / name for name in ("near", "far", "other"))
-    directory = _save_alone(near, other, 1, 0.0)
-    (said,) = _resume_alone(near, far)
-    assert f"{other / NAME}, not to {far / NAME}" in said
-    assert not far.exists()
-    assert not note_of(directory).done
 
 
 def _save_with_sums(rank: int, near: str, far: str, copy: str) -> list[Any]:
@@ -600,23 +491,6 @@ def test_damaged_local_files_reach_no_second_tier(tmp_path: Path) -> None:
     assert note_of(directory).error != ""
 
 
-def test_parts_of_what_a_later_job_removes_are_removed(tmp_path: Path) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    _save_alone(near, far, 1, 1.0)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(copying, "_check_lengths", _fail)
-        _resume_alone(near, far)
-    assert len(data_files(far / NAME)) == 1
-    directory = _save_alone(near, far, 2, 2.0)
-    # Removed first: otherwise it may be copied before.
-    upkeep.checkpoint_published(directory, SaveOptions(keep_last=1))
-    until(lambda: not (near / NAME).exists())
-    upkeep.checkpoint_published(directory, options(str(far)))
-    upkeep._finish()
-    assert there(str(near)) == there(str(far)) == [directory.name]
-    assert not (far / NAME).exists()
-
-
 _CHANGING = "create delete claim move move_new open_writer overwrite publish".split()
 _OTHERS = ("tokenizer/vocab.json", "train_dataloader_dprank000.pt", COMMON_FILE, CONFIG_FILE)
 
@@ -672,122 +546,3 @@ def test_killed_at_any_step_a_copy_is_no_mix_and_the_next_job_resumes_it(replace
         assert _contents(far / NAME) == _without_note(near / NAME), steps[-1]
         assert (far / TRACKER_FILE).read_text() == "1", steps[-1]
     assert number > 10
-
-
-def test_parts_of_what_is_saved_again_are_removed(tmp_path: Path) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    _save_alone(near, far, 1, 1.0, **{COMMON_FILE: b"1.0", CONFIG_FILE: encode_config()})
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(copying, "_check_lengths", _fail)
-        _resume_alone(near, far)
-    directory = _save_alone(near, far, 1, 2.0)
-    for name in (COMMON_FILE, CONFIG_FILE):
-        (directory / name).unlink()
-    _resume_alone(near, far)
-    assert _value(far / NAME) == 2.0
-    assert _contents(far / NAME) == _without_note(directory)
-
-
-def test_what_is_given_up_takes_nothing_from_a_commit(tmp_path: Path) -> None:
-    far = tmp_path / "far"
-    note = note_of(_save_alone(tmp_path / "near", far, 1, 1.0))
-    storage = storage_at(far / NAME)
-    storage.ensure()
-    commit = Commit.begin(storage)
-    storage.publish(CONFIG_FILE, b"{}")  # of a checkpoint that is being committed
-    with pytest.raises(SaveError):
-        give_up(note)
-    assert storage.exists(CONFIG_FILE)
-    commit.give_up()
-    give_up(note)
-    assert not (far / NAME).exists()
-
-
-def test_a_trainer_that_ends_tries_once_more(tmp_path: Path) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    _save_alone(near, far, 1, 1.0)
-    far.write_text("no directory")
-    (said,) = _resume_alone(near, far)
-    assert "the next run resumes it" in said
-
-
-def test_a_file_on_its_way_has_no_name_that_others_would_take_for_it(tmp_path: Path) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    directory, seen = _save_alone(near, far, 1, 1.0), list[str]()
-
-    def killed(*arguments: Any) -> None:
-        seen.extend(path.name for path in (far / NAME).iterdir() if ".distcp" in path.name)
-        _kill()
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(copying, "_refuse_changed", killed)
-        patched.setattr("mcore_ckpt.storage.resolve.LocalWriter.abort", lambda self: None)
-        with pytest.raises(_Killed):
-            _resume_alone(near, far)
-    assert seen[0] not in {file.name for file in data_files(directory)}
-    _resume_alone(near, far)
-    assert _contents(far / NAME) == _without_note(directory)
-
-
-@pytest.mark.parametrize("was_copied", [False, True])
-def test_a_save_that_was_cut_off_before_it_was_published_takes_no_note_away(was_copied: bool, tmp_path: Path) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    directory = _save_alone(near, far, 1, 1.0)
-    if was_copied:
-        _resume_alone(near, far)
-    for _ in range(2):
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(dcp_writer, "publish", _kill)
-            with pytest.raises(BaseException, match="_Killed"):
-                _save_alone(near, far, 1, 2.0)
-    assert len(_resume_alone(near, far)) == (not was_copied)
-    assert (_value(directory), _value(far / NAME)) == (1.0, 1.0)
-    assert _resume_alone(near, far) == []
-    _save_alone(near, far, 1, 3.0)
-    assert len(noted_saves(os.listdir(directory))) == 2, "the one that was cut off has left none"
-
-
-@pytest.mark.parametrize("way", ["link", "profile"])
-def test_a_second_tier_that_is_the_first_one_by_another_path_harms_nothing(way: str, tmp_path: Path) -> None:
-    near = tmp_path / "disk" / "run"
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "disk")
-    far = str(tmp_path / "link" / "run")
-    if way == "profile":
-        pytest.importorskip("multistorageclient", reason="profiles are read by it")
-        far = f"msc://__filesystem__{near}"
-    directory = _save_alone(near, far, 1, 1.0)
-    (said,) = _resume_alone(near, far)
-    assert ": copied to " in said
-    assert _value(directory) == 1.0
-    with pytest.raises(OptionError, match="the checkpoint is saved there already"):
-        upkeep.check_second_tier(near / NAME, options(f"{near}/"))
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"save": "x", "to": "/x", "files": null}'])
-def test_a_damaged_note_is_no_damage_and_holds_up_no_other_checkpoint(
-    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    directory, *_ = (_save_alone(near, far, iteration, float(iteration)) for iteration in (1, 2, 3))
-    (noted,) = directory.glob(f"{DRAIN_FILE}.*")
-    noted.write_bytes(content)
-    said = _resume_alone(near, far)
-    assert there(str(far)) == ["iter_0000002", "iter_0000003"]
-    assert [text for text in said if f"{noted}: does not say" in text]
-    assert main(["list", str(near)]) == 0
-    assert "INCOMPLETE" not in capsys.readouterr().out
-    # A save of that iteration leaves a note that can be read.
-    _save_alone(near, far, 1, 4.0)
-    _resume_alone(near, far)
-    assert _value(far / NAME) == 4.0
-
-
-def test_a_local_checkpoint_that_was_lost_in_part_is_restored_by_a_copy(tmp_path: Path) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    directory = _save_alone(near, far, 1, 1.0)
-    _resume_alone(near, far)
-    (directory / METADATA_FILE).unlink()
-    assert main(["copy", str(far / NAME), str(directory)]) == 0
-    assert _value(directory) == 1.0
-    assert _resume_alone(near, far) == []

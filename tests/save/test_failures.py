@@ -176,30 +176,6 @@ def test_a_writer_killed_on_one_rank(tmp_path: Path) -> None:
         assert max(took_s, also_took_s) < _RAISED_WITHIN_S
 
 
-def _failure_is_a_warning(rank: int, directory: str) -> tuple[int, list[str]]:
-    options = SaveOptions(on_failure="warn")
-    queue, strategy = AsyncCallsQueue(), TorchDistSaveStrategy(options=options)
-    shared_writer().warm_up()
-    assert shared_writer().pid is not None
-    if rank == 0:
-        os.kill(shared_writer().pid or 0, signal.SIGSTOP)
-    dist.barrier()
-    log = _save(rank, f"{directory}/1", 1, queue, strategy)
-    if rank == 0:
-        for child in children():
-            os.kill(child, signal.SIGKILL)
-    assert queue.maybe_finalize_async_calls(blocking=True) == []
-    _save_whole(rank, f"{directory}/2", 2, queue, strategy)
-    dist.barrier()
-    return len(queue.failures), log + [name for name in _names(f"{directory}/1") if not name.startswith(".mcore")]
-
-
-def test_a_failure_that_is_only_a_warning_lets_training_go_on(tmp_path: Path) -> None:
-    for failures, left in run_ranks(_failure_is_a_warning, 2, str(tmp_path)):
-        assert failures == 1
-        assert left == [], "neither a callback nor a file of the failed save"
-
-
 def _write_hangs(rank: int, directory: str) -> tuple[str, float]:
     options = SaveOptions(write_deadline_s=1.0)
     queue, strategy = AsyncCallsQueue(options=options), TorchDistSaveStrategy(options=options)

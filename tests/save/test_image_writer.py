@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import mmap
-import os
-import pickle
 import struct
 import threading
 import time
@@ -20,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.errors import SaveError, WriteTimeoutError
-from mcore_ckpt.save.buckets import FileImage, PlannedFile, Window, WrittenFile, plan_windows
+from mcore_ckpt.save.buckets import FileImage, PlannedFile, Window, WrittenFile
 from mcore_ckpt.save.writer import ImageWriter, WindowPool
 from mcore_ckpt.storage.base import RangeWriter
 from mcore_ckpt.storage.resolve import LocalStorage
@@ -187,60 +185,6 @@ def test_any_layout_is_summed_and_patched(
     assert bytes(windowed.content) == file
 
 
-def test_windows_tile_the_file() -> None:
-    for pages in (0, 1, 5):
-        windows = list(plan_windows(pages * PAGE + 1, 2 * PAGE))
-        assert [window.start for window in windows] == [0, *(window.stop for window in windows)][:-1]
-        assert windows[-1].stop == pages * PAGE + 1
-
-
-def test_several_images_go_through_one_pool_that_does_not_grow(storage: LocalStorage, tmp_path: Path) -> None:
-    images = [make_image([k * PAGE, 999, 3 * PAGE], [64, 7, 100], name=f"f{k}") for k in range(5)]
-    contents = [random_bytes(image.image.size_bytes, seed) for seed, image in enumerate(images)]
-    pool = WindowPool(2 * PAGE, 2)
-    seen_buffers = set()
-    written: list[int] = []
-    for round_ in range(3):
-        with ImageWriter(pool=pool, on_written=written.append) as writer:
-            for image, content in zip(images, contents, strict=True):
-
-                def fill(window: Window, view: memoryview, content: bytes = content) -> None:
-                    seen_buffers.add(id(view.obj))
-                    view[:] = content[window.start : window.stop]
-
-                writer.write_windows(storage.open_writer(f"{image.name}_{round_}"), image, fill)
-        assert [result.name for result in writer.results] == [image.name for image in images]
-        for image, content, result in zip(images, contents, writer.results, strict=True):
-            file, crcs = expected(image, content)
-            assert (tmp_path / f"{image.name}_{round_}").read_bytes() == file
-            assert list(result.crcs) == crcs
-    assert len(seen_buffers) <= 2
-    assert sum(written) >= 3 * sum(image.image.size_bytes for image in images)
-    assert writing_threads() == []
-
-
-def test_times_are_reported(storage: LocalStorage) -> None:
-    image = make_image([64 * PAGE], [0])
-
-    def slow(window: Window, view: memoryview) -> None:
-        time.sleep(0.01)
-        view[:] = bytes(len(view))
-
-    result = write_windows(storage.open_writer("file"), image, slow, pool=WindowPool(32 * PAGE))
-    assert isinstance(result, WrittenFile)
-    assert 0.02 <= result.fill_s < 5
-    assert result.crc_s > 0
-    assert result.write_s > 0
-    assert result.fsync_s > 0
-
-
-def test_an_image_is_cheap_to_pickle() -> None:
-    image = make_image([100] * 20_000, [64] * 20_000)
-    pickled = pickle.dumps(image, protocol=5)
-    assert len(pickled) < 20_000 * 33
-    assert pickle.loads(pickled) == image
-
-
 # Failures
 
 
@@ -273,52 +217,6 @@ def test_any_failure_removes_all_files_of_the_job(
     assert names(tmp_path) == {"bystander"}
     assert open_fds() == before
     assert writing_threads() == []
-
-
-def test_the_pool_is_whole_after_a_failure(storage: LocalStorage) -> None:
-    pool = WindowPool(PAGE, 2)
-    image = make_image([9 * PAGE], [0])
-    for at in range(3):
-        faulty = FaultyStorage(storage, Faults(at=at, only=frozenset({"write"})))
-        with pytest.raises(SaveError):
-            write_windows(faulty.open_writer("file"), image, copy_from(bytes(image.image.size_bytes)), pool=pool)
-    assert pool.take() is not None
-    assert pool.take() is not None
-    assert pool.take() is None
-
-
-@pytest.mark.parametrize("error", [KeyError("staging broke"), KeyboardInterrupt()])
-def test_an_error_of_the_caller_is_raised_as_it_is(error: BaseException, storage: LocalStorage, tmp_path: Path) -> None:
-    image = make_image([9 * PAGE], [0])
-    pool = WindowPool(PAGE, 2)
-
-    def fill(window: Window, view: memoryview) -> None:
-        if window.start >= 4 * PAGE:
-            raise error
-        view[:] = bytes(len(view))
-
-    with pytest.raises(type(error)) as caught:
-        write_windows(storage.open_writer("file"), image, fill, pool=pool)
-    assert caught.value is error
-    assert names(tmp_path) == set()
-    assert writing_threads() == []
-    assert pool.take() is not None
-    assert pool.take() is not None
-
-
-def test_a_failure_is_raised_while_the_caller_still_fills(storage: LocalStorage) -> None:
-    """A full disk must not cost the time of computing the rest."""
-    image = make_image([1000 * PAGE], [0])
-    filled = []
-
-    def fill(window: Window, view: memoryview) -> None:
-        filled.append(window.start)
-        view[:] = bytes(len(view))
-
-    faulty = FaultyStorage(storage, Faults(at=1, only=frozenset({"write"})))
-    with pytest.raises(SaveError):
-        write_windows(faulty.open_writer("file"), image, fill, pool=WindowPool(PAGE, 2))
-    assert len(filled) < 10
 
 
 def test_a_file_is_finished_while_the_next_one_is_filled(storage: LocalStorage) -> None:
@@ -372,60 +270,3 @@ def test_a_stuck_device_is_noticed_by_the_deadline() -> None:
     while writing_threads():
         assert time.monotonic() - started < 30
     assert pool.take() is not None
-
-
-def test_a_deadline_does_not_strike_while_things_move(storage: LocalStorage) -> None:
-    class Slow(MemoryWriter):
-        def write(self, offset: int, view: memoryview) -> None:
-            time.sleep(0.1)
-            super().write(offset, view)
-
-    image = make_image([20 * PAGE], [0])
-    with ImageWriter(pool=WindowPool(PAGE, 2), deadline_s=1.0) as writer:
-        writer.write_windows(Slow(), image, copy_from(bytes(image.image.size_bytes)))
-
-
-def test_a_view_that_is_too_small_is_refused(storage: LocalStorage, tmp_path: Path) -> None:
-    image = make_image([100], [0])
-    with pytest.raises(ValueError, match=r"file: the view has 100 bytes; expected 4096"):
-        write_image(storage.open_writer("file"), image, memoryview(bytearray(100)))
-    assert names(tmp_path) == set()
-
-
-@pytest.mark.parametrize("position", [50, -8, 10**9])
-def test_a_crc_position_that_cannot_be_is_refused(storage: LocalStorage, tmp_path: Path, position: int) -> None:
-    image = PlannedFile("file", FileImage(300, array("q", [0]), array("q", [100]), array("q", [position])))
-    for write in (
-        lambda writer: write_image(writer, image, aligned(bytes(300))),
-        lambda writer: write_windows(writer, image, copy_from(bytes(300))),
-    ):
-        with pytest.raises(
-            ValueError, match=rf"CRC-32 of payload 0, which ends at byte 100, cannot lie at byte {position}"
-        ):
-            write(storage.open_writer("file"))
-        assert names(tmp_path) == set()
-
-
-@pytest.mark.parametrize(("offsets", "lengths", "positions"), [(2, 1, 2), (2, 2, 3), (0, 0, 1)])
-def test_arrays_that_do_not_go_together_are_refused(offsets: int, lengths: int, positions: int) -> None:
-    with pytest.raises(ValueError, match="do not go together"):
-        FileImage(0, array("q", [0] * offsets), array("q", [0] * lengths), array("q", [0] * positions))
-
-
-@pytest.mark.parametrize(("window_bytes", "windows"), [(0, 3), (1000, 3), (PAGE, 0)])
-def test_pools_that_cannot_work_are_refused(window_bytes: int, windows: int) -> None:
-    with pytest.raises(ValueError, match="whole pages"):
-        WindowPool(window_bytes, windows)
-
-
-def test_hundreds_of_images_leak_nothing(storage: LocalStorage) -> None:
-    image = make_image([100], [0])
-    pool = WindowPool(PAGE)
-    before = open_fds(), threading.active_count(), len(os.listdir("/proc/self/task"))
-    for k in range(300):
-        write_windows(MemoryWriter(), image, copy_from(bytes(image.image.size_bytes)), pool=pool, io_threads=1 + k % 2)
-    assert (open_fds(), threading.active_count()) == before[:2]
-    deadline = time.monotonic() + 10  # the kernel's side of a joined thread ends a moment later
-    while len(os.listdir("/proc/self/task")) > before[2]:
-        assert time.monotonic() < deadline, "threads of the kernel are left"
-    assert len(pool._free) == 1

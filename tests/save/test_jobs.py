@@ -8,7 +8,6 @@ import mmap
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import stat
 import subprocess
@@ -18,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -83,33 +81,6 @@ def test_files_hold_the_buffer_and_its_checksums(writer: PersistentWriter, buffe
         offset += -(-each.image.size_bytes // 4096) * 4096
 
 
-def test_one_process_serves_many_saves_in_order(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
-    handles = [writer.submit(job(tmp_path, [image(str(number), _MIB)]), buffer.fd) for number in range(3)]
-    pid = writer.pid
-    assert [handle.result().files[0].name for handle in handles] == ["0", "1", "2"]
-    assert all(first.result().finished_s <= second.result().started_s for first, second in pairwise(handles))
-    assert writer.pid == pid
-
-
-def test_a_buffer_that_grew_is_mapped_again(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
-    writer.submit(job(tmp_path, [image("small", 100)]), buffer.fd).result()
-    os.ftruncate(buffer.fd, 16 * _MIB)
-    last = image("last", 100)
-    at_the_end = job(tmp_path, [image("fill", 15 * _MIB), last])
-    writer.submit(at_the_end, buffer.fd).result()
-    check_file(tmp_path / "last", last, bytes(100))
-
-
-def test_buffers_are_given_back(writer: PersistentWriter, tmp_path: Path) -> None:
-    for number in range(8):
-        each = SmallBuffer(_MIB)
-        writer.submit(job(tmp_path, [image(str(number), 100)]), each.fd).result()
-        each.close()
-    assert writer.pid is not None
-    maps = Path(f"/proc/{writer.pid}/maps").read_text()
-    assert maps.count("test_buffer") <= 4
-
-
 def test_a_job_of_many_tensors_is_handed_over_without_waiting(
     writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path
 ) -> None:
@@ -118,16 +89,6 @@ def test_a_job_of_many_tensors_is_handed_over_without_waiting(
     handle = writer.submit(job(tmp_path, [many]), buffer.fd)  # to a process that is only just starting
     assert time.monotonic() - started_s < 1.0
     assert len(handle.result().files[0].crcs) == 40_000
-
-
-def test_relative_paths_mean_what_they_mean_to_the_trainer(
-    writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer.warm_up()
-    monkeypatch.chdir(tmp_path)
-    Path("here").mkdir()
-    writer.submit(job(Path("here"), [image("a", 100)]), buffer.fd).result()
-    assert (tmp_path / "here" / "a").exists()
 
 
 def test_files_are_for_whom_the_trainers_other_files_are(
@@ -172,16 +133,6 @@ def test_the_process_gives_way_to_the_trainer(buffer: SmallBuffer) -> None:
     writer.close()
 
 
-def test_a_signal_to_all_processes_ends_no_writer_that_is_just_starting(buffer: SmallBuffer, tmp_path: Path) -> None:
-    for name, number in (("a", signal.SIGTERM), ("b", signal.SIGUSR1)):
-        writer = PersistentWriter()
-        writer.warm_up(wait=False)
-        assert writer.pid is not None
-        os.kill(writer.pid, number)  # long before its first line
-        assert writer.submit(job(tmp_path, [image(name, 100)]), buffer.fd).result().files[0].name == name
-        writer.close()
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
 def test_a_signal_to_all_processes_ends_no_forked_writer(number: signal.Signals, tmp_path: Path) -> None:
     heard: list[int] = []
@@ -198,18 +149,6 @@ def test_a_signal_to_all_processes_ends_no_forked_writer(number: signal.Signals,
         assert heard == [1], "the trainer's own handler was called, and the child's copy of it was not"
     finally:
         signal.signal(number, before)
-
-
-def test_a_trainer_that_exits_after_a_forked_call_has_nothing_to_say() -> None:
-    program = (
-        "from mcore_ckpt.save.child_processes import fork_call\n"
-        "call = fork_call(abs, (-3,), what='test', expendable=True)\n"
-        "assert call.result() == 3"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=_REPOSITORY, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def _write_when_told(go: Path) -> str:
@@ -282,20 +221,6 @@ def test_a_writer_that_waits_for_the_trainer_is_not_stuck_and_can_be_called_off(
     writer.submit(job(tmp_path, [image("b", 100)]), buffer.fd).result()
 
 
-def test_a_window_is_not_waited_for_when_the_writer_is_gone(
-    writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path
-) -> None:
-    handle = writer.submit(job(tmp_path, [image("a", _MIB)], ring=Ring(0, 65536, 2)), buffer.fd)
-    assert writer.pid is not None
-    os.kill(writer.pid, signal.SIGKILL)
-    started_s = time.monotonic()
-    filled: list[int] = []
-    with pytest.raises(WriterDiedError, match="SIGKILL"):
-        fill_ring(handle, Ring(0, 65536, 2), [filled.append] * 3)
-    assert filled == [0, 65536]
-    assert time.monotonic() - started_s < _AT_ONCE_S
-
-
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -326,14 +251,6 @@ def test_the_writers_death_is_noticed_and_named(
     assert writer.pid != pid
 
 
-def test_a_death_between_two_saves_costs_nothing(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
-    writer.submit(job(tmp_path, [image("a", 100)]), buffer.fd).result()
-    assert writer.pid is not None
-    os.kill(writer.pid, signal.SIGKILL)
-    _wait_until_gone(writer.pid or 0, 5)
-    assert writer.submit(job(tmp_path, [image("b", 100)]), buffer.fd).result()
-
-
 def test_a_writer_that_cannot_start_says_why(
     monkeypatch: pytest.MonkeyPatch, buffer: SmallBuffer, tmp_path: Path
 ) -> None:
@@ -362,35 +279,6 @@ def test_an_exception_in_the_writer_comes_back_with_its_cause(
     assert writer.submit(job(tmp_path, [image("c", 100)]), buffer.fd).result()
 
 
-@contextlib.contextmanager
-def _small_disk(directory: Path, nbytes: int) -> Iterator[None]:
-    """A file system of that size at `directory`; where mounting is not allowed, a limit on the size of each file."""
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "none", directory], check=False).returncode == 0:
-        try:
-            yield
-        finally:
-            subprocess.run(["umount", directory], check=True)
-    else:
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))  # inherited by the writer
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_full_disk_is_named_and_the_files_are_removed(buffer: SmallBuffer, tmp_path: Path) -> None:
-    with _small_disk(tmp_path, _MIB):
-        writer = PersistentWriter()
-        handle = writer.submit(job(tmp_path, [image("a", 100_000), image("b", 4 * _MIB)]), buffer.fd)
-        with pytest.raises(SaveError, match=r"b: .*(ENOSPC|EFBIG)") as caught:
-            handle.result()
-        assert isinstance(caught.value.__cause__, OSError)
-        assert list(tmp_path.iterdir()) == []
-        assert writer.submit(job(tmp_path, [image("c", 100_000)]), buffer.fd).result()
-        writer.close()
-
-
 @pytest.mark.parametrize("how", ["hang", "stopped"])
 def test_a_stuck_write_passes_its_deadline(
     writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path, how: str
@@ -408,15 +296,6 @@ def test_a_stuck_write_passes_its_deadline(
     assert 0.4 < time.monotonic() - started_s < _AT_ONCE_S
     assert not is_running(pid)
     assert writer.submit(job(tmp_path, [image("b", 100)]), buffer.fd).result()
-
-
-def test_a_slow_write_with_progress_does_not(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
-    storage = MisbehavingStorage(str(tmp_path), "slow", write_bytes=131072, writes_at_once=1)
-    writer.warm_up()
-    handle = writer.submit(job(tmp_path, [image("a", 2 * _MIB)], storage=storage, deadline_s=2.5), buffer.fd)
-    started_s = time.monotonic()
-    handle.result()
-    assert time.monotonic() - started_s > 2.5, "longer than the deadline, but never without progress for so long"
 
 
 def test_a_job_can_be_called_off(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
@@ -477,18 +356,6 @@ def test_a_handle_is_of_no_use_in_a_forked_process(
     assert "belongs to the process that forked this" in said
     assert said.endswith(" and saved")
     assert handle.result().files[0].name == "a", "the fork took no message away"
-
-
-def test_another_process_can_watch_a_job(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
-    slow = MisbehavingStorage(str(tmp_path), "slow", write_bytes=262144)
-    handle = writer.submit(job(tmp_path, [image("a", _MIB)], storage=slow), buffer.fd)
-    watch = handle.watch()
-    pid = os.fork()
-    if pid == 0:
-        watch.wait()
-        os._exit(0 if (tmp_path / "a").exists() and (tmp_path / "a").stat().st_size == _MIB + 64 else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    handle.result()
 
 
 def test_killed_at_random_moments(writer: PersistentWriter, tmp_path: Path) -> None:
@@ -610,15 +477,6 @@ def test_a_writer_started_by_a_thread_outlives_the_thread(buffer: SmallBuffer, t
 # --- the forked writer ------------------------------------------------------------------------------------------------
 
 
-def test_the_forked_child_works_on_the_memory_of_the_call() -> None:
-    values = [1, 2, 3]
-    handle = fork_writer(lambda: (sum(values), os.getpid()), "sum")
-    values.append(1000)
-    total, pid = handle.result()
-    assert total == 6
-    assert pid == handle.pid != os.getpid()
-
-
 @pytest.mark.parametrize(("how", "text"), [("SIGKILL", "SIGKILL"), ("SIGSEGV", "SIGSEGV"), ("exit", "exit code 3")])
 def test_the_forked_childs_death_is_noticed_and_named(how: str, text: str) -> None:
     handle = fork_writer(lambda: misbehave(how), "writing a into /ckpt")
@@ -626,16 +484,6 @@ def test_the_forked_childs_death_is_noticed_and_named(how: str, text: str) -> No
     with pytest.raises(WriterDiedError, match=rf"writing a into /ckpt: process {handle.pid} .*{text}"):
         handle.result()
     assert time.monotonic() - started_s < _AT_ONCE_S
-
-
-def test_the_forked_childs_exception_comes_back() -> None:
-    def full() -> None:
-        raise OSError(28, "No space left on device", "/ckpt/a")
-
-    with pytest.raises(SaveError, match=r"No space left on device.*/ckpt/a") as caught:
-        fork_writer(full, "writing a").result()
-    assert isinstance(caught.value.__cause__, OSError)
-    assert caught.value.__cause__.errno == 28
 
 
 # Children of this process that hang before their first line, as with a lock that is never given back;
@@ -685,28 +533,6 @@ def test_a_child_that_hangs_in_the_fork_itself_is_replaced(
     assert (_descriptors(), children()) == before
 
 
-def test_children_that_never_start_are_an_error(
-    hanging_forks: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mcore_ckpt.save.child_processes._START_DEADLINES_S", (0.2, 0.2))
-    before = _descriptors(), children()
-    hanging_forks(2)
-    with pytest.raises(SaveError, match=r"writing a: 2 processes were forked, and none has started"):
-        fork_writer(lambda: None, "writing a")
-    gc.collect()
-    assert (_descriptors(), children()) == before
-
-
-def test_a_forked_child_ends_though_nobody_reads_what_it_returns() -> None:
-    """Megatron's own queue waits for that end, and only then is anybody asked for the result."""
-    handle = fork_writer(lambda: bytes(5 * _MIB), "large")
-    waiting = threading.Thread(target=handle.watch().wait, daemon=True)
-    waiting.start()
-    waiting.join(20)
-    assert not waiting.is_alive()
-    assert len(handle.result()) == 5 * _MIB
-
-
 def test_a_forked_child_without_progress_passes_its_deadline() -> None:
     stuck = fork_writer(lambda: time.sleep(600), "writing a", deadline_s=0.5)
     with pytest.raises(WriteTimeoutError, match=r"writing a: .*no progress"):
@@ -719,10 +545,3 @@ def test_a_forked_child_without_progress_passes_its_deadline() -> None:
         return "done"
 
     assert fork_writer(slow, "writing b", deadline_s=2.0).result() == "done"
-
-
-def test_a_forked_child_can_be_called_off() -> None:
-    handle = fork_writer(lambda: time.sleep(600), "writing a")
-    assert not handle.poll()
-    assert handle.abort()
-    assert not is_running(handle.pid or 0)

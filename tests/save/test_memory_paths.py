@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -115,39 +111,7 @@ def test_views_that_overlap_and_empty_tensors_need_no_more_memory_than_they_have
         check_memory(tensor, lambda: "model.weight")
 
 
-def test_plain_dcp_names_a_cut_storage_too(tmp_path: Path) -> None:
-    state = {"model": {"weight": _cut("offset")}}
-    writer = FileSystemWriterAsync(tmp_path / "x")
-    with pytest.raises(dcp.CheckpointException, match=r"(?s)model\.weight.*given back"):
-        dcp.save(state, storage_writer=writer, no_dist=True)
-    with pytest.raises(PlanError, match=r"model\.weight.*given back"):
-        writer.stage(state)
-
-
 # --- threads that a forked child does not have ------------------------------------------------------------------------
-
-_FORKED_KERNEL = """
-    import torch
-    from mcore_ckpt.save.child_processes import fork_call
-    assert torch.get_num_threads() == 2
-    tensor = torch.arange(3_000_000, dtype=torch.float32).view(100, 200, 150).permute(2, 0, 1)[:, :, ::2]
-    total = float(tensor.contiguous().sum())  # now there is a second thread, in this process
-    child = fork_call(lambda: float(tensor.contiguous().sum()), what="a function of others")
-    assert child.wait(15), "it waits for a thread that is not there"
-    assert child.result() == total
-"""
-
-
-def test_a_forked_child_does_not_wait_for_threads_that_only_the_trainer_has() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(_FORKED_KERNEL)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-    )
-    assert done.returncode == 0, done.stderr
 
 
 # --- copies that are still under way ----------------------------------------------------------------------------------

@@ -264,17 +264,6 @@ def test_a_forked_process_that_cleans_up_does_not_touch_the_trainers_save(tmp_pa
 # --- jobs that overlap ------------------------------------------------------------------------------------------------
 
 
-def test_a_job_that_runs_is_not_robbed_by_one_that_was_started_beside_it(tmp_path: Path) -> None:
-    """The first has not committed when the second comes, and gives its save up when the second has ended."""
-    queue = AsyncCallsQueue()
-    queue.schedule_async_request(strategy().async_save(state(1), tmp_path))
-    second = exit_code(fork(lambda: strategy().save(state(2), tmp_path)))
-    queue.close(abort=True)
-    assert second == 3 or loaded(tmp_path) == 2, "what the second has published, the first has taken away"
-    strategy().save(state(3), tmp_path)
-    assert loaded(tmp_path) == 3
-
-
 def _be_cut_off(tmp_path: Path, ending: str, told: int) -> None:
     """A job on another host that is stopped after its files are written, and goes on when another has saved."""
     commit.platform = SimpleNamespace(node=lambda: "another-host")  # type: ignore[assignment]
@@ -348,48 +337,6 @@ def test_a_job_that_was_stopped_does_not_write_its_config_over_that_of_the_one_a
     assert json.loads((tmp_path / CONFIG_FILE).read_text()) == {"sharded_backend": "of the other"}
 
 
-@pytest.mark.parametrize("before", [None, "the same", "another"])
-def test_a_config_is_written_beside_the_checkpoint_and_nothing_else(tmp_path: Path, before: str | None) -> None:
-    if before is not None:
-        (tmp_path / CONFIG_FILE).write_text(json.dumps({"sharded_backend": before}))
-    strategy().save(state(1), tmp_path)
-    was = names(tmp_path)
-    serialization.save_config(Config("the same"), tmp_path)
-    assert names(tmp_path) == was | {CONFIG_FILE}
-    assert json.loads((tmp_path / CONFIG_FILE).read_text()) == {"sharded_backend": "the same"}
-
-
-def test_jobs_that_race_leave_a_checkpoint_of_one_of_them(tmp_path: Path) -> None:
-    for number in range(10):
-        directory = tmp_path / str(number)
-        gate, gate_open = os.pipe()
-        children = []
-        for value in (1, 2, 3):
-            child = os.fork()
-            if child == 0:
-                code = 99
-                try:
-                    os.close(gate_open)
-                    os.read(gate, 1)
-                    serialization.save_common({"iteration": value}, directory)
-                    strategy().save(state(value), directory)
-                    code = 0
-                except SaveError as error:
-                    code = 3 if "another save" in str(error) else 98
-                finally:
-                    os._exit(code)
-            children.append(child)
-        os.close(gate)
-        os.close(gate_open)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        assert 0 in codes, codes
-        assert set(codes) <= {0, 3}, codes
-        value = loaded(directory)
-        assert codes[int(value) - 1] == 0
-        assert serialization.load_common(directory) == {"iteration": value}
-        assert {name for name in names(directory) if name.startswith(INCOMPLETE_MARKER)} == set()
-
-
 def _refused(rank: int, directory: str) -> str:
     with pytest.raises(SaveError) as refused:
         strategy().save(state_of_rank(2.0), directory)
@@ -433,16 +380,6 @@ def test_ranks_that_write_to_disks_of_their_own_are_told_so(tmp_path: Path) -> N
         assert "is not there" in text
     for rank in (0, 1):
         assert METADATA_FILE not in names(tmp_path / f"of-host-{rank}" / "checkpoint")
-
-
-def test_files_that_appear_late_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = publish._size
-    from_s = time.monotonic() + 0.5
-    monkeypatch.setattr(
-        publish, "_size", lambda storage, name: None if time.monotonic() < from_s else real(storage, name)
-    )
-    strategy().save(state(1), tmp_path)
-    assert loaded(tmp_path) == 1
 
 
 def test_a_listing_that_lags_behind_costs_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

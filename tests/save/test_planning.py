@@ -222,29 +222,3 @@ def test_the_first_save_after_a_load_has_the_plan_of_what_was_loaded_if_every_ra
     for said in run_megatron_ranks(_go_on_with_two, 2, tmp_path):
         assert "element" in said
     assert not (tmp_path / "by two" / ".metadata").exists()
-
-
-def _saves_after_a_load(rank: int, base: Path) -> list[bool]:
-    """Save and load a state of which rank 1 holds replicas alone, and save it twice with every rank's plan."""
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
-
-    def state(value: float) -> dict[str, Any]:
-        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4, 8), value), replica_id=rank)}
-
-    TorchDistSaveStrategy(cached_metadata=True).save(state(1.0), base / "0")
-    TorchDistLoadStrategy().load(state(0.0), base / "0")
-    strategy, reused = TorchDistSaveStrategy(cached_metadata=True), []
-    for number in (1, 2):
-        strategy.save(state(2.0), base / str(number))
-        reused.append(strategy.validated_cache_reuse)
-    return reused
-
-
-def test_a_resumed_job_whose_last_rank_writes_nothing_saves_every_ranks_plan(tmp_path: Path) -> None:
-    for number in range(3):
-        (tmp_path / str(number)).mkdir()
-    run_megatron_ranks(_saves_after_a_load, 2, tmp_path)
-    for number in range(3):
-        assert mcore_ckpt.verify_checkpoint(tmp_path / str(number)).whole

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import pty
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -91,31 +87,3 @@ def test_a_trace_that_cannot_be_written_is_only_warned_about(tmp_path: Path, cap
     with caplog.at_level(logging.WARNING):
         write_trace(tmp_path / "file", "/ckpt/x", 0, [Span("plan", 0.0, 1.0)], [])
     assert "trace of a save cannot be written" in caplog.text
-
-
-_WAITS = """
-import time
-from mcore_ckpt.core.console import WaitingBar
-bar = WaitingBar("saving", 1000)
-for done in (100, 900):
-    with bar:
-        bar.show(done)
-        time.sleep(0.3)
-"""
-
-
-def test_a_bar_is_drawn_on_a_terminal_and_nowhere_else() -> None:
-    quiet = subprocess.run([sys.executable, "-c", _WAITS], capture_output=True, timeout=60, check=True)
-    assert quiet.stderr == b""
-    main, terminal = pty.openpty()
-    subprocess.run([sys.executable, "-c", _WAITS], stderr=terminal, timeout=60, check=True)
-    os.close(terminal)
-    shown = os.read(main, 65536)
-    os.close(main)
-    assert b"saving" in shown
-
-
-@pytest.mark.parametrize(("size_bytes", "level"), [(10_000, logging.DEBUG), (2_000_000, logging.INFO)])
-def test_only_saves_that_matter_are_told_unasked(size_bytes: int, level: int) -> None:
-    file = FileReport(file_name="__0_0.distcp", rank=0, size_bytes=size_bytes, write_s=0.1, fsync_s=0.1)
-    assert SaveReport("/somewhere", Took(1.0, 1.0, 1.0), 1.0, {}, (file,)).log_level == level

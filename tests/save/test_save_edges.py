@@ -6,18 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.distributed import checkpoint as dcp
 
 from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
-from mcore_ckpt.save import staging
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 from mcore_ckpt.save.buckets import GlobalPlan
-from mcore_ckpt.save.planner import NOTHING, Planned, _answers, collect
+from mcore_ckpt.save.planner import NOTHING, Planned, collect
 from mcore_ckpt.state.torch_classes import pointer_of
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
@@ -140,49 +137,6 @@ def test_what_a_save_knows_of_a_tensor_is_of_that_tensor_as_it_is(change: Any) -
     assert collect(of_two(tensor), state.described).described.pointers[1] == pointer_of(tensor)
 
 
-class _Brought:
-    """A shard whose data are made whenever they are asked for, as those that are brought back from elsewhere."""
-
-    def __init__(self, shard: Any, source: torch.Tensor) -> None:
-        self._shard, self._source = shard, source
-        self.looks = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_shard"], name)
-
-    @property
-    def data(self) -> torch.Tensor:
-        self.looks += 1
-        return self._source.to(torch.float32)
-
-
-def test_data_that_are_made_when_they_are_asked_for_are_asked_for_once() -> None:
-    source, known = torch.zeros(250_000, dtype=torch.float64), NOTHING
-    for save in range(4):
-        source.fill_(save)
-        shard = _Brought(single_shard("w", torch.ones(250_000)), source)
-        state = collect({"w": shard}, known)
-        known = state.described
-        assert shard.looks == 1
-        assert known.pointers == [state.tensors[0].data_ptr()]
-        assert (state.tensors[0] == save).all()
-
-
-def test_a_tensor_at_another_place_of_its_storage_is_looked_at_anew() -> None:
-    """Address, length, and length of the storage may be as before though the storage begins elsewhere."""
-    (answers,) = zip(*_answers([torch.ones(9)[4:]]), strict=True)
-    assert torch.ones(9)[4:].storage_offset() in answers
-
-
-@pytest.mark.parametrize("replica_id", [np.array([0, 0]), [0, 0], (0, 0), torch.Size([0]), 0])
-def test_a_replica_may_be_told_in_any_sequence(replica_id: Any) -> None:
-    shard = single_shard("w", torch.ones(10))
-    shard.replica_id = replica_id
-    assert collect({"w": shard}, NOTHING).specs
-    shard.replica_id = [1, 0] if not isinstance(replica_id, int) else 1
-    assert not collect({"w": shard}, NOTHING).specs
-
-
 @pytest.mark.parametrize("change", [cut, given_back, torch.Tensor.to_sparse, lambda _: None, lambda _: torch.ones(9)])
 def test_a_tensor_that_was_sound_in_the_save_before_is_refused_when_it_is_not(change: Any) -> None:
     tensor = torch.arange(1000.0)
@@ -208,17 +162,6 @@ def test_a_shard_that_is_another_is_described_anew(fields: dict[str, Any]) -> No
     assert collect(state, before).specs == collect(state, NOTHING).specs
     assert collect({}, before).specs == ()
     assert collect(state, collect({}, NOTHING).described).specs == collect(state, NOTHING).specs
-
-
-@pytest.mark.parametrize("empty_first", [False, True])
-def test_an_empty_shard_does_not_hide_the_one_at_the_same_offset(empty_first: bool, tmp_path: Path) -> None:
-    whole, empty = single_shard("w", torch.ones(1000)), single_shard("w", torch.empty(0), (1000,))
-    shards = [empty, whole] if empty_first else [whole, empty]
-    strategy().save(dict(zip("ab", shards, strict=True)), tmp_path)
-    assert torch.equal(loaded(tmp_path), torch.ones(1000))
-    by_dcp = {"w": torch.zeros(1000)}
-    dcp.load(by_dcp, checkpoint_id=str(tmp_path), no_dist=True)
-    assert torch.equal(by_dcp["w"], torch.ones(1000))
 
 
 # --- settings that change between saves -------------------------------------------------------------------------------
@@ -283,17 +226,6 @@ def test_a_layout_is_not_used_again_by_a_process_that_has_got_another_rank(tmp_p
     saver.save(ones(2), tmp_path / "2")
     assert not saver.validated_cache_reuse
     assert torch.equal(loaded(tmp_path / "2"), torch.ones(1000) * 2)
-
-
-def test_a_forked_process_does_not_copy_into_the_trainers_memory(tmp_path: Path) -> None:
-    queue = AsyncCallsQueue(options=_QUIET)
-    queue.schedule_async_request(strategy().async_save(ones(), tmp_path))
-    queue.maybe_finalize_async_calls(blocking=True)
-    assert staging._in_use
-    pid = os.fork()
-    if pid == 0:
-        os._exit(1 if staging._free or staging._in_use else 0)
-    assert os.waitpid(pid, 0)[1] == 0
 
 
 # --- the metadata of a new structure ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 
 from mcore_ckpt import SaveOptions
 from mcore_ckpt.core import process
-from mcore_ckpt.core.errors import WriterDiedError, WriteTimeoutError
+from mcore_ckpt.core.errors import WriteTimeoutError
 from mcore_ckpt.core.options import ranks_of_this_host
 from mcore_ckpt.save import child_processes, staging, writer_process
 from mcore_ckpt.save.child_processes import fork_call
@@ -103,21 +103,6 @@ def test_a_save_waits_for_the_one_that_is_in_flight() -> None:
     assert not is_busy()
 
 
-def test_a_buffer_that_another_thread_is_filling_is_not_had() -> None:
-    options = SaveOptions(staging_budget_bytes=_MIB)
-    first = lease_buffer(_MIB, options)
-    second: list[staging.BufferLease] = []
-    other = threading.Thread(target=lambda: second.append(lease_buffer(_MIB, options)))
-    other.start()
-    other.join(timeout=0.3)
-    assert other.is_alive(), "the first is still being copied to"
-    assert second == []
-    first.give_back()
-    other.join(timeout=30)
-    assert [lease.buffer for lease in second] == [first.buffer]
-    second[0].give_back()
-
-
 def test_idle_buffer_make_room_for_a_larger_one() -> None:
     options = SaveOptions(staging_budget_bytes=10 * _MIB)
     lease = lease_buffer(4 * _MIB, options)
@@ -158,19 +143,6 @@ def test_the_launcher_tells_how_many_ranks_share_a_host(environment: dict[str, s
     assert ranks_of_this_host(environment) == expected
 
 
-def test_the_choice_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_told", set())
-    sources = [bucket_of(torch.ones(1))]
-    with caplog.at_level("INFO"):
-        for _ in range(3):
-            staging.log_choice(sources, SaveOptions())
-        staging.log_choice(sources, SaveOptions(writer="fork"))
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 2
-    assert "a reused staging buffer in shared memory; one writer process" in messages[0]
-    assert "one forked child" in messages[1]
-
-
 # --- what is left when a save does not end well -----------------------------------------------------------------------
 
 
@@ -206,18 +178,6 @@ def test_a_buffer_is_not_used_again_while_a_killed_writer_is_still_there(
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("way", [{}, {"writer": "fork"}], ids=str)
-def test_a_buffer_is_used_again_after_a_writer_that_died(way: dict[str, Any], tmp_path: Path) -> None:
-    options = _options(**way)
-    save = start_writing(MisbehavingStorage(str(tmp_path), "SIGKILL"), [bucket_of(torch.ones(1000))], options, "a save")
-    (used,) = (lease.buffer for lease in staging._in_use)
-    with pytest.raises(WriterDiedError, match="SIGKILL"):
-        save.result()
-    lease = lease_buffer(1000, options)
-    assert lease.buffer is used
-    lease.give_back()
-
-
 def test_a_forked_process_does_not_keep_a_buffer_that_the_trainer_gives_up(tmp_path: Path) -> None:
     tensor = torch.ones(8 * _MIB)
     for options in (_options(), _options(writer="fork")):
@@ -249,25 +209,6 @@ class _HangsAtFirst(LocalStorage):
         writer = super().open_writer(name, **options)
         writer.write = lambda offset, view: self._let_go.wait(60)  # type: ignore[method-assign]
         return writer
-
-
-def test_a_save_elsewhere_does_not_wait_for_windows_that_a_hung_write_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mcore_ckpt.save.writer.WINDOW_BYTES", 65536)
-    options = SaveOptions(write_deadline_s=0.5)
-    tensor = torch.ones(_MIB)  # many windows
-    let_go = threading.Event()
-    try:
-        with pytest.raises(WriteTimeoutError):
-            write_in_process(_HangsAtFirst(_made(tmp_path / "hung"), let_go), [bucket_of(tensor)], options)
-        for number in range(2):
-            (result,) = write_in_process(
-                LocalStorage(_made(tmp_path / f"healthy{number}")), [bucket_of(tensor)], options
-            )
-            assert result.size_bytes > tensor.nbytes
-    finally:
-        let_go.set()
 
 
 def test_control_c_is_heard_though_a_write_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
