@@ -9,7 +9,7 @@ passes through the buffer window by window, which blocks the trainer for the par
 Staging buffers are shared memory, kept between saves. Copying into memory that has been touched before costs about
 0.06 s per GB, touching new memory two to eight times that. So a `StagingBuffer` is reused, and the first save, which
 finds it new, writes to it instead of touching it. A save leases one (`lease_buffer`) from its copy until its writer has
-ended. All staging buffers of a rank share one budget. Saves are in flight at once while they fit into it together.
+ended; the next one waits for that.
 
 Tensors on a device are copied by `DeviceCopies`, while the trainer computes. Each device has one side stream. It
 first waits for what the trainer has queued on its current stream, which belongs to the state that is saved; then come
@@ -244,9 +244,7 @@ _LOOK_S = 0.02
 
 @dataclass(slots=True, eq=False)
 class BufferLease:
-    """A staging buffer that a save may use until it gives it back, and how much of it: what other saves in flight have
-    left.
-    """
+    """A staging buffer that a save may use until it gives it back, and how much of it."""
 
     buffer: StagingBuffer
     budget_bytes: int
@@ -321,18 +319,14 @@ def _collect() -> None:
         lease.give_back()
 
 
-def _taken_bytes() -> int:
-    return sum(lease.buffer.capacity_bytes for lease in _in_use)
-
-
 def is_busy() -> bool:
     """Whether an async save would have to wait for one of this rank to be written."""
     _collect()
     return bool(_in_use)
 
 
-def lease_buffer(nbytes: int, options: SaveOptions) -> BufferLease:
-    """A staging buffer for a save of `nbytes`; waits for the save of this rank that is in flight."""
+def lease_buffer(options: SaveOptions) -> BufferLease:
+    """A staging buffer for a save; waits for the save of this rank that is in flight."""
     lease = None
     try:
         while lease is None:
@@ -341,7 +335,7 @@ def lease_buffer(nbytes: int, options: SaveOptions) -> BufferLease:
             with _changed:
                 oldest = _in_use[0] if _in_use else None
                 if oldest is None:
-                    lease = _lease(nbytes, options, dropped)
+                    lease = _lease(options, dropped)
             for buffer in dropped:
                 _drop(buffer)
             if oldest is not None:
@@ -354,17 +348,12 @@ def lease_buffer(nbytes: int, options: SaveOptions) -> BufferLease:
     return lease
 
 
-def _lease(nbytes: int, options: SaveOptions, dropped: list[StagingBuffer]) -> BufferLease:
-    budget_bytes = max(_budget_bytes(options) - _taken_bytes(), _LEAST_BYTES)
-    _free.sort(key=lambda buffer: buffer.capacity_bytes)
+def _lease(options: SaveOptions, dropped: list[StagingBuffer]) -> BufferLease:
+    budget_bytes = max(_budget_bytes(options), _LEAST_BYTES)
     buffer = _free.pop() if _free else StagingBuffer()
     if buffer.capacity_bytes > budget_bytes:  # of a time when the budget was larger
         dropped.append(buffer)
         buffer = StagingBuffer()
-    # Idle staging buffers may keep only what this save leaves of the budget.
-    left_bytes = budget_bytes - max(buffer.capacity_bytes, min(nbytes, budget_bytes))
-    while _free and sum(idle.capacity_bytes for idle in _free) > left_bytes:
-        dropped.append(_free.pop())
     _in_use.append(BufferLease(buffer, budget_bytes))
     return _in_use[-1]
 
@@ -376,17 +365,17 @@ def _drop(buffer: StagingBuffer) -> None:
 
 
 def _budget_bytes(options: SaveOptions) -> int:
-    """What all staging buffers of this rank may take together."""
+    """What the staging buffer of this rank may take."""
     if options.staging_budget_bytes is not None:
         return options.staging_budget_bytes
     share = int(free_host_bytes() * _DEFAULT_SHARE) // ranks_of_this_host()
-    # What the staging buffers hold already is no longer free memory, and needs no new leave.
-    return max(share, _taken_bytes() + sum(buffer.capacity_bytes for buffer in _free))
+    # What it holds already is no longer free memory, and needs no new leave.
+    return max(share, sum(buffer.capacity_bytes for buffer in _free))
 
 
 def warm_up_buffer(nbytes: int, options: SaveOptions) -> None:
     """Before the first save: start the writer, and allocate and touch a buffer of `nbytes`, within the budget."""
-    lease = lease_buffer(nbytes, options)
+    lease = lease_buffer(options)
     try:
         lease.buffer.reserve(min(nbytes, lease.budget_bytes))
         if options.writer == "persistent":
@@ -747,7 +736,7 @@ def _copy_and_dispatch(
         deadline_s=options.write_deadline_s,
         plan=plan,
     )
-    lease = lease_buffer(total_bytes, options)
+    lease = lease_buffer(options)
     try:
         if lease.budget_bytes < total_bytes:
             return _stream(writer_job, buckets, lease, total_bytes, options, what, started)

@@ -58,7 +58,6 @@ _START_PERIOD_S: Final = 0.002
 _SEND_DEADLINE_S: Final = 10.0
 _CANCEL_DEADLINE_S: Final = 2.0
 _OUTPUT_TAIL_BYTES: Final = 4000
-_KEPT_BUFFERS: Final = 4
 _job_numbers = itertools.count(1)
 
 # -S: no site-packages hooks; the trainer's import path is appended to the standard library's, so that a file of the
@@ -77,9 +76,9 @@ class Kind(enum.IntEnum):
     """What a message is; with what it holds."""
 
     # Trainer to writer.
-    BUFFER = 1  # (key, size in bytes), with the staging buffer's descriptor
-    FORGET_BUFFER = 2  # key
-    JOB = 3  # (number, WriterJob without images, images or None if as before, key of the buffer, directory, umask)
+    BUFFER = 1  # size in bytes, with the descriptor of the staging buffer of the jobs that follow
+    FORGET_BUFFER = 2  # None
+    JOB = 3  # (number, WriterJob without images, images or None if as before, directory, umask)
     WINDOW_READY = 4  # (job number, window number)
     CANCEL = 5  # job number
     STOP = 6  # None
@@ -255,7 +254,7 @@ class _WriterChild(SupervisedChild):
                 'set it, or use SaveOptions(writer="fork")'
             )
         self._tail = ""
-        self._buffers: dict[tuple[int, int], int] = {}
+        self._buffer: tuple[int, int, int] | None = None  # that the process has mapped: device, inode, size
         self._images: tuple[FileImage, ...] = ()  # of the last job
         self._output_fd = os.memfd_create("mcore_ckpt_writer_output", os.MFD_CLOEXEC)
         self._connection, theirs = socket.socketpair()
@@ -346,13 +345,13 @@ class _WriterChild(SupervisedChild):
         names = [file.name for file in writer_job.files]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         with self._lock:
-            key = self.send_buffer(buffer_fd)
+            self.send_buffer(buffer_fd)
             what = f"writing {shown} into {writer_job.storage}"
             job = self._jobs[number] = ChildJob(self, what, number, writer_job.deadline_s)
             try:
                 if on_submit is not None:
                     on_submit(job)
-                self._send_job(number, writer_job, key)
+                self._send_job(number, writer_job)
             except BaseException:
                 job.abort()
                 raise
@@ -360,33 +359,27 @@ class _WriterChild(SupervisedChild):
                 self._fail_jobs(self._death)
         return job
 
-    def _send_job(self, number: int, writer_job: WriterJob, key: tuple[int, int]) -> None:
+    def _send_job(self, number: int, writer_job: WriterJob) -> None:
         """The structure of the files, half a megabyte for 20,000 tensors, is sent only if it is another one."""
         job, images = without_images(writer_job)
         known = len(images) == len(self._images) and all(map(operator.is_, images, self._images))
         self._images = images
-        self.send(Kind.JOB, (number, job, None if known else images, key, _working_directory(), _umask()))
+        self.send(Kind.JOB, (number, job, None if known else images, _working_directory(), _umask()))
 
-    def send_buffer(self, buffer_fd: int) -> tuple[int, int]:
-        """Have the writer map a staging buffer, unless it has; it keeps the few that were used last."""
+    def send_buffer(self, buffer_fd: int) -> None:
+        """Have the writer map a staging buffer for the jobs that follow, unless it has."""
         stat = os.fstat(buffer_fd)
-        key = (stat.st_dev, stat.st_ino)
-        known = self._buffers.pop(key, None)
-        self._buffers[key] = stat.st_size
-        if known != stat.st_size:
-            self.send(Kind.BUFFER, (key, stat.st_size), buffer_fd)
-        while len(self._buffers) > _KEPT_BUFFERS:
-            oldest = next(iter(self._buffers))
-            del self._buffers[oldest]
-            self.send(Kind.FORGET_BUFFER, oldest)
-        return key
+        buffer = (stat.st_dev, stat.st_ino, stat.st_size)
+        if buffer != self._buffer:
+            self._buffer = buffer
+            self.send(Kind.BUFFER, stat.st_size, buffer_fd)
 
     def forget_buffer(self, buffer_fd: int) -> None:
         """Have the writer unmap a staging buffer, so that its memory can be given back."""
         stat = os.fstat(buffer_fd)
-        key = (stat.st_dev, stat.st_ino)
-        if self._buffers.pop(key, None) is not None:
-            self.send(Kind.FORGET_BUFFER, key)
+        if self._buffer is not None and self._buffer[:2] == (stat.st_dev, stat.st_ino):
+            self._buffer = None
+            self.send(Kind.FORGET_BUFFER, None)
 
     def watch(self, number: int) -> JobWatch:
         return JobWatch(self.pid, self._page.fd, number)
@@ -513,7 +506,7 @@ class _Writer:
         self.inbox = Inbox(connection)
         self._connection = connection
         self._status = status
-        self._buffers: dict[Any, mmap.mmap] = {}
+        self._buffer: mmap.mmap | None = None
         self._images: Sequence[FileImage] = ()  # of the last job that has arrived
         self._jobs: queue.SimpleQueue[tuple[_RunningJob, WriterJob, Any, str | None, int | None] | None]
         self._jobs = queue.SimpleQueue()
@@ -526,19 +519,18 @@ class _Writer:
         for kind, content, fd in self.inbox.messages():
             if kind == Kind.BUFFER:
                 assert fd is not None
-                key, nbytes = content
                 try:
-                    self._buffers[key] = mmap.mmap(fd, nbytes)
+                    self._buffer = mmap.mmap(fd, content)
                 finally:
                     os.close(fd)
             elif kind == Kind.FORGET_BUFFER:
-                self._buffers.pop(content, None)
+                self._buffer = None
             elif kind == Kind.JOB:
-                number, job, images, key, directory, umask = content
+                number, job, images, directory, umask = content
                 self._images = self._images if images is None else images
                 job = with_images(job, self._images)
                 running = self._known[number] = _RunningJob(number)
-                self._jobs.put((running, job, self._buffers.get(key), directory, umask))
+                self._jobs.put((running, job, self._buffer, directory, umask))
             elif kind == Kind.WINDOW_READY:
                 number, window = content
                 if (running_now := self._known.get(number)) is not None:

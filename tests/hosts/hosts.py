@@ -128,16 +128,15 @@ class Host:
 
 
 @contextmanager
-def running_hosts(count: int, shared: Path, *, one_machine: bool = False) -> Iterator[list[Host]]:
+def running_hosts(count: int, shared: Path) -> Iterator[list[Host]]:
     """So many hosts, until the block is left; whatever runs on them then is killed.
 
     Args:
         count: of hosts.
         shared: the directory that all of them have, under the same path; made where it is missing.
-        one_machine: they are containers: of one name, with the ids of one machine and one boot.
     """
     shared.mkdir(parents=True, exist_ok=True)
-    names = ["container" if one_machine else f"host-{number}" for number in range(count)]
+    names = [f"host-{number}" for number in range(count)]
     addresses = [f"{_NETWORK}.{number + 1}" for number in range(count)]
     table = "\n".join(f"{address} {name}" for address, name in zip(addresses, names, strict=True))
     with ExitStack() as ends:
@@ -152,7 +151,7 @@ def running_hosts(count: int, shared: Path, *, one_machine: bool = False) -> Ite
                     spaces,
                     f"{_SETS_UP}{_STAYS}",
                     [name, *(str(folder) for folder in _below_tmp([shared, *_needed()]))],
-                    {"HOSTS_FILE": table, "HOST_ID": "" if one_machine else f"{number:032x}"},
+                    {"HOSTS_FILE": table, "HOST_ID": f"{number:032x}"},
                 )
             )
             port = f"port{number}"

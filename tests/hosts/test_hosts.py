@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,52 +144,3 @@ def test_a_host_that_is_plugged_in_again_is_waited_for(story: str, tmp_path: Pat
         _end(processes, shared / story)
     assert _told(shared, "error") == dict.fromkeys(range(4), "")
     assert verify_checkpoint(shared / ("second" if story == "fails" else "lost")).whole
-
-
-@pytest.mark.parametrize("one_machine", [False, True], ids=["machines", "containers of one machine"])
-def test_of_two_saves_that_cannot_see_each_other_one_is_published(one_machine: bool, tmp_path: Path) -> None:
-    directory = tmp_path / "shared" / "checkpoint"
-    directory.mkdir(parents=True)
-    with running_hosts(2, directory.parent, one_machine=one_machine) as (first, second):
-        # Whatever id the first save's process has, there is one of that id on the other host.
-        second.start(["sh", "-c", "for n in $(seq 100); do sleep 600 & done; wait"], tmp_path / "log")
-        _save(first, directory, "a", 600)
-        at_work = _said(directory, "a")
-        assert _save(second, directory, "b", 600).wait(_DEADLINE_S) == 0
-        expected = f"another save is at work in this directory: process {at_work['pid']} on host {at_work['host']}"
-        assert expected in _said(directory, "b")["error"]
-
-        # When its note counts no more, another save is published; then it goes on.
-        _save(second, directory, "c", 0)
-        assert "pid" in _said(directory, "c")
-        assert _published(directory, "c") == {"published": True}
-        assert "has lost: another save" in _published(directory, "a")["error"]
-
-        # The host of a save is lost with it.
-        _save(second, directory, "d", 0)
-        assert "pid" in _said(directory, "d")
-        second.kill()
-        _save(first, directory, "e", 0)
-        assert "pid" in _said(directory, "e")
-        assert _published(directory, "e") == {"published": True}
-    assert [path.name for path in directory.iterdir()] == [".metadata"]
-    assert (directory / ".metadata").read_bytes() == b"e"
-
-
-def _save(host: Host, directory: Path, name: str, young_s: float) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.hosts.commit_job", str(directory), name, str(young_s)]
-    return host.start(command, directory.parent / f"{name}.log", {"PYTHONPATH": str(ROOT)})
-
-
-def _said(directory: Path, name: str) -> dict[str, Any]:
-    """What a process of `commit_job` has written; what it wrote is taken away."""
-    told = Path(f"{directory}.{name}.json")
-    _wait_for(told.exists, directory.parent)
-    facts: dict[str, Any] = json.loads(told.read_text())
-    told.unlink()
-    return facts
-
-
-def _published(directory: Path, name: str) -> dict[str, Any]:
-    Path(f"{directory}.{name}.publish").touch()
-    return _said(directory, name)

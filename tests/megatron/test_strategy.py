@@ -284,7 +284,7 @@ def skipped(rank: int, base: Path) -> None:
     sharded = dist_checkpointing.ShardedTensor.from_rank_offsets
     queue = AsyncCallsQueue()
     ran: list[int] = []
-    lease = staging.lease_buffer(4096, SaveOptions()) if rank == 1 else None  # rank 1 is busy
+    lease = staging.lease_buffer(SaveOptions()) if rank == 1 else None  # rank 1 is busy
     for step in range(2):
         path = base / str(step)
         if rank == 0:

@@ -113,43 +113,6 @@ def test_saves_of_megatrons_shards(saves: int, options: dict[str, Any], tmp_path
     run_ranks(_megatron_saves, 2, tmp_path, saves, SaveOptions(**options))
 
 
-def _other_structure(rank: int, number: int) -> dict[str, Any]:
-    """Every second save has another structure, of the same number of bytes."""
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    keys = ["a", "b"] if number % 2 else ["c", "d"]
-    return {
-        key: ShardedTensor.from_rank_offsets(key, torch.arange(1000.0) + 100 * number + place, (0, rank, 2))
-        for place, key in enumerate(keys)
-    }
-
-
-def _save_before_committing(rank: int, base: Path) -> None:
-    from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
-
-    options = SaveOptions()
-    queue, strategy = AsyncCallsQueue(options=options), TorchDistSaveStrategy(options=options)
-    paths = [base / str(number) for number in range(6)]
-    for number, path in enumerate(paths):
-        path.mkdir(parents=True, exist_ok=True)
-        state = _other_structure(rank, number)
-        queue.schedule_async_request(strategy.async_save(state, path))
-        for shard in state.values():
-            shard.data.zero_()
-    assert queue.maybe_finalize_async_calls(blocking=True) == list(range(6))
-    for number, path in enumerate(paths):
-        wanted = _other_structure(rank, number)
-        for shard in wanted.values():
-            shard.data.fill_(-1)
-        loaded = TorchDistLoadStrategy().load(wanted, path)
-        for key, shard in _other_structure(rank, number).items():
-            assert torch.equal(loaded[key], shard.data), (number, key)
-
-
-def test_six_saves_begun_before_the_first_is_committed(tmp_path: Path) -> None:
-    run_ranks(_save_before_committing, 2, tmp_path)
-
-
 def _dcp_saves(rank: int, base: Path, saves: int, cached: bool) -> None:
     training = _Training(rank)
     writer = FileSystemWriterAsync(base / "0", cache_staged_state_dict=cached)

@@ -213,7 +213,8 @@ def test_a_writer_that_waits_for_the_trainer_is_not_stuck_and_can_be_called_off(
     handle = writer.submit(job(tmp_path, [image("a", _MIB)], ring=ring, deadline_s=0.5), buffer.fd)
     assert not handle.wait(1.0)
     pid = writer.pid
-    assert handle.abort()
+    handle.abort()
+    assert handle.memory_is_free()
     assert writer.pid == pid, "no need to kill it"
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(SaveError, match="cancelled"):
@@ -303,7 +304,8 @@ def test_a_job_can_be_called_off(writer: PersistentWriter, buffer: SmallBuffer, 
     handle = writer.submit(job(tmp_path, [image("a", 2 * _MIB)], storage=slow), buffer.fd)
     behind = writer.submit(job(tmp_path, [image("b", 100)]), buffer.fd)
     assert not handle.wait(0.5)
-    assert handle.abort()
+    handle.abort()
+    assert handle.memory_is_free()
     with pytest.raises(SaveError, match="cancelled"):
         handle.result()
     behind.result()
@@ -312,7 +314,8 @@ def test_a_job_can_be_called_off(writer: PersistentWriter, buffer: SmallBuffer, 
     handle = writer.submit(job(tmp_path, [image("c", 100)], storage=hanging), buffer.fd)
     pid = writer.pid
     _wait_until_there(tmp_path / "c")
-    assert handle.abort(), "killed, since it does not listen"
+    handle.abort()
+    assert handle.memory_is_free(), "killed, since it does not listen"
     assert pid is not None
     assert not is_running(pid)
 

@@ -81,13 +81,6 @@ def test_dozens_of_saves_leave_nothing(writer: Any, tmp_path: Path) -> None:
     _check(50, writer, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("writer", ["persistent", "fork"])
-def test_a_thousand_saves_leave_nothing(writer: Any, tmp_path: Path) -> None:
-    _check(1000, writer, tmp_path)
-
-
 def _check(saves: int, writer: Any, directory: Path) -> None:
     shared_memory = set(os.listdir("/dev/shm"))
     options = SaveOptions(writer=writer)

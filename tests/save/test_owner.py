@@ -200,6 +200,7 @@ def test_an_async_save_that_is_interrupted_while_it_begins_writes_no_more(
             os.kill(stopped, signal.SIGSTOP)
         beginning = partial(strategy(writer=writer).async_save, state(1), directory)
         interrupted = Interruption(at_line).around(beginning)
+        assert all(lease._job is not None for lease in staging._in_use), f"line {at_line}: a buffer is taken for good"
         strategy().save(state(2), directory)  # while somebody still holds the traceback
         gate.touch()
         if stopped is not None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
-import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +18,7 @@ from mcore_ckpt import SaveOptions
 from mcore_ckpt.core import process
 from mcore_ckpt.core.errors import WriteTimeoutError
 from mcore_ckpt.core.options import ranks_of_this_host
-from mcore_ckpt.save import child_processes, staging, writer_process
+from mcore_ckpt.save import staging
 from mcore_ckpt.save.child_processes import fork_call
 from mcore_ckpt.save.staging import is_busy, lease_buffer, start_writing, write_in_process
 from mcore_ckpt.save.writer_process import shared_writer
@@ -88,11 +85,11 @@ def test_a_save_waits_for_the_one_that_is_in_flight() -> None:
 
     options = SaveOptions(staging_budget_bytes=10 * _MIB)
     job: Any = Job()
-    first = lease_buffer(6 * _MIB, options)
+    first = lease_buffer(options)
     first.is_used_by(job)
     assert is_busy()
     second: list[staging.BufferLease] = []
-    other = threading.Thread(target=lambda: second.append(lease_buffer(2 * _MIB, options)))
+    other = threading.Thread(target=lambda: second.append(lease_buffer(options)))
     other.start()
     other.join(timeout=0.3)
     assert second == []
@@ -105,18 +102,18 @@ def test_a_save_waits_for_the_one_that_is_in_flight() -> None:
 
 def test_idle_buffer_make_room_for_a_larger_one() -> None:
     options = SaveOptions(staging_budget_bytes=10 * _MIB)
-    lease = lease_buffer(4 * _MIB, options)
+    lease = lease_buffer(options)
     lease.buffer.reserve(4 * _MIB)
     lease.give_back()
     assert _held_bytes() == 4 * _MIB
-    lease = lease_buffer(9 * _MIB, options)
+    lease = lease_buffer(options)
     lease.buffer.reserve(9 * _MIB)
     assert _held_bytes() == 9 * _MIB
     lease.give_back()
-    again = lease_buffer(4 * _MIB, options)
+    again = lease_buffer(options)
     assert again.buffer is lease.buffer, "memory that is touched already is used again"
     again.give_back()
-    smaller = lease_buffer(_MIB, SaveOptions(staging_budget_bytes=2 * _MIB))
+    smaller = lease_buffer(SaveOptions(staging_budget_bytes=2 * _MIB))
     assert _held_bytes() == 0, "a budget that has become smaller holds at once"
     smaller.give_back()
 
@@ -124,7 +121,7 @@ def test_idle_buffer_make_room_for_a_larger_one() -> None:
 def test_the_default_budget_is_divided_among_the_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "free_host_bytes", lambda: 800 * _MIB)
     monkeypatch.setattr(staging, "ranks_of_this_host", lambda: 4)
-    lease = lease_buffer(_MIB, SaveOptions())
+    lease = lease_buffer(SaveOptions())
     assert lease.budget_bytes == 50 * _MIB
     lease.give_back()
 
@@ -167,7 +164,7 @@ def test_a_buffer_is_not_used_again_while_a_killed_writer_is_still_there(
     (used,) = (lease.buffer for lease in staging._in_use)
     with pytest.raises(WriteTimeoutError):
         save.result()
-    lease = lease_buffer(1000, _options())
+    lease = lease_buffer(_options())
     assert lease.buffer is not used
     lease.give_back()
     monkeypatch.undo()
@@ -226,78 +223,6 @@ def test_control_c_is_heard_though_a_write_hangs(tmp_path: Path, monkeypatch: py
     finally:
         let_go.set()
         timer.join()
-
-
-_INTERRUPTED = [staging, writer_process, child_processes]
-
-
-def _interrupt_at(moment: int) -> tuple[Any, list[int]]:
-    """A profile function that presses Ctrl-C at one of the moments when the interpreter looks for it.
-
-    That is when a function begins, and when a built-in one returns, in the modules that a save goes through.
-    """
-    files = {module.__file__ for module in _INTERRUPTED}
-    seen = [0]
-
-    def profile(frame: Any, event: str, _: object) -> None:
-        code = frame.f_code
-        # (the interpreter discards what is raised in a finalizer)
-        if event in ("call", "c_return") and code.co_filename in files and code.co_name != "__del__":
-            seen[0] += 1
-            if seen[0] == moment:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-    return profile, seen
-
-
-@pytest.mark.parametrize("way", [{}, {"writer": "fork"}, {"small": True}], ids=str)
-def test_whenever_control_c_comes_no_buffer_is_lost_or_used_twice(
-    way: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At any moment of the start of a save: what is in use then is what some process may still read, and no more."""
-    monkeypatch.setattr(staging, "WINDOW_BYTES", 65536)
-    small = way.get("small", False)
-    chosen = {} if small else way
-    options = SaveOptions(staging_budget_bytes=_MIB if small else 64 * _MIB, **chosen)
-    tensor = torch.ones(_MIB // 2)
-    if options.writer == "persistent":
-        shared_writer().warm_up()
-    generator = random.Random(5)
-    start_writing(LocalStorage(_made(tmp_path / "first")), [bucket_of(tensor)], options, "a save").result()
-    profile, seen = _interrupt_at(-1)
-    sys.setprofile(profile)
-    save = start_writing(LocalStorage(_made(tmp_path / "counted")), [bucket_of(tensor)], options, "a save")
-    sys.setprofile(None)
-    save.result()
-    assert seen[0] > 50
-    hit = 0
-    for moment in sorted(generator.sample(range(1, seen[0] + 1), 15)):
-        directory = tmp_path / str(moment)
-        profile, _ = _interrupt_at(moment)
-        sys.setprofile(profile)
-        try:
-            start_writing(LocalStorage(_made(directory)), [bucket_of(tensor)], options, "a save").result()
-        except KeyboardInterrupt:
-            hit += 1
-        finally:
-            sys.setprofile(None)
-        for lease in staging._in_use:
-            assert lease._job is not None, f"moment {moment}: a buffer is taken for good"
-        assert len({id(buffer) for buffer in staging._free}) == len(staging._free)
-        # The next save works, with whatever is there, and writes its own bytes.
-        other = torch.full((_MIB // 2,), float(moment))
-        after = tmp_path / f"after{moment}"
-        save = start_writing(LocalStorage(_made(after)), [bucket_of(other)], options, "a save")
-        other.zero_()
-        save.result()
-        content = bytearray((after / "__0_0.distcp").read_bytes())
-        offset = bucket_of(other).file.image.payload_offsets[0]
-        written = torch.frombuffer(content, dtype=torch.float32, offset=offset, count=other.numel())
-        assert torch.equal(written, torch.full_like(other, float(moment)))
-        shutil.rmtree(after)
-        shutil.rmtree(directory, ignore_errors=True)
-    assert hit > 7
 
 
 # --- memory of the host -----------------------------------------------------------------------------------------------
