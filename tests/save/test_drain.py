@@ -491,7 +491,7 @@ def test_damaged_local_files_reach_no_second_tier(tmp_path: Path) -> None:
     assert note_of(directory).error != ""
 
 
-_CHANGING = "create delete claim move move_new open_writer overwrite publish".split()
+_CHANGING = "create delete claim move open_writer overwrite publish".split()
 _OTHERS = ("tokenizer/vocab.json", "train_dataloader_dprank000.pt", COMMON_FILE, CONFIG_FILE)
 
 

@@ -26,7 +26,7 @@ from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
 from mcore_ckpt.save import child_processes, commit
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
-from mcore_ckpt.save.child_processes import Job
+from mcore_ckpt.save.child_processes import ChildJob
 from mcore_ckpt.save.commit import SaveTransaction
 from mcore_ckpt.save.writer_process import shared_writer
 from tests.support.gloo_ranks import MEGATRON, rank_outcomes
@@ -485,7 +485,7 @@ def _interrupted_while_waiting(rank: int, directory: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     started_s = time.monotonic()
     # While it waits for its writer, and where it compares notes with the others, which would go on without it.
-    for number, (owner, name) in enumerate([(Job, "wait"), (RankGroup, "maximum")]):
+    for number, (owner, name) in enumerate([(ChildJob, "wait"), (RankGroup, "maximum")]):
         where = f"{directory}/{name}"
         options = SaveOptions(on_failure="warn")
         strategy, queue = TorchDistSaveStrategy(options=options), AsyncCallsQueue()
