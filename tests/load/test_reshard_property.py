@@ -126,24 +126,3 @@ def test_any_layout_loads_in_any_other(
         np.testing.assert_array_equal(raw(request.tensor), expected[slices])
     np.testing.assert_array_equal(raw(requests[-1].tensor), raw(other))
     assert reader.stats.fallbacks == 0
-
-
-@given(
-    data=st.data(),
-    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple),
-    tuning=thresholds(),
-)
-def test_any_layout_loads_into_another_dtype(
-    data: st.DataObject, shape: tuple[int, ...], tuning: list[tuple[object, str, int]]
-) -> None:
-    tensor = torch.arange(float(np.prod(shape))).reshape(shape)
-    boxes = data.draw(tilings(shape))
-    requests = [ReadRequest("w", torch.zeros(box.sizes, dtype=torch.bfloat16), *box) for box in boxes]
-    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        for owner, name, value in tuning:
-            patch.setattr(owner, name, value)
-        write_checkpoint(Path(directory), {"w": StoredTensor(tensor, data.draw(tilings(shape)))}, padding=[3])
-        FileSystemReader(directory).read_items(requests)
-    for request, box in zip(requests, boxes, strict=True):
-        slices = tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))
-        assert torch.equal(request.tensor, tensor[slices].bfloat16())
