@@ -50,7 +50,7 @@ test-all: $(INSTALLED)  ## all tests, sweeps complete: hours; ARGS=tests/hosts: 
 	$(BIN)/python -m pip install --quiet ckpt-chaos
 	$(BIN)/python -m pytest --complete --timeout 1800 $(SIDE_BY_SIDE) -m "not matrix" $(ARGS)
 
-test-mutants: $(INSTALLED)  ## twenty-five small changes of the package, each of which the tests must notice; ARGS="-k NAME"
+test-mutants: $(INSTALLED)  ## small changes of the package, each of which the tests must notice: half an hour; ARGS="-k NAME"
 	$(BIN)/python scripts/mutants.py $(ARGS)
 
 test-flips: $(INSTALLED)  ## bits flipped, files cut, swapped and taken from another save, 10,000 times; ARGS="--flips N --seed S"

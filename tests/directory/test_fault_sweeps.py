@@ -14,7 +14,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,20 +118,20 @@ def look(
 
 def _prepare(rank: int) -> None:
     import mcore_ckpt
-    from tests.support import crash_runner  # noqa: F401
+    from tests.support import kill_runner  # noqa: F401
 
     mcore_ckpt.install()
 
 
 def _save(rank: int, seed: int, directory: Path, way: str) -> None:
-    from tests.support import crash_runner, kill_runner
+    from tests.support import kill_runner
 
     if way == "DCP":
-        writer = FileSystemWriterAsync(directory, options=crash_runner.OPTIONS)
+        writer = FileSystemWriterAsync(directory, options=kill_runner.OPTIONS)
         dcp.save(seeded_state.tensors(seed), storage_writer=writer)
         return
-    crash_runner.OPTIONS = replace(crash_runner.OPTIONS, **kill_runner.WAYS[way])
-    save = crash_runner.save_in_line if way == "in_line" else crash_runner.save_asynchronously
+    kill_runner.use_way(way)
+    save = kill_runner.save_in_line if way == "in_line" else kill_runner.save_asynchronously
     save(seed, directory)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,11 +50,11 @@ def ranks() -> Iterator[StandingRanks]:
 
 def _save(rank: int, seed: int, directory: Path, way: str) -> None:
     import mcore_ckpt
-    from tests.support import crash_runner, kill_runner
+    from tests.support import kill_runner
 
     mcore_ckpt.install()
-    crash_runner.OPTIONS = replace(crash_runner.OPTIONS, **kill_runner.WAYS[way])
-    save = crash_runner.save_in_line if way == "in_line" else crash_runner.save_asynchronously
+    kill_runner.use_way(way)
+    save = kill_runner.save_in_line if way == "in_line" else kill_runner.save_asynchronously
     save(seed, directory)
 
 

@@ -33,7 +33,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -42,7 +42,7 @@ import torch.distributed as dist
 import mcore_ckpt
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.storage import resolve
-from tests.support import crash_runner, kill_runner
+from tests.support import kill_runner
 from tests.support.checkpoint_reader import CheckpointReader, reader
 
 # Who is killed, how the save is written, and by how many ranks.
@@ -123,12 +123,12 @@ class Job:
 def _race(job: Job, rank: int, store: Path, directory: Path, ready: int, gate: int, said: Path) -> NoReturn:
     code = _BROKEN
     try:
-        crash_runner.OPTIONS = replace(crash_runner.OPTIONS, **kill_runner.WAYS[job.way])
+        kill_runner.use_way(job.way)
         dist.init_process_group("gloo", store=dist.FileStore(str(store), job.ranks), rank=rank, world_size=job.ranks)
         os.write(ready, b".")
         os.read(gate, 1)
         time.sleep(job.later_s)
-        save = crash_runner.save_in_line if job.way == "in_line" else crash_runner.save_asynchronously
+        save = kill_runner.save_in_line if job.way == "in_line" else kill_runner.save_asynchronously
         save(job.seed, directory)
         code = _SAVED
     except SaveError as error:
@@ -214,7 +214,7 @@ def race(count: int, seed: int, directory: Path, stock: CheckpointReader, ours: 
         by_ours, by_stock = ours.answer(), stock.answer()
         assert by_ours.whole in won, f"{what}: ours reads {by_ours}"
         assert by_stock.whole == by_stock.plain == by_ours.whole, f"{what}: ours {by_ours}, stock {by_stock}"
-        rest = crash_runner.litter(place)
+        rest = kill_runner.litter(place)
         assert not rest, f"{what}: {sorted(rest)} is left"
         if len(won) == 2:
             tally["both, one after the other"] += 1
@@ -253,11 +253,11 @@ def measure_moment(count: int, directory: Path) -> list[float]:
         try:
             os.close(receive)
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            crash_runner.save_in_line(1, directory)
+            kill_runner.save_in_line(1, directory)
             timed = _TimedOs()
             resolve.os = timed  # type: ignore[attr-defined]
             for number in range(count):
-                crash_runner.save_in_line(number % 3 + 1, directory)
+                kill_runner.save_in_line(number % 3 + 1, directory)
                 os.write(send, f"{timed.at_s['common.pt'] - timed.at_s['.metadata']}\n".encode())
         except BaseException:  # noqa: BLE001  (the child must not return into the parent's code)
             traceback.print_exc()

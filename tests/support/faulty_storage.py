@@ -1,8 +1,7 @@
-"""A storage that records every operation, and at the k-th one fails, or ends the process as a crash would.
+"""A storage that records every operation, and fails at the k-th one.
 
-A crash test records the N operations of a save with `Faults()`, then repeats the save N times with `Faults(at=k, ...)`
-and looks at what is left on disk. Operations are counted from 0, over all files and threads of the process, before
-they are carried out: at the k-th, nothing of it has happened yet, unless `how="torn"`.
+Operations are counted from 0, over all files and threads, before they are carried out: at the k-th, nothing of it has
+happened yet.
 """
 
 from __future__ import annotations
@@ -10,18 +9,15 @@ from __future__ import annotations
 import errno
 import os
 import re
-import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any
 
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.storage.base import DirectIo, FileVersion, RangeReader, RangeWriter, Storage
 from mcore_ckpt.storage.resolve import LocalStorage
-
-How = Literal["error", "exit", "kill", "torn"]
 
 
 @dataclass
@@ -29,58 +25,28 @@ class Faults:
     """What is to go wrong, and the record of what happened.
 
     Attributes:
-        at: index of the operation that goes wrong; None: all go well.
-        how: `"error"`: it raises `SaveError` with `code`, and so does every later one if `sticky`; `"exit"`: the
-            process ends at once, without cleaning up; `"kill"`: by SIGKILL; `"torn"`: half of a write reaches the file,
-            then the process ends (of other operations: nothing).
+        at: index of the operation that raises `SaveError` with `code`; None: all go well.
         code: errno of an error.
-        sticky: later operations fail, too, as they do on a full disk.
         only: operations that count, by name; empty: all that change something.
-        record: file to which each operation is appended, so that the record outlives the process.
-        in_writer: what becomes of this in the writer process, which counts for itself; None: it does nothing.
         operations: what was asked for, in order, as (operation, name, bytes).
     """
 
     at: int | None = None
-    how: How = "error"
     code: int = errno.ENOSPC
-    sticky: bool = False
     only: frozenset[str] = frozenset()
-    record: str | None = None
-    in_writer: Faults | None = None
     operations: list[tuple[str, str, int]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
-
-    def before(self, operation: str, name: str, size: int = 0, tear: Callable[[], None] | None = None) -> None:
+    def before(self, operation: str, name: str, size: int = 0) -> None:
         """Count an operation, and let it go wrong if it is its turn."""
         if self.only and operation not in self.only:
             return
         with self._lock:
             index = len(self.operations)
             self.operations.append((operation, name, size))
-            if self.record is not None:
-                with open(self.record, "a") as record:
-                    record.write(f"{operation} {name} {size}\n")
-        if self.at is None or index < self.at or (index > self.at and not self.sticky):
-            return
-        if self.how == "error":
+        if index == self.at:
             error = OSError(self.code, os.strerror(self.code), name)
             raise SaveError(f"{name}: {operation} failed: {error.strerror} (injected)") from error
-        if self.how == "torn" and tear is not None:
-            tear()
-        self._end()
-
-    def _end(self) -> NoReturn:
-        if self.how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-            threading.Event().wait()  # the signal is on its way
-        os._exit(17)
 
 
 def _without_id(name: str) -> str:
@@ -89,19 +55,13 @@ def _without_id(name: str) -> str:
 
 
 class FaultyStorage(Storage):
-    """Passes everything on to `inner`, by way of `faults`. Reading is never disturbed.
-
-    Pickled (on its way to a writer process), it takes `faults.in_writer` along.
-    """
+    """Passes everything on to `inner`, past `faults`. Reading is never disturbed."""
 
     write_bytes = 64 * 1024  # so that files of a few hundred KB take several writes
 
     def __init__(self, inner: LocalStorage, faults: Faults) -> None:
         self.inner = inner
         self.faults = faults
-
-    def __reduce__(self) -> tuple[type[FaultyStorage], tuple[LocalStorage, Faults]]:
-        return FaultyStorage, (self.inner, self.faults.in_writer or Faults())
 
     def __repr__(self) -> str:
         return f"FaultyStorage({self.inner!r})"
@@ -195,8 +155,7 @@ class _FaultyWriter(RangeWriter):
         self._faults = faults
 
     def write(self, offset: int, view: memoryview) -> None:
-        half = len(view) // 8192 * 4096
-        self._faults.before("write", self._file_name, len(view), lambda: self._inner.write(offset, view[:half]))
+        self._faults.before("write", self._file_name, len(view))
         self._inner.write(offset, view)
 
     def finish(self, size_bytes: int) -> None:
@@ -204,5 +163,5 @@ class _FaultyWriter(RangeWriter):
         self._inner.finish(size_bytes)
 
     def abort(self) -> None:
-        # Cleaning up must work whatever failed before; only a process that ends does not get to it.
+        # Cleaning up must work whatever failed before.
         self._inner.abort()

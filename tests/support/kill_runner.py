@@ -1,8 +1,9 @@
 """Kill the trainer, or the process that writes for it, at random moments of one save after the other into a directory.
 
-After each kill the directory has to hold the old checkpoint or the new one, whole; all trainers that still live have to
-know within seconds, and no process may be left. The next round saves over what the last one left. As in `crash_runner`,
-this process imports Megatron once and forks the trainers, one for each rank, for each save.
+After each kill the directory has to hold the old checkpoint or the new one, complete; all trainers that still live have
+to know within seconds, and no process may be left. The next round saves over what the last one left. What is saved
+depends on a seed alone, so a mix of two checkpoints shows. This process imports Megatron once and forks the trainers,
+one for each rank, for each save, and a child for each look.
 """
 
 from __future__ import annotations
@@ -22,17 +23,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from torch.distributed.checkpoint import CheckpointException
 
-from mcore_ckpt.core.errors import SaveError, WriterDiedError
-from tests.support import crash_runner
+from mcore_ckpt import AsyncCallsQueue, SaveOptions, TorchDistSaveStrategy
+from mcore_ckpt.core.errors import CheckpointError, SaveError, WriterDiedError
 from tests.support.processes import children, is_running
+from tests.support.seeded_state import sharded_state_dict, tensors
 
 # (a rank may lose contact to one that is killed after both have published the checkpoint)
-_SAVED, _REFUSED, _PUBLISHED, _BROKEN = 0, 3, 4, 101
+_SAVED, _REFUSED, _PUBLISHED, _ABSENT, _BROKEN = 0, 3, 4, 100, 101
 _KNOWS_WITHIN_S = 20.0
 _GONE_WITHIN_S = 20.0
-_SEEDS = (1, 2, 3)  # those that `crash_runner.look` recognizes
+_SEEDS = (1, 2, 3)  # those that `look` recognizes
 WAYS: dict[str, dict[str, Any]] = {
     "in_line": {},
     "persistent": {"writer": "persistent"},
@@ -40,6 +46,107 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 # A forked writer exists only while it writes; the persistent one starts with the save, and must be given its time.
 _WRITING_SHARE = {"persistent": 0.6, "fork": 0.1}
+
+
+OPTIONS = SaveOptions(thread_count=2)
+
+
+def use_way(way: str) -> None:
+    """Save so, in this process, from now on."""
+    global OPTIONS
+    OPTIONS = replace(OPTIONS, **WAYS[way])
+
+
+def save_in_line(seed: int, directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    dist_checkpointing.save(sharded_state_dict(seed), str(directory), TorchDistSaveStrategy(options=OPTIONS))
+
+
+class CallbacksRanError(AssertionError):
+    """The save's callbacks have run, and then the queue has raised: right only if it was published before contact to
+    another rank was lost.
+    """
+
+
+def save_asynchronously(seed: int, directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    queue = AsyncCallsQueue(persistent=True)
+    strategy = TorchDistSaveStrategy(options=OPTIONS)
+    state = sharded_state_dict(seed)
+    request = dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True)
+    callbacks: list[int] = []
+    request.add_finalize_fn(lambda: callbacks.append(seed))
+    queue.schedule_async_request(request)
+    for value in state.values():
+        if isinstance(value, ShardedTensor):
+            value.data.zero_()  # training goes on
+    try:
+        queue.maybe_finalize_async_calls(blocking=True)
+    except CheckpointError as error:
+        if callbacks:
+            raise CallbacksRanError(f"a finalize callback of a failed save has run: {error}") from error
+        raise
+    finally:
+        queue.close(abort=True)
+    if callbacks != [seed]:
+        raise AssertionError("the finalize callback of a good save has not run")
+
+
+def load_megatron(directory: Path) -> dict[str, Any]:
+    wanted = sharded_state_dict(0)
+    common = dist_checkpointing.load_common_state_dict(str(directory))
+    loaded = dist_checkpointing.load(wanted, str(directory))
+    return {**{key: loaded[key] for key in tensors(0)}, "seeds": {loaded["object"]["seed"], common["iteration"]}}
+
+
+def in_child(work: Callable[[], int]) -> int:
+    """Exit code of `work`, run in a forked child with a gloo world of its own; `_BROKEN` if it raises."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        code = _BROKEN
+        try:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            code = work()
+        except BaseException:  # noqa: BLE001  (the child must not return into the parent's code)
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def look(directory: Path) -> int:
+    """The seed of the checkpoint in a directory, `_ABSENT`, or `_BROKEN` for a mix or anything unreadable."""
+
+    def work() -> int:
+        # Megatron writes `metadata.json` last, and takes a directory without it for no checkpoint.
+        needed = (".metadata", "metadata.json")
+        if not all((directory / name).exists() for name in needed):
+            try:
+                load_megatron(directory)
+            except (Exception, CheckpointException):  # noqa: BLE001  (Megatron may answer first, in its words)
+                return _ABSENT
+            print(f"a directory without all of {needed} was loaded")
+            return _BROKEN
+        found = load_megatron(directory)
+        for seed in range(4):
+            if found["seeds"] == {seed} and all(torch.equal(found[key], value) for key, value in tensors(seed).items()):
+                return seed
+        print(f"a mix: object and common state are of {found['seeds']}, and the tensors of another seed")
+        return _BROKEN
+
+    return in_child(work)
+
+
+def litter(directory: Path) -> set[str]:
+    """Files that do not belong to the checkpoint in the directory."""
+    from mcore_ckpt.directory.in_force import index_files
+    from mcore_ckpt.format.metadata_read import read_index
+
+    own = {".metadata", "metadata.json", "common.pt", *index_files(read_index(directory))}
+    return {path.name for path in directory.iterdir()} - own
 
 
 def start_save(way: str, seed: int, directory: Path, ranks: int, struck: str) -> list[int]:
@@ -65,14 +172,14 @@ def start_save(way: str, seed: int, directory: Path, ranks: int, struck: str) ->
 def _save(way: str, seed: int, directory: Path, rank: int, ranks: int, store: str, ready: int, struck: str) -> NoReturn:
     code = _BROKEN
     try:
-        crash_runner.OPTIONS = replace(crash_runner.OPTIONS, **WAYS[way])
+        use_way(way)
         dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
         os.write(ready, b".")
         os.close(ready)
-        save = crash_runner.save_in_line if way == "in_line" else crash_runner.save_asynchronously
+        save = save_in_line if way == "in_line" else save_asynchronously
         save(seed, directory)
         code = _SAVED
-    except crash_runner.CallbacksRanError as error:
+    except CallbacksRanError as error:
         lost = "lost contact" in str(error)
         code = _PUBLISHED if lost and struck == "trainer" and ranks > 1 else _BROKEN
         if code == _BROKEN:
@@ -193,7 +300,6 @@ def run(
     Raises:
         AssertionError: at the first thing that must not be.
     """
-    scenario = crash_runner.SCENARIOS["async-error-replace"]
     generator = random.Random(seed)
     directory.parent.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
@@ -215,7 +321,7 @@ def run(
         slowest_s = max(slowest_s, knew_s)
         if outcome == "saved":  # keeps the moments inside a save, also when the machine becomes faster or slower
             whole_s = min(0.7 * whole_s + 0.3 * (time.monotonic() - began_s), 0.8 * whole_s)
-        found = crash_runner.look(scenario, directory)
+        found = look(directory)
         hits += outcome != "saved"
         more = judge(directory, found, current)
         tally[f"{outcome}, {'new' if found == new else 'old'} checkpoint{more}"] += 1
@@ -230,9 +336,9 @@ def run(
         f"the last trainer knew after {slowest_s:.2f} s at worst"
     )
     last = current % len(_SEEDS) + 1
-    if not _save_whole(way, last, directory, ranks) or crash_runner.look(scenario, directory) != last:
+    if not _save_whole(way, last, directory, ranks) or look(directory) != last:
         raise AssertionError("the last save does not work")
-    if rest := crash_runner.litter(directory):
+    if rest := litter(directory):
         raise AssertionError(f"{sorted(rest)} is still there after a save")
     if left := set(Path("/dev/shm").iterdir()) - shared_memory:
         print(f"new in /dev/shm, by whomever: {left}")
