@@ -168,11 +168,11 @@ MUTANTS: Final = (
         "storage/test_local.py directory/test_other_file_systems.py directory/test_publish_crash.py",
     ),
     Mutant(
-        "the index is published before the names of the data files are durable",
+        "a published index is not synced",
         "directory/commit.py",
-        "            storage.sync(parents=self.base is None)  # (the directory may be new)\n",
-        "",
-        "directory/test_commit.py directory/test_publish_crash.py directory/test_other_file_systems.py",
+        "storage.sync()  # before all else: else",
+        "pass  # else",
+        "directory/test_other_file_systems.py directory/test_publish.py directory/test_fault_sweeps.py",
     ),
     Mutant(
         "a rank without objects loses its empty bucket's neighbours",

@@ -18,7 +18,15 @@ from mcore_ckpt import LoadError, SaveError, SaveOptions
 from mcore_ckpt.directory import commit
 from mcore_ckpt.directory import commit as commit_module
 from mcore_ckpt.directory.commit import CLAIM, NOTE, Commit, Owner, note_name, notes, seems_gone
-from mcore_ckpt.directory.publish import accept_common_file, discard, open_target, publish, remove_tensors, write_common
+from mcore_ckpt.directory.publish import (
+    Target,
+    accept_common_file,
+    discard,
+    open_target,
+    publish,
+    remove_tensors,
+    write_common,
+)
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.directory import commit_model
@@ -289,3 +297,30 @@ def test_the_protocol_holds_in_all_interleavings_and_needs_each_of_its_rules() -
     assert "NOT EXPECTED" not in told, told
     assert told.count("holds") > 10
     assert told.count("VIOLATED") > 8
+
+
+@pytest.mark.usefixtures("unseen")
+def test_a_save_that_begins_at_any_step_of_another_never_replaces_what_it_has_not_seen(tmp_path: Path) -> None:
+    lost = 0
+    for at in range(100):
+        path = tmp_path / str(at)
+        storage = LocalStorage(path)
+        save_on(storage, b"old")
+        faults, late = At(at=at), []
+        faults.do = lambda path=path, late=late: late.append(Target(Commit.begin(LocalStorage(path))))
+        name = save_on(FaultyStorage(storage, faults), b"new")
+        if not late:
+            break
+        (target,) = late
+        seen, file = target.commit.base, file_of(target)
+        (path / file).write_bytes(b"late")
+        is_new = seen == commit.identity_in_force(storage)
+        try:
+            publish(storage, target, sealed(file, target.save_id), has_common_state=False)
+        except SaveError:
+            lost += 1
+            assert set(read_index(path).tensors) == {name}
+            assert (path / COMMON_FILE).read_bytes() == b"new"
+        else:
+            assert is_new, f"step {at}: it has replaced a save that it had not seen"
+    assert lost > 5

@@ -14,7 +14,17 @@ import pytest
 from mcore_ckpt import CheckpointExistsError, SaveError, SaveOptions
 from mcore_ckpt.directory.commit import Owner, note_name
 from mcore_ckpt.directory.in_force import common_file_in_force
-from mcore_ckpt.directory.publish import Target, discard, give_back, open_target, publish, reserve, settle, write_common
+from mcore_ckpt.directory.publish import (
+    Target,
+    check_files,
+    discard,
+    give_back,
+    open_target,
+    publish,
+    reserve,
+    settle,
+    write_common,
+)
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_name, with_id, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index
@@ -400,3 +410,10 @@ def test_of_two_saves_that_do_not_see_each_other_one_wins_and_the_other_is_told(
     discard(storage, [file_of(slow)])
     assert names(tmp_path) == {name, METADATA_FILE, COMMON_FILE}
     assert (tmp_path / COMMON_FILE).read_bytes() == b"fast"
+
+
+def test_a_file_that_is_there_at_another_size_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_ckpt.directory.publish._FILES_APPEAR_WITHIN_S", 0.0)
+    (tmp_path / "__0_0.distcp").write_bytes(b"x" * 9)
+    with pytest.raises(SaveError, match="planned with 10 bytes, and has 9"):
+        check_files(LocalStorage(tmp_path), [("__0_0.distcp", 10)])
