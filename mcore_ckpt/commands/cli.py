@@ -111,7 +111,7 @@ _COMMANDS: Final = {
     ),
     "doctor": _Command(
         _RUN,
-        "what install() finds of Megatron here, and what a job would stumble over",
+        "what install() finds of Megatron here, and what would stop a job",
         ("", "/checkpoints"),
         ("nothing would stop a job", "something would"),
     ),

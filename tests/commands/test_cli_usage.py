@@ -25,7 +25,20 @@ from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import parse_size
 from tests.support.model_like import reshard_killed, write_model
 
-COMMANDS = ["list", "inspect", "verify", "cat", "diff", "copy", "repair", "prune", "reshard", "export", "import"]
+COMMANDS = [
+    "list",
+    "inspect",
+    "verify",
+    "cat",
+    "diff",
+    "copy",
+    "repair",
+    "prune",
+    "reshard",
+    "export",
+    "import",
+    "doctor",
+]
 ROOT = Path(__file__).resolve().parents[2]
 LONG = (
     "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 3 --target-expert-parallel-size 4 "
@@ -67,8 +80,8 @@ def test_help_imports_nothing_heavy(command: list[str]) -> None:
     [["inspect", "--json", "--tensors"], ["verify"]],
     ids=" ".join,
 )
-def test_looking_and_verifying_need_neither_torch_nor_numpy(checkpoint: Path, arguments: list[str]) -> None:
-    assert imported_by([arguments[0], str(checkpoint), *arguments[1:]]) == set()
+def test_looking_and_verifying_need_no_torch(checkpoint: Path, arguments: list[str]) -> None:
+    assert imported_by([arguments[0], str(checkpoint), *arguments[1:]]) <= {"numpy"}
 
 
 def test_every_command_is_listed_and_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
