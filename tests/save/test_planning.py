@@ -222,3 +222,20 @@ def test_the_first_save_after_a_load_has_the_plan_of_what_was_loaded_if_every_ra
     for said in run_megatron_ranks(_go_on_with_two, 2, tmp_path):
         assert "element" in said
     assert not (tmp_path / "by two" / ".metadata").exists()
+
+
+def _save_with_threads(rank: int, directory: Path, counts: list[int]) -> list[int]:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
+
+    strategy = TorchDistSaveStrategy()
+    for number, strategy.thread_count in enumerate(counts):
+        path = directory / str(number)
+        path.mkdir()
+        strategy.save({k: ShardedTensor.from_rank_offsets(k, torch.ones(_ROWS)) for k in "abcd"}, path)
+    return [len(list((directory / str(number)).glob("*.distcp"))) for number in range(len(counts))]
+
+
+def test_another_number_of_files_is_laid_out_again(tmp_path: Path) -> None:
+    assert run_megatron_ranks(_save_with_threads, 1, tmp_path, [1, 3, 3]) == [[1, 3, 3]]
