@@ -1,14 +1,4 @@
-"""The note of a save at work: who it is, so that a second job in the same directory is usually refused at its start.
-
-    .mcore_ckpt_incomplete.ID       the note of the save ID; in a file system, its index-to-be (see `commit`)
-    .mcore_ckpt_next.TOKEN          a claim: which save is the successor of what TOKEN stands for
-
-A note is a courtesy: it spares a second job the writing, and names host and process in the message. It is not renewed,
-and nothing depends on it: which save comes into force is decided by the commit. A process on this host can be seen, so
-its note counts as long as it lives. One on another host or in another container cannot: its note counts while it is
-young, by the storage's clock.
-
-The commit: `.metadata` is replaced only if it is still the one that was there when the save began.
+"""The commit: `.metadata` is replaced only if it is still the one that was there when the save began.
 
 Any number of savers may work in one directory, on whatever hosts, and be stopped at any moment. `.metadata`
 is the one commit point, and one compare-and-swap decides which saver comes into force. There is no lease in it, and no
@@ -37,6 +27,10 @@ clock. A saver whose base has been replaced has lost, for ever: no `.metadata` c
 say what has become of it, the save fails, its files stay, and the next save removes them after its own commit: then the
 put is refused, however late it arrives.
 
+**The note** is a courtesy: it spares a second job the writing, and names host and process in the message. It is not
+renewed, and nothing depends on it. A process on this host can be seen, so its note counts as long as it lives. One on
+another host or in another container cannot: its note counts while it is young, by the storage's clock.
+
 `tests/directory/commit_model.py` explores all interleavings, crashes and power cuts, and what each rule prevents.
 """
 
@@ -57,21 +51,26 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, NewerFormatError, SaveError
+from mcore_ckpt.core.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LoadError,
+    NewerFormatError,
+    SaveError,
+)
 from mcore_ckpt.core.process import in_parallel
 from mcore_ckpt.directory.in_force import index_files, is_pending, noted_saves, pending_name, read_in_force, saves_of
 from mcore_ckpt.format.integrity import Identity, data_file_of, identity_of
 from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, METADATA_FILE, parse_index
 from mcore_ckpt.storage.base import FileVersion, OutcomeUnknownError, Storage
 
+_logger = logger_of(__name__)
+
 CLAIM: Final = ".mcore_ckpt_next."
 NOTE: Final = INCOMPLETE_MARKER + "."
 _NOTE_NAME: Final = re.compile(re.escape(NOTE) + r"(?P<id>[0-9a-f]{16})")
 YOUNG_S: Final = 60.0
 """So long the note of a process that cannot be seen from here keeps other saves out."""
-# What a note that names nobody may be: half written, or filled with an index that is just being published.
-_UNREADABLE_S: Final = 2.0
-_LOOK_AGAIN_S: Final = 0.02
 # A list of files names a million of them at most.
 _MAX_NOTE_BYTES: Final = 64 * 1024 * 1024
 # So old is the note of a process that cannot be seen, where people are shown whether a save is at work.
@@ -207,18 +206,17 @@ def _start_of(pid: int) -> str | None:
 
 def notes(storage: Storage, names: Iterable[str]) -> list[Owner]:
     """Who has left notes, among these files of a directory. Raises `LoadError`."""
-    found = [(name, match["id"]) for name in names if (match := _NOTE_NAME.fullmatch(name))]
-    owners = ((read_note(storage, name), save) for name, save in found)
-    return [Owner.decode(save, content) for content, save in owners if content is not None]
-
-
-def read_note(storage: Storage, name: str) -> bytes | None:
-    """What a note says; None if it is gone. Raises `LoadError`."""
-    try:
-        with storage.open_reader(name, direct="off") as reader:
-            return reader.read(0, min(reader.size_bytes, _MAX_NOTE_BYTES))
-    except CheckpointNotFoundError:
-        return None
+    found = []
+    for name, save in ((name, match["id"]) for name in names if (match := _NOTE_NAME.fullmatch(name))):
+        try:
+            with storage.open_reader(name, direct="off") as reader:
+                content = reader.read(0, min(reader.size_bytes, _MAX_NOTE_BYTES))
+        except CheckpointNotFoundError:  # ended meanwhile
+            continue
+        except CorruptCheckpointError:  # no regular file: it names nobody
+            content = b""
+        found.append(Owner.decode(save, content))
+    return found
 
 
 def refuse_others(storage: Storage, own: Owner, names: Iterable[str]) -> None:
@@ -227,13 +225,6 @@ def refuse_others(storage: Storage, own: Owner, names: Iterable[str]) -> None:
     for owner in notes(storage, names):
         if owner.save == own.save or mine is None:
             continue
-        until_s = time.monotonic() + _UNREADABLE_S
-        while not owner.host and time.monotonic() < until_s:
-            time.sleep(_LOOK_AGAIN_S)
-            content = read_note(storage, note_name(owner.save))
-            if content is None:
-                break
-            owner = Owner.decode(owner.save, content)
         there = storage.version(note_name(owner.save))
         if there is None or not owner.host or (there.modified_ns, owner.save) > (mine.modified_ns, own.save):
             continue
@@ -267,57 +258,37 @@ def seems_gone(storage: Storage, owner: Owner) -> bool:
     return state == "gone"
 
 
-_logger = logger_of(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """What `.metadata` holds in a store while its checkpoint is removed: no save begins while that is young."""
-
-    content: bytes = b"removed by mcore-ckpt\n"
-    young_s: float = 60.0
-
-
-REMOVED: Final = _Mark()
+# What `.metadata` holds in a store while its checkpoint is removed: no save begins while that is young.
+REMOVED: Final = b"removed by mcore-ckpt\n"
+REMOVED_YOUNG_S: Final = 60.0
 _NONE: Final = "none"  # the token of a directory without `.metadata`
 _ATTEMPTS: Final = 1000
 _RENAMES: Final = 5
 _RETRY_S: Final = 0.05
 # What a process has left that died while it wrote a small file.
 _TEMPORARY: Final = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+# DCP has written indexes of single ranks without collectives: no file that they may name is removed.
 _INDEX_OF_RANK: Final = re.compile(r"__\d+" + re.escape(METADATA_FILE))
 
 
 class Commit:
-    """One save on its way into force; made by `begin`, ended by `publish` or `give_up`.
-
-    Attributes:
-        owner: this process, with the save's id.
-        storage: the directory.
-        base: which `.metadata` there was; None: none.
-        is_over: it was published, given up or lost.
-        is_undecided: `publish` has failed, and it may come into force all the same.
-        pending: name under which the new common state waits for the commit.
-        published: in a store, the version of `.metadata` that it has put in force.
-    """
+    """One save on its way into force; made by `begin`, ended by `publish` or `give_up`."""
 
     def __init__(self, storage: Storage, owner: Owner, base: Identity | None) -> None:
         self.storage = storage
-        self.owner = owner
-        self.base = base
-        self.pending = pending_name(owner.save)
-        self.is_undecided = False
-        self.published: FileVersion | None = None
-        self.is_over = False
+        self.owner = owner  # this process, with the save's id
+        self.base = base  # which `.metadata` there was; None: none
+        self.pending = pending_name(owner.save)  # under which the new common state waits for the commit
+        self.is_undecided = False  # `publish` has failed, and it may come into force all the same
+        self.published: FileVersion | None = None  # in a store, the `.metadata` that it has put in force
+        self.is_over = False  # it was published, given up or lost
         self._own: Identity | None = None  # in a file system: what its `.metadata` is
         at_work[owner.save] = self
 
     @classmethod
     def begin(cls, storage: Storage, noted: Mapping[str, Any] | None = None) -> Commit:
-        """Begin a save into a directory, which must exist, before anything is written there.
-
-        `noted` are more entries of the note, in JSON's types. Raises `SaveError` if another save is at work, by its
-        note.
+        """Begin a save into a directory, which must exist, before anything is written there; `noted` are more entries
+        of the note, in JSON's types. Raises `SaveError` if another save is at work, by its note.
         """
         commit = cls(storage, Owner.here(noted), _settled(storage))
         try:
@@ -387,14 +358,14 @@ class Commit:
     def _refuse_removal(self) -> None:
         """Raise `SaveError` where a checkpoint is just being removed from a store."""
         version = None if self.base is None else self.base.version
-        if version is None or version.size_bytes != len(REMOVED.content):
+        if version is None or version.size_bytes != len(REMOVED):
             return
         mine = self.storage.version(self._note)
-        is_mark = self.storage.read(METADATA_FILE) == REMOVED.content
-        if is_mark and mine is not None and mine.modified_ns - version.modified_ns < REMOVED.young_s * 1e9:
+        is_mark = self.storage.read(METADATA_FILE) == REMOVED
+        if is_mark and mine is not None and mine.modified_ns - version.modified_ns < REMOVED_YOUNG_S * 1e9:
             raise SaveError(
                 f"{self.storage}: the checkpoint in this directory is just being removed; save again in "
-                f"{REMOVED.young_s:.0f} s, or into another directory"
+                f"{REMOVED_YOUNG_S:.0f} s, or into another directory"
             )
 
     def remove_left(self) -> None:
@@ -533,44 +504,33 @@ def _settled(storage: Storage) -> Identity | None:
     """The base of a new save: what is in force, when all that has been decided is done."""
     for _ in range(_ATTEMPTS):
         base = identity_in_force(storage)
-        is_settled = storage.made_by(renamed=_are_claims_settled, in_place=_always)(storage, base)
-        if is_settled:
-            save = None if base is None else base.save or _save_of_foreign(storage)
-            if base is not None and save is not None and storage.version(pending_name(save)) is not None:
-                _place_common_of(storage, pending_name(save), base)
-            return base
+        if storage.made_by(renamed=True, in_place=False):
+            name, claimant = _end_of_claims(storage, base)
+            if claimant is not None and identity_in_force(storage) == base:
+                _publish(storage, *claimant, base)
+            if name is None:
+                continue
+        if base is not None:
+            _place_waiting(storage, base)
+        return base
     raise SaveError(f"{storage}: other saves are published all the time; save again")
 
 
-def _always(storage: Storage, base: Identity | None) -> bool:
-    return True
-
-
-def _are_claims_settled(storage: Storage, base: Identity | None) -> bool:
-    name, claimant = _end_of_claims(storage, base)
-    if claimant is not None and identity_in_force(storage) == base:
-        _publish(storage, *claimant, base)
-    return name is not None
-
-
-def _save_of_foreign(storage: Storage) -> str | None:
-    """The save whose common state waits for its name next to a `.metadata` that has no manifest; None if none does."""
-    waiting = [name for name in storage.list() if is_pending(name)]
-    index = read_in_force(storage) if waiting else None
-    saves = set() if index is None else saves_of(index)
-    return next((save for save in saves if pending_name(save) in waiting), None)
-
-
-def _place_common_of(storage: Storage, pending: str, base: Identity) -> None:
-    def in_directory() -> None:
+def _place_waiting(storage: Storage, base: Identity) -> None:
+    """Give the common state of what is in force its name, if it still waits for that."""
+    save = base.save
+    if save is None:  # a `.metadata` that has no manifest
+        waiting = [name for name in storage.list() if is_pending(name)]
+        index = read_in_force(storage) if waiting else None
+        saves = set() if index is None else saves_of(index)
+        save = next((save for save in saves if pending_name(save) in waiting), None)
+    if save is None or storage.version(pending_name(save)) is None:
+        return
+    if storage.made_by(renamed=True, in_place=False):
         storage.sync()  # first: else a power cut may leave the index before it with this common state
-        _place_common(storage, pending)
-
-    def in_store() -> None:
-        if base.version is not None:
-            _place_in_store(storage, pending, base.version)
-
-    storage.made_by(renamed=in_directory, in_place=in_store)()
+        _place_common(storage, pending_name(save))
+    elif base.version is not None:
+        _place_in_store(storage, pending_name(save), base.version)
 
 
 def identity_in_force(storage: Storage) -> Identity | None:
@@ -601,6 +561,10 @@ def _end_of_claims(
         noted = storage.claimed(name)
         if noted is None or noted == note_name(own):
             return name, None
+        if _NOTE_NAME.fullmatch(noted) is None:
+            raise SaveError(
+                f"{storage.path(name)}: is a link to {noted!r}, expected a save's note ({NOTE}ID); delete it"
+            )
         save = noted.removeprefix(NOTE)
         claimant = _identity(storage, noted)
         if claimant is not None:

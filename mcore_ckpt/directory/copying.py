@@ -34,6 +34,7 @@ from mcore_ckpt.directory.in_force import (
     DrainNote,
     common_file_in_force,
     index_files,
+    is_checkpoint_name,
     is_drain_note,
     is_in_force,
     is_pending,
@@ -43,7 +44,7 @@ from mcore_ckpt.directory.in_force import (
     saves_of,
     with_common_files,
 )
-from mcore_ckpt.directory.iterations import files_below, is_checkpoint_name, iteration_directories, sync_folders
+from mcore_ckpt.directory.iterations import files_below, iteration_directories, sync_folders
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import data_file_of, id_in_names
 from mcore_ckpt.format.metadata_read import (
@@ -69,23 +70,14 @@ _MOST_SHOWN: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
-    """A checkpoint, as it is copied.
+    """A checkpoint, as it is copied."""
 
-    Attributes:
-        metadata: content of `.metadata`.
-        version: of that file, before it was read.
-        index: what that says.
-        data: names of the data files.
-        others: names of all other files but `.metadata` and the common state, also of those in folders.
-        common: name of the file that holds the common state; None if an object does, or nothing.
-    """
-
-    metadata: bytes
-    version: FileVersion | None
+    metadata: bytes  # content of `.metadata`
+    version: FileVersion | None  # of that file, before it was read
     index: CheckpointIndex
-    data: tuple[str, ...]
-    others: tuple[str, ...]
-    common: str | None
+    data: tuple[str, ...]  # names of the data files
+    others: tuple[str, ...]  # of all other files but `.metadata` and the common state, also of those in folders
+    common: str | None  # of the file that holds the common state; None if an object does, or nothing
 
 
 @dataclass(slots=True)
@@ -140,24 +132,12 @@ def copy_and_commit(
     waits: bool = False,
     go_on: Callable[[], None] = lambda: None,
 ) -> Sent | None:
-    """Copy a checkpoint, and make it the one that the target holds.
-
-    Args:
-        directory: of the checkpoint.
-        target: of the copy.
-        accepts: called with the `.metadata` there, unless it is this one: raises if that must not be replaced.
-        check: called before anything is copied: raises if a file is damaged.
-        own: names of the data files that are copied from here; other nodes copy the others. None: all.
-        waits: return None, and publish nothing, if a data file of another node has not come yet; the same call resumes.
-            What is published already is not compared again.
-        go_on: called before each data file.
-
-    Returns:
-        What was done.
-
-    Raises:
-        LoadError: it cannot be read, is damaged, or was replaced meanwhile.
-        SaveError: the copy cannot be written, does not hold what was written, or a save holds the target.
+    """Copy a checkpoint, and make it the one that the target holds; returns what was done. Raises `LoadError`: it
+    cannot be read, is damaged, or was replaced meanwhile; `SaveError`: the copy cannot be written, does not hold what
+    was written, or a save holds the target. `accepts` gets the `.metadata` there, unless it is this one, and raises if
+    that must not be replaced; `check` raises if a file is damaged. `own`: data files that are copied from here; other
+    nodes copy the others. `waits`: return None, and publish nothing, if a data file of another node has not come yet;
+    the same call resumes. `go_on` is called before each data file.
     """
     reads, writes = storage_at(directory), storage_at(target)
     found, held = files_of(directory), metadata_of(writes)
@@ -333,22 +313,26 @@ def _is_apart(name: str) -> bool:
 
 
 def copy_file(reads: Storage, name: str, writes: Storage, own_name: str) -> int | None:
-    """Copy a file, and compare; returns its length, or None if it was there. It replaces another one of that name, in
-    a directory atomically.
-
-    Raises `LoadError` if it cannot be read, `SaveError` if it cannot be written, or does not hold what was written.
+    """Copy a file, and compare; returns its length, or None if it was there. It replaces another one of that name, in a
+    directory atomically. Raises `LoadError` or `SaveError`.
     """
     version = reads.version(name)
     folder, _, last = own_name.rpartition("/")
     private = writes.made_by(renamed=f".{last}.{secrets.token_hex(8)}.tmp", in_place=own_name)
     with reads.open_reader(name) as reader:
-        is_same = _is_same(reader, writes, own_name)
-        if is_same:
+        there = writes.version(own_name)
+        if there is not None and there.size_bytes == reader.size_bytes and _crc(reader) == _crc_of(writes, own_name):
             return None
-        if is_same is not None and private == own_name:
+        if there is not None and private == own_name:
             writes.delete(own_name)
         writer = writes.open_writer(private, size_bytes=reader.size_bytes)
-        expected = _written(reads, name, version, reader, writer)
+        try:
+            expected = _crc(reader, writer)
+            _refuse_changed(reads, name, version)
+            writer.finish(reader.size_bytes)
+        except BaseException:
+            writer.abort()
+            raise
     try:
         got = _crc_of(writes, private)
         if got != expected:
@@ -365,32 +349,6 @@ def copy_file(reads: Storage, name: str, writes: Storage, own_name: str) -> int 
                 writes.delete(private)
         raise
     return reader.size_bytes
-
-
-def _is_same(reader: RangeReader, writes: Storage, name: str) -> bool | None:
-    """Whether a file of that name holds what is read; None if there is none."""
-    there = writes.version(name)
-    if there is None:
-        return None
-    return there.size_bytes == reader.size_bytes and _crc(reader) == _crc_of(writes, name)
-
-
-def _written(
-    reads: Storage,
-    name: str,
-    version: FileVersion | None,
-    reader: RangeReader,
-    writer: RangeWriter,
-) -> int:
-    """Write what is read; returns the CRC-32 of it."""
-    try:
-        expected = _crc(reader, writer)
-        _refuse_changed(reads, name, version)
-        writer.finish(reader.size_bytes)
-    except BaseException:
-        writer.abort()
-        raise
-    return expected
 
 
 def _crc_of(storage: Storage, name: str) -> int:
@@ -451,21 +409,9 @@ def drain(
     check: Callable[[CheckpointFiles, Collection[str]], None],
     go_on: Callable[[], None],
 ) -> Sent | None:
-    """Copy what lies in a local directory to the second tier, and commit there if that is for this node to do.
-
-    Args:
-        directory: of the checkpoint.
-        note: of it.
-        check: called with the names of the data files that are copied: raises if they are damaged.
-        go_on: called before each data file.
-
-    Returns:
-        None if something has not come yet: then nothing is committed, and the same call resumes.
-
-    Raises:
-        LoadError: it cannot be read, is damaged, or is of another save by now.
-        SupersededError: the second tier holds another checkpoint there than when the copy began.
-        SaveError: the second tier cannot be written, or a save holds the directory there.
+    """Copy what lies in a local directory to the second tier, and commit there if that is for this node to do; None if
+    something has not come yet: then nothing is committed, and the same call resumes. Arguments and errors as of
+    `copy_and_commit`; also `SupersededError`: the second tier holds another checkpoint there than when the copy began.
     """
     reads, writes = storage_at(directory), storage_at(note.to)
     if reads.location == writes.location:
@@ -498,9 +444,8 @@ def drain(
 
 
 def give_up(note: DrainNote) -> None:
-    """Remove from the second tier what was copied of a checkpoint that was not committed there, and is not going to be.
-
-    Raises `LoadError` or `SaveError`.
+    """Remove from the second tier what was copied of a checkpoint that is never going to be committed there. Raises
+    `LoadError` or `SaveError`.
     """
     storage, save_id = storage_at(note.to), bytes.fromhex(note.save)
     if is_in_force(storage, save_id) or not storage.list():

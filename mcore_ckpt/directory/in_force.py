@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +30,6 @@ from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import is_supported
-from mcore_ckpt.core.process import run_concurrently
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
 from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_of, id_in_names, shown_id
 from mcore_ckpt.format.metadata_read import (
@@ -38,16 +37,15 @@ from mcore_ckpt.format.metadata_read import (
     DRAIN_FILE,
     MAX_METADATA_BYTES,
     METADATA_FILE,
+    TRACKER_FILE,
     parse_index,
     read_small_file,
 )
-from mcore_ckpt.storage.base import FileVersion, Storage
+from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of(__name__)
 
-
-_INDEX_OF_RANK = re.compile(r"__\d+" + re.escape(METADATA_FILE))
 _PENDING = re.compile(re.escape(COMMON_FILE) + r"\.(?P<id>[0-9a-f]{16})\.pending")
 
 
@@ -56,34 +54,6 @@ def index_files(index: CheckpointIndex) -> set[str]:
     files = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
     files.update(entry.item.file for entry in index.objects.values())
     return files
-
-
-@dataclass(frozen=True, slots=True)
-class InForce:
-    """What a directory holds."""
-
-    names: tuple[str, ...]  # of its files
-    version: FileVersion | None  # which `.metadata` there is; None if there is none
-    index: CheckpointIndex | None  # what that says; None if it cannot be read
-
-    @property
-    def needed(self) -> set[str] | None:
-        """Data files that some index names; None if that is not known."""
-        if self.has_others or (self.version is not None and self.index is None):
-            return None
-        return set() if self.index is None else index_files(self.index)
-
-    @property
-    def has_others(self) -> bool:
-        """Whether there are indexes of single ranks."""
-        return any(map(_INDEX_OF_RANK.fullmatch, self.names))
-
-
-def look(storage: Storage) -> InForce:
-    """What a directory holds."""
-    version, names = run_concurrently(storage.asks_at_once, partial(storage.version, METADATA_FILE), storage.list)
-    index = None if version is None else read_in_force(storage)
-    return InForce(tuple(names), version, index)
 
 
 def read_in_force(storage: Storage) -> CheckpointIndex | None:
@@ -111,9 +81,8 @@ def _content(storage: Storage) -> bytes:
 
 
 def is_in_force(storage: Storage, save_id: bytes) -> bool:
-    """Whether the `.metadata` in force names files of that save, or cannot be read.
-
-    A coordinator that is interrupted right after it has published reports a failure; data files must stay then.
+    """Whether the `.metadata` in force names files of that save, or cannot be read. (A coordinator that is interrupted
+    right after it has published reports a failure; data files must stay then.)
     """
     try:
         content = _content(storage) if storage.exists(METADATA_FILE) else b""
@@ -169,26 +138,15 @@ _NOTE = re.compile(re.escape(DRAIN_FILE) + r"\.([0-9a-f]{16})")
 
 @dataclass(frozen=True, slots=True)
 class DrainNote:
-    """What is to be copied, and where to.
+    """What is to be copied, and where to."""
 
-    Attributes:
-        save: id of the save, as file names show it.
-        to: directory of the checkpoint in the second tier.
-        files: names of the data files that lie here; None: all of the checkpoint's.
-        commits: the second tier is committed from here.
-        done: nothing is left to copy.
-        replaces: what the second tier held there when the copy began, as `identity_of` tells it; "" for nothing; None
-            if no copy has begun.
-        error: why the last attempt has failed, or why it is not copied.
-    """
-
-    save: str
-    to: str
-    files: tuple[str, ...] | None = None
-    commits: bool = True
-    done: bool = False
-    replaces: str | None = None
-    error: str = ""
+    save: str  # its id, as file names show it
+    to: str  # directory of the checkpoint in the second tier
+    files: tuple[str, ...] | None = None  # names of the data files that lie here; None: all of the checkpoint's
+    commits: bool = True  # the second tier is committed from here
+    done: bool = False  # nothing is left to copy
+    replaces: str | None = None  # what was there when the copy began, by `identity_of`; ""; None: it has not begun
+    error: str = ""  # why the last attempt has failed, or why it is not copied
 
     def write(self, directory: Path) -> None:
         """Write it durably, over an earlier one of the same save. Raises `SaveError`."""
@@ -257,3 +215,39 @@ def _other_file(storage: Storage, name: str, expected: ManifestFile, got: str) -
         "since. Restore it from another copy, or load another checkpoint. If it was changed on purpose: `mcore-ckpt "
         f"repair --accept-common-state {shlex.quote(directory)}` takes it as it is"
     )
+
+
+_ITERATION = re.compile(r"iter_(\d{7,18})")
+
+
+RELEASE = "release"
+
+
+def iteration_of(name: str) -> int | None:
+    """The iteration that a directory is named after; None for other names."""
+    found = _ITERATION.fullmatch(name)
+    iteration = int(found.group(1)) if found and name.isascii() else None
+    return iteration if iteration is not None and name == f"iter_{iteration:07d}" else None
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a directory of that name is one of a run's checkpoints."""
+    return name == RELEASE or iteration_of(name) is not None
+
+
+def tracked_name(run: str | os.PathLike[str]) -> str | None:
+    """The directory that the tracker file names; None without a tracker file. Raises `LoadError`."""
+    storage = storage_at(run, follow_links=True)
+    try:
+        with storage.open_reader(TRACKER_FILE, direct="off") as reader:
+            text = reader.read(0, min(64, reader.size_bytes)).strip()
+    except CheckpointNotFoundError:
+        return None
+    if text == RELEASE.encode():
+        return RELEASE
+    if not text.isdigit() or len(text) > 18:
+        raise CorruptCheckpointError(
+            f"{storage.path(TRACKER_FILE)}: expected the number of an iteration or `{RELEASE}`, got {text!r:.80}; "
+            "write the iteration into it that the run is to resume from"
+        )
+    return f"iter_{int(text):07d}"

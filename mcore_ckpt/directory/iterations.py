@@ -17,7 +17,6 @@ import itertools
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,15 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointErr
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
 from mcore_ckpt.directory.commit import notes, seems_gone
-from mcore_ckpt.directory.in_force import DrainNote, common_file_in_force, noted_saves, saves_of, with_common_files
+from mcore_ckpt.directory.in_force import (
+    RELEASE,
+    DrainNote,
+    common_file_in_force,
+    iteration_of,
+    noted_saves,
+    saves_of,
+    with_common_files,
+)
 from mcore_ckpt.format.index import (
     COMMON_STATE_KEY,
     CheckpointIndex,
@@ -42,7 +49,6 @@ from mcore_ckpt.format.metadata_read import (
     CONFIG_FILE,
     MAX_CONFIG_BYTES,
     METADATA_FILE,
-    TRACKER_FILE,
     checked_footer,
     encode_config,
     read_config,
@@ -129,8 +135,6 @@ def sync_folders(directory: Path, names: Iterable[str]) -> None:
         storage_at(directory / folder).sync()
 
 
-_ITERATION = re.compile(r"iter_(\d{7,18})")
-_RELEASE = "release"
 # A checkpoint without any of its files has a flaw for each; more than these are not shown.
 _MAX_PROBLEMS = 20
 
@@ -144,31 +148,18 @@ class Flaw(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunCheckpoint:
-    """One of a run's checkpoints, or what is left of one.
+    """One of a run's checkpoints, or what is left of one."""
 
-    Attributes:
-        path: its directory.
-        iteration: None for `release`.
-        problems: why it is incomplete, the first of them.
-        newer: why this version cannot read it, where something newer has written it; no damage.
-        size_bytes: of the files in it.
-        saved_at_s: when `.metadata` was published, in seconds since 1970; None without one.
-        tracked: the tracker file names it.
-        locked: a save is at work in it, or has died there.
-        drain: what is noted of its copy to a second tier; None if there is none.
-        abandoned: `locked`, and all saves that have locked it are gone, by what this host can see.
-    """
-
-    path: Path
-    iteration: int | None
-    problems: tuple[str, ...]
-    size_bytes: int
-    saved_at_s: float | None
-    tracked: bool
-    locked: bool
-    abandoned: bool = False
-    newer: str | None = None
-    drain: DrainNote | None = None
+    path: Path  # its directory
+    iteration: int | None  # None for `release`
+    problems: tuple[str, ...]  # why it is incomplete, the first of them
+    size_bytes: int  # of the files in it
+    saved_at_s: float | None  # when `.metadata` was published, in seconds since 1970; None without one
+    tracked: bool  # the tracker file names it
+    locked: bool  # a save is at work in it, or has died there
+    abandoned: bool = False  # `locked`, and all saves that have locked it are gone, by what this host can see
+    newer: str | None = None  # why this version cannot read it, where something newer has written it; no damage
+    drain: DrainNote | None = None  # what is noted of its copy to a second tier
 
     @property
     def name(self) -> str:
@@ -181,24 +172,12 @@ class RunCheckpoint:
         return not self.problems and self.newer is None
 
 
-def iteration_of(name: str) -> int | None:
-    """The iteration that a directory is named after; None for other names."""
-    found = _ITERATION.fullmatch(name)
-    iteration = int(found.group(1)) if found and name.isascii() else None
-    return iteration if iteration is not None and name == f"iter_{iteration:07d}" else None
-
-
-def is_checkpoint_name(name: str) -> bool:
-    """Whether a directory of that name is one of a run's checkpoints."""
-    return name == _RELEASE or iteration_of(name) is not None
-
-
 def iteration_directories(run: str | os.PathLike[str]) -> list[Path]:
     """The directories of a run's checkpoints, in any state: `release` first, then by iteration. Raises `LoadError`."""
     names = storage_at(run).folders()
     order = {name: iteration for name in names if (iteration := iteration_of(name)) is not None}
     found = sorted(order, key=lambda name: order[name])
-    return [checkpoint_path(run) / name for name in ([_RELEASE] if _RELEASE in names else []) + found]
+    return [checkpoint_path(run) / name for name in ([RELEASE] if RELEASE in names else []) + found]
 
 
 def directories_of_run(run: str | os.PathLike[str]) -> list[Path]:
@@ -207,24 +186,6 @@ def directories_of_run(run: str | os.PathLike[str]) -> list[Path]:
     if not found:
         raise CheckpointNotFoundError(f"{run}: no checkpoints in it: expected directories such as iter_0000100")
     return found
-
-
-def tracked_name(run: str | os.PathLike[str]) -> str | None:
-    """The directory that the tracker file names; None without a tracker file. Raises `LoadError`."""
-    storage = storage_at(run, follow_links=True)
-    try:
-        with storage.open_reader(TRACKER_FILE, direct="off") as reader:
-            text = reader.read(0, min(64, reader.size_bytes)).strip()
-    except CheckpointNotFoundError:
-        return None
-    if text == _RELEASE.encode():
-        return _RELEASE
-    if not text.isdigit() or len(text) > 18:
-        raise CorruptCheckpointError(
-            f"{storage.path(TRACKER_FILE)}: expected the number of an iteration or `{_RELEASE}`, got {text!r:.80}; "
-            "write the iteration into it that the run is to resume from"
-        )
-    return f"iter_{int(text):07d}"
 
 
 def look_at(directory: Path, *, tracked: str | None = None) -> tuple[RunCheckpoint, CheckpointIndex | None]:

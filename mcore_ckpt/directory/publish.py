@@ -74,10 +74,8 @@ class Target:
 
     @property
     def save_id(self) -> bytes:
-        """Of what is saved, for its manifest and, its first half, the names of its files; 16 bytes.
-
-        It begins with the id of the commit. Those meet in one directory only, saves anywhere: hence eight random bytes
-        more.
+        """Of what is saved, for its manifest and, its first half, the names of its files; 16 bytes: the id of the
+        commit, which is of one directory only, and eight random ones.
         """
         return bytes.fromhex(self.commit.id) + self.nonce
 
@@ -87,9 +85,8 @@ _reserved: dict[str, Target] = {}
 
 
 def open_target(storage: Storage, options: SaveOptions) -> Target:
-    """Begin a save into a directory; the coordinator calls this once.
-
-    Raises `CheckpointExistsError`, or `SaveError` if another save is at work there or it cannot be written.
+    """Begin a save into a directory; the coordinator calls this once. Raises `CheckpointExistsError`, or `SaveError` if
+    another save is at work there or it cannot be written.
     """
     target = take_reserved(storage)
     if target is None:
@@ -189,8 +186,8 @@ def bind_common_file(content: bytes, directory: Path) -> bytes:
 
 
 def accept_common_file(path: Path) -> str | None:
-    """Accept the common state as it is now, however it was changed: write a new manifest. Returns the name of its file;
-    None if the manifest says the same of it already. Raises `CheckpointError`.
+    """Accept the common state as it is now: write a new manifest. Returns the name of its file; None if the manifest
+    says the same of it already. Raises `CheckpointError`.
     """
     storage = storage_at(path)
     commit = Commit.begin(storage)
@@ -229,11 +226,8 @@ _published: dict[str, FileVersion] = {}
 def publish(
     storage: Storage, target: Target, metadata: bytes, *, has_common_state: bool, needed: Collection[str] = ()
 ) -> None:
-    """Put the new checkpoint in force. All data files must be durable.
-
-    `has_common_state`: it is an object (megatron-core 0.19 and later), so a `common.pt` of an older version must go:
-    readers would prefer it. `needed`: its data files, if their names show other ids. On `SaveError` nothing is
-    published, or it cannot be said (`Commit.is_undecided`).
+    """Put the new checkpoint in force, whose data files must be durable. `has_common_state`: it is an object, so a
+    `common.pt` must go; `needed`: its data files, if their names show other ids. Raises as `Commit.publish`.
     """
     # Megatron sums up the files after the save: what is there now are the sums of another checkpoint.
     stale = (COMMON_FILE, INTEGRITY_FILE) if has_common_state else (INTEGRITY_FILE,)
@@ -251,10 +245,9 @@ def check_files(
     at_least: bool = False,
     missing: Callable[[], object] = lambda: None,
 ) -> None:
-    """Raise `SaveError` unless every planned file (name, bytes) is there, at its size, as this process sees it.
-
-    The ranks' own results do not tell whether all of them write to one place. `missing` is called when one is not there
-    at first, and may raise what says better why.
+    """Raise `SaveError` unless every planned file (name, bytes) is there, at its size, as this process sees it: the
+    ranks may write to several places. `missing` is called when one is not there at first, and may raise what says
+    better why.
     """
 
     def look_for(name: str) -> None:
@@ -295,9 +288,8 @@ def _size(storage: Storage, name: str) -> int | None:
 
 
 def settle(storage: Storage, config: bytes | None = None) -> None:
-    """The checkpoint that the directory was reserved for has been saved by other means than `open_target`.
-
-    Its common state takes its place, and `metadata.json` gets `config` if given.
+    """The checkpoint that the directory was reserved for has been saved by other means than `open_target`: its common
+    state takes its place, and `metadata.json` gets `config` if given.
     """
     target = take_reserved(storage)
     if target is not None:
@@ -311,9 +303,8 @@ def settle(storage: Storage, config: bytes | None = None) -> None:
 
 
 def write_config(storage: Storage, content: bytes) -> bool:
-    """Write `metadata.json` of the checkpoint that this process has published last; False if another save has since.
-
-    Megatron does so after the save, and this process may have been held up for any time.
+    """Write `metadata.json` of the checkpoint that this process has published last, after any time; False if another
+    save has replaced that.
     """
     settle(storage, content)  # another strategy saved next to the common state
     has_config, is_published = run_concurrently(
@@ -339,10 +330,8 @@ def _is_still_published(storage: Storage) -> bool:
 
 
 def remove_tensors(path: Path, key_prefix: str) -> list[str]:
-    """Remove all keys with this prefix, which must not be empty, then files that hold nothing else; returns these.
-
-    The index without those keys is published first: an interruption leaves extra files, never an index that names a
-    missing one. Raises `LoadError` or `SaveError`.
+    """Remove all keys with this prefix, which must not be empty, then files that hold nothing else; returns these. The
+    new index is published first. Raises `LoadError` or `SaveError`.
     """
     storage = storage_at(path)
     commit = Commit.begin(storage)

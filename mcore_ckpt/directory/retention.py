@@ -28,8 +28,8 @@ from pathlib import Path
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
-from mcore_ckpt.directory.commit import REMOVED, Commit, identity_in_force, is_note, note_name, notes
-from mcore_ckpt.directory.in_force import index_files, is_drain_note, is_pending
+from mcore_ckpt.directory.commit import REMOVED, REMOVED_YOUNG_S, Commit, identity_in_force, is_note, note_name, notes
+from mcore_ckpt.directory.in_force import index_files, is_drain_note, is_pending, iteration_of, tracked_name
 from mcore_ckpt.directory.iterations import (
     FOLDERS_OF_MEGATRON,
     RunCheckpoint,
@@ -37,9 +37,7 @@ from mcore_ckpt.directory.iterations import (
     files_below,
     flaw_of_files,
     folders_of,
-    iteration_of,
     look_at,
-    tracked_name,
 )
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import DATA_SUFFIX, Identity, data_file_of
@@ -63,7 +61,7 @@ _READ = "a load is reading it"
 _LOCKED = "a save is at work in it, or has died there"
 _LEFT = "left by a save that is gone"
 # A mark in a store is taken away within so long, or stays.
-_MARK_GOES_WITHIN_S = REMOVED.young_s / 2
+_MARK_GOES_WITHIN_S = REMOVED_YOUNG_S / 2
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SIDECARS = (CONFIG_FILE, COMMON_FILE, INTEGRITY_FILE)
 # Stock Megatron-Core and DCP mark no directory that they write to: files newer than the index tell, for so long.
@@ -252,7 +250,7 @@ def _half_removed(storage: Storage) -> bool:
     """Whether an earlier removal was interrupted here, in a store."""
     try:
         with storage.open_reader(METADATA_FILE, direct="off") as reader:
-            return reader.size_bytes == len(REMOVED.content) and reader.read(0, reader.size_bytes) == REMOVED.content
+            return reader.size_bytes == len(REMOVED) and reader.read(0, reader.size_bytes) == REMOVED
     except LoadError:
         return False
 
@@ -495,7 +493,7 @@ def _removed_in_store(
         raise SaveError(f"{storage}: no space is left for a note")
     names = [*_below(checkpoint.path, storage), *_of_checkpoint(storage)]
     began_s = time.monotonic()
-    commit.publish(REMOVED.content, needed=names)
+    commit.publish(REMOVED, needed=names)
     for name in names:
         if name != METADATA_FILE and commit.is_in_force():
             storage.delete(name)

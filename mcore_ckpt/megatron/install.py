@@ -30,7 +30,6 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, is_supported, unknown_variables
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory.copying import own_files
 from mcore_ckpt.format.metadata_read import INTEGRITY_FILE, METADATA_FILE
 from mcore_ckpt.megatron import nvrx
 from mcore_ckpt.megatron._fully_parallel import replace_wrappers
@@ -350,6 +349,8 @@ def _of_what_belongs_to_it(stock: Callable[[Any], None]) -> Callable[[Any], None
         with MegatronErrors():
             if not is_supported(checkpoint_dir):
                 return stock(checkpoint_dir)
+            from mcore_ckpt.directory.copying import own_files
+
             directory = checkpoint_path(checkpoint_dir)
             storage = storage_at(directory)
             version = storage.version(METADATA_FILE)

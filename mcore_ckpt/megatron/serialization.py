@@ -45,8 +45,7 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path, is_supported
 from mcore_ckpt.core.ranks import coordination_group, without_modes, without_tracebacks
-from mcore_ckpt.directory.in_force import common_file_in_force, read_common_file
-from mcore_ckpt.directory.iterations import is_megatrons, iteration_directories, iteration_of, look_at
+from mcore_ckpt.directory.in_force import common_file_in_force, iteration_of, read_common_file
 from mcore_ckpt.directory.publish import give_back, write_common, write_config
 from mcore_ckpt.format.index import COMMON_STATE_KEY
 from mcore_ckpt.format.integrity import Manifest, split_metadata
@@ -405,6 +404,8 @@ def _damage(error: BaseException | None) -> str | None:
 
 def _is_of_another_format(directory: Path) -> bool:
     """Whether it is a checkpoint, but none of `torch_dist`, and so no damaged one: legacy, or DCP's alone."""
+    from mcore_ckpt.directory.iterations import is_megatrons
+
     try:
         storage = storage_at(directory)
         names = [*storage.list(), *storage.folders()]
@@ -419,6 +420,8 @@ def _is_of_another_format(directory: Path) -> bool:
 
 def _problem(directory: Path, options: LoadOptions) -> str | None:
     """Why a checkpoint cannot be loaded, as far as its structure and its common state tell."""
+    from mcore_ckpt.directory.iterations import look_at
+
     try:
         checkpoint, _ = look_at(directory)
         if checkpoint.problems:
@@ -437,6 +440,8 @@ def _newest_older(damaged: Path, problem: str, options: LoadOptions) -> Path:
     """The newest checkpoint of the same run that is older than `damaged`, and whole as far as its structure tells.
     `CorruptCheckpointError`: there is none.
     """
+    from mcore_ckpt.directory.iterations import iteration_directories
+
     run = damaged.absolute().parent
     iteration = iteration_of(damaged.name)
     _logger.debug("%s is damaged: %s", damaged, problem)

@@ -29,7 +29,7 @@ from mcore_ckpt.core.errors import KindMismatchError, LoadError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host
 from mcore_ckpt.core.process import run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, interrupts_wait_for_others, without_modes
-from mcore_ckpt.directory.iterations import is_checkpoint_name, iteration_of, tracked_name
+from mcore_ckpt.directory.in_force import is_checkpoint_name, iteration_of, tracked_name
 from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.index import CheckpointIndex, is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE

@@ -41,8 +41,8 @@ from mcore_ckpt.core.process import (
     start_thread,
 )
 from mcore_ckpt.directory.copying import SupersededError, drain, give_up, there_now, undrained
-from mcore_ckpt.directory.in_force import DrainNote, is_in_force, noted_saves
-from mcore_ckpt.directory.iterations import iteration_of, look_at, tracked_name
+from mcore_ckpt.directory.in_force import DrainNote, is_in_force, iteration_of, noted_saves, tracked_name
+from mcore_ckpt.directory.iterations import look_at
 from mcore_ckpt.directory.retention import prune_run
 from mcore_ckpt.format.integrity import id_in_names
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, DRAIN_FILE, METADATA_FILE, TRACKER_FILE

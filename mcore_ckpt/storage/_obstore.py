@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import obstore
 from obstore import exceptions
@@ -46,12 +46,6 @@ _NO_RANGE: Final = "non-partial response"
 _of_process: int | None = None
 
 
-class MakeStore(Protocol):
-    """Makes one of obstore's stores, with what a client needs besides bucket and credentials."""
-
-    def __call__(self, **common: Any) -> Any: ...
-
-
 class ObstoreClient(ObjectClient):
     """One bucket or container. `make` makes a store of obstore's, and the same again for other time-outs; `hide` takes
     secrets out of what is shown; `has_suffixes`: the store knows ranges that count from an object's end.
@@ -60,7 +54,7 @@ class ObstoreClient(ObjectClient):
     def __init__(
         self,
         place: str,
-        make: MakeStore,
+        make: Callable[..., Any],
         hide: Callable[[str], str],
         *,
         has_suffixes: bool,

@@ -29,17 +29,14 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.core.options import PARTIAL, checkpoint_path
 from mcore_ckpt.directory.copying import CheckpointFiles, copy_and_commit, files_of, refuse_others
-from mcore_ckpt.directory.in_force import read_common_file
+from mcore_ckpt.directory.in_force import is_checkpoint_name, iteration_of, read_common_file, tracked_name
 from mcore_ckpt.directory.iterations import (
     FOLDERS_OF_MEGATRON,
     RunCheckpoint,
     directories_of_run,
     files_below,
-    is_checkpoint_name,
     iteration_directories,
-    iteration_of,
     look_at,
-    tracked_name,
 )
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,

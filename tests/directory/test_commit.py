@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from mcore_ckpt import LoadError, SaveError, SaveOptions
-from mcore_ckpt.directory import commit
 from mcore_ckpt.directory import commit as commit_module
 from mcore_ckpt.directory.commit import CLAIM, NOTE, Commit, Owner, note_name, notes, seems_gone
 from mcore_ckpt.directory.publish import (
@@ -260,7 +259,7 @@ def test_a_process_that_cannot_be_seen_counts_while_its_note_is_young(other: str
     os.utime(tmp_path / note_name(owner.save), ns=(second_ago_ns, second_ago_ns))
     assert f"process {os.getpid()} on host {owner.host}" in refused(tmp_path)
     assert not seems_gone(storage, owner)
-    old_ns = (tmp_path / note_name(owner.save)).stat().st_mtime_ns - int((commit.YOUNG_S + 1) * 1e9)
+    old_ns = (tmp_path / note_name(owner.save)).stat().st_mtime_ns - int((commit_module.YOUNG_S + 1) * 1e9)
     os.utime(tmp_path / note_name(owner.save), ns=(old_ns, old_ns))
     check_holds(tmp_path, save_on(storage, b"x"), b"x")
 
@@ -274,13 +273,18 @@ def test_a_process_that_is_known_to_be_gone_does_not_count(gone: dict[str, Any],
     check_holds(tmp_path, save_on(storage, b"x"), b"x")
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"{}", b"[" * 100_000, b'{"pid": "x"}'])
-def test_a_note_that_says_nothing_is_in_nobodys_way(
-    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(commit, "_UNREADABLE_S", 0.1)
-    (tmp_path / note_name("ab" * 8)).write_bytes(content)
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"{}", b"[" * 100_000, b'{"pid": "x"}', None])
+def test_a_note_that_says_nothing_is_in_nobodys_way(content: bytes | None, tmp_path: Path) -> None:
+    note = tmp_path / note_name("ab" * 8)
+    os.mkfifo(note) if content is None else note.write_bytes(content)
     check_holds(tmp_path, save_on(LocalStorage(tmp_path), b"x"), b"x")
+
+
+@pytest.mark.parametrize("target", ["../x", f"{CLAIM}none", ".metadata"])
+def test_a_claim_that_names_no_note_is_named(target: str, tmp_path: Path) -> None:
+    (tmp_path / f"{CLAIM}none").symlink_to(target)
+    with pytest.raises(SaveError, match="expected a save's note"):
+        save_on(LocalStorage(tmp_path), b"x")
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -314,7 +318,7 @@ def test_a_save_that_begins_at_any_step_of_another_never_replaces_what_it_has_no
         (target,) = late
         seen, file = target.commit.base, file_of(target)
         (path / file).write_bytes(b"late")
-        is_new = seen == commit.identity_in_force(storage)
+        is_new = seen == commit_module.identity_in_force(storage)
         try:
             publish(storage, target, sealed(file, target.save_id), has_common_state=False)
         except SaveError:

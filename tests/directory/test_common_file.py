@@ -145,14 +145,6 @@ def test_what_was_changed_on_purpose_is_accepted(a: Path, capsys: pytest.Capture
         accept_common_file(a)
 
 
-def test_a_missing_common_state_is_told(a: Path) -> None:
-    (a / COMMON_FILE).unlink()
-    (a / CONFIG_FILE).unlink()
-    assert not verify_checkpoint(a).whole
-    with pytest.raises(CheckpointNotFoundError):
-        load_common(a)
-
-
 def test_a_listing_tells_another_length(a: Path) -> None:
     assert not look_at(a)[0].problems
     lengthen(a, a)
@@ -198,12 +190,3 @@ def test_what_is_made_of_a_checkpoint_is_bound_to_its_common_state(
     assert not verify_checkpoint(made).whole
     with pytest.raises(CorruptCheckpointError, match=COMMON_FILE):
         load_common(made)
-
-
-def test_the_common_state_of_a_replacing_save_is_bound(a: Path, saves: tuple[Path, Path]) -> None:
-    save(a, 2)
-    assert load_common(a) == common(2)
-    assert verify_checkpoint(a).whole
-    shutil.copy(saves[0] / COMMON_FILE, a / COMMON_FILE)
-    with pytest.raises(CorruptCheckpointError, match=COMMON_FILE):
-        load_common(a)

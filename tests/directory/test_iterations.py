@@ -12,7 +12,8 @@ import torch
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.directory.commit import note_name
-from mcore_ckpt.directory.iterations import RunCheckpoint, iteration_directories, iteration_of, look_at, tracked_name
+from mcore_ckpt.directory.in_force import iteration_of, tracked_name
+from mcore_ckpt.directory.iterations import RunCheckpoint, iteration_directories, look_at
 from mcore_ckpt.format.metadata_read import TRACKER_FILE, encode_config
 from tests.support.model_like import write_model
 

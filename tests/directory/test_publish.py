@@ -7,12 +7,11 @@ import os
 import re
 from array import array
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mcore_ckpt import CheckpointExistsError, SaveError, SaveOptions
-from mcore_ckpt.directory.commit import Owner, note_name
+from mcore_ckpt.directory.commit import note_name
 from mcore_ckpt.directory.in_force import common_file_in_force
 from mcore_ckpt.directory.publish import (
     Target,
@@ -30,7 +29,6 @@ from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_name, 
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.storage.resolve import LocalStorage
-from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.local_files import names
 
 OPTIONS = SaveOptions()
@@ -258,30 +256,6 @@ def test_a_pending_common_state_is_found_by_the_id_in_the_manifest(tmp_path: Pat
     assert names(tmp_path) == {name, METADATA_FILE, COMMON_FILE}
 
 
-@pytest.mark.parametrize("in_data_files", [False, True])
-def test_a_new_common_state_follows_the_new_metadata_at_once(in_data_files: bool, tmp_path: Path) -> None:
-    """Between the two stock readers see a mix: nothing is listed, looked for or removed meanwhile."""
-    save(tmp_path, b"one")
-    faults = Faults()
-    storage: Any = FaultyStorage(LocalStorage(tmp_path), faults)
-    storage.list = lambda: faults.before("list", "") or LocalStorage(tmp_path).list()
-    if not in_data_files:
-        LocalStorage(tmp_path).create(reserve(storage).commit.pending, b"two")
-    target = open_target(storage, OPTIONS)
-    name = file_of(target)
-    (tmp_path / name).write_bytes(b"data")
-    faults.operations.clear()
-    content = metadata(name, objects=("common_state/shard_0_1",) if in_data_files else ())
-    publish(storage, target, content, has_common_state=in_data_files)
-    done = [(operation, name) for operation, name, _ in faults.operations]
-    published = next(number for number, (_, name) in enumerate(done) if name.endswith(f"-> {METADATA_FILE}"))
-    pending = target.commit.pending.replace(target.commit.id, "ID")
-    renamed = f"{pending} -> {COMMON_FILE}"
-    assert done[published + 1] == ("sync", "")
-    after = [("move", renamed), ("delete", COMMON_FILE)] if in_data_files else [("move", renamed)]
-    assert done[published + 2 : published + 2 + len(after)] == after
-
-
 def test_what_a_foreign_strategy_saves_beside_a_common_state_is_settled(tmp_path: Path) -> None:
     """Megatron may save the sharded part by a strategy that is not ours."""
     first = save(tmp_path, b"one")
@@ -340,76 +314,6 @@ def test_a_pending_common_state_is_in_force_only_beside_the_metadata_of_its_own_
     assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == COMMON_FILE
     storage.publish(METADATA_FILE, sealed(name, lost.save_id))
     assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == lost.commit.pending
-
-
-def test_a_listing_that_still_names_a_common_state_that_was_renamed_harms_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, b"one")
-    storage = LocalStorage(tmp_path)
-    earlier = reserve(storage)
-    name = file_of(earlier)
-    (tmp_path / name).write_bytes(b"data")
-    (tmp_path / COMMON_FILE).write_bytes(b"two")
-    storage.publish(METADATA_FILE, sealed(name, earlier.save_id))
-    earlier.commit.give_up()
-    listed = LocalStorage.list
-    monkeypatch.setattr(LocalStorage, "list", lambda self: [*listed(self), earlier.commit.pending])
-    assert common_file_in_force(storage.list(), read_index(tmp_path)) == earlier.commit.pending
-    save(tmp_path, b"three")
-    monkeypatch.undo()
-    assert (tmp_path / COMMON_FILE).read_bytes() == b"three"
-
-
-def test_files_that_others_write_below_the_directory_do_not_hold_up_a_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    list_really, count = LocalStorage.list, iter(range(1000))
-
-    def list_busy(storage: LocalStorage) -> list[str]:
-        number = next(count)
-        (tmp_path / "logs").mkdir(exist_ok=True)
-        (tmp_path / "logs" / f"events.{number}").touch()
-        (tmp_path / f"log.{number}").touch()
-        return list_really(storage)
-
-    monkeypatch.setattr(LocalStorage, "list", list_busy)
-    name = save(tmp_path)
-    assert read_index(tmp_path).tensors.keys() == {name}
-
-
-# --- two savers -------------------------------------------------------------------------------------------------------
-
-
-def written(storage: LocalStorage, common: bytes) -> tuple[Target, str]:
-    """A save that has been begun and has written its files."""
-    write_common(storage, common)
-    target = open_target(storage, OPTIONS)
-    (Path(storage.location) / file_of(target)).write_bytes(b"data")
-    return target, file_of(target)
-
-
-@pytest.fixture
-def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No save sees the note of another: it began at the same moment, or on a host that is not to be seen."""
-    monkeypatch.setattr(Owner, "process_state", lambda _: "gone")
-
-
-@pytest.mark.usefixtures("unseen")
-@pytest.mark.parametrize("exists", [False, True])
-def test_of_two_saves_that_do_not_see_each_other_one_wins_and_the_other_is_told(exists: bool, tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path)
-    if exists:
-        save(tmp_path, b"before")
-    slow, _ = written(storage, b"slow")
-    fast, name = written(storage, b"fast")
-    publish(storage, fast, metadata(name), has_common_state=False)
-    with pytest.raises(SaveError, match=r"another save .* has been published in this directory"):
-        publish(storage, slow, metadata(file_of(slow)), has_common_state=False)
-    slow.commit.give_up()
-    discard(storage, [file_of(slow)])
-    assert names(tmp_path) == {name, METADATA_FILE, COMMON_FILE}
-    assert (tmp_path / COMMON_FILE).read_bytes() == b"fast"
 
 
 def test_a_file_that_is_there_at_another_size_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import ctypes
 import errno
 import os
 import pickle
-import resource
 import threading
 from pathlib import Path
 
@@ -111,18 +110,6 @@ def test_a_refused_trial_falls_back_and_is_remembered(
         writer.write(0, memoryview(b"abc"))
         writer.finish(3)
     assert (tmp_path / "second").read_bytes() == b"abc"
-
-
-def test_short_writes_go_on(monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path) -> None:
-    content = random_bytes(200_000)
-    real_pwrite = os.pwrite
-    for direct in ("auto", "off"):
-        writer = local.open_writer(f"file-{direct}", size_bytes=len(content), direct=direct)
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "pwrite", lambda fd, view, offset: real_pwrite(fd, view[:12_288], offset))
-            writer.write(0, aligned(content))
-        writer.finish(len(content))
-        assert (tmp_path / f"file-{direct}").read_bytes() == content
 
 
 def test_a_write_that_gets_nowhere_is_an_error(monkeypatch: pytest.MonkeyPatch, local: LocalStorage) -> None:
@@ -233,22 +220,6 @@ def test_no_space_is_found_before_anything_is_written(
     assert open_fds() == before
 
 
-def test_a_file_larger_than_the_limit_is_an_error(local: LocalStorage, tmp_path: Path) -> None:
-    """The real thing: RLIMIT_FSIZE makes the kernel refuse; Python ignores the signal that comes with it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
-    try:
-        with pytest.raises(SaveError, match="EFBIG"):
-            local.open_writer("announced", size_bytes=2 * MIB)
-        writer = local.open_writer("file")
-        with pytest.raises(SaveError, match=r"file: writing bytes .*EFBIG"):
-            writer.write(0, aligned(bytes(2 * MIB)))
-        writer.abort()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("step", ["fsync", "replace", "pwrite"])
 def test_a_failed_publish_keeps_the_old_content(
     monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path, step: str
@@ -317,12 +288,6 @@ def test_a_file_in_the_way_of_the_directory_is_named(tmp_path: Path) -> None:
         LocalStorage(tmp_path / "file" / "sub").ensure()
     with pytest.raises(CheckpointNotFoundError):
         LocalStorage(tmp_path / "file").read("x")
-
-
-def test_reading_a_directory_is_a_load_error(local: LocalStorage, tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    with pytest.raises(LoadError, match="it is a directory"):
-        local.read("sub", 0, 1)
 
 
 def test_readers_leave_no_descriptor_and_no_buffer(local: LocalStorage, tmp_path: Path) -> None:

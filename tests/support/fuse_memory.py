@@ -3,7 +3,7 @@
 It does what other file systems do only now and then. After each operation that changes something it keeps what would be
 there if the processes were killed at that moment (`"crash"`), and what if the power went: only what was synced
 (`"synced"`: contents and names), or all names, with contents only where they were synced (`"names"`). It can answer
-with an error at a chosen operation, write less than it is given, refuse O_DIRECT or hard links, and let its listings
+with an error at a chosen operation, write less than it is given, refuse O_DIRECT, and let its listings
 lag behind.
 
 The kernel's protocol is spoken here directly (linux/fuse.h, version 7.31), so that no library is needed.
@@ -39,12 +39,12 @@ _O_DIRECT: Final = os.O_DIRECT
 _MNT_DETACH: Final = 2
 _OPERATIONS: Final = {
     1: "lookup", 2: "forget", 3: "getattr", 4: "setattr", 5: "readlink", 6: "symlink", 8: "mknod", 9: "mkdir",
-    10: "unlink", 11: "rmdir", 12: "rename", 13: "link", 14: "open", 15: "read", 16: "write", 17: "statfs",
+    10: "unlink", 11: "rmdir", 12: "rename", 14: "open", 15: "read", 16: "write", 17: "statfs",
     18: "release", 20: "fsync", 25: "flush", 26: "init", 27: "opendir", 28: "readdir", 29: "releasedir",
     30: "fsyncdir", 34: "access", 35: "create", 36: "interrupt", 42: "batch_forget", 43: "fallocate", 45: "rename2",
 }  # fmt: skip
 _CHANGES: Final = frozenset(
-    {"setattr", "symlink", "mknod", "mkdir", "unlink", "rmdir", "rename", "link", "write", "fsync", "fsyncdir",
+    {"setattr", "symlink", "mknod", "mkdir", "unlink", "rmdir", "rename", "write", "fsync", "fsyncdir",
      "create", "fallocate", "rename2"}
 )  # fmt: skip
 _UNANSWERED: Final = frozenset({"forget", "interrupt", "batch_forget"})
@@ -60,7 +60,6 @@ class Misbehaviour:
         sticky: all later changes, too, except that files can be deleted and closed.
         short_writes: each write of more than a page takes a part only.
         no_direct: writes with O_DIRECT are refused, as if their alignment were wrong.
-        no_links: there are no hard links.
         lag_s: listings show what was there so many seconds ago.
     """
 
@@ -69,7 +68,6 @@ class Misbehaviour:
     sticky: bool = False
     short_writes: bool = False
     no_direct: bool = False
-    no_links: bool = False
     lag_s: float = 0.0
 
 
@@ -325,16 +323,6 @@ class _Server:
 
     def _rename2(self, parent: int, body: bytes) -> bytes:
         return self._rename(parent, body, at=16)
-
-    def _link(self, parent: int, body: bytes) -> bytes:
-        if self.behaviour.no_links:
-            raise OSError(errno.EOPNOTSUPP, "")
-        node = self._nodes[struct.unpack_from("<Q", body)[0]]
-        if _name(body[8:]) in self._nodes[parent].entries:
-            raise OSError(errno.EEXIST, "")
-        node.links += 1
-        self._enter(self._nodes[parent], _name(body[8:]), node.number)
-        return self._entry(node)
 
     def _open(self, number: int, body: bytes) -> bytes:
         return struct.pack("<QII", 0, 0, 0)
