@@ -292,34 +292,21 @@ def _differ_in_one(text: str, other: str) -> bool:
 # ------------------------------------------------------------------------------------------------------- what fits to C
 
 
-def _opcodes(**values: int) -> dict[int, int]:
-    return {getattr(pickle, name)[0]: value for name, value in values.items()}
-
-
-# Bytes of the opcodes, with their arguments, that push a value which holds nothing; and of the length before a text.
-_PUSHES = _opcodes(
-    **dict.fromkeys(("NONE", "NEWTRUE", "NEWFALSE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "EMPTY_TUPLE"), 1),
-    BININT1=2,
-    BININT2=3,
-    BININT=5,
-    BINFLOAT=9,
-)
-_TEXTS = _opcodes(
-    LONG1=1,
-    SHORT_BINUNICODE=1,
-    BINUNICODE=4,
-    BINUNICODE8=8,
-    SHORT_BINBYTES=1,
-    BINBYTES=4,
-    BINBYTES8=8,
-)
+# Bytes of the opcodes, with their arguments, that push a value which holds nothing.
+_PUSHES = {
+    **dict.fromkeys(b"N\x88\x89]}\x8f)", 1),  # NONE, NEWTRUE, NEWFALSE, empty list, dict, set and tuple
+    **dict(zip(b"KMJG", (2, 3, 5, 9), strict=True)),  # BININT1, BININT2, BININT, BINFLOAT
+}
+# Bytes of the length before a LONG1, a SHORT_BINUNICODE, a BINUNICODE and so on.
+_TEXTS = dict(zip(b"\x8a\x8cX\x8dCB\x8e", (1, 1, 4, 8, 1, 4, 8), strict=True))
 # TUPLE, SETITEMS, APPENDS, ADDITEMS, FROZENSET, POP_MARK
 _FROM_MARK = frozenset(b"tue\x90\x911")
 # Most opcodes of an index belong to one of these two: an instance that is to get attributes, and a shape.
 _GET = rb"(?:h.|j.{4})"
 _INT = rb"(?:K.|M..|J.{4}|\x8a\x05.{5})"
 _INSTANCE = re.compile(_GET + rb"\)\x81\x94}\x94\(", re.DOTALL)
-_SHAPE = re.compile(_GET + rb"(?:%b{1,3}[\x85-\x87]|\(%b{4,64}t)\x94\x85\x94R\x94" % (_INT, _INT), re.DOTALL)
+_TUPLE = rb"(?:%(int)b(?:\x85|%(int)b(?:\x86|%(int)b\x87))|\((?:%(int)b){4,64}t)" % {b"int": _INT}
+_SHAPE = re.compile(_GET + _TUPLE + rb"\x94\x85\x94R\x94", re.DOTALL)
 
 
 def _check_opcodes(data: bytes) -> None:

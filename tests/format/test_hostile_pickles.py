@@ -192,6 +192,16 @@ class TestVouched:
         assert tagged_again.tensor_model_parallel
 
 
+def nested_behind_shapes(steps: int = 300) -> bytes:
+    """A key that nests a tuple in each step, which looks like a shape: a class, an int, TUPLE3, TUPLE1, REDUCE."""
+    content = name("torch.distributed.checkpoint.planner.SavePlan") + b"\x940)\x940"
+    inner = 1
+    for step in range(steps):
+        content += b"h\x00j" + struct.pack("<I", inner) + b"h\x00K\x01\x87\x94\x85\x94R\x940"
+        inner = 2 + 3 * step
+    return b"}" + content + b"j" + struct.pack("<I", inner) + b"Ns"
+
+
 def index_of(planner_data: bytes, protocol: bytes = b"\x80\x04") -> bytes:
     """A pickled index without tensors, but for its planner data."""
     return (
@@ -220,6 +230,10 @@ class TestIndex:
     def test_refused(self, planner_data: bytes) -> None:
         with pytest.raises(CorruptCheckpointError):
             parse_index(index_of(planner_data), "/ckpt")
+
+    def test_what_looks_like_a_shape_is_counted_as_it_is(self) -> None:
+        with pytest.raises(UnsafePickleError, match="tuples more than 2 deep"):
+            parse_index(index_of(nested_behind_shapes()), "/ckpt")
 
     def test_the_path_of_a_multi_storage_client(self) -> None:
         """What its writer puts into the checkpoint id makes no difference to reading."""
