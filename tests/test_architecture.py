@@ -17,13 +17,14 @@ TREE = Package(ROOT)
 PACKAGE = TREE.package
 # Where megatron-core may be named in an import; all else gets what it needs of it from there.
 KNOWS_MEGATRON = {
+    "bridge",
     "megatron._versions",
     "megatron.strategy",
     "reshard.parameter_orders",
     "models.logits",
 }
 # What lies beside the layers and starts things: it may import every layer, and no layer imports it.
-ENTRANCES = {"launch", "__main__"}
+ENTRANCES = {"bridge", "launch", "__main__"}
 # Folders of tests that belong to no layer: whole launches, other versions, the site, others' tests, what all tests use.
 TESTS_OF_NO_LAYER = {"hosts", "launch", "matrix", "site", "upstream", "support"}
 MOST_LINES_OF_A_LAYER = 20

@@ -63,7 +63,7 @@ _LEFT = "left by a save that is gone"
 # A mark in a store is taken away within so long, or stays.
 _MARK_GOES_WITHIN_S = REMOVED_YOUNG_S / 2
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_SIDECARS = (CONFIG_FILE, COMMON_FILE, INTEGRITY_FILE)
+_SIDECARS = (CONFIG_FILE, COMMON_FILE, INTEGRITY_FILE, "train_state.pt", "run_config.yaml")  # the last two are Bridge's
 # Stock Megatron-Core and DCP mark no directory that they write to: files newer than the index tell, for so long.
 _RECENT_NS = 3600 * 10**9
 
