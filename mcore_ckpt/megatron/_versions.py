@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -183,6 +184,14 @@ def optional_module(name: str) -> ModuleType | None:
         return import_module(f"{CHECKPOINTING}.{name}")
     except ModuleNotFoundError:
         return None
+
+
+def let_bridge_name_its_manager() -> None:
+    """Megatron-Bridge makes no class of a configuration that is not on its list (`custom_manager_class`)."""
+    if find_spec("megatron.bridge") is not None:
+        with contextlib.suppress(ImportError, AttributeError):
+            module = import_module("megatron.training.config.instantiate_utils")
+            module.target_allowlist.add_exact("mcore_ckpt.bridge.CheckpointManager")
 
 
 def megatron_version() -> tuple[int, int, int]:

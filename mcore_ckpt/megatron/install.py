@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -45,6 +44,7 @@ from mcore_ckpt.megatron._versions import (
     MegatronErrors,
     differences,
     installed_version_text,
+    let_bridge_name_its_manager,
     megatron_module,
     megatron_version,
     optional_module,
@@ -105,7 +105,7 @@ def install() -> dict[str, Any]:
         except BaseException:
             patches.undo()
             raise
-        _let_bridge_name_its_manager()
+        let_bridge_name_its_manager()
         announce(
             "mcore_ckpt %s: TorchDistSaveStrategy and TorchDistLoadStrategy are in force for megatron-core %s",
             __version__,
@@ -170,14 +170,6 @@ def _replace_async(torch_strategies: Any) -> None:
     writers = optional_module("strategies.filesystem_async")
     if writers is not None:
         patches.replace(writers, "FileSystemWriterAsync", FileSystemWriterAsync)
-
-
-def _let_bridge_name_its_manager() -> None:
-    """Megatron-Bridge makes no class of a configuration that is not on its list (`custom_manager_class`)."""
-    if find_spec("megatron.bridge") is not None:
-        with contextlib.suppress(ImportError, AttributeError):
-            module = import_module("megatron.training.config.instantiate_utils")
-            module.target_allowlist.add_exact("mcore_ckpt.bridge.CheckpointManager")
 
 
 def _check_contract() -> None:
