@@ -144,7 +144,7 @@ for name in {names!r}:
     for name in ("_gcs", "_obstore"):
         needing.pop(f"storage.{name}", None)  # of the extra `objects`
     assert set(needing.values()) <= {"torch"}
-    assert set(needing) == TREE.needing_torch
+    assert set(needing) == TREE.needing_torch - set(apart)
     assert {layer_of(name) for name in needing} == {name for name, some in TREE.layers.items() if some}
 
 
