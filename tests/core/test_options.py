@@ -23,7 +23,6 @@ SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
     "keep_last": ("4", 4),
     "drain_to": ("s3://bucket/run", "s3://bucket/run"),
     "compare_replicas": ("sample", "sample"),
-    "fingerprints": ("0", False),
     "trace_path": ("/tmp/traces", "/tmp/traces"),
 }
 LOAD_VARIABLES: dict[str, tuple[str, Any]] = {

@@ -99,8 +99,8 @@ def test_what_is_read_of_two_saves_is_refused_on_all_ranks(tmp_path: Path) -> No
 def gone_back_beside(rank: int, directory: Path) -> list[str]:
     """As `on_damaged="go_back"` asks, what is replaced under a load is loaded anew, and an older one is let be."""
     dist_checkpointing = installed()
+    from mcore_ckpt.directory import iterations
     from mcore_ckpt.load.reader import FileSystemReader
-    from mcore_ckpt.megatron import serialization
 
     run = directory / "run"
     dist_checkpointing.save(state(1), made(run / "iter_0000001"))
@@ -122,17 +122,17 @@ def gone_back_beside(rank: int, directory: Path) -> list[str]:
         check(dist_checkpointing.load(state(0), str(named)), 7)
 
     # The same, while one rank looks whether the checkpoint can be loaded.
-    look: Any = serialization.look_at
+    look: Any = iterations.look_at
     named, replace = two_saves(run / "again")
     if rank == 0:
         with pytest.MonkeyPatch.context() as patched:
 
             def replaced_meanwhile(path: Path) -> Any:
-                patched.setattr(serialization, "look_at", look)
+                patched.setattr(iterations, "look_at", look)
                 replace()
                 raise LoadError(f"{path}: is no checkpoint, as it were")
 
-            patched.setattr(serialization, "look_at", replaced_meanwhile)
+            patched.setattr(iterations, "look_at", replaced_meanwhile)
             assert dist_checkpointing.load_common_state_dict(str(named)) == {"common": {"iteration": 7}}
     dist.barrier()
 
