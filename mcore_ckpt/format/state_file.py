@@ -1,28 +1,66 @@
-"""A state dict in a file of `torch.save`, read without its tensors: each becomes a note of where its elements lie.
+"""Files of `torch.save` that are looked at: nothing is imported for them, and their tensors are not made.
 
-What a file may name is what stored objects may (`safe_pickle.py`), but for one thing, since such files hold the
-arguments of a job and anything that its user added: a class that is not known becomes an inert `Opaque` instead of an
-error; the caller leaves it out. Classes of packages that are not imported become `Unavailable`.
+    read_state_file(read, ...)   a state dict; each tensor becomes a note of where its elements lie
+    read_plain(content, ...)     a stored object; every class becomes an inert `Opaque`; without torch
+
+A state dict may name what stored objects may (`safe_pickle.py`), but for one thing, since such files hold the arguments
+of a job and anything that its user added: a class that is not known becomes an `Opaque` instead of an error; the caller
+leaves it out. Classes of packages that are not imported become `Unavailable`.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, UnsafePickleError
-from mcore_ckpt.format.safe_pickle import ObjectRules, Opaque
+from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, LoadError, UnsafePickleError
+from mcore_ckpt.format.safe_pickle import ObjectRules, archive_of, plain_content
 from mcore_ckpt.format.tensor_pickle import (
     TENSOR_NAMES,
     FileTensor,
     Maker,
     NotPlainTensorError,
+    WrongArgumentsError,
+    check_keys,
     inert_maker,
     stored_storage,
     unpickle,
 )
 from mcore_ckpt.format.zip_records import Archive, ItemBytes, ZipRecord
+
+
+class Opaque:
+    """Something in a pickle that is not a plain value; inert. Each class that a pickle names gets a subclass with its
+    `name`. `arguments` is what it would have been called with, `state` its attributes, items or members.
+    """
+
+    name = ""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments: tuple[Any, ...] = arguments
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(self.state, dict):
+            self.state = {}
+        self.state[key] = value
+
+    def append(self, value: Any) -> None:
+        """A member, if the class was a kind of list."""
+        if not isinstance(self.state, list):
+            self.state = []
+        self.state.append(value)
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+# ------------------------------------------------------------------------------------------------------- state dicts
 
 # What describes the tensors of one rank: some hundred bytes for each.
 _MAX_PICKLE_BYTES = 256 * 1024**2
@@ -130,3 +168,90 @@ def read_tensor_outline(read: Callable[[int, int], bytes], item_bytes: int, wher
         f"{where}: expected a tensor with an element at each place, stored is {stored:.200}; load another copy or an "
         "earlier checkpoint"
     )
+
+
+# ----------------------------------------------------------------------------------------------------- stored objects
+
+
+class _Opaques:
+    """Rules under which every class becomes a subclass of `Opaque`, but for the few that are plain containers."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Any, Maker | None]] = dict(_PLAIN_CONTAINERS)
+
+    def named(self, module: str, name: str) -> tuple[Any, Maker | None]:
+        full_name = f"{module}.{name}"
+        if module == "signal" and name in signal.Signals.__members__:  # Python 3.10 pickles signals by their names
+            return self.named(module, "Signals")[0](signal.Signals[name].value), None
+        if full_name not in self._known:
+            stand_in = type("StandIn", (Opaque,), {"name": full_name})
+            self._known[full_name] = stand_in, inert_maker(stand_in)
+        return self._known[full_name]
+
+    def referred(self, reference: Any) -> Any:
+        return "<storage>"
+
+
+def _plain_members(kind: Any) -> Maker:
+    def make(*arguments: Any) -> Any:
+        members = arguments[0] if arguments else ()
+        if type(members) not in (list, tuple, set, frozenset, dict):
+            raise WrongArgumentsError(f"expected the members of a {kind.__name__}")
+        if kind is not list and type(members) is not dict:
+            check_keys(members if kind is not dict else (key for key, _ in members))
+        return kind(members)
+
+    return Maker(make, lambda made, _state: made)
+
+
+_PLAIN_CONTAINERS = {
+    "collections.OrderedDict": (dict, _plain_members(dict)),
+    "builtins.dict": (dict, _plain_members(dict)),
+    "builtins.list": (list, _plain_members(list)),
+    "builtins.set": (set, _plain_members(set)),
+    "builtins.frozenset": (frozenset, _plain_members(frozenset)),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredStorage:
+    """What a stored tensor's elements lie in."""
+
+    kind: str  # name of the class that the pickle gives it, which says the dtype
+    content: bytes  # its bytes
+
+
+class _Described(_Opaques):
+    """As `_Opaques`; and a `StoredStorage` for each storage, of which all of one record share its bytes."""
+
+    def __init__(self, archive: Archive) -> None:
+        super().__init__()
+        self._archive = archive
+        self._contents: dict[str, bytes] = {}
+
+    def referred(self, reference: Any) -> Any:
+        if type(reference) is not tuple or len(reference) < 3 or reference[0] != "storage":
+            raise WrongArgumentsError("a reference to something else than a storage")
+        kind, key = reference[1:3]
+        if not (isinstance(kind, type) and issubclass(kind, Opaque)) or type(key) is not str:
+            raise WrongArgumentsError("a reference to no storage")
+        if key not in self._contents:
+            self._contents[key] = plain_content(self._archive, f"data/{key}")
+        return StoredStorage(kind.name, self._contents[key])
+
+
+def read_plain(content: bytes, where: str, *, with_storages: bool = False) -> Any:
+    """What `torch.save` wrote, to look at: each class becomes an `Opaque`. Tensors are read to compare them only
+    (`with_storages`). Raises `LoadError`.
+    """
+    try:
+        archive = archive_of(content, where)
+        rules = _Described(archive) if with_storages else _Opaques()
+        return unpickle(plain_content(archive, "data.pkl"), rules, where)
+    except LoadError:
+        raise
+    except Exception as error:  # a damaged archive can fail in any way
+        raise CorruptCheckpointError(
+            f"{where}: not a readable archive of torch.save ({type(error).__name__}: {error!s:.200}); restore it from "
+            "another copy"
+        ) from error

@@ -28,8 +28,8 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.item_layout import ArchiveLayout, element_bytes
-from mcore_ckpt.format.safe_pickle import Opaque, Unavailable
-from mcore_ckpt.format.state_file import StateRecord, read_state_file
+from mcore_ckpt.format.safe_pickle import Unavailable
+from mcore_ckpt.format.state_file import Opaque, StateRecord, read_state_file
 from mcore_ckpt.format.tensor_pickle import DTYPES, FileTensor, contiguous_strides, dtype_entry
 from mcore_ckpt.reshard.plan import Blob, Frame, TargetPlan, TensorMove, all_in_one, in_shares
 from mcore_ckpt.reshard.target_files import Journal, TargetFiles

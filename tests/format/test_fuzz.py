@@ -24,7 +24,8 @@ import torch
 from mcore_ckpt.core.errors import CheckpointError, ChecksumError
 from mcore_ckpt.format.item_reading import locate_tensor_in
 from mcore_ckpt.format.metadata_read import encode_config, parse_index, read_config
-from mcore_ckpt.format.safe_pickle import load_object, read_plain
+from mcore_ckpt.format.safe_pickle import load_object
+from mcore_ckpt.format.state_file import read_plain
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.megatron.serialization import load_common
 from mcore_ckpt.models._sources import read_safetensors

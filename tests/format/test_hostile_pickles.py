@@ -21,7 +21,8 @@ import torch
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, UnsafePickleError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.format.metadata_read import parse_index
-from mcore_ckpt.format.safe_pickle import Opaque, load_object, read_plain
+from mcore_ckpt.format.safe_pickle import load_object
+from mcore_ckpt.format.state_file import Opaque, read_plain
 from mcore_ckpt.format.tensor_pickle import MalformedPickleError, NotPlainTensorError, read_tensor_pickle
 from mcore_ckpt.megatron.serialization import load_common
 from mcore_ckpt.tools.keys import plain

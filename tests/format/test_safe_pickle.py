@@ -32,7 +32,8 @@ from mcore_ckpt.core.errors import (
     UnsafePickleError,
 )
 from mcore_ckpt.format.index_pickle import unpickle_index
-from mcore_ckpt.format.safe_pickle import ALLOWED_OBJECT_CLASSES, Unavailable, load_object, read_plain
+from mcore_ckpt.format.safe_pickle import ALLOWED_OBJECT_CLASSES, Unavailable, load_object
+from mcore_ckpt.format.state_file import read_plain
 from tests.support.stored_layouts import rewritten
 from tests.support.stored_layouts import stock_item as saved
 
