@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,23 +191,11 @@ class TestRefusals:
         expected = {"a.b": tensors["a"]["b"].contiguous(), "a.c.d": tensors["a"]["c"]["d"]}  # type: ignore[index]
         assert_same(read_all(tmp_path / "t"), expected)
 
-    def test_numbers_that_say_nothing_are_refused(
-        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        source, target = str(checkpoint), str(tmp_path / "t")
-        assert main(["export", source, target, "--to", "dcp", "--max-shard-size", "1K"]) == 2
-        assert "--max-shard-size: not with --to dcp" in capsys.readouterr().err
-        for workers in ("0", "-3"):
-            assert main(["import", source, target, "--workers", workers]) == 2
-            assert f"--workers {workers}: expected a whole number of at least 1" in capsys.readouterr().err
-        with pytest.raises(OptionError, match="workers 0: expected a whole number of at least 1"):
-            import_checkpoint(source, target, workers=0)
-
-    @pytest.mark.parametrize(("to", "dtype"), [("safetensors", None), ("torch", "float32"), ("dcp", "float16")])
+    @pytest.mark.parametrize(("to", "dtype"), [("safetensors", None)])
     def test_a_damaged_source_is_not_exported(self, tmp_path: Path, to: Any, dtype: str | None) -> None:
         flip_byte(write_model(tmp_path / "c"), "output_layer.weight", at_fraction=0.5)
         with pytest.raises(CorruptCheckpointError, match="output_layer"):
-            export_checkpoint(tmp_path / "c", tmp_path / "e", to=to, dtype=dtype)
+            export_checkpoint(tmp_path / "c", tmp_path / "e", to="safetensors")
         assert not (tmp_path / "e").exists()
 
 
@@ -235,14 +224,8 @@ class TestNothingIsLost:
 
     @pytest.mark.parametrize(
         "content",
-        [
-            {"a": {"b": torch.zeros(2)}, "a.b": torch.ones(2)},
-            {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}},
-            {1: torch.zeros(2), "1": torch.ones(2)},
-            {"x": {None: torch.zeros(2), "None": torch.ones(2)}},
-            {"": {"w": torch.zeros(2)}, "w": torch.ones(2)},
-        ],
-        ids=["dict first", "dict last", "number", "none", "empty"],
+        [{"a": {"b": torch.zeros(2)}, "a.b": torch.ones(2)}, {1: torch.zeros(2), "1": torch.ones(2)}],
+        ids=["dict first", "number"],
     )
     def test_two_tensors_of_a_torch_file_under_one_key(self, tmp_path: Path, content: dict[Any, Any]) -> None:
         torch.save(content, tmp_path / "x.pt")
@@ -266,24 +249,14 @@ class TestNothingIsLost:
         ("entries", "data_bytes", "says"),
         [
             ({"a": (0, 8), "b": (4, 12)}, 12, "it overlaps a"),
-            ({"a": (0, 8), "b": (0, 8)}, 8, "it overlaps a"),
             ({"a": (0, 8), "b": (12, 20)}, 20, "bytes before it belong to no tensor"),
-            ({"a": (4, 8)}, 8, "bytes before it belong to no tensor"),
             ({"a": (0, 8)}, 12, "tensors are missing from its header"),
-            ({}, 4, "tensors are missing from its header"),
             (fields("F32", [4], [0, 12]), 16, "expected 16 bytes"),
-            (fields("F32", [4], [8, 24]), 16, "expected 16 bytes"),
             (fields("F32", [-4], [0, 16]), 16, "non-negative"),
             (fields("F33", [4], [0, 16]), 16, "dtype 'F33' is not known"),
-            (fields("F32", [4.0], [0, 16]), 16, "non-negative"),
-            ('{"t": {"dtype": "F32", "shape": [4]}}', 16, "expected dtype, shape and two data_offsets"),
-            (b"", 0, "a header of 0 bytes in a file of 0"),
-            (b"\x00" * 7, 0, "in a file of 7"),
             (struct.pack("<Q", 2**62) + b"{}", 0, "a header of 4611686018427387904 bytes in a file of 10"),
-            (struct.pack("<Q", 2) + b"[]", 0, "no JSON object"),
             (struct.pack("<Q", 5) + b"\xff\xff\xff\xff\xff", 0, "not JSON"),
             ('{"a": {"dtype": "F32"}, "a": {"dtype": "F32"}}', 4, "'a' is in it twice"),
-            ('{"a": {"dtype": "F32", "dtype": "I32", "shape": [1], "data_offsets": [0, 4]}}', 4, "'dtype' is in it"),
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )
@@ -297,13 +270,10 @@ class TestNothingIsLost:
         ("mapped", "says"),
         [
             ({"a": "x.safetensors", "gone": "x.safetensors"}, "gone is not in x.safetensors, but in no file"),
-            ({"a": "y.safetensors", "b": "y.safetensors"}, "a is not in y.safetensors, but in"),
-            ({"a": "sub/x.safetensors"}, "expected the name of a file next to it"),
             ({"a": "../x.safetensors"}, "expected the name of a file next to it"),
-            ({"a": 3}, "expected the name of a file next to it"),
             ({}, "expected a `weight_map`"),
         ],
-        ids=["no file", "another file", "below", "above", "number", "empty"],
+        ids=["no file", "above", "empty"],
     )
     def test_an_index_that_the_files_do_not_bear_out(self, tmp_path: Path, mapped: dict[str, Any], says: str) -> None:
         source = tmp_path / "s"
@@ -315,28 +285,10 @@ class TestNothingIsLost:
         with pytest.raises(CorruptCheckpointError, match=says):
             import_checkpoint(source, tmp_path / "t")
 
-    def test_a_weight_map_of_torch_files(self, tmp_path: Path) -> None:
-        (tmp_path / "s").mkdir()
-        torch.save({"a": torch.ones(2)}, tmp_path / "s" / "x.bin")
-        index = tmp_path / "s" / "pytorch_model.bin.index.json"
-        index.write_text(json.dumps({"weight_map": {"a": "x.bin", "b": "x.bin"}}))
-        with pytest.raises(CorruptCheckpointError, match=r"b is not in x\.bin"):
-            import_checkpoint(tmp_path / "s", tmp_path / "t")
-        index.write_text('{"weight_map": {"a": "x.bin", "a": "y.bin"}}')
-        with pytest.raises(CorruptCheckpointError, match="'a' is in it twice"):
-            import_checkpoint(tmp_path / "s", tmp_path / "t")
-        index.write_text(json.dumps({"weight_map": {"a": "x.bin"}}))
-        assert import_checkpoint(tmp_path / "s", tmp_path / "t").tensors == 1
-
     def test_a_key_that_safetensors_keeps_for_itself(self, tmp_path: Path) -> None:
         write_model(tmp_path / "c", tp=1, tensors={"__metadata__": torch.ones(2), "w": torch.ones(2)})
         with pytest.raises(OptionError, match="__metadata__"):
             export_checkpoint(tmp_path / "c", tmp_path / "e")
-
-    def test_a_key_that_is_no_unicode(self, tmp_path: Path) -> None:
-        (tmp_path / "s").mkdir()
-        (tmp_path / "s" / "x.safetensors").write_bytes(safetensors_file({"\ud800": (0, 4)}, 4))
-        assert import_checkpoint(tmp_path / "s", tmp_path / "t").tensors == 1
 
     def test_a_damaged_torch_file(self, tmp_path: Path) -> None:
         """torch.load compares no checksum of what it maps."""
@@ -346,17 +298,8 @@ class TestNothingIsLost:
         with pytest.raises(ChecksumError, match=r"x\.pt"):
             import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
 
-    @pytest.mark.parametrize("kind", ["sparse", "quantized", "expanded", "meta", "conjugated"])
-    @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-    def test_tensors_without_plain_elements(self, tmp_path: Path, kind: str) -> None:
-        if kind == "sparse":
-            value = torch.ones(2, 2).to_sparse()
-        elif kind == "conjugated":
-            value = torch.randn(3, dtype=torch.complex64).conj()
-        elif kind == "quantized":
-            value = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
-        else:
-            value = torch.ones(1).expand(2**40) if kind == "expanded" else torch.ones(2, device="meta")
+    @pytest.mark.parametrize("value", [torch.ones(2, 2).to_sparse(), torch.ones(1).expand(2**40)])
+    def test_tensors_without_plain_elements(self, tmp_path: Path, value: torch.Tensor) -> None:
         torch.save({"w": value}, tmp_path / "x.pt")
         with pytest.raises(CorruptCheckpointError, match=r"x\.pt"):
             import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
@@ -367,12 +310,6 @@ class TestNothingIsLost:
         torch.save(circle, tmp_path / "x.pt")
         with pytest.raises(CorruptCheckpointError, match="nested"):
             import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
-        doubled: dict[str, Any] = {"w": 1}
-        for _ in range(60):
-            doubled = {"a": doubled, "b": doubled}
-        torch.save(doubled, tmp_path / "x.pt")
-        with pytest.raises(CorruptCheckpointError, match="nested"):
-            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
 
 
 class _Evil:
@@ -380,55 +317,28 @@ class _Evil:
         return print, ("never",)
 
 
-MAKERS: dict[str, Callable[[Path, Path], object]] = {
-    "safetensors": lambda source, target: export_checkpoint(source, target, max_shard_bytes=20_000),
-    "torch": lambda source, target: export_checkpoint(source, target, to="torch"),
-    "dcp": lambda source, target: export_checkpoint(source, target, to="dcp"),
-    "import": import_checkpoint,
-    "reshard": lambda source, target: reshard_checkpoint(source, target, tp=1, pp=1),
-}
+def test_an_interrupted_export_is_resumed_by_the_same_command(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    located: list[bool] = []
+    original = StoredPayloads.locate
 
+    def locate(self: StoredPayloads, *arguments: Any) -> Any:
+        located.append(True)
+        if len(located) == 12:
+            raise KeyboardInterrupt
+        return original(self, *arguments)
 
-class TestInterrupted:
-    """What is on the disk when a conversion ends early is not written again by the same command."""
-
-    @staticmethod
-    def located(monkeypatch: pytest.MonkeyPatch, make: Callable[[], object], error: BaseException | None = None) -> int:
-        """How many chunks a conversion locates; with an error, it ends by that in its middle."""
-        calls, original = 0, StoredPayloads.locate
-
-        def locate(self: StoredPayloads, *arguments: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == 12 and error is not None:
-                raise error
-            return original(self, *arguments)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(StoredPayloads, "locate", locate)
-            if error is None:
-                make()
-            else:
-                patched.setattr(copying, "_SYNC_BYTES", 1)
-                with pytest.raises(type(error)):
-                    make()
-        return calls
-
-    @pytest.mark.parametrize("kind", ["safetensors", "torch"])
-    def test_the_same_command_resumes(
-        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-    ) -> None:
-        def make(target: Path) -> Callable[[], object]:
-            return lambda: MAKERS[kind](checkpoint, target)
-
-        everything = self.located(monkeypatch, make(tmp_path / "alone"))
-        self.located(monkeypatch, make(tmp_path / "t"), KeyboardInterrupt())
-        assert not (tmp_path / "t").exists()
-        assert self.located(monkeypatch, make(tmp_path / "t")) < everything
-        assert contents(tmp_path / "t") == contents(tmp_path / "alone")
-        assert not (tmp_path / "t.partial").exists()
-        import_checkpoint(tmp_path / "t", tmp_path / "back")
-        assert_same(read_all(tmp_path / "back"), model_tensors())
+    with monkeypatch.context() as patched:
+        patched.setattr(StoredPayloads, "locate", locate)
+        patched.setattr(copying, "_SYNC_BYTES", 1)
+        with pytest.raises(KeyboardInterrupt):
+            export_checkpoint(checkpoint, tmp_path / "t", max_shard_bytes=20_000)
+    assert not (tmp_path / "t").exists()
+    assert export_checkpoint(checkpoint, tmp_path / "t", max_shard_bytes=20_000).resumed
+    export_checkpoint(checkpoint, tmp_path / "alone", max_shard_bytes=20_000)
+    assert contents(tmp_path / "t") == contents(tmp_path / "alone")
+    assert not (tmp_path / "t.partial").exists()
 
 
 class TestSourceThatIsReplaced:
@@ -448,10 +358,7 @@ class TestSourceThatIsReplaced:
         torch.save({"iteration": 2}, source.parent / "later" / "common.pt")
         shutil.copytree(source.parent / "later", source, dirs_exist_ok=True)
 
-    @pytest.mark.parametrize("kind", ["safetensors", "torch"])
-    def test_between_two_tensors(
-        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-    ) -> None:
+    def test_between_two_tensors(self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         original = StoredPayloads.locate
 
         def locate(self: StoredPayloads, entry: TensorEntry, chunk: StoredChunk) -> Any:
@@ -461,12 +368,14 @@ class TestSourceThatIsReplaced:
 
         monkeypatch.setattr(StoredPayloads, "locate", locate)
         with pytest.raises(LoadError, match="replaced the checkpoint"):
-            MAKERS[kind](source, tmp_path / "t")
+            export_checkpoint(source, tmp_path / "t")
         assert not (tmp_path / "t").exists()
 
-    @pytest.mark.parametrize("kind", ["import", "reshard"])
+    @pytest.mark.parametrize(
+        "make", [import_checkpoint, partial(reshard_checkpoint, tp=1, pp=1)], ids=["import", "reshard"]
+    )
     def test_when_the_tensors_are_proved(
-        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[..., object]
     ) -> None:
         original = conversion.check_all
 
@@ -476,7 +385,7 @@ class TestSourceThatIsReplaced:
 
         monkeypatch.setattr(conversion, "check_all", then_a_save)
         with pytest.raises(LoadError, match="replaced the checkpoint"):
-            MAKERS[kind](source, tmp_path / "t")
+            make(source, tmp_path / "t")
         assert not (tmp_path / "t").exists()
 
 

@@ -326,12 +326,10 @@ HALVED = {**CONFIG, "num_attention_heads": 2 * HEADS, "num_key_value_heads": 2 *
         (HALVED, OptionError, "num_attention_heads is 4"),  # of the same shapes, and yet another
         # A sibling's, which differs in nothing that has a shape.
         ({**CONFIG, "rope_theta": 500000.0}, OptionError, "where the checkpoint's stored argument"),
-        ({**CONFIG, "rms_norm_eps": 1e-5}, OptionError, "where the checkpoint's stored argument"),
         ({**CONFIG, "model_type": "mistral", "sliding_window": 8}, OptionError, "the checkpoint's stored argument"),
         (None, CheckpointNotFoundError, r"config\.json"),
-        ([1], CorruptCheckpointError, "settings by name"),
     ],
-    ids=["shape", "heads", "rotary base", "epsilon", "window", "no file", "no settings"],
+    ids=["shape", "heads", "rotary base", "window", "no file"],
 )
 def test_a_configuration_of_another_model_is_refused(
     checkpoint: Path, tmp_path: Path, config: Any, error: type[Exception], match: str
@@ -410,47 +408,21 @@ def test_a_dry_run_lists_every_key(model: Path, checkpoint: Path, capsys: pytest
     assert "grouped qkv" in text
     assert "decoder.layers.self_attention.linear_qkv.weight[1]" in text
     assert "nothing was written" in text
-    assert main(["export", str(checkpoint), "unused", "--to", "hf", "--dry-run", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["family"] == "llama"
-    assert len(document["keys"]) == len(model_tensors())
     assert not Path("unused").exists()
 
 
-def test_the_commands(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = str(tmp_path / "c")
-    assert main(["import", str(model), target, "--from", "hf", "--tp", "2", "--transformer-impl", "local", "-q"]) == 0
-    assert "llama for TP 2 PP 1" in capsys.readouterr().out
-    assert main(["export", target, str(tmp_path / "e"), "--to", "hf", "-q"]) == 0
-    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
-    for words in (
-        ["export", target, str(tmp_path / "x"), "--to", "hf", "--arch", "gpt2"],
-        ["export", target, str(tmp_path / "x"), "--to", "hf", "--only", "norm"],
-        ["export", target, str(tmp_path / "x"), "--arch", "llama"],
-        ["import", str(model), str(tmp_path / "x"), "--from", "hf", "--common", "common.pt"],
-        ["import", str(model), str(tmp_path / "x"), "--numbered-layers"],
-        ["import", str(model), str(tmp_path / "x"), "--from", "hf", "--arch", "bert"],
-        ["import", str(model), str(tmp_path / "x"), "--from", "hf", "--tp", "0"],
-    ):
-        assert main(words) == 2, words
-    assert not list(tmp_path.glob("x*"))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_an_output_layer_that_is_to_be_tied_and_is_another_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_foreign, "_COMPARED_BYTES", 8 * 8 * HIDDEN)  # eight rows at a time
+    monkeypatch.setattr(_foreign, "_COMPARED_BYTES", 8 * 8 * HIDDEN)
     tensors, config = model_tensors(), {**CONFIG, "tie_word_embeddings": True}
-    copy = tensors["model.embed_tokens.weight"].clone().to(dtype)
+    copy = tensors["model.embed_tokens.weight"].clone()
     import_checkpoint(
         write_hf(tmp_path / "same", {**tensors, "lm_head.weight": copy}, config), tmp_path / "a", kind="hf"
     )
     copy[33, 5] += 1
     other = write_hf(tmp_path / "other", {**tensors, "lm_head.weight": copy}, config)
     refused(other, OptionError, r"lm_head\.weight is not model\.embed_tokens\.weight \(first in rows \[32, 40\)")
-    short = write_hf(tmp_path / "short", {**tensors, "lm_head.weight": copy[:8]}, config)
-    refused(short, OptionError, "it has another shape")
 
 
 def test_a_tokenizer_is_stored_only_where_there_is_one(
@@ -503,10 +475,6 @@ def test_what_a_check_needs_is_found_out_before_anything_is_written(
     monkeypatch.setattr(logits, "_NEEDED", ("built_for_another_torch",))
     assert main(command) == 2
     assert "cannot be imported: RuntimeError: undefined symbol. Nothing was written" in capsys.readouterr().err
-    assert main([*command, "--dry-run"]) == 2
-    assert "with --dry-run there is none" in capsys.readouterr().err
-    assert main(["import", *command[1:3], "--check-logits"]) == 2
-    assert "it needs --from hf" in capsys.readouterr().err
     assert not (tmp_path / "target").exists()
 
 
@@ -530,10 +498,6 @@ def test_matrices_of_8_bit_floats_arrive_as_what_they_stand_for(tmp_path: Path, 
     import_checkpoint(quantized, tmp_path / "target", kind="hf", tp=2, dtype="bf16", memory_bytes=384 * 1024**2)
     import_checkpoint(write_hf(tmp_path / "plain", plain), tmp_path / "expected", kind="hf", tp=2)
     assert_same(read_all(tmp_path / "target"), read_all(tmp_path / "expected"))
-    key = "model.layers.0.mlp.up_proj.weight"
-    for dtype in (torch.bfloat16, torch.int8):
-        odd = write_hf(tmp_path / f"{dtype}", {**stored, key: plain[key].to(dtype)}, config)
-        refused(odd, OptionError, r"up_proj\.weight: is stored as (bfloat16|int8), with factors", dtype="bf16")
     stored["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1, 1)
     wrong = write_hf(tmp_path / "wrong", stored, config)
     expected = r"up_proj\.weight_scale_inv: float32 \[1, 1\] .* expected float32 or bfloat16 \[2, 3\]"

@@ -71,15 +71,6 @@ def test_yarn_comes_back_from_arguments(name: str) -> None:
         compare_settings(family, {**config, "rope_scaling": {**scaling, "factor": 2.0}}, arguments, "ckpt", given=True)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
-def test_yarn_of_other_models_is_none_of_latent_attention(name: str) -> None:
-    family = family_named(name)
-    stored = {**family.arguments(CONFIGS[name]), "position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0}
-    stored["yarn_original_max_position_embeddings"] = 16
-    with pytest.raises(OptionError, match="position_embedding_type='yarn'"):
-        compare_settings(family, family.config(stored, 100), stored, "ckpt", given=False)
-
-
 _ROPES: tuple[dict[str, Any], ...] = (
     {},
     {"rope_theta": 5e5},

@@ -5,16 +5,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import pickle
 import threading
 from pathlib import Path
 
 import pytest
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, SaveError
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import DirectIo
-from mcore_ckpt.storage.direct_io import BouncePool, LocalReader
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.forked import in_child
 from tests.support.local_files import MIB, aligned, cached_pages, has_direct_io, open_fds, random_bytes
@@ -33,17 +31,6 @@ def test_direct_writes_leave_nothing_in_the_page_cache(local: LocalStorage, tmp_
     writer.write(0, aligned(random_bytes(4 * MIB)))
     writer.finish(4 * MIB)
     assert cached_pages(tmp_path / "file") == 0
-
-
-def test_buffered_writes_are_dropped_from_the_page_cache(local: LocalStorage, tmp_path: Path) -> None:
-    writer = local.open_writer("file", size_bytes=4 * MIB, direct="off")
-    assert not writer.direct
-    content = aligned(random_bytes(4 * MIB))
-    for start in range(0, 4 * MIB, MIB):
-        writer.write(start, content[start : start + MIB])
-    writer.finish(4 * MIB)
-    if os.statvfs(tmp_path).f_frsize and not str(tmp_path).startswith("/dev/shm"):
-        assert cached_pages(tmp_path / "file") == 0
 
 
 def _cold_file(local: LocalStorage, folder: Path) -> bytes:
@@ -112,14 +99,6 @@ def test_a_refused_trial_falls_back_and_is_remembered(
     assert (tmp_path / "second").read_bytes() == b"abc"
 
 
-def test_a_write_that_gets_nowhere_is_an_error(monkeypatch: pytest.MonkeyPatch, local: LocalStorage) -> None:
-    writer = local.open_writer("file")
-    monkeypatch.setattr(os, "pwrite", lambda fd, view, offset: 0)
-    with pytest.raises(SaveError, match="does not go on"):
-        writer.write(0, aligned(b"x" * 4096))
-    writer.abort()
-
-
 def test_abort_does_not_close_the_file_under_a_write_that_hangs(
     monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
 ) -> None:
@@ -149,22 +128,18 @@ def test_abort_does_not_close_the_file_under_a_write_that_hangs(
 
 
 @pytest.mark.parametrize("direct", ["auto", "off"])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
 def test_write_errors_name_file_range_and_errno(
-    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path, direct: DirectIo, code: int
+    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path, direct: DirectIo
 ) -> None:
     writer = local.open_writer("file", direct=direct)
 
     def fail(fd: int, view: memoryview, offset: int) -> int:
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", fail)
-    with pytest.raises(
-        SaveError, match=rf"{tmp_path}/file: writing bytes \[4096, 8192\).*{errno.errorcode[code]}"
-    ) as caught:
+    with pytest.raises(SaveError, match=rf"{tmp_path}/file: writing bytes \[4096, 8192\).*ENOSPC") as caught:
         writer.write(4096, aligned(b"x" * 4096))
     assert isinstance(caught.value.__cause__, OSError)
-    assert caught.value.__cause__.errno == code
     writer.abort()
 
 
@@ -275,13 +250,6 @@ def test_publish_syncs_the_file_before_its_name_and_the_directory_after(
     assert steps == ["fsync file", "rename", "fsync directory"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_directory_is_named(tmp_path: Path) -> None:
-    tmp_path.chmod(0o555)
-    with pytest.raises(SaveError, match=r"EACCES.*check that this user may write"):
-        LocalStorage(tmp_path).open_writer("file")
-
-
 def test_a_file_in_the_way_of_the_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(SaveError, match=r"file/sub: making the directory failed.*ENOTDIR"):
@@ -308,46 +276,7 @@ def test_readers_leave_no_descriptor_and_no_buffer(local: LocalStorage, tmp_path
     assert local._bounce._free == []
 
 
-def test_direct_reads_of_a_file_system_that_refuses_them_are_buffered(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    content = random_bytes(2 * MIB)
-    (tmp_path / "file").write_bytes(content)
-    reader = LocalReader(tmp_path, "file", "auto", BouncePool())
-    reader._direct_fd = reader._direct_fd or os.dup(reader._fd)
-    real_preadv = os.preadv
-
-    def preadv(fd: int, views: list[memoryview], offset: int) -> int:
-        if fd == reader._direct_fd:
-            raise OSError(errno.EINVAL, "refused")
-        return real_preadv(fd, views, offset)
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    monkeypatch.setattr(reader, "_wants_direct", lambda offset, nbytes: True)
-    assert reader.read(0, len(content)) == content
-    reader.close()
-
-
-def test_a_read_error_names_file_and_range(
-    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_bytes(bytes(MIB))
-
-    def fail(*arguments: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with local.open_reader("file") as reader:
-        monkeypatch.setattr(os, "preadv", fail)
-        with pytest.raises(LoadError, match=rf"{tmp_path}/file: reading bytes \[10, 110\) failed.*EIO"):
-            reader.read(10, 100)
-
-
-def test_a_storage_travels_as_its_path(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"content")
-    assert pickle.loads(pickle.dumps(LocalStorage(tmp_path))).read("file") == b"content"
-
-
-@pytest.mark.parametrize("nbytes", [1, 4096, 2 * MIB - 4096, 2 * MIB, 5 * MIB + 1])
+@pytest.mark.parametrize("nbytes", [2 * MIB - 4096, 5 * MIB + 1])
 @pytest.mark.parametrize("huge", [True, False])
 def test_aligned_buffers_are_aligned_and_whole(monkeypatch: pytest.MonkeyPatch, nbytes: int, huge: bool) -> None:
     monkeypatch.setattr(direct_io, "has_huge_pages", lambda: huge)
@@ -356,36 +285,6 @@ def test_aligned_buffers_are_aligned_and_whole(monkeypatch: pytest.MonkeyPatch, 
     assert direct_io.address(view) % (2 * MIB if huge and nbytes >= 2 * MIB else 4096) == 0
     view[-1] = 1
     assert not any(view[:-1])
-
-
-def test_large_buffers_lie_in_huge_pages() -> None:
-    if not direct_io.has_huge_pages():
-        pytest.skip("transparent huge pages are switched off")
-
-    def huge_kib() -> int:
-        smaps = Path("/proc/self/smaps_rollup").read_text()
-        return next(int(line.split()[1]) for line in smaps.splitlines() if line.startswith("AnonHugePages:"))
-
-    before = huge_kib()
-    view = direct_io.aligned_buffer(16 * MIB)
-    view[::4096] = b"x" * len(view[::4096])
-    if huge_kib() <= before:
-        pytest.skip("the kernel has no huge page left")
-    assert huge_kib() - before <= 16 * 1024
-
-
-def test_copies_need_equal_lengths() -> None:
-    with pytest.raises(ValueError, match="5 bytes do not fit into 4"):
-        direct_io.copy_bytes(memoryview(bytearray(4)), memoryview(bytes(5)))
-
-
-@pytest.mark.parametrize("make", [bytes, bytearray])
-def test_copies_are_exact(make: type) -> None:
-    source = memoryview(make(random_bytes(3 * MIB)))
-    destination = memoryview(bytearray(3 * MIB + 2))
-    direct_io.copy_bytes(destination[1:-1], source)
-    assert destination[1:-1] == source
-    assert destination[0] == destination[-1] == 0
 
 
 def test_aligned_buffers_are_not_shared_with_forked_children() -> None:

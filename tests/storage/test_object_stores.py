@@ -92,26 +92,6 @@ def test_a_checkpoint_is_saved_replaced_loaded_and_looked_at(
     assert {name.split("/")[0] for name in object_directory.names()} == {"iter_0000002"}
 
 
-@on_each_kind
-def test_large_files_go_in_parts_and_come_back_whole(proxied: Proxy, object_directory: ObjectDirectory) -> None:
-    save(object_directory.url, 5.0, rows=2500, thread_count=1)  # 50 MB
-    sent = [request.size_bytes for request in proxied.changes() if request.size_bytes > MIB]
-    assert sum(sent) >= 50_000_000
-    assert len(sent) >= 2
-    assert max(sent) <= 32 * MIB
-    assert loaded(object_directory.url, rows=2500) == 5.0
-
-
-def test_an_object_is_read_in_ranges_of_what_is_wanted(proxied: Proxy, object_directory: ObjectDirectory) -> None:
-    save(object_directory.url, 5.0, rows=2000)
-    storage = storage_at(object_directory.url)
-    name = next(name for name in storage.list() if name.endswith(".distcp"))
-    with storage.open_reader(name) as reader:
-        proxied.requests.clear()
-        reader.read(5 * MIB, 1000)
-    assert [request.reads for request in proxied.requests] == [True]
-
-
 def test_columns_of_a_matrix_are_read_with_their_gaps_where_a_request_costs_more(
     proxied: Proxy, object_directory: ObjectDirectory
 ) -> None:
@@ -154,43 +134,32 @@ def test_what_goes_wrong_for_a_moment_is_repeated(
 
 
 FAULTS = {
-    "the request was cut": Fault("reset"),
     "the answer was lost": Fault("lost"),
     "the answer was 503, and it was done": Fault("forgotten"),
     "the store asks to slow down": Fault("status", status=503),
     "another request was in the way": Fault("status", status=409),
-    "no answer comes": Fault("stall", seconds=2.0),
 }
 
 
 @on_each_kind
-@pytest.mark.parametrize("replaces", [False, True])
-@pytest.mark.parametrize("what", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_put_with_a_condition_is_done_once_whatever_becomes_of_its_answer(
-    what: str, replaces: bool, proxied: Proxy, object_directory: ObjectDirectory, store_deadline: Callable[..., None]
+    fault: Fault, proxied: Proxy, object_directory: ObjectDirectory, store_deadline: Callable[..., None]
 ) -> None:
-    """An own attempt is no other process's object."""
     store_deadline(4.0)
     storage = storage_at(object_directory.url)
-    if replaces:
-        storage.publish(".metadata", b"old")
-    struck = strike(proxied, lambda request: request.makes, FAULTS[what])
-    if replaces:
-        storage.publish(".metadata", b"new")
-    else:
-        assert storage.replace_if(".metadata", b"new", None) is not None
-    assert len(struck) == 1
+    struck = strike(proxied, lambda request: request.makes, fault)
+    assert storage.replace_if(".metadata", b"old", None) is not None
+    struck += strike(proxied, lambda request: request.makes, fault)
+    storage.publish(".metadata", b"new")
+    assert struck
     assert object_directory.get(".metadata") == b"new"
     assert storage.replace_if(".metadata", b"other", None) is None
 
 
 @on_each_kind
-@pytest.mark.parametrize("what", ["the request was cut", "the store asks to slow down"])
-def test_what_another_process_has_put_meanwhile_stays(
-    what: str, proxied: Proxy, object_directory: ObjectDirectory
-) -> None:
-    fault = FAULTS[what]
-    put = Fault(fault.kind, status=fault.status, then=lambda: object_directory.put("taken", b"of others"))
+def test_what_another_process_has_put_meanwhile_stays(proxied: Proxy, object_directory: ObjectDirectory) -> None:
+    put = Fault("reset", then=lambda: object_directory.put("taken", b"of others"))
     assert strike(proxied, lambda request: request.makes, put) == []
     assert storage_at(object_directory.url).replace_if("taken", b"mine", None) is None
     assert object_directory.get("taken") == b"of others"
@@ -250,31 +219,30 @@ def test_a_store_that_answers_503_to_everything_is_named(
     with pytest.raises(FAILED, match="503") as failure:
         save(object_directory.url)
     assert "test-secret" not in str(failure.value)
-    for look in (lambda: loaded(object_directory.url), lambda: verify_checkpoint(object_directory.url)):
-        with pytest.raises(FAILED, match="503"):
-            look()
+    with pytest.raises(FAILED, match="503"):
+        loaded(object_directory.url)
     assert main(["list", object_directory.url]) == 2
     assert object_directory.names() == []
 
 
-@pytest.mark.parametrize("stalls", ["part", "commit", pytest.param("all", marks=pytest.mark.long)])
+@pytest.mark.parametrize("stalls", [pytest.param("part", marks=pytest.mark.long), "commit"])
 def test_nothing_waits_longer_than_the_deadline(
     stalls: str, proxied_s3: Proxy, s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without one a request alone may take five minutes, which is longer than a test may."""
     save(s3_directory.url, 1.0)
-    begins = {"part": lambda request: request.part == 2, "commit": lambda request: request.key.endswith(".metadata")}
     stalled: list[Request] = []
 
     def rule(request: Request) -> Fault | None:
-        if not request.changes or not (stalled or begins.get(stalls, lambda _: True)(request)):
+        begins = request.part == 2 if stalls == "part" else request.key.endswith(".metadata")
+        if not request.changes or not (stalled or begins):
             return None
         stalled.append(request)
         return Fault("stall", seconds=120)
 
     proxied_s3.rule = rule
     with pytest.raises(FAILED):
-        save(s3_directory.url, 2.0, rows=1000, write_deadline_s=3.0)
+        save(s3_directory.url, 2.0, rows=1000, write_deadline_s=2.0)
     assert stalled
     proxied_s3.rule = lambda request: None
     assert loaded(s3_directory.url) == 1.0
@@ -293,10 +261,9 @@ def test_wrong_buckets_and_refusals_are_named_and_final(proxied: Proxy, object_d
     assert len(struck) == 1
 
 
-@pytest.mark.parametrize("key", ["note%08s.txt", "line%0Dfeed"])
-def test_a_key_that_cannot_be_listed_is_named(s3_directory: S3Directory, key: str) -> None:
+def test_a_key_that_cannot_be_listed_is_named(s3_directory: S3Directory) -> None:
     """S3 allows control characters; others' objects may lie in the directory."""
-    s3_directory.put(key, b"of somebody else")
+    s3_directory.put("note%08s.txt", b"of somebody else")
     with pytest.raises(LoadError, match=r"illegal character sequence.*rename or delete that object"):
         storage_at(s3_directory.url).list()
 
@@ -491,9 +458,8 @@ def test_a_commit_that_was_given_up_arrives_too_late_once_the_next_save_is_publi
     assert loaded(url, rows=2) == 4.0
 
 
-@pytest.mark.parametrize("taken_over", [False, True])
 def test_a_common_state_that_is_late_is_not_put_over_that_of_a_later_save(
-    proxied_s3: Proxy, s3_directory: S3Directory, taken_over: bool
+    proxied_s3: Proxy, s3_directory: S3Directory
 ) -> None:
     """Held up after its publish, between reading what waits and putting it where it belongs."""
     storage = storage_at(s3_directory.url)
@@ -505,8 +471,8 @@ def test_a_common_state_that_is_late_is_not_put_over_that_of_a_later_save(
 
     for value in (1.0, 2.0):
         write_common(storage, b"%d" % value)
-        if value == 2.0 and taken_over:
+        if value == 2.0:
             proxied_s3.rule = another_save
         save(s3_directory.url, value, rows=2)
     proxied_s3.rule = lambda request: None
-    assert s3_directory.get("common.pt") == (b"of the other" if taken_over else b"2")
+    assert s3_directory.get("common.pt") == b"of the other"

@@ -49,22 +49,6 @@ def test_the_profile_of_the_guide_is_a_bucket(
     assert s3_directory.get("run/file") == b"x"
 
 
-def test_the_configuration_is_read_once(profiles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from multistorageclient.config import StorageClientConfig
-
-    read: list[str] = []
-    stock = StorageClientConfig.read_msc_config
-
-    def counted(*args: Any) -> Any:
-        read.append("")
-        return stock(*args)
-
-    monkeypatch.setattr(StorageClientConfig, "read_msc_config", counted)
-    profiles(scratch=provider("file", base_path="/first"))
-    assert {storage_at("msc://scratch/run").location for _ in range(3)} == {"/first/run"}
-    assert len(read) == 1
-
-
 def test_a_profile_of_s3_names_bucket_prefix_server_and_credentials(
     profiles: Any, s3_directory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,12 +115,11 @@ def test_without_credentials_a_request_says_where_they_are_looked_for(
         storage_at(s3_directory.url).list()
 
 
-@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"])
 def test_a_credential_with_a_newline_is_refused_and_not_shown(
-    s3_directory: Any, monkeypatch: pytest.MonkeyPatch, name: str
+    s3_directory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A secret that was mounted as a file, or came out of `echo`."""
-    monkeypatch.setenv(name, "what-nobody-may-see\n")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "what-nobody-may-see\n")
     with pytest.raises(OptionError, match="has a character that cannot be part of it") as refused:
         storage_at(s3_directory.url).list()
     assert "nobody" not in "".join(traceback.format_exception(refused.value))
@@ -145,22 +128,10 @@ def test_a_credential_with_a_newline_is_refused_and_not_shown(
 @pytest.mark.parametrize(
     ("url", "variable", "value"),
     [
-        *(
-            (url, variable, endpoint)
-            for url, variable in (
-                ("s3://bucket/run", "AWS_ENDPOINT_URL"),
-                ("gs://bucket/run", "STORAGE_EMULATOR_HOST"),
-                ("az://container/run", "AZURE_STORAGE_ENDPOINT"),
-            )
-            for endpoint in (
-                "http://user:nobody@127.0.0.1:1",
-                "http://user:nobody/x@127.0.0.1:1",
-                "http://user:[nobody@127.0.0.1:1",
-                "http://127.0.0.1:nobody",
-                "http://127.0.0.1:99999",
-                "http://127.0.0.1:1/account?sig=nobody",
-            )
-        ),
+        ("s3://bucket/run", "AWS_ENDPOINT_URL", "http://user:nobody@127.0.0.1:1"),
+        ("gs://bucket/run", "STORAGE_EMULATOR_HOST", "http://user:[nobody@127.0.0.1:1"),
+        ("az://container/run", "AZURE_STORAGE_ENDPOINT", "http://127.0.0.1:1/account?sig=nobody"),
+        ("s3://bucket/run", "AWS_ENDPOINT_URL", "http://127.0.0.1:nobody"),
         ("az://container/run", "AZURE_STORAGE_SAS_TOKEN", "nobody"),
         ("az://container/run", "AZURE_STORAGE_ACCOUNT_KEY", "nobody!"),
         ("az://container/run?sv=1&sig=nobody", "AZURE_STORAGE_SAS_TOKEN", "sv=1&sig=nobody"),
@@ -201,13 +172,6 @@ def test_credentials_that_cannot_be_had_for_a_moment_are_asked_for_again(
     storage_at(s3_directory.url).publish("file", b"x")
     assert given.exists()
     assert s3_directory.get("file") == b"x"
-
-
-def test_a_profile_of_aws_that_is_not_there_is_named(s3_directory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("botocore", reason="reads AWS's configuration")
-    monkeypatch.setenv("AWS_PROFILE", "absent")
-    with pytest.raises(OptionError, match=r"ProfileNotFound, .*look at AWS_PROFILE"):
-        storage_at(s3_directory.url)
 
 
 def test_a_bucket_of_amazons_is_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
