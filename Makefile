@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE =
 # What mkdocs-material says at each start of another generator of sites.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help venv demo test test-quick test-all test-mutants test-flips test-state test-crash test-stores test-matrix layers pictures docs site dist lint format bench bench-tools clean
+.PHONY: help venv demo test test-quick test-all test-mutants test-flips test-crash test-stores test-matrix layers pictures docs site dist lint format bench bench-tools clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -50,7 +50,6 @@ test-quick: $(INSTALLED)  ## the core, in a minute: what a commit should pass
 	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "quick and not slow and not matrix and not long" $(ARGS)
 
 test-all: $(INSTALLED)  ## all tests, sweeps complete: hours; ARGS=tests/hosts: some; ARGS="-m long --share 0.2": a share of the long ones
-	$(BIN)/python -m pip install --quiet ckpt-chaos
 	$(BIN)/python -m pytest $(COMPLETE) --timeout 1800 $(SIDE_BY_SIDE) -m "not matrix" $(ARGS)
 
 test-mutants: $(INSTALLED)  ## small changes of the package, each of which the tests must notice: half an hour; ARGS="-k NAME"
@@ -58,9 +57,6 @@ test-mutants: $(INSTALLED)  ## small changes of the package, each of which the t
 
 test-flips: $(INSTALLED)  ## bits flipped, files cut, swapped and taken from another save, 10,000 times; ARGS="--flips N --seed S"
 	$(BIN)/python -W ignore -m tests.format.flips --write docs/reliability.md $(ARGS)
-
-test-state: $(INSTALLED)  ## flipped bits in memory, swapped shards, stale moments, diverged replicas, 1,000 times; ARGS="--trials N --seed S"
-	$(BIN)/python -W ignore -m tests.save.state_trials $(ARGS)
 
 test-crash: $(INSTALLED)  ## 60 kills of saves, 200 races of two jobs; ARGS="--kills N --races N --seed S"
 	$(BIN)/python -W ignore -m tests.save.kills_and_races $(ARGS)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import signal
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ import torch.distributed as dist
 
 from mcore_ckpt.core.errors import CheckpointError, SaveError, WriterDiedError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.save import async_queue
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
 from mcore_ckpt.save.commit import SaveTransaction
 from mcore_ckpt.save.writer import Job
@@ -113,16 +110,6 @@ def test_a_failure_may_be_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert log == ["next"]
     assert "the disk is full" in caplog.text
     assert len(queue.failures) == 1
-
-
-def test_a_skipped_save_runs_no_callback() -> None:
-    queue, log = AsyncCallsQueue(), list[str]()
-    skipped = _Save(skipped=True, done=False)
-    queue.schedule_async_request(_request(skipped, log, "tracker"))
-    queue.schedule_async_request(_request(_Save(), log, "next"))
-    assert queue.maybe_finalize_async_calls() == [1]
-    assert log == ["next"]
-    assert (skipped.committed, queue.skipped) == (0, 1)
 
 
 @pytest.mark.parametrize("outcome", ["failed", "skipped"])
@@ -236,33 +223,7 @@ def test_functions_of_others_run_in_another_process_with_the_tensors_of_the_call
     assert time.monotonic() - started_s < 10
 
 
-def test_work_that_cannot_be_started_fails_at_finalization() -> None:
-    queue, log = AsyncCallsQueue(), list[str]()
-    callbacks = [partial(log.append, "final")]
-    unstaged = AsyncRequest(_misbehave, ("raise", None), callbacks, preload_fn=partial(_misbehave, "raise"))
-    assert queue.schedule_async_request(unstaged) == 0
-    with pytest.raises(SaveError, match="No space left"):
-        queue.maybe_finalize_async_calls()
-    assert log == []
-
-
 # --- under Megatron's own queue ---------------------------------------------------------------------------------------
-
-
-def test_a_save_call_is_harmless_in_another_process() -> None:
-    save = _Save(done=False)
-    there = pickle.loads(pickle.dumps(save))
-    there("any", "arguments")  # returns: the commit waits, in the trainer
-    pid = os.fork()
-    if pid == 0:
-        try:
-            save()
-        finally:
-            os._exit(0)
-    until_s = time.monotonic() + 10
-    while os.waitpid(pid, os.WNOHANG) == (0, 0):
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
 
 
 def test_signature_is_megatrons() -> None:
@@ -314,14 +275,13 @@ def _one_rank_fails(rank: int, how: str, blocking: bool, no_dist: bool) -> tuple
     return type(caught.value).__name__, str(caught.value), log
 
 
-@pytest.mark.parametrize("no_dist", [False, True])
-@pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize(
-    ("how", "name", "text"),
+    ("how", "name", "text", "blocking", "no_dist"),
     [
-        ("save", "SaveError", "full"),
-        ("raise", "SaveError", "No space left"),
-        ("sigkill", "WriterDiedError", "SIGKILL"),
+        ("save", "SaveError", "full", True, False),
+        ("save", "SaveError", "full", False, True),
+        ("raise", "SaveError", "No space left", False, False),
+        ("sigkill", "WriterDiedError", "SIGKILL", True, True),
     ],
 )
 def test_a_failure_on_one_rank_is_raised_on_all_at_once(
@@ -353,10 +313,6 @@ def test_ranks_that_are_out_of_step_are_told() -> None:
 
 def _nothing() -> None:
     pass
-
-
-def _fail_on_the_second() -> None:
-    raise OSError("no space left")
 
 
 def _one_callback_fails_before_a_commit(rank: int) -> list[tuple[str, list[str], int]]:
@@ -404,17 +360,6 @@ def test_a_callback_that_fails_before_the_commit_is_heard_of_on_all_ranks() -> N
             assert aborted == 1 or failing == 1
 
 
-def _work_fails_in_line(rank: int) -> str:
-    request = AsyncRequest(_fail_on_the_second if rank else _nothing, (), [dist.barrier])
-    with pytest.raises(SaveError) as caught:
-        request.execute_sync()
-    return str(caught.value)
-
-
-def test_work_that_is_done_in_line_and_fails_on_one_rank_is_heard_of_on_all() -> None:
-    assert all("no space left" in message for message in run_ranks(_work_fails_in_line, 2, deadline_s=60))
-
-
 def _close_when_the_other_is_gone(rank: int) -> tuple[str, float]:
     queue = AsyncCallsQueue()
     queue.schedule_async_request(_request(save := _Save(seconds=0.2), []))
@@ -433,25 +378,3 @@ def test_close_does_not_hang_when_a_rank_was_killed() -> None:
     assert alive.ok, alive.error_text
     assert "lost contact" in alive.value[0]
     assert alive.value[1] < 5
-
-
-def _die(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _die_between_the_work_and_the_commit(rank: int) -> str:
-    queue, log = AsyncCallsQueue(), list[str]()
-    queue.schedule_async_request(_request(_Save(), log))
-    if rank == 1:
-        with mock.patch.object(async_queue, "_run_callbacks", side_effect=_die):
-            queue.maybe_finalize_async_calls(blocking=True)
-    with pytest.raises(SaveError) as caught:
-        queue.maybe_finalize_async_calls(blocking=True)
-    assert log == []
-    return str(caught.value)
-
-
-def test_a_rank_killed_right_before_the_commit_fails_the_save_on_the_others() -> None:
-    alive, _ = rank_outcomes(_die_between_the_work_and_the_commit, 2, deadline_s=60, grace_s=30)
-    assert alive.ok, alive.error_text
-    assert "lost contact" in alive.value

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import io
-
 import hypothesis.strategies as st
-import pytest
 import torch
 from hypothesis import given
 
-from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.save.buckets import (
-    LocalPlan,
     TensorSpec,
     balance,
     fill_bucket,
-    index_tensors,
     lay_out_file,
     lay_out_rank,
     place_objects,
     region_bytes,
-    split_buckets,
 )
-from mcore_ckpt.save.plan_check import check_plans
 from mcore_ckpt.save.staging import BucketSource, StagingBuffer
-from tests.support.encoded_items import encode_tensor
 from tests.support.tensor_specs import specs_of
 
 
@@ -36,16 +27,6 @@ def test_balance_loses_nothing_and_is_even(sizes: list[int], buckets: int) -> No
     totals = [sum(sizes[index] for index in indices) for indices in chosen]
     # Largest first to the emptiest: no bucket exceeds another by more than the largest item.
     assert max(totals) - min(totals) <= max(sizes, default=0)
-
-
-def test_hinted_keys_get_files_of_their_own() -> None:
-    keys = ["a", "ema.x", "b", "ema.y"]
-    chosen = split_buckets(keys, [5, 5, 5, 5], 4, "ema")
-    by_prefix: dict[str, list[int]] = {}
-    for prefix, indices in chosen:
-        by_prefix.setdefault(prefix, []).extend(indices)
-    assert sorted(by_prefix[""]) == [0, 2]
-    assert sorted(by_prefix["ema"]) == [1, 3]
 
 
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=20))
@@ -131,40 +112,8 @@ def test_a_buffer_is_filled_right_first_and_again(tensors: list[torch.Tensor], o
     buffer.close()
 
 
-def test_an_item_is_what_torch_load_reads() -> None:
-    tensor = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
-    item = encode_tensor("bfloat16", (3, 4), payload(tensor))
-    assert torch.equal(torch.load(io.BytesIO(item), weights_only=True), tensor)
-
-
 def spec(key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> TensorSpec:
     return TensorSpec(key, "float32", shape, offsets, sizes, 4 * sizes[0])
-
-
-def plan_of(*specs: TensorSpec, rank: int = 0) -> LocalPlan:
-    return lay_out_rank(specs, [], [], rank=rank, thread_count=2).plan
-
-
-def test_plans_travel_as_columns_and_make_the_index() -> None:
-    plans = [plan_of(spec("a", (4 * r,), (4,), (8,)), rank=r) for r in range(2)]
-    entries, _ = index_tensors([LocalPlan.decode(plan.encode()) for plan in plans])
-    assert [chunk.offsets for chunk in entries["a"].chunks] == [(0,), (4,)]
-    assert [chunk.item.file for chunk in entries["a"].chunks] == ["__0_0.distcp", "__1_0.distcp"]
-
-
-@pytest.mark.parametrize(
-    ("second", "problem"),
-    [
-        (spec("a", (4,), (3,), (8,)), "a: "),  # a gap
-        (spec("a", (3,), (5,), (8,)), "a: "),  # an overlap
-        (spec("a", (4,), (5,), (8,)), "a: "),  # out of bounds
-        (spec("a", (4,), (4,), (9,)), "rank 1"),  # another shape
-        (TensorSpec("a", "bfloat16", (8,), (4,), (4,), 8), "rank 1"),  # another dtype
-    ],
-)
-def test_plans_that_do_not_fit_together_are_refused(second: TensorSpec, problem: str) -> None:
-    with pytest.raises(PlanError, match=problem):
-        check_plans([plan_of(spec("a", (0,), (4,), (8,))), plan_of(second, rank=1)])
 
 
 def test_objects_that_outgrow_their_region_ask_for_a_new_layout() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -79,44 +78,6 @@ def test_what_is_not_contiguous_is_put_in_order_a_piece_at_a_time(
         for mine, expected in zip(found, views, strict=True):
             assert torch.equal(mine, expected.contiguous().view(-1))
     assert 0 < simulated_devices.largest_bytes <= 400
-
-
-def test_windows_hold_any_part_of_it(simulated_devices: SimulatedDevices, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_PIECE_BYTES", 1000)
-    turned = torch.randn(60, 70).t()
-    for tensor in (turned, OnDevice(turned)):
-        source = source_of(tensor)
-        size = source.bucket.file.image.size_bytes
-        content = bytearray(size)
-        for start in range(0, size, 4096):
-            stop = min(size, start + 4096)
-            source.fill(start, stop, memoryview(content)[start:stop])
-        (found,) = payloads(source.bucket, content)
-        assert torch.equal(found, turned.contiguous().view(-1))
-
-
-def test_an_error_waits_for_what_is_under_way(simulated_devices: SimulatedDevices) -> None:
-    copies, target = DeviceCopies(), torch.zeros(COUNT)
-    tensors = [OnDevice(values(1)), OnDevice(values(2))]
-    source = source_of(*tensors)
-    done: list[Any] = []
-
-    def failing(tensor: torch.Tensor, make: Any, to: torch.Tensor) -> None:
-        if done:
-            raise RuntimeError("as the test wants it")
-        done.append(to)
-        copies.copy(tensor, make, to)
-
-    payloads_of = source._payloads
-    payloads_of._device_copies = type("Failing", (), {"copy": staticmethod(failing), "wait": copies.wait})()  # type: ignore[assignment]
-    buffer = StagingBuffer()
-    view = buffer.reserve(source.bucket.file.image.size_bytes)
-    with pytest.raises(RuntimeError, match="as the test wants it"):
-        source.fill_buffer(view, laid_out=False)
-    assert torch.equal(done[0].view(torch.float32), values(1)), "it is there, and cannot land in what comes next"
-    done.clear()
-    del view, target
-    buffer.close()
 
 
 def test_a_device_without_streams_is_copied_from_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

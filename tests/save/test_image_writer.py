@@ -107,37 +107,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("direct", ["auto", "off"])
-@pytest.mark.parametrize("window_pages", [1, 3])
-def test_all_ways_write_the_same_file(
-    storage: LocalStorage, tmp_path: Path, layout: str, direct: str, window_pages: int
-) -> None:
-    image = make_image(*LAYOUTS[layout])
-    content = random_bytes(image.image.size_bytes)
-    file, crcs = expected(image, content)
-
-    whole = write_image(
-        storage.open_writer("whole", size_bytes=image.image.size_bytes, direct=direct),
-        image,
-        aligned(content),
-        piece_bytes=window_pages * PAGE,
-    )
-    with ImageWriter(piece_bytes=window_pages * PAGE, through_windows=False) as writer:
-        writer.write_image(storage.open_writer("in place", direct=direct), image, aligned(content))
-    windowed = write_windows(
-        storage.open_writer("windowed", direct=direct), image, copy_from(content), pool=WindowPool(window_pages * PAGE)
-    )
-
-    assert (tmp_path / "whole").read_bytes() == file
-    assert (tmp_path / "in place").read_bytes() == file
-    assert (tmp_path / "windowed").read_bytes() == file
-    for result in (whole, windowed, writer.results[0]):
-        assert list(result.crcs) == crcs
-        assert result.size_bytes == image.image.size_bytes
-        assert result.name == "file"
-
-
 class MemoryWriter(RangeWriter):
     """Keeps what is written; for properties, where a file for each example would be slow."""
 
@@ -217,32 +186,6 @@ def test_any_failure_removes_all_files_of_the_job(
     assert names(tmp_path) == {"bystander"}
     assert open_fds() == before
     assert writing_threads() == []
-
-
-def test_a_file_is_finished_while_the_next_one_is_filled(storage: LocalStorage) -> None:
-    """An fsync takes long on some storage; it must not hold up the next file."""
-    order: list[str] = []
-    first_finishing, second_filling = threading.Event(), threading.Event()
-
-    class SlowFinish(MemoryWriter):
-        def finish(self, size_bytes: int) -> None:
-            first_finishing.set()
-            assert second_filling.wait(10)
-            order.append("finished first")
-            super().finish(size_bytes)
-
-    def fill_second(window: Window, view: memoryview) -> None:
-        if window.start == 0:
-            assert first_finishing.wait(10)
-            order.append("filling second")
-            second_filling.set()
-        view[:] = bytes(len(view))
-
-    image = make_image([3 * PAGE], [0])
-    with ImageWriter(pool=WindowPool(PAGE)) as writer:
-        writer.write_windows(SlowFinish(), image, copy_from(bytes(image.image.size_bytes)))
-        writer.write_windows(MemoryWriter(), image, fill_second)
-    assert order == ["filling second", "finished first"]
 
 
 def test_a_stuck_device_is_noticed_by_the_deadline() -> None:

@@ -7,7 +7,6 @@ import gc
 import mmap
 import multiprocessing
 import os
-import random
 import signal
 import stat
 import subprocess
@@ -16,16 +15,13 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
-from mcore_ckpt.save.buckets import Window, plan_windows
 from mcore_ckpt.save.child_processes import fork_call, fork_writer, report_progress
-from mcore_ckpt.save.writer import Ring
-from mcore_ckpt.save.writer_process import PersistentWriter, fill_ring
+from mcore_ckpt.save.writer_process import PersistentWriter
 from tests.support.processes import children, is_running
 from tests.support.writer_jobs import MisbehavingStorage, SmallBuffer, check_file, image, job, misbehave
 
@@ -79,16 +75,6 @@ def test_files_hold_the_buffer_and_its_checksums(writer: PersistentWriter, buffe
     for each in images:
         check_file(tmp_path / each.name, each, content[offset:])
         offset += -(-each.image.size_bytes // 4096) * 4096
-
-
-def test_a_job_of_many_tensors_is_handed_over_without_waiting(
-    writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path
-) -> None:
-    many = image("many", 64, 40_000)  # a megabyte of offsets, far more than a socket holds
-    started_s = time.monotonic()
-    handle = writer.submit(job(tmp_path, [many]), buffer.fd)  # to a process that is only just starting
-    assert time.monotonic() - started_s < 1.0
-    assert len(handle.result().files[0].crcs) == 40_000
 
 
 def test_files_are_for_whom_the_trainers_other_files_are(
@@ -179,47 +165,6 @@ def test_close_waits_for_jobs_and_abort_does_not(buffer: SmallBuffer, tmp_path: 
 
 
 # --- windows ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_save_larger_than_the_buffer_is_passed_through_a_ring(
-    writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path
-) -> None:
-    window_bytes, slots = 65536, 3
-    ring = Ring(4096, window_bytes, slots)
-    images = [image("a", 300_000, 3), image("b", 10)]
-    source = SmallBuffer(2 * _MIB)
-    source.fill(5)
-
-    def fill(window: Window, slot: int) -> None:
-        buffer.memory[slot : slot + window.stop - window.start] = source.memory[window.start : window.stop]
-
-    handle = writer.submit(job(tmp_path, images, ring=ring), buffer.fd)
-    fill_ring(
-        handle,
-        ring,
-        (partial(fill, window) for each in images for window in plan_windows(each.image.size_bytes, window_bytes)),
-    )
-    handle.result()
-    for each in images:
-        check_file(tmp_path / each.name, each, bytes(source.memory))
-    source.close()
-
-
-def test_a_writer_that_waits_for_the_trainer_is_not_stuck_and_can_be_called_off(
-    writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path
-) -> None:
-    ring = Ring(0, 65536, 2)
-    writer.warm_up()
-    handle = writer.submit(job(tmp_path, [image("a", _MIB)], ring=ring, deadline_s=0.5), buffer.fd)
-    assert not handle.wait(1.0)
-    pid = writer.pid
-    handle.abort()
-    assert handle.memory_is_free()
-    assert writer.pid == pid, "no need to kill it"
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(SaveError, match="cancelled"):
-        handle.result()
-    writer.submit(job(tmp_path, [image("b", 100)]), buffer.fd).result()
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -320,87 +265,11 @@ def test_a_job_can_be_called_off(writer: PersistentWriter, buffer: SmallBuffer, 
     assert not is_running(pid)
 
 
-def test_control_c_ends_the_wait_and_not_the_writer(
-    writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path
-) -> None:
-    slow = MisbehavingStorage(str(tmp_path), "slow", write_bytes=262144)
-    handle = writer.submit(job(tmp_path, [image("a", 4 * _MIB)], storage=slow), buffer.fd)
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    started_s = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        handle.wait()
-    assert time.monotonic() - started_s < 1.5
-    timer.join()
-    assert handle.result().files[0].name == "a"
-
-
-def test_a_handle_is_of_no_use_in_a_forked_process(
-    writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path
-) -> None:
-    slow = MisbehavingStorage(str(tmp_path), "slow")
-    handle = writer.submit(job(tmp_path, [image("a", 100)], storage=slow), buffer.fd)
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            handle.result()
-        except SaveError as error:
-            os.write(write, str(error).encode())
-        # A fork of the trainer may save, too: with a writer of its own.
-        writer.submit(job(tmp_path, [image("b", 100)]), buffer.fd).result()
-        os.write(write, b" and saved")
-        writer.close()
-        os._exit(0)
-    os.waitpid(pid, 0)
-    said = os.read(read, 1000).decode()
-    os.close(read)
-    os.close(write)
-    assert "belongs to the process that forked this" in said
-    assert said.endswith(" and saved")
-    assert handle.result().files[0].name == "a", "the fork took no message away"
-
-
-def test_killed_at_random_moments(writer: PersistentWriter, tmp_path: Path) -> None:
-    generator = random.Random(4)
-    buffer = SmallBuffer(32 * _MIB)
-    deaths = 0
-    for number in range(20):
-        each = image(f"{number}", 15 * _MIB, 2)
-        handle = writer.submit(job(tmp_path, [each]), buffer.fd)
-        pid = writer.pid
-        if pid is not None:
-            time.sleep(generator.random() * 0.06)
-            os.kill(pid, signal.SIGKILL)
-        assert handle.wait(_AT_ONCE_S)
-        try:
-            handle.result()
-        except WriterDiedError:
-            deaths += 1
-        else:
-            check_file(tmp_path / f"{number}", each, bytes(30 * _MIB + 4096))
-        (tmp_path / f"{number}").unlink(missing_ok=True)
-    buffer.close()
-    assert deaths > 2, "the test did not hit the writing"
-
-
 # --- nothing is left behind -------------------------------------------------------------------------------------------
 
 
 def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def test_deaths_and_restarts_leave_nothing(buffer: SmallBuffer, tmp_path: Path) -> None:
-    gc.collect()
-    before = _descriptors(), threading.active_count(), children(), set(os.listdir("/dev/shm"))
-    writer = PersistentWriter()
-    for number in range(5):
-        storage = MisbehavingStorage(str(tmp_path), "SIGKILL")
-        with pytest.raises(WriterDiedError):
-            writer.submit(job(tmp_path, [image(f"{number}", 100)], storage=storage), buffer.fd).result()
-    writer.close()
-    assert (_descriptors(), threading.active_count(), children(), set(os.listdir("/dev/shm"))) == before
 
 
 _TRAINER = """

@@ -24,14 +24,13 @@ from torch.distributed import checkpoint as dcp
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
-from megatron.core.dist_checkpointing import ShardedTensor
 
-from mcore_ckpt.core.errors import CheckpointError, LoadError, OptionError, SaveError
+from mcore_ckpt.core.errors import CheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory import commit, publish
 from mcore_ckpt.directory.commit import Commit
-from mcore_ckpt.format.metadata_read import CONFIG_FILE, INCOMPLETE_MARKER, METADATA_FILE
+from mcore_ckpt.format.metadata_read import CONFIG_FILE, METADATA_FILE
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron import serialization
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
@@ -220,38 +219,6 @@ def test_an_async_save_that_is_interrupted_while_it_begins_writes_no_more(
     assert at_line > 20
 
 
-def test_saves_that_threads_begin_at_once_do_not_share_their_memory(tmp_path: Path) -> None:
-    """Each its own tensors, strategy, queue and directories."""
-    together = threading.Barrier(2)
-    failed: list[BaseException] = []
-
-    def work(number: int) -> None:
-        queue, own = AsyncCallsQueue(), strategy()
-        try:
-            for i in range(12):
-                directory = tmp_path / f"{number}-{i}"
-                directory.mkdir()
-                large = ShardedTensor.from_rank_offsets("w", torch.full((300_000,), float(100 * number + i)))
-                together.wait(60)
-                queue.schedule_async_request(own.async_save({"w": large}, directory))
-                queue.maybe_finalize_async_calls(blocking=True)
-        except BaseException as error:  # noqa: BLE001  (looked at below)
-            together.abort()
-            failed.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not failed
-    for number in range(2):
-        for i in range(12):
-            large = ShardedTensor.from_rank_offsets("w", torch.zeros(300_000))
-            tensor = TorchDistLoadStrategy().load({"w": large}, tmp_path / f"{number}-{i}")["w"]
-            assert tensor.unique().tolist() == [100 * number + i]
-
-
 def test_a_forked_process_that_cleans_up_does_not_touch_the_trainers_save(tmp_path: Path) -> None:
     queue = AsyncCallsQueue()
     request = strategy().async_save(state(1), tmp_path)
@@ -383,25 +350,6 @@ def test_ranks_that_write_to_disks_of_their_own_are_told_so(tmp_path: Path) -> N
         assert METADATA_FILE not in names(tmp_path / f"of-host-{rank}" / "checkpoint")
 
 
-def test_a_listing_that_lags_behind_costs_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left of a killed save is there, and the published `.metadata` is missing in the listing."""
-    strategy().save(state(1), tmp_path)
-    (tmp_path / INCOMPLETE_MARKER).write_text("{}")
-    real = LocalStorage.list
-    monkeypatch.setattr(LocalStorage, "list", lambda self: [name for name in real(self) if name != METADATA_FILE])
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise SaveError("for a test")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(transaction, "write_in_process", fail)
-        with pytest.raises(SaveError, match="for a test"):
-            strategy().save(state(2), tmp_path)
-    assert loaded(tmp_path) == 1
-    strategy().save(state(3), tmp_path)
-    assert loaded(tmp_path) == 3
-
-
 def test_a_directory_that_cannot_be_listed_is_not_taken_for_an_empty_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,13 +414,6 @@ def test_overlapping_dcp_saves_do_not_take_each_other_for_rubbish(
     thread.join(60)
     assert not errors
     assert dcp_loaded(tmp_path) == 1
-
-
-def test_a_save_without_collectives_is_refused_and_told_of_dcps_own_writer(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "c", options=SaveOptions())
-    with pytest.raises(OptionError, match=r"torch\.distributed\.checkpoint\.FileSystemWriter"):
-        writer.set_up_storage_writer(True, rank=0, use_collectives=False)
-    assert not (tmp_path / "c").exists()
 
 
 def test_files_that_indexes_of_single_ranks_may_name_stay(tmp_path: Path) -> None:

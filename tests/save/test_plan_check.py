@@ -110,8 +110,3 @@ def test_a_shadow_copy_need_not_be_complete() -> None:
     ):
         with pytest.raises(PlanError, match=message):
             check_plans(_plans(wrong, 1))
-
-
-def test_no_plan_at_all_is_in_order() -> None:
-    check_plans([])
-    check_plans([LocalPlanBuilder().build()] * 2)

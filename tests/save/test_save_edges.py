@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
-from mcore_ckpt.save.buckets import GlobalPlan
-from mcore_ckpt.save.planner import NOTHING, Planned, collect
+from mcore_ckpt.save.planner import NOTHING, collect
 from mcore_ckpt.state.torch_classes import pointer_of
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
@@ -145,43 +143,7 @@ def test_a_tensor_that_was_sound_in_the_save_before_is_refused_when_it_is_not(ch
         collect(of_two(change(tensor)), before)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"key": "v"},
-        {"global_offset": (5,), "global_shape": [1005]},
-        {"global_shape": [1000]},
-        {"local_shape": (1, 1000), "global_shape": (1, 1000), "global_offset": (0, 0)},
-        {"local_shape": (), "prepend_axis_num": 0, "global_shape": (), "global_offset": ()},
-    ],
-)
-def test_a_shard_that_is_another_is_described_anew(fields: dict[str, Any]) -> None:
-    tensor = torch.arange(1.0 if "local_shape" in fields and not fields["local_shape"] else 1000.0)
-    before = collect({"a": single_shard("other", _OTHER), "w": single_shard("w", tensor)}, NOTHING).described
-    state = of_two(tensor, **fields)
-    assert collect(state, before).specs == collect(state, NOTHING).specs
-    assert collect({}, before).specs == ()
-    assert collect(state, collect({}, NOTHING).described).specs == collect(state, NOTHING).specs
-
-
 # --- settings that change between saves -------------------------------------------------------------------------------
-
-
-def test_a_changed_number_of_files_holds_from_the_next_save_on(tmp_path: Path) -> None:
-    saver = strategy()
-    state = {key: single_shard(key, torch.ones(1000)) for key in "abcdef"}
-    counts = []
-    for number, thread_count in enumerate((2, 2, 3, 1)):
-        saver.thread_count = thread_count
-        directory = tmp_path / str(number)
-        directory.mkdir()
-        saver.save(state, directory)
-        counts.append(len(list(directory.glob("*.distcp"))))
-        wanted = {key: single_shard(key, torch.zeros(1000)) for key in "abcdef"}
-        assert all(
-            torch.equal(value, torch.ones(1000)) for value in TorchDistLoadStrategy().load(wanted, directory).values()
-        )
-    assert counts == [2, 2, 3, 1]
 
 
 # --- directories ------------------------------------------------------------------------------------------------------
@@ -218,51 +180,4 @@ def test_a_relative_path_means_what_it_meant_when_the_save_began(
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_layout_is_not_used_again_by_a_process_that_has_got_another_rank(tmp_path: Path) -> None:
-    saver = strategy()
-    saver.save(ones(), tmp_path / "1")
-    saver._structure.laid_out_for = (1, 2)  # as if this process had been rank 1 of two until a restart within it
-    saver._structure.planned = None
-    saver.save(ones(2), tmp_path / "2")
-    assert not saver.validated_cache_reuse
-    assert torch.equal(loaded(tmp_path / "2"), torch.ones(1000) * 2)
-
-
 # --- the metadata of a new structure ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{}, {"writer": "fork"}, {"staging_budget_bytes": 1 << 20}], ids=str)
-def test_the_writer_puts_the_metadata_together_and_not_the_trainer(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer, encoder = os.getpid(), GlobalPlan.encoder
-
-    def not_here(plans: GlobalPlan) -> Any:
-        assert os.getpid() != trainer, "training waits while metadata is put together"
-        return encoder(plans)
-
-    monkeypatch.setattr(GlobalPlan, "encoder", not_here)
-    saver, queue = strategy(**options), AsyncCallsQueue(options=_QUIET)
-    for step in range(2):
-        state = {"w": single_shard("w", torch.full((600_000,), float(step)))}  # more than the smallest budget
-        queue.schedule_async_request(saver.async_save(state, tmp_path / str(step)))
-        queue.maybe_finalize_async_calls(blocking=True)
-        wanted = {"w": single_shard("w", torch.full((600_000,), -1.0))}
-        assert (TorchDistLoadStrategy().load(wanted, tmp_path / str(step))["w"] == step).all()
-    queue.close()
-
-
-@pytest.mark.parametrize("writer", ["persistent", "fork"])
-def test_metadata_that_cannot_be_put_together_fails_the_save(
-    writer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Planned, "unencoded", GlobalPlan((b"no plan",)))
-    queue = AsyncCallsQueue(options=_QUIET)
-    queue.schedule_async_request(strategy(writer=writer).async_save(ones(), tmp_path))
-    with pytest.raises(SaveError, match=r"pickle|unpickling|load key|decompressing"):
-        queue.maybe_finalize_async_calls(blocking=True)
-    assert not list(tmp_path.glob("*.distcp"))
-    assert not (tmp_path / ".metadata").exists()
-    with pytest.raises(SaveError):
-        strategy().save(ones(), tmp_path)
-    assert not (tmp_path / ".metadata").exists()

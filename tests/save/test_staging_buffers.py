@@ -19,7 +19,6 @@ from mcore_ckpt.core import process
 from mcore_ckpt.core.errors import WriteTimeoutError
 from mcore_ckpt.core.options import ranks_of_this_host
 from mcore_ckpt.save import staging
-from mcore_ckpt.save.child_processes import fork_call
 from mcore_ckpt.save.staging import is_busy, lease_buffer, start_writing, write_in_process
 from mcore_ckpt.save.writer_process import shared_writer
 from mcore_ckpt.storage.base import RangeWriter
@@ -100,32 +99,6 @@ def test_a_save_waits_for_the_one_that_is_in_flight() -> None:
     assert not is_busy()
 
 
-def test_idle_buffer_make_room_for_a_larger_one() -> None:
-    options = SaveOptions(staging_budget_bytes=10 * _MIB)
-    lease = lease_buffer(options)
-    lease.buffer.reserve(4 * _MIB)
-    lease.give_back()
-    assert _held_bytes() == 4 * _MIB
-    lease = lease_buffer(options)
-    lease.buffer.reserve(9 * _MIB)
-    assert _held_bytes() == 9 * _MIB
-    lease.give_back()
-    again = lease_buffer(options)
-    assert again.buffer is lease.buffer, "memory that is touched already is used again"
-    again.give_back()
-    smaller = lease_buffer(SaveOptions(staging_budget_bytes=2 * _MIB))
-    assert _held_bytes() == 0, "a budget that has become smaller holds at once"
-    smaller.give_back()
-
-
-def test_the_default_budget_is_divided_among_the_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "free_host_bytes", lambda: 800 * _MIB)
-    monkeypatch.setattr(staging, "ranks_of_this_host", lambda: 4)
-    lease = lease_buffer(SaveOptions())
-    assert lease.budget_bytes == 50 * _MIB
-    lease.give_back()
-
-
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
@@ -173,26 +146,6 @@ def test_a_buffer_is_not_used_again_while_a_killed_writer_is_still_there(
     while not save.memory_is_free():
         assert time.monotonic() < until_s, "it is gone now, and nobody notices"
         time.sleep(0.01)
-
-
-def test_a_forked_process_does_not_keep_a_buffer_that_the_trainer_gives_up(tmp_path: Path) -> None:
-    tensor = torch.ones(8 * _MIB)
-    for options in (_options(), _options(writer="fork")):
-        start_writing(LocalStorage(_made(tmp_path / options.writer)), [bucket_of(tensor)], options, "a save").result()
-    assert _held_bytes() > 32 * _MIB
-    child = fork_call(lambda: time.sleep(600), what="a function of others")
-    try:
-        assert "mcore_ckpt_buffer" not in Path(f"/proc/{child.pid}/maps").read_text()
-        assert not [fd for fd in Path(f"/proc/{child.pid}/fd").iterdir() if "mcore_ckpt_buffer" in os.readlink(fd)]
-        assert "mcore_ckpt_buffer" in Path("/proc/self/maps").read_text()
-    finally:
-        child.abort()
-    # The trainer's own is as it was.
-    again = tmp_path / "again"
-    start_writing(LocalStorage(_made(again)), [bucket_of(tensor)], _options(), "a save").result()
-    offset = bucket_of(tensor).file.image.payload_offsets[0]
-    content = bytearray((again / "__0_0.distcp").read_bytes())
-    assert torch.equal(torch.frombuffer(content, dtype=torch.float32, offset=offset, count=tensor.numel()), tensor)
 
 
 class _HangsAtFirst(LocalStorage):

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
-from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, SaveOptions
+from mcore_ckpt import SaveOptions
 from mcore_ckpt.save.staging import BucketSource, StagingBuffer, start_writing
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.tensor_specs import bucket_of, source_of
@@ -68,14 +67,3 @@ def test_staging_does_not_wait_for_other_streams() -> None:
     still_busy = not busy.query()
     torch.cuda.synchronize()
     assert still_busy, f"staging took {waited_s:.3f} s and outlasted the other stream: it waited for the device"
-
-
-@pytest.mark.parametrize("writer", ["persistent", "fork"])
-def test_dcp_round_trip_with_device_tensors(tmp_path: Path, writer: str) -> None:
-    state = {"a": torch.randn(1000, 100, device="cuda"), "b": torch.randn(7, device="cuda", dtype=torch.bfloat16)}
-    options = SaveOptions(writer=writer)  # type: ignore[arg-type]
-    dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path, options=options))
-    loaded = {key: torch.zeros_like(value) for key, value in state.items()}
-    dcp.load(loaded, storage_reader=FileSystemReader(tmp_path))
-    for key, value in state.items():
-        assert torch.equal(loaded[key], value)
