@@ -14,46 +14,12 @@ from mcore_ckpt.core.boxes import Box, covers, intersect, runs
 from tests.support.tilings import boxes_in, tilings
 
 
-def grid(shape: tuple[int, ...], cuts: tuple[int, ...]) -> list[Box]:
-    """Boxes of a regular grid, in random order."""
-    axes = [
-        [(size * i // n, size * (i + 1) // n - size * i // n) for i in range(n)]
-        for size, n in zip(shape, cuts, strict=True)
-    ]
-    boxes = [Box(tuple(at for at, _ in cell), tuple(size for _, size in cell)) for cell in itertools.product(*axes)]
-    random.Random(0).shuffle(boxes)
-    return boxes
-
-
-def test_boxes_of_different_tensors_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"shorter|longer"):
-        intersect(Box((0,), (4,)), Box((0, 0), (4, 4)))
-
-
-def test_runs_of_a_million_rows_cost_nothing_until_they_are_asked_for() -> None:
-    rows = runs((1_000_000_000, 8), Box((0, 2), (1_000_000_000, 4)), 2)
-    assert len(rows) == 1_000_000_000
-    assert rows.payload_bytes == 8_000_000_000
-    assert list(itertools.islice(rows, 3)) == [(4, 8), (20, 8), (36, 8)]
-
-
-@pytest.mark.parametrize("box", [Box((1,), (4,)), Box((-1,), (2,)), Box((0,), (-1,)), Box((0, 0), (1, 1))])
-def test_runs_outside_the_array_are_refused(box: Box) -> None:
-    with pytest.raises(ValueError, match=r"inside|shorter|longer"):
-        runs((4,), box, 4)
-
-
 @pytest.mark.parametrize(
     "box", [Box((2, 0), (3, 4)), Box((-1, 0), (2, 4)), Box((0, 0), (-2, 4)), Box((0, 5), (4, 0)), Box((0, 1), (4, 4))]
 )
 def test_a_chunk_outside_the_tensor_is_named(box: Box) -> None:
     problem = covers((4, 4), [Box((0, 0), (4, 4)), box])
     assert problem == f"chunk at {list(box.offsets)} of sizes {list(box.sizes)} does not lie inside [4, 4]"
-
-
-@pytest.mark.parametrize("box", [Box((0,), (4,)), Box((0, 0), (4,)), Box((0, 0, 0), (4, 4, 1))])
-def test_a_chunk_with_other_axes_is_named(box: Box) -> None:
-    assert "does not have the axes" in str(covers((4, 4), [box]))
 
 
 @pytest.mark.timeout(60)
@@ -114,15 +80,10 @@ TILINGS = (
 )
 
 
-@given(TILINGS)
-def test_every_tiling_covers(tiling: tuple[tuple[int, ...], list[Box]]) -> None:
-    assert covers(*tiling) is None
-
-
 @given(TILINGS, st.data())
 def test_exactly_the_tilings_cover(tiling: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -> None:
     shape, boxes = tiling
-    for _ in range(data.draw(st.integers(1, 2))):
+    for _ in range(data.draw(st.integers(0, 2))):
         at = data.draw(st.integers(0, len(boxes)))
         if data.draw(st.booleans()):
             boxes = [*boxes[:at], data.draw(boxes_in(shape, empty=True)), *boxes[at:]]

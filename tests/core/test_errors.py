@@ -39,15 +39,10 @@ def test_the_picture_is_the_tree() -> None:
         assert getattr(errors, parent) in getattr(errors, name).__bases__, f"{name} is drawn under {parent}"
 
 
-@pytest.mark.parametrize(("name", "builtin"), ALSO.items())
-def test_builtin_families(name: str, builtin: type[Exception]) -> None:
-    with pytest.raises(builtin):
-        raise getattr(errors, name)("what happened")
-
-
 @pytest.mark.parametrize("name", errors.__all__)
 def test_message_is_shown_as_written_and_survives_pickling(name: str) -> None:
     error = getattr(errors, name)("rank 3, /ckpt/__3_0.distcp: expected 5 bytes, got 4")
     assert str(error) == "rank 3, /ckpt/__3_0.distcp: expected 5 bytes, got 4"
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again)) == (type(error), str(error))
+    assert isinstance(error, ALSO.get(name, Exception))

@@ -17,7 +17,6 @@ from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.fingerprints import (
     StateFingerprint,
     StateWords,
-    StridedSums,
     TensorFingerprint,
     part_of,
     part_of_elements,
@@ -70,37 +69,6 @@ def test_stretches_of_a_flattened_tensor_do_too(shape: list[int], cuts: list[int
         total ^= part_of_elements(content.reshape(-1), stretch)
         from_runs ^= part_of_run(zlib.crc32(content), stretch) or 0
     assert total == from_runs == zlib.crc32(whole)
-
-
-@pytest.mark.parametrize(("outer", "rows", "columns", "parts"), [(1, 500, 96, 3), (3, 200, 64, 4), (2, 4100, 24, 2)])
-def test_short_rows_that_are_summed_together_count_as_each_by_itself(
-    outer: int, rows: int, columns: int, parts: int
-) -> None:
-    whole = np.random.default_rng(rows).integers(0, 256, (outer, rows, columns), dtype=np.uint8)
-    total, width = 0, columns // parts
-    for at in range(0, columns, width):
-        part = np.ascontiguousarray(whole[:, :, at : at + width])
-        total ^= part_of(part, whole.shape, Box((0, 0, at), part.shape), 1)
-    assert total == zlib.crc32(whole)
-
-
-@pytest.mark.parametrize("row_bytes", [700, 1024, 5120, 250_000, 300_000, 1_500_000])
-@pytest.mark.parametrize("windows", [(3_000_000,), (1_500_001, 1_499_999), (10, 1, 1_200_000, 1_799_989)])
-def test_one_pass_over_columns_gives_the_crc32_of_the_chunk_up_to_each_cut_too(
-    row_bytes: int, windows: tuple[int, ...]
-) -> None:
-    rows = 3_000_000 // row_bytes
-    shape, box = (rows, 4 * row_bytes), Box((0, row_bytes), (rows, row_bytes))
-    content = np.random.default_rng(row_bytes).integers(0, 256, (rows, row_bytes), dtype=np.uint8).reshape(-1)
-    sums, value, start = StridedSums(), 0, 0
-    stretch = Stretch.of_chunk(shape, *box, 1)
-    for nbytes in windows:
-        window = content[start : start + nbytes]
-        cuts = [cut - start for cut in (5, 1_048_576, 2_097_152) if start < cut <= start + len(window)]
-        found = sums.feed(7, stretch, window, start, value, cuts)
-        assert found == [zlib.crc32(content[: start + cut]) for cut in (*cuts, len(window))]
-        value, start = found[-1], start + len(window)
-    assert sums.finish() == {7: part_of(content, shape, box, 1)}
 
 
 def test_parts_of_ranks_add_up_to_the_state() -> None:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from mcore_ckpt.core.errors import CheckpointError, LoadError, MissingKeyError, OptionError, SaveError
@@ -34,87 +33,47 @@ def test_a_world_of_one_needs_no_process_group() -> None:
 
 
 def test_a_world_of_one_keeps_our_errors_and_wraps_those_of_others() -> None:
-    group = RankGroup(None)
+    def fail(error: BaseException) -> None:
+        raise error
 
-    def missing() -> None:
-        raise MissingKeyError("no such key")
-
-    def full() -> None:
-        raise OSError(28, "No space left on device", "/somewhere/file")
-
-    with pytest.raises(MissingKeyError, match=r"^no such key$"):
-        group.run("load", missing, wrap=LoadError)
-    with pytest.raises(SaveError, match=r"could not write: OSError: .*No space left.*/somewhere/file") as caught:
-        group.run("write", full, wrap=SaveError)
-    assert isinstance(caught.value.__cause__, OSError)
-    assert caught.value.__cause__.errno == 28
-
-
-class _TextlessError(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
-def _without_text(rank: int) -> str:
-    def fail() -> None:
-        if rank:
-            raise _TextlessError
-
-    try:
-        coordination_group().run("write", fail, wrap=SaveError)
-    except SaveError as error:
-        return str(error)
-    return ""
-
-
-def test_an_error_whose_text_cannot_be_made_is_told_to_all() -> None:
-    for said in run_ranks(_without_text, 2, deadline_s=60):
-        assert "rank 1" in said
-        assert "_TextlessError: <no text: RuntimeError in __str__>" in said
-
-
-def test_control_c_is_not_turned_into_something_else() -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        RankGroup(None).run("wait", interrupted, wrap=SaveError)
+    full = OSError(28, "No space left on device", "/somewhere/file")
+    for raised, expected in (
+        (MissingKeyError("no such key"), (MissingKeyError, r"^no such key$")),
+        (full, (SaveError, r"could not write: OSError: .*No space left.*/somewhere/file")),
+        (KeyboardInterrupt("now"), (KeyboardInterrupt, "now")),
+    ):
+        with pytest.raises(expected[0], match=expected[1]):
+            RankGroup(None).run("write", lambda raised=raised: fail(raised), wrap=SaveError)
 
 
 def _values(rank: int) -> dict[str, Any]:
     group = coordination_group()
     big = bytes([rank]) * (_BIG if rank == 1 else 10)
+    parts = group.gather("collect", lambda: big, wrap=CheckpointError)
     return {
         "small": group.run("a", lambda: rank * 10, wrap=CheckpointError),
-        "big": [len(part) for part in group.run("b", lambda: big, wrap=CheckpointError)] == [10, _BIG, 10],
-        "gathered": None
-        if (parts := group.gather("collect", lambda: big, wrap=CheckpointError)) is None
-        else [(len(p), p[:1]) for p in parts],
+        "big": [len(part) for part in group.run("b", lambda: big, wrap=CheckpointError)],
+        "gathered": parts and [(len(part), part[:1]) for part in parts],
         "one": group.run_on_coordinator("plan", lambda: ["plan", rank], wrap=CheckpointError),
-        "one_big": group.run_on_coordinator("distribute", lambda: bytes([rank]) * _BIG, wrap=CheckpointError)
-        == b"\0" * _BIG,
+        "one_big": len(group.run_on_coordinator("distribute", lambda: bytes(_BIG + rank), wrap=CheckpointError)),
         "any": (group.any("test", rank == 2, wrap=CheckpointError), group.any("test", False, wrap=CheckpointError)),
         "maximum": group.maximum("test", [rank, -rank], wrap=CheckpointError),
         "merged": group.run_merged("add", lambda: [rank], operator.add, sorted, wrap=CheckpointError),
-        "unequal_any_size": [
-            len(p) for p in group.run("test", lambda: b"x" * (1000 + rank * 10), wrap=CheckpointError)
-        ],
     }
 
 
 def test_values_travel_whole_whatever_their_size() -> None:
-    results = run_ranks(_values, 3)
-    for rank, result in enumerate(results):
-        assert result["small"] == [0, 10, 20]
-        assert result["big"]
-        assert result["one"] == ["plan", 0]
-        assert result["one_big"]
-        assert result["any"] == (True, False)
-        assert result["maximum"] == [2, 0]
-        assert result["merged"] == [0, 1, 2]
-        assert result["unequal_any_size"] == [1000, 1010, 1020]
-        expected = [(10, b"\0"), (_BIG, b"\1"), (10, b"\2")] if rank == 0 else None
-        assert result["gathered"] == expected
+    for rank, result in enumerate(run_ranks(_values, 3)):
+        assert result == {
+            "small": [0, 10, 20],
+            "big": [10, _BIG, 10],
+            "gathered": None if rank else [(10, b"\0"), (_BIG, b"\1"), (10, b"\2")],
+            "one": ["plan", 0],
+            "one_big": _BIG,
+            "any": (True, False),
+            "maximum": [2, 0],
+            "merged": [0, 1, 2],
+        }
 
 
 def _scattered(rank: int, sizes: list[int]) -> list[tuple[int, int]]:
@@ -137,24 +96,6 @@ def test_each_rank_is_given_its_own_value_down_the_tree() -> None:
         assert given == [(rank, rank * _BIG // size + 1) for size in sizes if rank < size]
 
 
-def _cannot_be_scattered(rank: int, _: Any = None) -> str:
-    group = coordination_group()
-
-    def none() -> list[int]:
-        raise MissingKeyError("nothing to share")
-
-    try:
-        group.scatter("share", none, wrap=SaveError)
-    except MissingKeyError as error:
-        assert group.run("test", lambda: rank, wrap=CheckpointError) == list(range(group.size))
-        return str(error)
-    raise AssertionError("nothing was raised")
-
-
-def test_a_coordinator_that_has_nothing_to_scatter_tells_all() -> None:
-    assert all("rank 0 of 3: nothing to share" in said for said in run_ranks(_cannot_be_scattered, 3))
-
-
 def _fails_on(rank: int, failing: list[int], kind: str, method: str, huge: bool) -> tuple[str, str, bool, bool]:
     group = coordination_group()
 
@@ -164,8 +105,6 @@ def _fails_on(rank: int, failing: list[int], kind: str, method: str, huge: bool)
                 raise MissingKeyError("key 'w' is missing" + "!" * (5000 if huge else 0))
             if kind == "system":
                 os.stat("/does/not/exist")
-            if kind == "unpicklable":
-                return (lambda: None) and step  # type: ignore[return-value]
         return "fine"
 
     call = partial(_merged, group) if method == "run_merged" else getattr(group, method)
@@ -204,24 +143,11 @@ def test_the_first_cause_is_raised_on_every_rank(method: str, kind: str, class_n
     assert all(reached for *_, reached in outcomes)
 
 
-@pytest.mark.parametrize(("method", "failing"), [("run", [1]), ("gather", [0, 1])])
-def test_a_failure_with_a_long_message(method: str, failing: list[int]) -> None:
-    for name, message, _, _ in run_ranks(_fails_on, 2, failing, "ours", method, True):
-        assert name == "MissingKeyError"
-        assert "!" * 5000 in message
-
-
-def test_a_value_that_does_not_pickle() -> None:
-    for name, message, _, _ in run_ranks(_fails_on, 2, [1], "unpicklable", "run", False):
-        assert name == "LoadError"
-        assert "rank 1 of 2" in message
-
-
-def test_a_failure_of_the_coordinator_reaches_all() -> None:
-    for huge in (False, True):
-        outcomes = run_ranks(_fails_on, 3, [0, 2], "ours", "run_on_coordinator", huge)
-        assert {name for name, *_ in outcomes} == {"MissingKeyError"}
-        assert all("rank 0 of 3: key 'w'" in message for _, message, _, _ in outcomes)
+def test_a_failure_with_a_long_message_reaches_all() -> None:
+    for method, failing in (("run", [1]), ("gather", [0, 1]), ("run_on_coordinator", [0, 1])):
+        for name, message, _, _ in run_ranks(_fails_on, 2, failing, "ours", method, True):
+            assert name == "MissingKeyError"
+            assert "!" * 5000 in message
 
 
 def _nested(rank: int) -> str:
@@ -284,29 +210,12 @@ def _come_apart(rank: int, odd: int, way: str) -> str:
         (0, "exchange", "(test)"),
         (1, "setting", "MCORE_CKPT_COMPARE_REPLICAS"),
         (2, "gathering", "(gather)"),
-        (3, "exchange", "(test)"),
-        (0, "setting", "MCORE_CKPT_COMPARE_REPLICAS"),
     ],
 )
 def test_all_ranks_raise_where_one_comes_to_another_exchange(odd: int, way: str, words: str) -> None:
     for message in run_ranks(_come_apart, 4, odd, way):
         assert words in message
         assert "alike on all hosts" in message if way == "setting" else "(add)" in message
-
-
-def _given_something_else(rank: int) -> str:
-    group = coordination_group()
-    if rank == 0:
-        return str(group.run_on_coordinator("plan", lambda: "planned", wrap=SaveError))
-    with pytest.raises(SaveError, match="has come to this, and the first rank to something else") as caught:
-        group.run_on_coordinator("publish", lambda: "published", wrap=SaveError)
-    return str(caught.value)
-
-
-def test_a_rank_does_not_take_the_value_of_another_step() -> None:
-    given, *said = run_ranks(_given_something_else, 3)
-    assert given == "planned"
-    assert all("could not publish" in message for message in said)
 
 
 class _Counting:
@@ -375,16 +284,6 @@ def _subset(rank: int) -> Any:
 
 def test_a_subset_of_the_ranks_coordinates_alone() -> None:
     assert run_ranks(_subset, 3, deadline_s=60) == [None, (0, 2, [1, 2], 1, True), (1, 2, None, 1, False)]
-
-
-def _with_default_device(rank: int) -> dict[str, Any]:
-    with torch.device("meta"):
-        return _values(rank)
-
-
-def test_nothing_is_put_on_the_default_device() -> None:
-    # A trainer may have made its accelerator the default device; "meta" tensors would fail in every exchange.
-    assert [result["small"] for result in run_ranks(_with_default_device, 3)] == [[0, 10, 20]] * 3
 
 
 _PATIENCE_S = 3.0

@@ -32,12 +32,6 @@ def test_a_signal_that_has_waited_is_answered_though_the_step_fails() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_ctrl_c_that_has_waited_is_raised_in_place_of_the_failure() -> None:
-    with pytest.raises(KeyboardInterrupt) as raised:
-        step_that_fails(signal.SIGINT)
-    assert isinstance(raised.value.__context__, ValueError)
-
-
 def test_a_ctrl_c_does_not_take_the_place_of_other_signals_that_have_waited() -> None:
     came: list[int] = []
     before = {n: signal.signal(n, lambda number, _: came.append(number)) for n in (signal.SIGTERM, signal.SIGUSR1)}

@@ -75,14 +75,7 @@ _SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint to damage.
-
-    Attributes:
-        kind: who wrote it.
-        directory: where it is; never changed.
-        before: another save of the same structure and other values, if there is one.
-        sealed: whether its files say which save they belong to, and what lies in them.
-    """
+    """A checkpoint to damage, by who wrote it; `before`: another save of the same structure and other values."""
 
     kind: str
     directory: Path
@@ -141,16 +134,6 @@ class Tally:
             cells = [counts[subject, damage, outcome] for outcome in seen]
             lines.append(f"| {subject} | {damage} | {sum(cells)} | " + " | ".join(str(n or "") for n in cells) + " |")
         lines.append(f"| all | | {self.trials} | " + " | ".join(str(self.of(outcome)) for outcome in seen) + " |")
-        return "\n".join(lines)
-
-    def table(self) -> str:
-        """Rows of checkpoint and file, columns of outcomes."""
-        rows = sorted({(subject, file) for subject, file, _ in self.counts})
-        lines = ["| checkpoint | file | " + " | ".join(OUTCOMES) + " |", "|---|---|" + "---|" * len(OUTCOMES)]
-        for subject, file in rows:
-            cells = " | ".join(str(self.counts[subject, file, outcome] or "") for outcome in OUTCOMES)
-            lines.append(f"| {subject} | {file} | {cells} |")
-        lines.append("| all | | " + " | ".join(str(self.of(outcome)) for outcome in OUTCOMES) + " |")
         return "\n".join(lines)
 
 
@@ -556,7 +539,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="flips-") as scratch:
         cuts = not chosen.no_cuts
         tally = run(chosen.flips, chosen.seed, Path(scratch), cuts=cuts, workers=chosen.workers, told=told)
-    print(f"\n{tally.trials} trials, seed {chosen.seed}\n\n{tally.table()}\n")
+    print(f"\n{tally.trials} trials, seed {chosen.seed}\n\n{tally.summary()}\n")
     if chosen.write is not None:
         write_page(chosen.write, tally, chosen.seed)
     for example in tally.examples[:40]:

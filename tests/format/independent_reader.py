@@ -17,9 +17,7 @@ import itertools
 import json
 import math
 import pickle
-import stat
 import struct
-import sys
 import zipfile
 import zlib
 from dataclasses import dataclass, field
@@ -80,7 +78,6 @@ class Chunk(NamedTuple):
     file: str
     start: int
     length: int
-    transformed: bool
 
 
 class TensorMeta(NamedTuple):
@@ -120,20 +117,10 @@ class Cursor:
 
 
 def read_file(directory: Path, name: str) -> bytes:
-    """A regular file below the directory, with no link on the way to it."""
     parts = name.split("/")
-    need(name and not name.startswith("/") and "\0" not in name, f"file name {name!r}")
-    need(not {"", ".", ".."} & set(parts), f"file name {name!r} leaves the checkpoint")
-    path = directory
-    for part in parts[:-1]:
-        path /= part
-        need(path.exists() and stat.S_ISDIR(path.lstat().st_mode), f"{path} is not a directory")
-    path /= parts[-1]
-    try:
-        mode = path.lstat().st_mode
-    except OSError as error:
-        raise CorruptError(f"{path}: {error}") from error
-    need(stat.S_ISREG(mode), f"{path} is not a regular file")
+    need(name and "\0" not in name and not {"", ".", ".."} & set(parts), f"file name {name!r} leaves the checkpoint")
+    path = directory / name
+    need(path.is_file() and not path.is_symlink(), f"{path} is not a regular file")
     return path.read_bytes()
 
 
@@ -335,10 +322,7 @@ def _fields(value: Any, name: str) -> dict[str, Any]:
 
 
 def _size(value: Any) -> tuple[int, ...]:
-    need(
-        isinstance(value, Inert) and value.where == ("torch", "Size") and len(value.arguments) == 1,
-        ".metadata: no Size",
-    )
+    need(isinstance(value, Inert) and value.where == ("torch", "Size") and value.arguments, ".metadata: no Size")
     numbers = value.arguments[0]
     need(type(numbers) is tuple and all(map(is_count, numbers)), ".metadata: Size")
     return numbers
@@ -365,9 +349,9 @@ def _chunk(index: Any, info: Any) -> Chunk:
     key, offset = where.get("fqn"), where.get("offset")
     file, start, length = what.get("relative_path"), what.get("offset"), what.get("length")
     need(type(key) is str and type(file) is str and is_count(start) and is_count(length), f".metadata: item of {key}")
-    return Chunk(
-        key, None if offset is None else _size(offset), file, start, length, bool(what.get("transform_descriptors"))
-    )
+    if what.get("transform_descriptors"):
+        raise UnsupportedError(f"{key}: behind a stream transform")
+    return Chunk(key, None if offset is None else _size(offset), file, start, length)
 
 
 def read_metadata(program: bytes) -> tuple[dict[str, TensorMeta | None], list[Chunk]]:
@@ -381,10 +365,7 @@ def read_metadata(program: bytes) -> tuple[dict[str, TensorMeta | None], list[Ch
         raise CorruptError(f".metadata: {error!r}") from error
     need(stream.tell() == len(program), ".metadata: bytes between the pickle and its seal")
     entries, items = state.get("state_dict_metadata"), state.get("storage_data")
-    need(
-        type(entries) is dict and type(items) is dict and all(type(key) is str for key in entries),
-        ".metadata: no items",
-    )
+    need(type(entries) is dict and type(items) is dict and {*map(type, entries)} <= {str}, ".metadata: no items")
     return {key: _tensor_meta(key, value) for key, value in entries.items()}, [_chunk(*item) for item in items.items()]
 
 
@@ -498,7 +479,7 @@ def read_columns(first: bytes, second: bytes, files: list[str]) -> tuple[dict[st
         for offsets, _ in forms[number].boxes:
             place = next(left, None)
             need(place is not None and place[0] < len(files), ".metadata: no such file")
-            chunks.append(Chunk(key, offsets, files[place[0]], *place[1:], False))
+            chunks.append(Chunk(key, offsets, files[place[0]], *place[1:]))
     need(next(left, None) is None and len(entries) == tensors, ".metadata: chunks of no tensor")
     cursor = Cursor(second, ".metadata: objects")
     objects, paths, details = cursor.numbers(8, 3)
@@ -509,7 +490,7 @@ def read_columns(first: bytes, second: bytes, files: list[str]) -> tuple[dict[st
         key = _utf8(cursor.take(length))
         need(key not in entries and place[0] < len(files), ".metadata: an object")
         entries[key] = None
-        chunks.append(Chunk(key, None, files[place[0]], *place[1:], False))
+        chunks.append(Chunk(key, None, files[place[0]], *place[1:]))
     json.loads(cursor.take(details))
     cursor.end()
     return entries, chunks
@@ -562,7 +543,7 @@ def read_checkpoint(directory: str | Path) -> Checkpoint:
             used[chunk.file].append((chunk.start, chunk.length))
             if sums:
                 check_sums(item, zlib.crc32(item), sums.items[number], None, key)
-            result.objects[key] = Opaque(item) if chunk.transformed else decode_object(item, key)
+            result.objects[key] = decode_object(item, key)
             continue
         array, todo = np.zeros(entry.shape, DTYPES[entry.dtype]), np.ones(entry.shape, bool)
         for offsets, sizes in entry.boxes:
@@ -575,8 +556,6 @@ def read_checkpoint(directory: str | Path) -> Checkpoint:
             row = TableRow(key, entry.dtype, entry.shape, offsets, sizes)
             if 0 in sizes and row not in files[chunk.file].rows.get((chunk.start, chunk.length), []):
                 continue  # may be said to lie where another chunk lies: nothing of it is read
-            if chunk.transformed:
-                raise UnsupportedError(f"{key}: behind a stream transform")
             what = f"{key} at {offsets} ({chunk.file}, {chunk.start})"
             _check_row(files[chunk.file], chunk, row)
             used[chunk.file].append((chunk.start, chunk.length))
@@ -596,7 +575,7 @@ def read_checkpoint(directory: str | Path) -> Checkpoint:
         # Those of Megatron-Core's flattened stretches are of another shape, which this reader does not make.
         known = None if program.count(b"mcore_data") else fingerprints[key]
         need(known in (None, zlib.crc32(array.tobytes())), f"{key}: fingerprint")
-        result.tensors[key] = array if sys.byteorder == "little" else array.astype(array.dtype.newbyteorder("="))
+        result.tensors[key] = array
     for name, spans in used.items():
         spans.sort()
         apart = all(start + length <= later for (start, length), (later, _) in itertools.pairwise(spans))

@@ -1,17 +1,15 @@
-"""Make the golden checkpoints in `tests/format/golden` again.
+"""Make a golden checkpoint in `tests/format/golden`: of a Megatron-Core, or of this package through it.
 
 Each is written by the system that it is named after, on two gloo ranks, and committed: what old versions wrote must
-stay readable when they can no longer be installed. One call writes one of them, with whatever is first on the path:
+stay readable when they can no longer be installed. With whatever is first on the path:
 
-    PYTHONPATH=<unpacked megatron-core wheel> python tests/format/regenerate.py megatron <name>
-    python tests/format/regenerate.py dcp <name>          (torch.distributed.checkpoint: plain tensors and objects)
-    python tests/format/regenerate.py dtensor <name>      (the same, sharded as DTensor)
-    python tests/format/regenerate.py ours <name>         (this package, through Megatron-Core)
+    PYTHONPATH=<unpacked megatron-core wheel> python tests/format/regenerate.py megatron|ours <name>
 
 `expected.json` beside each holds what a reader has to find: for tensors dtype, global shape, stored boxes and the
 SHA-256 of the global tensor's bytes; for objects the keys. Values follow from the key alone (`global_tensor`).
 
 The committed ones were written with torch 2.13.0, unless their names say another; `writer.txt` in each says by what.
+Those of DCP, and of Megatron-Core up to 0.15, were written by an earlier form of this script.
 """
 
 from __future__ import annotations
@@ -65,21 +63,15 @@ class Expected:
         return values
 
 
-def _row_boxes(shape: tuple[int, ...]) -> list[list[list[int]]]:
-    rows = shape[0] // RANKS
-    return [[[rank * rows, *[0] * (len(shape) - 1)], [rows, *shape[1:]]] for rank in range(RANKS)]
-
-
 def _whole(shape: tuple[int, ...]) -> list[list[list[int]]]:
     return [[[0] * len(shape), list(shape)]]
 
 
 def write_megatron(directory: Path, rank: int, expected: Expected, ours: bool) -> None:
-    """Column- and row-parallel, replicated, 0-d, empty and (up to 0.15) flattened tensors; objects; a common state."""
+    """Column- and row-parallel, replicated and 0-d tensors; objects; a common state."""
     from tests.support.cpu_megatron import pretend_cuda
 
     pretend_cuda()
-    _let_megatron_0_12_write()
     import megatron.core
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
@@ -116,19 +108,6 @@ def write_megatron(directory: Path, rank: int, expected: Expected, ours: bool) -
     version = tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
     if version >= (0, 19):
         expected.objects.append("common_state/shard_0_1")  # what earlier versions keep in common.pt
-    if version < (0, 16):
-        import numpy as np
-
-        np.product = np.prod  # these versions call it, and numpy 2 dropped it
-        # Flat shards of one parameter [6, 10], as the distributed optimizer wrote them then: stored as [1, 1, 60], with
-        # the first shape in `mcore_data`.
-        shape = (6, 10)
-        flat_boxes = [[[0, 0, 0], [1, 1, 25]], [[0, 0, 25], [1, 1, 35]]]
-        whole = expected.tensor("optimizer.exp_avg.weight", (1, 1, 60), torch.float32, flat_boxes)
-        half = slice(0, 25) if rank == 0 else slice(25, 60)
-        state["flat"] = ShardedTensor.from_rank_offsets_flat(
-            "optimizer.exp_avg.weight", whole.flatten()[half].clone(), shape, replica_id=0, flattened_range=half
-        )
     state.update(_common_state())
     dist_checkpointing.save(state, str(directory))
     if rank == 0:
@@ -181,68 +160,10 @@ def _common_state() -> dict[str, Any]:
     }
 
 
-def _let_megatron_0_12_write() -> None:
-    """megatron-core 0.12 calls a function of torch's that has one parameter more since torch 2.8."""
-    import torch.distributed.checkpoint.filesystem as filesystem
-
-    write_item = filesystem._write_item
-
-    def write_item_of_old(*arguments: Any, **options: Any) -> Any:
-        options.setdefault("serialization_format", filesystem.SerializationFormat.TORCH_SAVE)
-        return write_item(*arguments, **options)
-
-    filesystem._write_item = write_item_of_old
-
-
-def write_dcp(directory: Path, rank: int, expected: Expected) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    model = {
-        "weight": expected.tensor("model.weight", (6, 4), torch.float32, _whole((6, 4))),
-        "half": expected.tensor("model.half", (5,), torch.bfloat16, _whole((5,))),
-        "scalar": expected.tensor("model.scalar", (), torch.int32, _whole(())),
-        "empty": expected.tensor("model.empty", (0, 3), torch.float64, _whole((0, 3))),
-        "parameter": torch.nn.Parameter(expected.tensor("model.parameter", (3,), torch.float32, _whole((3,)))),
-    }
-    expected.objects = ["step", "names"]
-    dcp.save({"model": model, "step": 5, "names": ["a", "b"]}, checkpoint_id=str(directory))
-    if rank == 0:
-        (directory / "writer.txt").write_text(f"torch.distributed.checkpoint {torch.__version__}\n")
-
-
-def write_dtensor(directory: Path, rank: int, expected: Expected) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (RANKS,))
-    uneven = [[[0, 0], [2, 4]], [[2, 0], [1, 4]]]
-    tensors = {
-        "rows": (expected.tensor("rows", (6, 4), torch.float32, _row_boxes((6, 4))), Shard(0)),
-        "uneven": (expected.tensor("uneven", (3, 4), torch.bfloat16, uneven), Shard(0)),
-        # One row for two ranks: the second holds a chunk of no elements, at the end of the tensor.
-        "one": (expected.tensor("one", (1, 2), torch.float32, [[[0, 0], [1, 2]], [[1, 0], [0, 2]]]), Shard(0)),
-        "columns": (
-            expected.tensor("columns", (2, 6), torch.float16, [[[0, 0], [2, 3]], [[0, 3], [2, 3]]]),
-            Shard(1),
-        ),
-        "replicated": (expected.tensor("replicated", (4,), torch.float32, _whole((4,))), Replicate()),
-    }
-    dcp.save(
-        {key: distribute_tensor(values, mesh, [placement]) for key, (values, placement) in tensors.items()},
-        checkpoint_id=str(directory),
-    )
-    if rank == 0:
-        (directory / "writer.txt").write_text(f"torch.distributed.checkpoint, DTensor, {torch.__version__}\n")
-
-
 def _run_rank(kind: str, directory: Path, rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     expected = Expected()
-    if kind in ("megatron", "ours"):
-        write_megatron(directory, rank, expected, kind == "ours")
-    else:
-        {"dcp": write_dcp, "dtensor": write_dtensor}[kind](directory, rank, expected)
+    write_megatron(directory, rank, expected, kind == "ours")
     dist.barrier()
     if rank == 0:
         content = {"tensors": expected.tensors, "objects": sorted(expected.objects)}
@@ -252,7 +173,7 @@ def _run_rank(kind: str, directory: Path, rank: int, store: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write one golden checkpoint.")
-    parser.add_argument("kind", choices=["megatron", "dcp", "dtensor", "ours"])
+    parser.add_argument("kind", choices=["megatron", "ours"])
     parser.add_argument("name", help="directory under tests/format/golden")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)

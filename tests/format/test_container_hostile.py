@@ -6,7 +6,6 @@ Also items that old versions of torch and of this package wrote, frozen: those m
 from __future__ import annotations
 
 import io
-import os
 import struct
 import zipfile
 from collections.abc import Iterator
@@ -16,8 +15,7 @@ import pytest
 import torch
 
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import CheckpointError, ChecksumError, CorruptCheckpointError
-from mcore_ckpt.format.item_layout import tensor_template
+from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
 from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor, locate_tensor_in, verify_records
 from mcore_ckpt.format.tensor_pickle import (
     MalformedPickleError,
@@ -105,7 +103,7 @@ def test_a_part_of_an_item_is_corrupt(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ITEMS)
-@pytest.mark.parametrize("flipped", [0x01, 0x08, 0x80, 0xFF])
+@pytest.mark.parametrize("flipped", [0x08, 0xFF])
 def test_no_flipped_byte_makes_wrong_bytes_right(name: str, flipped: int) -> None:
     item = ITEMS[name]
     for position in range(len(item)):
@@ -116,44 +114,17 @@ def test_no_flipped_byte_makes_wrong_bytes_right(name: str, flipped: int) -> Non
         assert is_taken_for_right_only_if_it_is(bytes(damaged)), f"byte {position}"
 
 
-def test_damage_to_the_description_is_a_checksum_error_that_says_where() -> None:
-    damaged = bytearray(ITEMS["torch"])
-    damaged[damaged.find(b"ShortStorage")] ^= 1
-    with pytest.raises(ChecksumError, match=r"layer\.weight: record archive/data\.pkl, bytes \[64, \d+\) .* CRC-32 0x"):
-        locate_tensor_in(memoryview(damaged), "layer.weight")
-
-
-@pytest.mark.parametrize("item", [b"", b"P", b"PK\x05\x06" + bytes(18), bytes(5000), b"PK\x03\x04" * 300])
-def test_what_is_no_archive_is_corrupt(item: bytes) -> None:
-    for outcome in locations(item):
-        assert isinstance(outcome, CorruptCheckpointError)
-
-
-def test_a_short_read_is_corrupt() -> None:
-    item = encode_tensor("uint8", (20_000,), bytes(20_000))
-    with pytest.raises(CorruptCheckpointError, match="expected 1024 bytes at 0, got 1023"):
-        locate_tensor(lambda offset, length: item[offset : offset + length - 1], len(item), "w")
-
-
 # ------------------------------------------------------------------------------------- directories that claim too much
 
 
-def _ends(directory_bytes: int, directory_at: int, count: int, end64_at: int) -> bytes:
-    return b"".join(
-        (
-            struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, directory_bytes, directory_at),
-            struct.pack("<4sIQI", b"PK\x06\x07", 0, end64_at, 1),
-            struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0),
-        )
-    )
-
-
 @pytest.mark.parametrize("item_bytes", [1 << 40, (1 << 63) - 1])
-@pytest.mark.parametrize("share", [1, 2, 1000])
-def test_an_enormous_directory_is_not_read(item_bytes: int, share: int) -> None:
+def test_an_enormous_directory_is_not_read(item_bytes: int) -> None:
     end64_at = item_bytes - 98
-    directory_bytes = end64_at // share
-    ends = _ends(directory_bytes, end64_at - directory_bytes, directory_bytes // 46, end64_at)
+    directory_bytes = end64_at // 2
+    count, start = directory_bytes // 46, end64_at - directory_bytes
+    ends = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, directory_bytes, start)
+    ends += struct.pack("<4sIQI", b"PK\x06\x07", 0, end64_at, 1)
+    ends += struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
 
     def read(offset: int, length: int) -> bytes:
         assert length <= 4096
@@ -161,17 +132,6 @@ def test_an_enormous_directory_is_not_read(item_bytes: int, share: int) -> None:
 
     with pytest.raises(CorruptCheckpointError, match="directory"):
         locate_tensor(read, item_bytes, "w")
-
-
-def test_a_record_cannot_reach_beyond_the_directory() -> None:
-    """Sizes that agree in all four places, and are too large."""
-    item = bytearray(ITEMS["own"])
-    for field in (struct.pack("<II", len(PAYLOAD), len(PAYLOAD)),):
-        at = -1
-        while (at := item.find(field, at + 1)) >= 0:
-            item[at : at + 8] = struct.pack("<II", len(item), len(item))
-    for outcome in locations(bytes(item)):
-        assert isinstance(outcome, CorruptCheckpointError)
 
 
 # ------------------------------------------------------------------------------------------------------ evil pickles
@@ -199,10 +159,6 @@ def interpreted(program: bytes) -> tuple[PickledTensor | None, str]:
         return None, str(error)
 
 
-def test_the_program_that_the_others_are_variations_of() -> None:
-    assert read_tensor_pickle(tensor_program()).shape == (24,)
-
-
 @pytest.mark.parametrize(
     "program",
     [
@@ -211,36 +167,18 @@ def test_the_program_that_the_others_are_variations_of() -> None:
         b"cbuiltins\ngetattr\n(ctorch\nload\nX\x01\0\0\0xtR.",
         tensor_program(sizes=b"J\xff\xff\xff\xff\x85"),
         tensor_program(sizes=b"\x8a\xff" + b"\x7f" * 255 + b"\x85"),
-        tensor_program(sizes=b"\x8a\x08" + b"\xff" * 7 + b"\x7f\x85"),
         tensor_program(sizes=b"(" + b"K\x02" * 5000 + b"t", strides=b"(" + b"K\x01" * 5000 + b"t"),
-        tensor_program(sizes=b"K\x18K\x01\x86"),
         tensor_program(strides=b"K\0\x85"),
-        tensor_program(strides=b"J\xff\xff\xff\xff\x85"),
         tensor_program(sizes=b"N\x85"),
-        tensor_program(sizes=b"\x88\x85"),
-        tensor_program(sizes=b"X\x01\0\0\0x\x85"),
-        tensor_program(sizes=b"N", strides=b"N"),
         tensor_program(offset=b"K\x01"),
-        tensor_program(offset=b"J\xff\xff\xff\xff"),
-        tensor_program(offset=b"\x8a\x08" + b"\xff" * 7 + b"\x7f"),
         tensor_program(length=b"\x8a\x08" + b"\xff" * 7 + b"\x7f"),
-        tensor_program(length=b"J\xff\xff\xff\xff"),
-        tensor_program(length=b"N"),
         tensor_program().replace(b"X\x01\0\0\x000", b"X\x08\0\0\0../../et"),
-        tensor_program().replace(b"X\x01\0\0\x000", b"X\x01\0\0\x001"),
         tensor_program().replace(b"ShortStorage", b"FloatStorage"),
-        tensor_program().replace(b"ShortStorage", b"QInt8Storage"),
-        tensor_program().replace(b"_v2", b"_v3"),
         # Tuples of tuples of ...: a few bytes that would print, compare or hash as 2**60 elements.
         b"K\0K\0\x86q\0" + b"h\0h\0\x86q\0" * 60 + b".",
-        b"K\0K\0\x86q\0" + b"h\0h\0\x86q\0" * 60 + b"Q.",
-        b"K\0K\0\x86q\0" + b"h\0h\0\x86q\0" * 60 + b")R.",
         UNTYPED + b"K\0K\0\x86q\0" + b"0h\0h\0\x86q\0" * 60 + b"tR.",
-        b"(" * 5000 + b".",
         b"(" * 5000 + b"t" * 5000 + b".",
         b"X\xff\xff\xff\xff.",
-        b"",
-        b".",
     ],
 )
 def test_programs_that_are_not_a_tensors_are_refused_and_never_run(program: bytes) -> None:
@@ -253,32 +191,11 @@ def test_programs_that_are_not_a_tensors_are_refused_and_never_run(program: byte
         assert len(str(outcome)) < 2000
 
 
-def test_a_large_pickle_is_not_interpreted() -> None:
-    item = rewritten(ITEMS["torch"], lambda name, old: b"N" * 10_000_000 if name == "data.pkl" else old)
-    for outcome in locations(item):
-        assert isinstance(outcome, NotRangeable)
-
-
-@pytest.mark.parametrize("missing", ["data.pkl", "data/0"])
-def test_a_missing_record_is_named(missing: str) -> None:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(ITEMS["torch"])) as old, zipfile.ZipFile(buffer, "w") as new:
-        for name in old.namelist():
-            if name != f"archive/{missing}":
-                new.writestr(name, old.read(name))
-    for outcome in locations(buffer.getvalue()):
-        assert isinstance(outcome, CorruptCheckpointError)
-        assert f"archive/{missing}" in str(outcome)
-
-
 def test_two_records_of_one_name_are_corrupt() -> None:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as new:
-        for name, content in [
-            ("data.pkl", tensor_pickle("int16", (24,), 24)),
-            ("data/0", PAYLOAD),
-            ("data/1", PAYLOAD),
-        ]:
+        pickled = tensor_pickle("int16", (24,), 24)
+        for name, content in [("data.pkl", pickled), ("data/0", PAYLOAD), ("data/1", PAYLOAD)]:
             new.writestr(f"archive/{name}", content)
     item = buffer.getvalue()
     assert all(isinstance(outcome, LocatedTensor) for outcome in locations(item))
@@ -310,8 +227,3 @@ def test_our_own_items_are_the_same_bytes_as_ever() -> None:
     payload = torch.arange(600).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
     frozen = next(FROZEN.glob("own-*.pt")).read_bytes()
     assert encode_tensor("bfloat16", (20, 30), payload) == frozen
-    assert (
-        tensor_template("bfloat16", (20, 30)).item_bytes
-        == len(frozen)
-        == os.path.getsize(next(FROZEN.glob("own-*.pt")))
-    )

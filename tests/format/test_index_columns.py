@@ -167,15 +167,11 @@ def with_sections(data: bytes, change: Callable[[bytearray, bytearray], Any]) ->
     return with_manifest(pickled, replace(seal, columns=(first, second)))
 
 
-def one_tensor(shape: tuple[int, ...] = (4, 3), chunks: int = 1) -> CheckpointIndex:
+def one_tensor() -> CheckpointIndex:
     """In columns, behind 40 bytes: of its kind 8, of its key and form 8, of its chunk 20, its form, the names."""
-    size = (shape[0] // chunks, *shape[1:])
-    stored = [
-        StoredChunk((n * size[0], *[0] * (len(shape) - 1)), size, StoredItem("__0_0.distcp", 700 * n, 700, (), n))
-        for n in range(chunks)
-    ]
-    entry = TensorEntry("w", "float32", shape, tuple(stored))
-    return CheckpointIndex("a", {"w": entry}, {"o": ObjectEntry("o", StoredItem("__0_0.distcp", 9000, 7, (), 9))})
+    chunk = StoredChunk((0, 0), (4, 3), StoredItem("__0_0.distcp", 0, 700, (), 0))
+    stored = {"o": ObjectEntry("o", StoredItem("__0_0.distcp", 9000, 7, (), 9))}
+    return CheckpointIndex("a", {"w": TensorEntry("w", "float32", (4, 3), (chunk,))}, stored)
 
 
 def number(at: int, value: int, code: str = "<Q", section: int = 0) -> Callable[[bytearray, bytearray], Any]:
@@ -184,81 +180,38 @@ def number(at: int, value: int, code: str = "<Q", section: int = 0) -> Callable[
 
 FORM = 40 + 8 + 8 + 20  # of one tensor of one chunk, where its form begins
 HOSTILE = {
-    "tensors that are not there": (number(0, 2**40), "are to follow"),
-    "dtypes that are not there": (number(8, 2**61), "are to follow"),
-    "chunks that are not there": (number(16, 2**62), "are to follow"),
-    "another number of chunks": (number(16, 0), "damaged"),
-    "forms that are not there": (number(24, 2**50), "are to follow"),
-    "notes that are not there": (number(32, 2**50), "are to follow"),
-    "name longer than all": (number(40, 2**31, "<I"), "are to follow"),
-    "key longer than all": (number(48, 2**31, "<I"), "are to follow"),
-    "no such form": (number(52, 1, "<I"), "of a form that is not there"),
-    "no such file": (number(56, 7, "<I"), "in a file that is not there"),
-    "offset below zero": (number(60, 2**63), "within 2\\*\\*63 bytes"),
-    "end beyond 2**63": (lambda first, _: struct.pack_into("<QQ", first, 60, 1, 2**63 - 1), "within 2\\*\\*63 bytes"),
-    "no such kind": (number(FORM, 1), "form of tensors that cannot be"),
-    "axes without end": (number(FORM + 8, 2**62), "form of tensors that cannot be"),
-    "chunks without end": (number(FORM + 16, 2**62), "form of tensors that cannot be"),
-    "shape beyond 2**63": (number(FORM + 24, 2**64 - 1), "shapes that nobody has"),
-    "chunk outside": (number(FORM + 40, 2), "a chunk outside its tensor"),
-    "bytes behind the end": (lambda first, _: first.extend(b"\0"), "follow its end"),
-    "a form of no tensor": (
-        lambda first, more: (
-            first.__setitem__(slice(FORM, FORM), first[FORM : FORM + 72]),
-            number(24, 18)(first, more),
-        ),
-        "a form of tensors that cannot be",
-    ),
-    "unknown dtype": (lambda first, _: first.__setitem__(slice(-8, -1), b"float33"), "dtype that torch does not have"),
-    "name that is no text": (lambda first, _: first.__setitem__(-1, 0xFF), "is not UTF-8"),
-    "objects that are not there": (number(0, 2**60, section=1), "are to follow"),
-    "paths that are not there": (number(8, 2**60, section=1), "are to follow"),
-    "object of no file": (number(28, 9, "<I", 1), "in a file that is not there"),
-    "an object called as a tensor": (lambda _, more: more.__setitem__(48, ord("w")), "a key is there twice"),
-    "details that are none": (lambda _, more: more.__setitem__(slice(-3, None), b"]]]"), "details cannot be read"),
-    "details nested without end": (
-        lambda _, more: (struct.pack_into("<Q", more, 16, 10**5), more.__setitem__(slice(49, None), b"[" * 10**5)),
-        "details cannot be read",
+    "tensors that are not there": number(0, 2**40),
+    "chunks that are not there": number(16, 2**62),
+    "forms that are not there": number(24, 2**50),
+    "key longer than all": number(48, 2**31, "<I"),
+    "no such form": number(52, 1, "<I"),
+    "no such file": number(56, 7, "<I"),
+    "end beyond 2**63": lambda first, _: struct.pack_into("<QQ", first, 60, 1, 2**63 - 1),
+    "no such kind": number(FORM, 1),
+    "axes without end": number(FORM + 8, 2**62),
+    "shape beyond 2**63": number(FORM + 24, 2**64 - 1),
+    "chunk outside": number(FORM + 40, 2),
+    "bytes behind the end": lambda first, _: first.extend(b"\0"),
+    "unknown dtype": lambda first, _: first.__setitem__(slice(-8, -1), b"float33"),
+    "name that is no text": lambda first, _: first.__setitem__(-1, 0xFF),
+    "object of no file": number(28, 9, "<I", 1),
+    "an object called as a tensor": lambda _, more: more.__setitem__(48, ord("w")),
+    "details nested without end": lambda _, more: (
+        struct.pack_into("<Q", more, 16, 10**5),
+        more.__setitem__(slice(49, None), b"[" * 10**5),
     ),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_columns_that_cannot_be_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    change, said = HOSTILE[name]
     data = sealed(one_tensor(), files=1)
     read(data, monkeypatch)
-    with pytest.raises(CorruptCheckpointError, match=said):
-        parse_index(with_sections(data, change), "a")
+    with pytest.raises(CorruptCheckpointError):
+        parse_index(with_sections(data, HOSTILE[name]), "a")
 
 
-def test_two_chunks_in_one_place_are_refused() -> None:
-    data = sealed(one_tensor(chunks=2), files=1)
-    behind = FORM + 20 + 24 + 16  # of the first chunk's offsets; those of the second come behind its sizes
-    with pytest.raises(CorruptCheckpointError, match="two chunks at the same offsets"):
-        parse_index(with_sections(data, number(behind + 32, 0)), "a")
-
-
-def test_axes_that_cannot_be_multiplied_are_refused() -> None:
-    with pytest.raises(CorruptCheckpointError, match="cannot be multiplied"):
-        parse_index(sealed(one_tensor((0, 2**62, 2**62)), files=1), "a")
-
-
-def test_a_key_that_is_there_twice_is_refused() -> None:
-    entries = {}
-    for n, key in enumerate(("twin.a", "twin.b")):
-        item = StoredItem("__0_0.distcp", 700 * n, 700, (), n)
-        entries[key] = TensorEntry(key, "float32", (2,), (StoredChunk((0,), (2,), item),))
-
-    def rename(section: bytearray, _: bytearray) -> None:
-        at = section.index(b"twin.b")
-        section[at : at + 6] = b"twin.a"
-
-    with pytest.raises(CorruptCheckpointError, match="a key is there twice"):
-        parse_index(with_sections(sealed(CheckpointIndex("a", entries, {})), rename), "a")
-
-
-@pytest.mark.parametrize("unpacked_bytes", [10, 2**20, 2**50])
+@pytest.mark.parametrize("unpacked_bytes", [10, 2**50])
 def test_sections_are_not_inflated_beyond_what_they_say(unpacked_bytes: int) -> None:
     pickled, seal = split_metadata(sealed(sample(3, 1)), "a")
     assert seal is not None
@@ -267,15 +220,6 @@ def test_sections_are_not_inflated_beyond_what_they_say(unpacked_bytes: int) -> 
     for columns in (((bomb, unpacked_bytes), seal.columns[1]), (seal.columns[0], (bomb, unpacked_bytes))):
         with pytest.raises(CorruptCheckpointError, match="inflated"):
             parse_index(with_manifest(pickled, replace(seal, columns=columns)), "a")
-
-
-def test_paths_that_are_not_those_of_their_keys_are_refused() -> None:
-    index = sample(4, 1)
-    data = sealed(replace(index, planner_data={key: tuple(key.split(".")) for key in [*index.tensors, *index.objects]}))
-    at = 24 + 4 + 4 + 8 + 8
-    for position, value in ((at, 10**6), (at, 1), (at + 4, 3), (at + 4, 10**9)):
-        with pytest.raises(CorruptCheckpointError, match="path"):
-            parse_index(with_sections(data, number(position, value, "<I", 1)), "a")
 
 
 # ------------------------------------------------------------------------------------------------- columns and pickle
@@ -299,20 +243,3 @@ def test_verify_names_what_columns_and_pickle_say_differently(
     assert "tensor 'mark': its columns say TensorEntry" in (pickle_differs(tmp_path) or "")
     assert main(["verify", str(tmp_path)]) == 1
     assert "tensor 'mark': its columns say" in capsys.readouterr().out
-
-    def other_version(_: bytearray, more: bytearray) -> None:
-        at = more.index(b'"1.0.0"')
-        more[at : at + 7] = b'"9.0.0"'
-
-    (tmp_path / ".metadata").write_bytes(with_sections(data, other_version))
-    assert pickle_differs(tmp_path) == "version: its columns and its pickle differ"
-    nested: Any = "x"
-    for _ in range(60):
-        nested = [nested, nested]  # printed, it would be without end
-    index = replace(parse_index(data, "a"), planner_data=nested)
-    pickled = MetadataEncoder(index).encode(index.objects, storage_meta=META)
-    (tmp_path / ".metadata").write_bytes(with_manifest(pickled, columns_of(data)))
-    assert pickle_differs(tmp_path) == "planner_data: its columns and its pickle differ"
-
-
-# ------------------------------------------------------------------------------------------------- what is made of them

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import parse_index
-from mcore_ckpt.format.metadata_write import FORMAT_VERSION, MetadataEncoder, encode_metadata
+from mcore_ckpt.format.metadata_write import FORMAT_VERSION, encode_metadata
 from mcore_ckpt.state.torch_classes import from_dcp_metadata, to_dcp_metadata
 
 names = st.text(min_size=0, max_size=300)
@@ -86,12 +86,3 @@ def test_an_index_is_the_same_from_our_bytes_as_from_torchs_classes(index: Check
         metadata.storage_meta = None
     assert vars(ours) == vars(metadata)
     assert parse_index(pickle.dumps(metadata), "ckpt") == index
-
-
-@given(indexes(), st.lists(st.tuples(names, items), max_size=4, unique_by=lambda pair: pair[0]))
-def test_encoder_takes_any_objects_after_its_tensors(
-    index: CheckpointIndex, stored: list[tuple[str, StoredItem]]
-) -> None:
-    objects = {key: ObjectEntry(key, item) for key, item in stored if key not in index.tensors}
-    content = MetadataEncoder(index).encode(objects, storage_meta=index.storage_meta)
-    assert parse_index(content, "ckpt") == dataclasses.replace(index, objects=objects)

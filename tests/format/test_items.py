@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format import item_layout as item_template
 from mcore_ckpt.format.item_layout import (
     ITEM_ALIGNMENT,
@@ -24,7 +25,7 @@ from mcore_ckpt.format.item_layout import (
     tensor_template,
 )
 from mcore_ckpt.format.item_reading import LocatedTensor, RecordSpan, locate_tensor, locate_tensor_in, verify_records
-from mcore_ckpt.format.tensor_pickle import DTYPES, UnsupportedDtypeError
+from mcore_ckpt.format.tensor_pickle import DTYPES
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.state.torch_classes import torch_dtype
 from tests.support.encoded_items import encode_tensor
@@ -34,22 +35,8 @@ OF_THIS_TORCH = [name for name in DTYPES if torch_dtype(name)]
 GIB = 1024**3
 CPU, CUDA = b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:1"  # as pickles hold these texts
 SHAPES = [
-    (),
-    (0,),
-    (1,),
-    (5,),
-    (2, 3),
-    (0, 3),
-    (3, 0, 2),
-    (300, 17),
-    (2, 3, 4),
-    (2, 1, 3, 4),
-    (1, 2, 3, 2, 3),
-    (1,) * 40,
-    # On both sides of where the numbers in the pickle become longer.
-    (255, 257),
-    (65_535,),
-    (2, 1, 65_536),
+    *((), (0,), (1,), (5,), (2, 3), (3, 0, 2), (300, 17), (2, 1, 3, 4), (1,) * 40),
+    *((255, 257), (65_535,), (2, 1, 65_536)),  # on both sides of where the numbers in the pickle become longer
 ]
 
 
@@ -74,16 +61,6 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 def saved(value: object, **options: bool) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer, **options)
-    return buffer.getvalue()
-
-
-def written_by_torch(records: list[tuple[str, bytes]]) -> bytes:
-    """An archive of these records (and those that it always adds) by torch's own archive writer."""
-    buffer = io.BytesIO()
-    writer = torch._C.PyTorchFileWriter(buffer)
-    for name, content in records:
-        writer.write_record(name, content, len(content))
-    writer.write_end_of_file()
     return buffer.getvalue()
 
 
@@ -141,22 +118,8 @@ def test_the_table_has_every_dtype_that_torch_saves_as_plain_bytes() -> None:
         assert DTYPES[name].element_bytes == getattr(torch, name).itemsize
 
 
-@pytest.mark.parametrize("dtype", ["quint8", "qint32", "int4", "float128", ""])
-def test_other_dtypes_are_refused_by_name(dtype: str) -> None:
-    with pytest.raises(UnsupportedDtypeError, match=f"dtype '{dtype}'"):
-        tensor_template(dtype, (2, 3))
-    with pytest.raises(UnsupportedDtypeError, match="bfloat16"):
-        element_bytes(dtype)
-
-
-@pytest.mark.parametrize("shape", [(-1,), (2, -3), (-2, -3), (1 << 62, 4), (1 << 31, 1 << 31, 1 << 31)])
-def test_impossible_shapes_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="expected sizes >= 0 and less than"):
-        tensor_template("bfloat16", shape)
-
-
-@pytest.mark.parametrize("payload_bytes", [0, 1, 63, 64, 4096, LARGE_TENSOR_BYTES - 1, LARGE_TENSOR_BYTES, 3 * GIB])
-@pytest.mark.parametrize("pos", [0, 1, 63, 64, 65, 4095, 4096, 5000, 1 << 40])
+@pytest.mark.parametrize("payload_bytes", [0, 63, LARGE_TENSOR_BYTES - 1, LARGE_TENSOR_BYTES, 3 * GIB])
+@pytest.mark.parametrize("pos", [0, 1, 63, 64, 4095, 1 << 40])
 def test_payloads_lie_where_direct_and_mapped_access_want_them(pos: int, payload_bytes: int) -> None:
     template = tensor_template("uint8", (payload_bytes,))
     start = place(pos, template)
@@ -171,15 +134,7 @@ def test_payloads_lie_where_direct_and_mapped_access_want_them(pos: int, payload
 
 
 @pytest.mark.parametrize(
-    "payload_bytes",
-    [
-        item_template._ZIP64_FROM_BYTES - 1,
-        item_template._ZIP64_FROM_BYTES,
-        (1 << 32) - 2,
-        (1 << 32) - 1,
-        1 << 32,
-        6 * GIB + 5,
-    ],
+    "payload_bytes", [item_template._ZIP64_FROM_BYTES - 1, item_template._ZIP64_FROM_BYTES, (1 << 32) - 1, 6 * GIB + 5]
 )
 def test_sparse_files_around_four_gibibytes(tmp_path: Path, payload_bytes: int) -> None:
     """Head, an enormous hole and tail: nothing of it is read but what the test touches."""
@@ -196,20 +151,12 @@ def test_sparse_files_around_four_gibibytes(tmp_path: Path, payload_bytes: int) 
     assert [loaded[0], loaded[1], loaded[2], loaded[-3], loaded[-2], loaded[-1]] == [1, 2, 0, 0, 3, 4]
 
     with zipfile.ZipFile(path) as archive:
-        records = {info.filename: info for info in archive.infolist()}
-        assert records["archive/data/0"].file_size == payload_bytes
-        assert archive.read("archive/version") == b"3\n"
-        assert archive.read("archive/byteorder") == b"little"
-        with archive.open("archive/data/0") as payload:
-            assert payload.read(3) == b"\x01\x02\x00"
+        assert archive.getinfo("archive/data/0").file_size == payload_bytes
 
     with path.open("rb") as file:
-        located = locate_tensor(
-            lambda offset, length: os.pread(file.fileno(), length, offset), template.item_bytes, "x"
-        )
-        spans = list(
-            verify_records(lambda offset, length: os.pread(file.fileno(), length, offset), template.item_bytes, "x")
-        )
+        fd = file.fileno()
+        located = locate_tensor(lambda offset, length: os.pread(fd, length, offset), template.item_bytes, "x")
+        spans = list(verify_records(lambda offset, length: os.pread(fd, length, offset), template.item_bytes, "x"))
     assert (located.payload_offset, located.payload_bytes) == (len(template.head), payload_bytes)
     assert RecordSpan("archive/data/0", len(template.head), payload_bytes, 0) in spans
 
@@ -237,20 +184,6 @@ def test_items_of_torch_are_located(dtype: str) -> None:
         assert (located.dtype, located.shape) == (dtype, shape)
         assert located.crc32 == crc32(payload_of(dtype, shape))
         assert content_of(item) == payload_of(dtype, shape)
-
-
-NEWEST = [("data.pkl", b""), (".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")]
-RECORDS_BEFORE_DATA = [NEWEST, [NEWEST[0], NEWEST[1], NEWEST[3]], [NEWEST[0], NEWEST[3]], [NEWEST[0]]]
-
-
-@pytest.mark.parametrize("before", RECORDS_BEFORE_DATA)
-def test_items_of_older_torch_are_located(before: list[tuple[str, bytes]]) -> None:
-    tensor = torch.arange(3000, dtype=torch.float32).view(30, 100)
-    pickle = zipfile.ZipFile(io.BytesIO(saved(tensor))).read("archive/data.pkl")
-    item = written_by_torch([("data.pkl", pickle), *before[1:], ("data/0", bytes_of(tensor))])
-    assert torch.equal(torch.load(io.BytesIO(item)), tensor)
-    assert locate_both_ways(item).shape == (30, 100)
-    assert content_of(item) == bytes_of(tensor)
 
 
 @pytest.mark.parametrize(
@@ -312,28 +245,24 @@ def test_what_is_not_plain_bytes_is_left_to_torch(item: bytes, reason: str) -> N
         locate_both_ways(item)
 
 
-@pytest.mark.parametrize("value", [torch.arange(10), {"a": torch.ones(3), "b": ["text", 1.5]}, b"bytes" * 5000])
-def test_every_record_of_an_archive_is_told_with_its_checksum(value: object) -> None:
-    item = saved(value)
-    spans = list(verify_records(lambda at, n: item[at : at + n], len(item), "x"))
-    with zipfile.ZipFile(io.BytesIO(item)) as archive:
-        assert [span.name for span in spans] == archive.namelist()
-        for span in spans:
-            content = item[span.offset : span.offset + span.nbytes]
-            assert content == archive.read(span.name)
-            assert span.crc32 == crc32(content)
-
-
-@pytest.mark.parametrize(
-    ("item", "reason"),
-    [
-        (saved(torch.ones(3), _use_new_zipfile_serialization=False), "before zip"),
-        (rewritten(saved(torch.ones(300)), lambda _, content: content, zipfile.ZIP_DEFLATED), "compressed"),
-    ],
-    ids=["legacy", "compressed"],
-)
-def test_what_torch_does_not_write_any_more_is_refused(item: bytes, reason: str) -> None:
-    with pytest.raises(CorruptCheckpointError, match=reason):
-        locate_both_ways(item)
-    with pytest.raises(CorruptCheckpointError, match=reason):
-        list(verify_records(lambda at, n: item[at : at + n], len(item), "x"))
+@given(st.data())
+def test_views_are_located_where_they_lie_or_not_at_all(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple))
+    view = (
+        torch.arange(math.prod(shape), dtype=torch.int32)
+        .view(shape)
+        .permute(data.draw(st.permutations(range(len(shape)))))
+    )
+    for axis in range(len(shape)):
+        start = data.draw(st.integers(0, view.shape[axis]))
+        view = view.narrow(axis, start, data.draw(st.integers(0, view.shape[axis] - start)))
+    item = saved(view)
+    try:
+        located = locate_tensor_in(memoryview(item), "w")
+    except NotRangeable:
+        assert not view.is_contiguous()
+        return
+    content = item[located.payload_offset : located.payload_offset + located.payload_bytes]
+    assert located.shape == tuple(view.shape)
+    assert content == view.contiguous().numpy().tobytes()
+    assert located.crc32 in (None, crc32(content))

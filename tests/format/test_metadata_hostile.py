@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 import pickle
@@ -28,9 +27,10 @@ from torch.distributed.checkpoint.metadata import (
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, UnsafePickleError
 from mcore_ckpt.format import metadata_read as metadata_module
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.index_pickle import ALLOWED_GLOBALS, PropertiesState
+from mcore_ckpt.format.index_pickle import PropertiesState
 from mcore_ckpt.format.metadata_read import file_name_problem, parse_index, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.models._sources import read_safetensors
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = (GOLDEN / "dtensor-2.13.0" / ".metadata").read_bytes()
@@ -76,22 +76,10 @@ class TestDamaged:
             damaged[position] ^= mask
 
     @pytest.mark.parametrize(
-        "content", [b"", b"PK\x03\x04 a zip archive", b"\x00" * 100, b"\x80\x04", b"not a pickle at all"]
+        "content", [b"PK\x03\x04 a zip archive", bytes(100), *map(pickle.dumps, (None, {}, [], "x"))]
     )
-    def test_not_a_pickle(self, content: bytes) -> None:
+    def test_something_else(self, content: bytes) -> None:
         refused(content)
-
-    @pytest.mark.parametrize("value", [None, 3, {}, [], "text", (1, 2)])
-    def test_a_pickle_of_something_else(self, value: object) -> None:
-        assert "expected a pickled torch.distributed.checkpoint Metadata" in str(refused(pickle.dumps(value)))
-
-    def test_not_a_file(self, tmp_path: Path) -> None:
-        for number, make in enumerate([Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")]):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            make(directory / ".metadata")
-            with pytest.raises(LoadError, match=r"\.metadata: expected a regular file.*, but it is a"):
-                read_index(directory)
 
     def test_larger_than_any_index(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(metadata_module, "MAX_METADATA_BYTES", 1000)
@@ -131,11 +119,7 @@ class TestEvil:
         [
             (os.system, "posix.system"),
             (eval, "builtins.eval"),
-            (exec, "builtins.exec"),
-            (__import__, "builtins.__import__"),
-            (io.open, "io.open"),
             (torch.load, "torch.serialization.load"),
-            (torch.hub.load, "torch.hub.load"),
             (subprocess.Popen, "subprocess.Popen"),
         ],
     )
@@ -157,22 +141,6 @@ class TestEvil:
         metadata.all_local_plans = [Calls(os.abort)]
         assert parse_index(pickle.dumps(metadata), "/ckpt").has_local_plans  # never looked at
 
-    def test_names_with_dots_reach_nothing(self) -> None:
-        content = b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x15os.system.__globals__\x93."
-        assert isinstance(refused(content), UnsafePickleError)
-
-    def test_persistent_ids(self) -> None:
-        for content in (b"\x80\x02K\x07Q.", b"\x80\x02]Q."):
-            assert "external object" in str(refused(content))
-
-    def test_extension_registry(self) -> None:
-        refused(b"\x80\x02\x82\x01.")
-
-    def test_enum_members_by_name_are_inert(self) -> None:
-        """`getattr` is allowed as a stand-in, for it is how some Pythons pickle enum members: it gets nothing."""
-        content = pickle.dumps(Metadata({}, planner_data=Calls(getattr, "text", "upper"), storage_data={}))
-        assert "planner_data: expected plain" in str(refused(content))
-
     @pytest.mark.parametrize(
         "target", [("torch.distributed.checkpoint.metadata", "TensorProperties"), ("torch", "Size")]
     )
@@ -182,16 +150,6 @@ class TestEvil:
         module, name = target
         refused(b"\x80\x04" + _text(module) + _text(name) + b"\x93N}" + _text("__setstate__") + b"K\x01s\x86b.")
         assert dict(vars(PropertiesState)) == before
-
-    def test_dtypes_cannot_be_changed(self) -> None:
-        content = b"\x80\x04" + _text("torch") + _text("float32") + b"\x93N}" + _text("upper") + b"K\x01s\x86b."
-        refused(content)
-        assert ALLOWED_GLOBALS["torch", "float32"] == "float32"
-
-    def test_every_class_built_bare_is_no_index(self) -> None:
-        for module, name in ALLOWED_GLOBALS:
-            refused(b"\x80\x04" + _text(module) + _text(name) + b"\x93)R.")
-            refused(b"\x80\x04" + _text(module) + _text(name) + b"\x93)\x81.")
 
 
 class TestBombs:
@@ -222,16 +180,6 @@ class TestBombs:
         index = parse_index(pickle.dumps(Metadata({}, planner_data=value, storage_data={})), "/ckpt")
         assert index.planner_data[0] is index.planner_data[1]
         assert len(encode_metadata(index)) < 5000
-
-    def test_depth(self) -> None:
-        deep = b"\x80\x04" + b"]" * 200_000 + b"a" * 199_999 + b"."
-        assert len(deep) == 400_002
-        refused(deep)
-        inside = pickle.dumps(Metadata({}, planner_data="HERE", storage_data={}), 4)
-        start = inside.index(b"\x8c\x04HERE\x94")
-        nested = b"]" * 200_000 + b"a" * 199_999
-        # The frame's length covers what came after it before; more may follow.
-        refused(inside[:start] + nested + inside[start + 7 :])
 
 
 def _text(value: str) -> bytes:
@@ -266,11 +214,6 @@ def an_index(**changes: Any) -> bytes:
     return pickle.dumps(Metadata(field.get("entries", {field["fqn"]: entry}), storage_data=places))
 
 
-def test_the_unchanged_index_is_fine() -> None:
-    index = parse_index(an_index(), "/ckpt")
-    assert index.tensors["w"].chunks[0].item.file == "__0_0.distcp"
-
-
 def _hint(**fields: Any) -> MetadataIndex:
     """A `MetadataIndex` with fields of any type."""
     key = MetadataIndex("w", SIZE([0]))
@@ -282,60 +225,22 @@ def _hint(**fields: Any) -> MetadataIndex:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"offset": -1},
-        {"length": -1},
-        {"offset": 1.0},
-        {"offset": True},
-        {"length": None},
-        {"length": "5"},
-        {"offset": 2**63 - 50},
-        {"offset": 2**80},
-        {"length": 2**63},
-        {"shape": (4.0,)},
-        {"shape": (-4,)},
-        {"shape": [4]},
-        {"shape": (True,)},
-        {"shape": 4},
-        {"shape": (2**70,)},
-        {"shape": (1,) * 65},
-        {"shape": ((4,),)},
-        {"sizes": SIZE([5])},
-        {"sizes": SIZE([4, 1])},
-        {"sizes": (4, None)},
-        {"sizes": (-1,)},
-        {"sizes": None},
-        {"offsets": SIZE([1])},
-        {"offsets": (-1,)},
-        {"offsets": ()},
-        {"offsets": (0.5,)},
-        {"dtype": "float32"},
-        {"dtype": None},
-        {"dtype": torch.Size([1])},
-        {"properties": None},
-        {"properties": BytesStorageMetadata()},
-        {"chunks": None},
-        {"chunks": "abc"},
-        {"chunks": [None]},
-        {"chunks": [(0, 4)]},
-        {"entry": None},
-        {"entry": ChunkStorageMetadata(SIZE([0]), SIZE([4]))},
-        {"fqn": 7},
-        {"fqn": b"w"},
-        {"entries": None},
-        {"entries": []},
-        {"places": None},
-        {"places": []},
-        {"places": {"w": _StorageInfo("a", 0, 1)}},
-        {"info": None},
-        {"info": ("__0_0.distcp", 0, 1)},
-        {"key": _hint(fqn=7)},
-        {"key": _hint(offset=0)},
-        {"key": _hint(offset=(-1,))},
-        {"transforms": "zstd"},
-        {"transforms": [7]},
-        {"transforms": {"a": 1}},
-        {"file": None},
-        {"file": b"__0_0.distcp"},
+        *({"offset": value} for value in (-1, 1.0, True, 2**63 - 50, 2**80)),
+        *({"length": value} for value in (-1, None, "5", 2**63)),
+        *({"shape": value} for value in ((4.0,), (-4,), [4], (True,), 4, (2**70,), (1,) * 65, ((4,),))),
+        *({"sizes": value} for value in (SIZE([5]), SIZE([4, 1]), (4, None), (-1,), None)),
+        *({"offsets": value} for value in (SIZE([1]), (-1,), (), (0.5,))),
+        *({"dtype": value} for value in ("float32", None, torch.Size([1]))),
+        *({"properties": value} for value in (None, BytesStorageMetadata())),
+        *({"chunks": value} for value in (None, "abc", [None], [(0, 4)])),
+        *({"entry": value} for value in (None, ChunkStorageMetadata(SIZE([0]), SIZE([4])))),
+        *({"fqn": value} for value in (7, b"w")),
+        *({"entries": value} for value in (None, [])),
+        *({"places": value} for value in (None, {"w": _StorageInfo("a", 0, 1)})),
+        *({"info": value} for value in (None, ("__0_0.distcp", 0, 1))),
+        *({"key": value} for value in (_hint(fqn=7), _hint(offset=0), _hint(offset=(-1,)))),
+        *({"transforms": value} for value in ("zstd", [7], {"a": 1})),
+        *({"file": value} for value in (None, b"__0_0.distcp")),
     ],
     ids=str,
 )
@@ -350,13 +255,6 @@ def test_unusual_shapes_are_fine(shape: tuple[int, ...]) -> None:
     assert parse_index(content, "/ckpt").tensors["w"].shape == shape
 
 
-def test_zeros_of_another_type_become_ints() -> None:
-    """0.0 == 0 and True == 1: equal is not enough."""
-    content = an_index(offsets=(0.0,), sizes=(4.0,), key=_hint(offset=(False,)))
-    (chunk,) = parse_index(content, "/ckpt").tensors["w"].chunks
-    assert [type(value) for value in (*chunk.offsets, *chunk.sizes)] == [int, int]
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -369,3 +267,15 @@ def test_files_outside_the_checkpoint(name: str) -> None:
     error = refused(an_index(file=name))
     assert "'w'" in str(error)
     assert "file" in str(error)
+
+
+@pytest.mark.parametrize("shape", [(2**40, 2**40, 0), (2**62, 4, 0), (0, 2**63 - 1, 2)])
+def test_a_shape_without_elements_that_cannot_be_multiplied_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    zeros = SIZE([0] * len(shape))
+    assert "axes that can be multiplied" in str(
+        refused(an_index(shape=SIZE(shape), sizes=SIZE(shape), offsets=zeros, key=MetadataIndex("w", zeros)))
+    )
+    header = f'{{"a": {{"dtype": "F32", "shape": {list(shape)}, "data_offsets": [0, 0]}}}}'.encode()
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(CorruptCheckpointError, match="axes that can be multiplied"):
+        read_safetensors(tmp_path, "m.safetensors")

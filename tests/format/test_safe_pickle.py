@@ -10,7 +10,6 @@ import io
 import os
 import pathlib
 import pickle
-import random
 import signal
 import subprocess
 import sys
@@ -25,14 +24,11 @@ import pytest
 import torch
 
 from mcore_ckpt.core.errors import (
-    CheckpointNotFoundError,
     CorruptCheckpointError,
     LoadError,
-    OptionError,
     UnsafePickleError,
 )
-from mcore_ckpt.format.index_pickle import unpickle_index
-from mcore_ckpt.format.safe_pickle import ALLOWED_OBJECT_CLASSES, Unavailable, load_object
+from mcore_ckpt.format.safe_pickle import Unavailable, load_object
 from mcore_ckpt.format.state_file import read_plain
 from tests.support.stored_layouts import rewritten
 from tests.support.stored_layouts import stock_item as saved
@@ -63,23 +59,11 @@ class Plain:
         argparse.Namespace(lr=1e-4, path=pathlib.Path("/data"), signal=signal.SIGTERM, dtype=torch.bfloat16),
         types.SimpleNamespace(a=1),
         collections.OrderedDict(a=1, b=2),
-        {1, 2, 3},
-        frozenset({1}),
-        slice(1, 2),
-        range(3),
-        torch.Size([1, 2]),
-        torch.float8_e4m3fn,
-        torch.device("cpu"),
+        *({1, 2, 3}, frozenset({1}), slice(1, 2), range(3), complex(1, 2), b"", bytearray()),
+        *(torch.Size([1, 2]), torch.float8_e4m3fn, torch.device("cpu")),
         datetime.timedelta(seconds=3),
         datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc),
-        random.Random(1).getstate(),
-        np.float64(1.5),
-        np.int32(7),
-        np.bool_(True),
-        complex(1, 2),
-        b"",
-        bytearray(),
-        np.bytes_(b""),
+        *(np.float64(1.5), np.int32(7), np.bool_(True), np.bytes_(b"")),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -91,16 +75,11 @@ def test_plain_values_come_back(value: object) -> None:
 
 @pytest.mark.parametrize("dtype", ["f4", "f8", "f2", "i1", "u4", "i8", "?", "c8", "U3", "S3", "M8[s]", ">f4"])
 def test_numpy_arrays_of_every_kind_come_back(dtype: str) -> None:
-    array = np.arange(6).reshape(2, 3).astype(dtype)
-    loaded = load_object(saved({"array": array}))["array"]
-    assert loaded.dtype == array.dtype.newbyteorder("=")  # numpy itself swaps to the machine's order
-    assert (loaded == array).all()
-
-
-@pytest.mark.parametrize("dtype", ["f4", "i8", "S3"])
-def test_empty_arrays_and_streams_come_back(dtype: str) -> None:
-    array, stream = load_object(saved([np.zeros((0, 3), dtype), io.BytesIO()]))
-    assert (array.shape, array.dtype, stream.getvalue()) == ((0, 3), np.dtype(dtype), b"")
+    for array in (np.arange(6).reshape(2, 3).astype(dtype), np.zeros((0, 3), dtype)):
+        loaded = load_object(saved({"array": array}))["array"]
+        assert loaded.dtype == array.dtype.newbyteorder("=")  # numpy itself swaps to the machine's order
+        assert loaded.shape == array.shape
+        assert (loaded == array).all()
 
 
 def test_the_state_dict_of_a_module_comes_back() -> None:
@@ -139,32 +118,11 @@ def test_what_allowed_code_raises_is_no_damage(allowed: list[str]) -> None:
         load_object(content.replace(b"value", b"valve"), allowed)
 
 
-def test_members_of_allowed_containers_come_back() -> None:
-    value = [collections.deque([1.0, 2.0], maxlen=8), collections.defaultdict(None, a=1)]
-    loaded = load_object(saved(value), ["collections.deque", "collections.defaultdict"])
-    assert loaded == value
-    assert [type(one) for one in loaded] == [type(one) for one in value]
-    assert loaded[0].maxlen == 8
-
-
-def test_random_states_come_back() -> None:
-    state = np.random.RandomState(1).get_state()
-    loaded = load_object(saved(state))
-    assert (loaded[1] == state[1]).all()
-    generator = torch.Generator().manual_seed(5)
-    assert load_object(saved(generator.get_state())).equal(generator.get_state())
-
-
 def test_streams_inside_objects_come_back() -> None:
     stream = io.BytesIO(b"content")
     stream.seek(3)
     loaded = load_object(saved([stream]))[0]
     assert (loaded.getvalue(), loaded.tell()) == (b"content", 3)
-
-
-def test_tensors_come_back_on_the_cpu() -> None:
-    tensor = torch.arange(6.0).reshape(2, 3).bfloat16()
-    assert load_object(saved([tensor, torch.nn.Parameter(tensor)]))[0].equal(tensor)
 
 
 def test_numpy_of_the_other_major_version() -> None:
@@ -181,41 +139,19 @@ def test_paths_of_python_3_13() -> None:
     assert load_object(content) == [pathlib.Path("b")]
 
 
-class TestMegatron:
-    """Its own enums and states, and what it registers with torch itself."""
+def test_enums_and_states_of_megatron_come_back() -> None:
+    pytest.importorskip("megatron.core")
+    from megatron.core.enums import ModelType
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.rerun_state_machine import RerunDiagnostic, RerunMode, RerunState
+    from megatron.core.transformer.enums import AttnBackend, AttnMaskType, CudaGraphScope
 
-    def test_enums_and_states(self) -> None:
-        pytest.importorskip("megatron.core")
-        from megatron.core.enums import ModelType
-        from megatron.core.optimizer import OptimizerConfig
-        from megatron.core.rerun_state_machine import RerunDiagnostic, RerunMode, RerunState
-        from megatron.core.transformer.enums import AttnBackend, AttnMaskType, CudaGraphScope
-
-        value = [
-            *(ModelType.encoder_or_decoder, RerunMode.DISABLED, RerunState.NOT_RUNNING_YET),
-            *(RerunDiagnostic.TRANSIENT_ERROR, AttnBackend.flash, AttnMaskType.causal, CudaGraphScope.attn),
-            OptimizerConfig(lr=0.5),
-        ]
-        assert load_object(saved(value)) == value
-
-    def test_every_listed_class_of_the_installed_version_is_found(self) -> None:
-        pytest.importorskip("megatron.core")
-        import importlib
-
-        found = 0
-        for name in ALLOWED_OBJECT_CLASSES:
-            module, _, kind = name.rpartition(".")
-            if module.startswith("megatron"):
-                found += hasattr(importlib.import_module(module), kind)
-        assert found >= 12  # some exist in newer versions only
-
-    def test_what_megatron_allows_itself_stays_allowed(self) -> None:
-        pytest.importorskip("megatron.core")
-        before = set(torch.serialization.get_safe_globals())
-        load_object(saved([argparse.Namespace(a=np.arange(2)), types.SimpleNamespace()]))
-        with pytest.raises(UnsafePickleError):
-            load_object(saved(Harmful()))
-        assert set(torch.serialization.get_safe_globals()) == before
+    value = [
+        *(ModelType.encoder_or_decoder, RerunMode.DISABLED, RerunState.NOT_RUNNING_YET),
+        *(RerunDiagnostic.TRANSIENT_ERROR, AttnBackend.flash, AttnMaskType.causal, CudaGraphScope.attn),
+        OptimizerConfig(lr=0.5),
+    ]
+    assert load_object(saved(value)) == value
 
 
 class TestRefused:
@@ -225,10 +161,6 @@ class TestRefused:
         message = str(caught.value)
         assert message.startswith("object 'rng' in /ckpt/__0_0.distcp: contains posix.system")
         assert "LoadOptions(allowed_classes=('posix.system',))" in message
-
-    def test_unknown_classes_are_all_named(self) -> None:
-        with pytest.raises(UnsafePickleError, match=rf"{__name__}\.Other, {__name__}\.Plain"):
-            load_object(saved([Plain(1), Other()]))
 
     @pytest.mark.parametrize(
         "function", [eval, exec, getattr, open, os.system, subprocess.run, torch.hub.load, Path.unlink, pickle.loads]
@@ -241,18 +173,8 @@ class TestRefused:
         value = load_object(saved([Plain(3), Other()]), (f"{__name__}.Plain", f"{__name__}.Other"))
         assert value[0].value == 3
         assert type(value[1]) is Other
-
-    def test_allowing_one_class_allows_no_other(self) -> None:
-        with pytest.raises(UnsafePickleError, match=r"posix\.system"):
-            load_object(saved([Plain(3), Harmful()]), (f"{__name__}.Plain",))
         with pytest.raises(UnsafePickleError):
-            load_object(saved([Plain(3)]))  # nothing is left from the call before
-
-    @pytest.mark.parametrize("name", ["no_such_package.Thing", "collections.NoSuch"])
-    def test_allowed_class_that_does_not_exist(self, name: str) -> None:
-        content = _renamed(saved([Plain(3)]), {f"c{__name__}\nPlain\n".encode(): _global(name)})
-        with pytest.raises(OptionError, match="cannot be imported"):
-            load_object(content, (name,))
+            load_object(saved([Plain(3)]), (f"{__name__}.Other",))  # nothing is left from the call before
 
 
 def _legacy(value: object) -> bytes:
@@ -291,51 +213,6 @@ class TestUnusual:
             load_object(content)
         assert load_object(content, ["*"])[0].shape == tensor().shape
 
-    @pytest.mark.parametrize("value", [np.array([None], dtype=object), np.zeros(2, dtype=[("a", "i4")])])
-    def test_numpy_arrays_of_other_kinds(self, value: Any) -> None:
-        with pytest.raises(UnsafePickleError, match=r"allowed_classes=\('\*',\)"):
-            load_object(saved([value]))
-
-
-class TestDamaged:
-    CONTENT = saved([{"a": np.arange(3.0), "t": torch.arange(5.0)}, argparse.Namespace(x=1)])
-
-    @pytest.mark.parametrize("content", [b"", b"x", b"PK\x03\x04", b"\x00" * 1000, b"not a container" * 50])
-    def test_not_a_container(self, content: bytes) -> None:
-        with pytest.raises(CorruptCheckpointError, match=r"object 7: cannot be read as a torch\.save container"):
-            load_object(content, where="object 7")
-
-    def test_truncated(self) -> None:
-        for length in range(0, len(self.CONTENT), 97):
-            with pytest.raises(CorruptCheckpointError):
-                load_object(self.CONTENT[:length])
-
-    def test_no_such_file(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointNotFoundError, match=r"common\.pt: there is no such file"):
-            load_object(tmp_path / "common.pt")
-
-    def test_a_directory(self, tmp_path: Path) -> None:
-        with pytest.raises(LoadError, match="cannot be read: Is a directory"):
-            load_object(str(tmp_path))
-
-
-class TestSources:
-    CONTENT = saved({"a": argparse.Namespace(x=np.arange(2))})
-
-    def test_file(self, tmp_path: Path) -> None:
-        (tmp_path / "common.pt").write_bytes(self.CONTENT)
-        for path in (tmp_path / "common.pt", str(tmp_path / "common.pt")):
-            assert load_object(path)["a"].x.sum() == 1
-
-    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-    def test_buffers(self, kind: Any) -> None:
-        assert load_object(kind(self.CONTENT))["a"].x.sum() == 1
-
-    def test_stream(self) -> None:
-        stream = io.BytesIO(self.CONTENT)
-        assert load_object(stream)["a"].x.sum() == 1
-        assert not stream.closed
-
 
 def test_without_imports_megatrons_classes_are_named() -> None:
     pytest.importorskip("megatron.core")
@@ -368,15 +245,6 @@ def test_what_is_not_installed_is_named_too() -> None:
     # It came with megatron-core 0.18: with 0.16 installed there is no such class.
     assert isinstance(value, Unavailable) or type(value).__name__ == "CudaGraphModule"
     assert "CudaGraphModule" in repr(value)
-
-
-def test_an_index_names_stand_ins_only() -> None:
-    def index(module: str) -> bytes:
-        return b"\x80\x04](\x8c%c%b" % (len(module), module.encode()) + b"\x8c\x04Size\x93e."
-
-    assert unpickle_index(index("torch"), "file")[0] is not torch.Size
-    with pytest.raises(UnsafePickleError, match=r"^file: the pickle asks for torsh\.Size"):
-        unpickle_index(index("torsh"), "file")
 
 
 def _global(name: str) -> bytes:

@@ -116,20 +116,13 @@ def test_every_bit_of_a_file_seal_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("save_id", "size", "crc", "message"),
-    [
-        (OTHER_ID, 10**6, 0, "of two saves were mixed"),
-        (SAVE_ID, 10**6, 1, "swapped or renamed"),
-        (SAVE_ID, 10**6 - 1, 0, "truncated or extended"),
-        (SAVE_ID, 10**6 + 1, 0, "truncated or extended"),
-    ],
+    ("save_id", "size", "crc"), [(OTHER_ID, 0, 0), (SAVE_ID, 0, 1), (SAVE_ID, -1, 0), (SAVE_ID, 1, 0)]
 )
-def test_another_file_is_refused(save_id: bytes, size: int, crc: int, message: str) -> None:
+def test_another_file_is_refused(save_id: bytes, size: int, crc: int) -> None:
     content, table_crc = sealed(TABLE)
     footer, _ = read_back(content)
-    with pytest.raises(CorruptCheckpointError, match=message) as caught:
-        check_footer(footer, size, ManifestFile(10**6, table_crc ^ crc, save_id), "the file")
-    assert SAVE_ID.hex() in str(caught.value) or size != 10**6
+    with pytest.raises(CorruptCheckpointError, match="the file"):
+        check_footer(footer, 10**6 + size, ManifestFile(10**6, table_crc ^ crc, save_id), "the file")
 
 
 def test_a_file_without_a_seal_is_refused_only_where_one_is_expected() -> None:
@@ -138,26 +131,6 @@ def test_a_file_without_a_seal_is_refused_only_where_one_is_expected() -> None:
         check_footer(None, 500, ManifestFile(500, 1, SAVE_ID), "file")
     assert decode_footer(b"", "file") is None
     assert decode_footer(bytes(64), "file") is None
-
-
-def test_a_table_that_inflates_to_more_than_it_says_is_not_inflated() -> None:
-    bomb = zlib.compress(bytes(50 * 1024 * 1024), 9)
-    footer = FileFooter(SAVE_ID, 10**6, len(bomb), zlib.crc32(bomb), 1000, 0)
-    with pytest.raises(CorruptCheckpointError, match="1000 bytes long when inflated"):
-        decode_table(bomb, footer, "file")
-    with pytest.raises(CorruptCheckpointError, match="would become 1099511627776 when inflated"):
-        decode_table(bomb, footer._replace(unpacked_bytes=2**40), "file")
-    with pytest.raises(CorruptCheckpointError, match="objects are said to be in it"):
-        decode_table(bomb, footer._replace(object_count=2**31), "file")
-
-
-@pytest.mark.parametrize("counts", [(2**31, 0, 0), (0, 2**31, 0), (0, 0, 2**31), (1, 0, 0), (2**32 - 1,) * 3])
-def test_a_table_with_counts_that_nothing_follows_is_refused(counts: tuple[int, int, int]) -> None:
-    table = b"".join(n.to_bytes(4, "little") for n in counts) + bytes(40)
-    packed = zlib.compress(table)
-    footer = FileFooter(SAVE_ID, 10**6, len(packed), zlib.crc32(packed), len(table), 0)
-    with pytest.raises(CorruptCheckpointError):
-        decode_table(packed, footer, "file")
 
 
 # ------------------------------------------------------------------------------------------------------- metadata seal
@@ -210,12 +183,12 @@ def an_index() -> CheckpointIndex:
     )
 
 
-def test_an_index_keeps_its_seal() -> None:
-    assert parse_index(encode_metadata(an_index()), "ckpt") == an_index()
-
-
-def test_every_bit_of_a_sealed_metadata_is_noticed_before_it_is_unpickled() -> None:
+def test_every_bit_and_end_of_a_sealed_metadata_is_noticed_before_it_is_unpickled() -> None:
     content = encode_metadata(an_index())
+    assert parse_index(content, "ckpt") == an_index()
+    for end in range(len(content)):
+        with pytest.raises(CorruptCheckpointError):
+            parse_index(content[:end], "ckpt")
     for at in range(8 * len(content)):
         damaged = bytearray(content)
         damaged[at // 8] ^= 1 << at % 8
@@ -223,31 +196,14 @@ def test_every_bit_of_a_sealed_metadata_is_noticed_before_it_is_unpickled() -> N
             parse_index(bytes(damaged), "ckpt")
 
 
-def test_a_sealed_metadata_that_was_cut_anywhere_is_refused() -> None:
-    content = encode_metadata(an_index())
-    for end in range(len(content)):
-        with pytest.raises(CorruptCheckpointError):
-            parse_index(content[:end], "ckpt")
-
-
-def test_a_sealed_metadata_that_was_pickled_anew_is_one_without_a_seal() -> None:
-    content = pickle.dumps(pickle.loads(encode_metadata(an_index())))
-    assert parse_index(content, "ckpt").manifest is None
-
-
-@pytest.mark.parametrize("number", [2, 3, 2**40])
-def test_a_seal_of_another_number_of_items_is_refused(number: int) -> None:
+def test_a_seal_of_other_items_or_files_is_refused() -> None:
     pickled, seal = split_metadata(encode_metadata(an_index()), "ckpt")
     assert seal is not None
     fewer = Manifest(seal.save_id, seal.files, seal.crcs[:2])
-    with pytest.raises(CorruptCheckpointError, match="number of items"):
-        parse_index(with_manifest(pickled, fewer), "ckpt")
-    other = Manifest(seal.save_id, seal.files, seal.crcs, array("Q", [number + 1]), array("I", [1]), array("I", [1]))
-    with pytest.raises(CorruptCheckpointError, match="of an item that is not there"):
-        parse_index(with_manifest(pickled, other), "ckpt")
-    unnamed = Manifest(seal.save_id, {}, seal.crcs)
-    with pytest.raises(CorruptCheckpointError, match="an entry for each file"):
-        parse_index(with_manifest(pickled, unnamed), "ckpt")
+    other = Manifest(seal.save_id, seal.files, seal.crcs, array("Q", [2**40]), array("I", [1]), array("I", [1]))
+    for wrong in (fewer, other, Manifest(seal.save_id, {}, seal.crcs)):
+        with pytest.raises(CorruptCheckpointError):
+            parse_index(with_manifest(pickled, wrong), "ckpt")
 
 
 STATE = b"\x89mckSTAT"
@@ -279,7 +235,6 @@ def test_fingerprints_stand_where_no_unpickler_looks() -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        section(0),
         section(2, 0, 5, 6),
         section(1),
         section(1, 0, 5, 6),
@@ -287,8 +242,6 @@ def test_fingerprints_stand_where_no_unpickler_looks() -> None:
         section(2**60, 0, 5),
         section(1, 0, 5, begin=STATE[::-1]),
         section(1, 0, 5, short=1),
-        section(1, 0, 5, short=40),
-        section(1, 0, 5, short=-(10**6)),
         STATE,
     ],
 )
@@ -305,3 +258,10 @@ def test_what_is_taken_out_of_an_index_leaves_its_seal_too() -> None:
     assert found.manifest is not None
     assert list(found.manifest.crcs) == [3, 4]
     assert found.blocks == index.blocks
+
+
+@pytest.mark.parametrize(("said", "objects"), [(1000, 0), (2**40, 0), (1000, 2**31)])
+def test_a_table_that_inflates_to_more_than_it_says_is_not_inflated(said: int, objects: int) -> None:
+    bomb = zlib.compress(bytes(50 * 1024 * 1024), 9)
+    with pytest.raises(CorruptCheckpointError, match=r"inflated|objects are said"):
+        decode_table(bomb, FileFooter(SAVE_ID, 10**6, len(bomb), zlib.crc32(bomb), said, objects), "file")

@@ -14,12 +14,10 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.format.integrity import shown_id
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.tools.checkpoint import open_checkpoint
-from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.local_files import data_file
 
@@ -103,27 +101,12 @@ def lengthen(a: Path, b: Path) -> None:
     data_file(a).write_bytes(data_file(a).read_bytes() + bytes(64))
 
 
-def lose(a: Path, b: Path) -> None:
-    data_file(a).unlink()
+def take_the_footer_away(a: Path, b: Path) -> None:
+    data_file(a).write_bytes(data_file(a).read_bytes()[:-64] + bytes(64))
 
 
-def replace_by_other_bytes(a: Path, b: Path) -> None:
-    content = bytearray(data_file(a).read_bytes())
-    content[-64:] = bytes(64)
-    data_file(a).write_bytes(content)
-
-
-ATTACKS = [
-    swap,
-    take_data,
-    take_metadata,
-    take_one_file,
-    unseal_and_swap,
-    unseal_and_point_elsewhere,
-    cut,
-    lengthen,
-    replace_by_other_bytes,
-]
+ATTACKS = [swap, take_data, take_metadata, take_one_file, unseal_and_swap, unseal_and_point_elsewhere]
+ATTACKS += [cut, lengthen, take_the_footer_away]
 
 
 def by_reader(directory: Path) -> dict[str, torch.Tensor]:
@@ -173,23 +156,7 @@ def test_what_does_not_belong_together_is_refused(a: Path, b: Path, attack: Call
     for load in LOADS:
         with pytest.raises((CorruptCheckpointError, dcp.CheckpointException), match="distcp"):
             load(a)
-    report = verify_checkpoint(a)
-    assert not report.whole
-    named = (".metadata", data_file(a).name, data_file(a, 0, 1).name)
-    assert any(name in problem.message for problem in report.problems for name in named)
-
-
-def test_the_refusal_names_file_and_both_saves(a: Path, b: Path) -> None:
-    mine, theirs = (read_index(directory).manifest for directory in (a, b))
-    assert mine is not None
-    assert theirs is not None
-    take_data(a, b)
-    with pytest.raises(CorruptCheckpointError) as caught:
-        by_reader(a)
-    for part in ("distcp", shown_id(mine.save_id), shown_id(theirs.save_id)):
-        assert part in str(caught.value)
-    with pytest.raises(CorruptCheckpointError, match="mixed"):
-        FileSystemReader(a).read_object("note.seed")
+    assert not verify_checkpoint(a).whole
 
 
 @pytest.mark.parametrize("end_bytes", [None, 2000], ids=["half of it", "all but its end"])
@@ -213,16 +180,3 @@ def test_a_manifest_that_was_cut_off_is_missed(a: Path) -> None:
         by_reader(a)
     (problem,) = verify_checkpoint(a).problems
     assert "its manifest is missing" in problem.message
-
-
-@pytest.mark.parametrize("attack", [cut, replace_by_other_bytes, lose])
-def test_a_file_is_repaired_from_a_copy_of_the_same_save_alone(
-    a: Path, b: Path, saves: tuple[Path, Path], attack: Callable[[Path, Path], None]
-) -> None:
-    file = data_file(a)
-    attack(a, b)
-    assert not repair_checkpoint(verify_checkpoint(a), b).whole  # another save has nothing to give
-    report = repair_checkpoint(verify_checkpoint(a), saves[0])
-    assert report.whole
-    assert report.repaired == (file.name,)
-    assert file.read_bytes() == data_file(saves[0]).read_bytes()

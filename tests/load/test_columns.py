@@ -5,17 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
-import sys
 from pathlib import Path
-from types import FrameType
-from typing import Literal
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
-from mcore_ckpt.core.options import LoadOptions, SaveOptions
+from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load import files
@@ -23,7 +20,6 @@ from mcore_ckpt.load.placement import UsualRequest
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage.base import Storage
-from tests.support.local_files import MIB, drop_cached
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -93,19 +89,6 @@ def test_they_arrive(saved: Path, window_bytes: int, monkeypatch: pytest.MonkeyP
         assert into[key].reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8)), key
 
 
-def test_two_destinations_of_one_item_are_both_filled(saved: Path) -> None:
-    expected = state()
-    reader = FileSystemReader(saved)
-    plan = reader.plan()
-    both = blank(expected), blank(expected)
-    for into in both:
-        plan.add_usual(itertools.starmap(usual, into.items()))
-    reader.read(plan)
-    for into in both:
-        for key in expected:
-            assert into[key].reshape(-1).view(torch.uint8).equal(expected[key].reshape(-1).view(torch.uint8)), key
-
-
 def test_what_is_damaged_is_found_and_named_as_each_by_itself(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,76 +112,3 @@ def test_what_is_damaged_is_found_and_named_as_each_by_itself(
                 assert key in expected
         path.write_bytes(sound)
     assert refused > 5
-
-
-LARGE = "layer.60.large"
-
-
-@pytest.mark.parametrize("page_cache", ["on", "auto"])
-@pytest.mark.parametrize("strided", [False, True])
-def test_a_large_item_takes_no_reads_but_those_of_its_payload(
-    saved: Path, strided: bool, page_cache: Literal["on", "auto"], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "WINDOW_BYTES", MIB)
-    expected = state()[LARGE]
-    into = torch.zeros(1000, 700).t() if strided else torch.zeros(700, 1000)
-    reader = FileSystemReader(saved, options=LoadOptions(page_cache=page_cache))
-    for file in saved.glob("*.distcp"):
-        drop_cached(file)
-    reader.read_items([ReadRequest(LARGE, into, (0, 0), (700, 1000))])
-    assert into.equal(expected)
-    assert (reader.stats.reads, reader.stats.records_checked) == (3, 1)
-
-
-@pytest.mark.parametrize("rows", [(0, 700), (200, 100)])
-def test_what_stands_around_a_large_item_is_compared_with_what_should(
-    saved: Path, tmp_path: Path, rows: tuple[int, int]
-) -> None:
-    (chunk,) = read_index(saved).tensors[LARGE].chunks
-    directory = Path(shutil.copytree(saved, tmp_path / "c"))
-    path, item = directory / chunk.item.file, chunk.item
-    sound, expected = path.read_bytes(), state()[LARGE][rows[0] : sum(rows)]
-    sizes, options = (rows[1], 1000), LoadOptions(page_cache="on")
-    found = []
-    for at in (10, 40, 1_000_000, item.length - 100, item.length - 4):
-        content = bytearray(sound)
-        content[item.offset + at] ^= 1
-        path.write_bytes(content)
-        into = torch.zeros(sizes)
-        try:
-            FileSystemReader(directory, options=options).read_items([ReadRequest(LARGE, into, (rows[0], 0), sizes)])
-        except LoadError as error:
-            found.append(f"{type(error).__name__} {LARGE in str(error)}")
-        else:  # the time of a record, say: of no importance, but not what this package writes
-            assert into.equal(expected)
-            found.append("")
-    refused = ["", "CorruptCheckpointError True", "ChecksumError True", "", "CorruptCheckpointError True"]
-    # Sums of its blocks show that a slice lies where it should.
-    assert found == (refused if rows == (0, 700) else ["", "", "ChecksumError True", "", ""])
-    path.write_bytes(sound[: item.offset + item.length - 1])
-    with pytest.raises(CorruptCheckpointError):
-        FileSystemReader(directory, options=options).read_items([ReadRequest(LARGE, into, (rows[0], 0), sizes)])
-
-
-def test_dcp_loads_many_small_tensors_with_few_calls_for_each(tmp_path: Path) -> None:
-    """Calls are counted, which takes no quiet machine. A tensor that is planned and placed by itself takes 22."""
-    count = 2000
-    state = {f"part{i}.weight": torch.full((64,), float(i)) for i in range(count)}
-    dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path), no_dist=True)
-    blank = {key: torch.zeros(64) for key in state}
-    reader, planner = FileSystemReader(tmp_path), dcp.DefaultLoadPlanner()
-    planner.set_up_planner(blank, reader.read_metadata(), True)
-    plan = planner.create_local_plan()
-    calls = 0
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        nonlocal calls
-        calls += event == "call" and "mcore_ckpt" in frame.f_code.co_filename
-
-    sys.setprofile(note)
-    try:
-        reader.read_data(plan, planner)
-    finally:
-        sys.setprofile(None)
-    assert all(torch.equal(blank[key], state[key]) for key in state)
-    assert calls < 10 * count

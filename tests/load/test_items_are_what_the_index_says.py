@@ -64,12 +64,6 @@ def test_no_item_is_taken_for_another_one(
     assert not (tmp_path / "copied").exists()
 
 
-def with_an_attribute(tensor: torch.Tensor) -> torch.Tensor:
-    parameter = torch.nn.Parameter(tensor.t().contiguous().t())
-    parameter.detach = 5  # type: ignore[method-assign, assignment]
-    return parameter
-
-
 UNUSUAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "on the meta device": lambda tensor: tensor.to("meta"),
     "coordinates": torch.Tensor.to_sparse,
@@ -95,15 +89,3 @@ def test_a_tensor_without_the_elements_that_the_index_says_is_refused_by_whateve
     with mcore_ckpt.open_checkpoint(tmp_path) as opened, pytest.raises(CorruptCheckpointError, match=r"w at \[0, 0\]"):
         opened["w"].raw((slice(0, 1), slice(0, 3)))
     assert [problem.fqn for problem in mcore_ckpt.verify_checkpoint(tmp_path).problems] == ["w"]
-
-
-def test_what_an_attribute_of_a_stored_tensor_is_called_does_not_matter(tmp_path: Path) -> None:
-    tensor = torch.arange(6.0).reshape(2, 3)
-    boxes = [Box((0, 0), (2, 3))]
-    write_checkpoint(
-        tmp_path, {"w": StoredTensor(tensor, boxes)}, item_of=lambda part: stock_item(with_an_attribute(part))
-    )
-    assert load_box(FileSystemReader(tmp_path), "w", tensor, None).equal(tensor)
-    with mcore_ckpt.open_checkpoint(tmp_path) as opened:
-        assert bytes(opened["w"].raw((slice(0, 2), slice(0, 3)))) == tensor.numpy().tobytes()
-    assert mcore_ckpt.verify_checkpoint(tmp_path).whole

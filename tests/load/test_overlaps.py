@@ -11,14 +11,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mcore_ckpt import ChecksumError, SaveOptions
-from mcore_ckpt.core.boxes import Box
+from mcore_ckpt import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.load import files
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage import direct_io
-from tests.support.stored_layouts import column_chunks, flip_byte, whole, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -85,27 +83,6 @@ def test_the_last_one_stays_as_with_stock(
         assert all(found[key].equal(expected[key]) for key in state)
 
 
-def _requests(tensors: dict[str, torch.Tensor]) -> list[ReadRequest]:
-    return [ReadRequest(key, tensor, (0,) * tensor.dim(), tuple(tensor.shape)) for key, tensor in tensors.items()]
-
-
-def test_destinations_that_lie_between_each_other_are_read_at_once(tmp_path: Path) -> None:
-    columns = {f"w{n}": whole(torch.full((64, 8), float(n))) for n in range(16)}
-    parted = torch.arange(64.0 * 128).view(64, 128)
-    write_checkpoint(tmp_path, {**columns, "parted": column_chunks(parted, 16)})
-    reader = FileSystemReader(tmp_path)
-    buffer, apart = torch.zeros(64, 128), torch.zeros(64, 128)
-    plan = reader.plan()
-    plan.add(_requests({f"w{n}": buffer[:, 8 * n : 8 * n + 8] for n in range(16)}))
-    for chunk in reader.index.tensors["parted"].chunks:  # as DCP plans it
-        part = apart[:, chunk.offsets[1] : chunk.offsets[1] + chunk.sizes[1]]
-        plan.add_chunk(reader.index.tensors["parted"], chunk, Box((0, 0), chunk.sizes), part)
-    assert plan.turns() == [plan]
-    reader.read(plan)
-    assert buffer[0].tolist() == [float(n // 8) for n in range(128)]
-    assert apart.equal(parted)
-
-
 @pytest.fixture
 def writes_after_first_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Something else writes into the memory of the first long read, before its sum is taken; which reads these were."""
@@ -125,14 +102,13 @@ def writes_after_first_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return disturbed
 
 
-@pytest.mark.parametrize("rows", [512, 300])
 def test_a_sum_that_does_not_fit_is_taken_again_in_memory_of_our_own(
     tmp_path: Path,
     writes_after_first_read: list[int],
-    rows: int,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    rows = 300
     state = {"w": torch.randn(SIZES["long"])}
     save(tmp_path, state, "ours")
     cold(tmp_path)
@@ -144,11 +120,3 @@ def test_a_sum_that_does_not_fit_is_taken_again_in_memory_of_our_own(
     assert memory.equal(state["w"][:rows])
     assert "w at [0, 0]" in caplog.text
     assert "is sound" in caplog.text
-
-
-def test_a_damaged_file_is_damaged_when_it_is_read_again(tmp_path: Path) -> None:
-    save(tmp_path, {"w": torch.randn(SIZES["long"])}, "ours")
-    reader = FileSystemReader(tmp_path)
-    flip_byte(reader.index, "w", at_fraction=0.5)
-    with pytest.raises(ChecksumError, match="damaged"):
-        reader.read_items(_requests({"w": torch.zeros(SIZES["long"])}))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
@@ -54,7 +53,7 @@ def load(directory: Path, item: bytes, options: LoadOptions | None = None) -> An
     return state["object"]
 
 
-@pytest.mark.parametrize("what", ["before the archive", "other case first", "other case last", "a script"])
+@pytest.mark.parametrize("what", ["before the archive", "other case first", "other case last"])
 def test_what_was_tried_is_what_is_loaded(tmp_path: Path, what: str) -> None:
     made = tmp_path / "made"
     evil = pickle.dumps(Evil(made), 2)
@@ -62,25 +61,9 @@ def test_what_was_tried_is_what_is_loaded(tmp_path: Path, what: str) -> None:
         "before the archive": archive(BASE, evil),
         "other case first": archive([("archive/DATA.PKL", evil), *BASE]),
         "other case last": archive([*BASE, ("archive/DATA.PKL", evil)]),
-        "a script": archive([*BASE, ("archive/constants.pkl", evil)]),
     }[what]
     assert load(tmp_path, item) == {"lr": 1.0}
     assert not made.exists()
-
-
-def test_objects_arrive_as_they_were_saved(tmp_path: Path) -> None:
-    value = {
-        "text": "ä",
-        "tensor": torch.arange(5),
-        "size": torch.Size([2, 3]),
-        "dtype": torch.bfloat16,
-        3: (None, 1.5),
-    }
-    saved = io.BytesIO()
-    torch.save(value, saved)
-    found = load(tmp_path, saved.getvalue())
-    assert torch.equal(found.pop("tensor"), value.pop("tensor"))  # type: ignore[arg-type]
-    assert found == value
 
 
 def test_whoever_vouches_gets_the_stored_bytes(tmp_path: Path) -> None:

@@ -18,14 +18,8 @@ from mcore_ckpt.core.errors import (
     ChecksumError,
     UnsafePickleError,
 )
-from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.load import files, reads
-from mcore_ckpt.load.placement import ReadBuffer
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.load.requests import ReadRequest
-from mcore_ckpt.storage.base import Storage
 from tests.support.stored_layouts import (
-    column_chunks,
     flip_byte,
     load_box,
     row_chunks,
@@ -122,118 +116,7 @@ def test_a_planner_with_buffers_of_its_own_holds_few_of_them_at_a_time(
     assert planner.peak_bytes <= 4 * MIB
 
 
-def test_reset_moves_to_another_checkpoint(tmp_path: Path) -> None:
-    for number in (1, 2):
-        write_checkpoint(tmp_path / str(number), {"w": whole(torch.full((4,), float(number)))})
-    reader = FileSystemReader(str(tmp_path / "1"))
-    assert load_box(reader, "w", torch.zeros(4)).tolist() == [1.0] * 4
-    reader.reset(tmp_path / "2")
-    assert reader.checkpoint_id == tmp_path / "2"
-    assert load_box(reader, "w", torch.zeros(4)).tolist() == [2.0] * 4
-
-
-def test_checkpoint_ids_are_paths_and_urls_of_known_stores(tmp_path: Path) -> None:
-    assert FileSystemReader.validate_checkpoint_id(tmp_path)
-    assert FileSystemReader.validate_checkpoint_id("checkpoints/iter_0000100")
-    assert FileSystemReader.validate_checkpoint_id("s3://bucket/iter_0000100")
-    assert not FileSystemReader.validate_checkpoint_id("abfss://bucket/iter_0000100")
-
-
 # -------------------------------------------------------------------------------------------------- what is read
-
-
-def test_small_tensors_share_few_reads(tmp_path: Path) -> None:
-    tensors = {f"layer.{number}": torch.randn(number % 7 + 1, 100) for number in range(500)}
-    write_checkpoint(tmp_path, {fqn: whole(tensor) for fqn, tensor in tensors.items()}, files=2)
-    reader = FileSystemReader(tmp_path)
-    destinations = {fqn: torch.zeros_like(tensor) for fqn, tensor in tensors.items()}
-    reader.read_items([ReadRequest(fqn, t, (0, 0), tuple(t.shape)) for fqn, t in destinations.items()])
-    assert all(destinations[fqn].equal(tensor) for fqn, tensor in tensors.items())
-    assert reader.stats.reads <= 4
-    assert reader.stats.records_checked == 500
-
-
-@pytest.mark.parametrize("shape", [(2048, 1024), (64, 65536), (512, 1024)])
-def test_halves_of_row_parallel_chunks_with_rows_worth_a_read(shape: tuple[int, int], tmp_path: Path) -> None:
-    """4 -> 8: each new shard is half of every row of a stored chunk."""
-    tensor = torch.randn(shape)
-    write_checkpoint(tmp_path, {"w": column_chunks(tensor, 4)})
-    reader = FileSystemReader(tmp_path)
-    half = shape[1] // 8
-    box = Box((0, half), (shape[0], half))
-    assert load_box(reader, "w", tensor, box).equal(tensor[:, half : 2 * half])
-    if half * 4 > 32 * 1024:
-        assert reader.stats.bytes_read <= 1.1 * reader.stats.bytes_needed
-    else:
-        assert reader.stats.reads <= 8, "short rows are not read one by one"
-
-
-def test_halves_of_short_rows_that_are_cached_are_copied_exactly(tmp_path: Path) -> None:
-    """4 -> 8 with rows of 2 KB: far too short for a read each, and reading them all would be twice what is needed."""
-    tensor = torch.randn(2048, 1024)
-    write_checkpoint(tmp_path, {"w": column_chunks(tensor, 2)}, padding=[5])
-    for path in tmp_path.iterdir():
-        path.read_bytes()
-    reader = FileSystemReader(tmp_path)
-    assert load_box(reader, "w", tensor, Box((0, 256), (2048, 256))).equal(tensor[:, 256:512])
-    assert reader.stats.bytes_read <= 1.1 * reader.stats.bytes_needed
-    through_buffers = FileSystemReader(tmp_path, options=LoadOptions(page_cache="on"))
-    assert load_box(through_buffers, "w", tensor, Box((0, 256), (2048, 256))).equal(tensor[:, 256:512])
-    assert through_buffers.stats.reads <= 12, "many rows at once"
-
-
-def test_headers_of_large_items_are_read_once_for_each_reader(tmp_path: Path) -> None:
-    tensor = torch.randn(1024, 1024)
-    write_checkpoint(tmp_path, {"w": whole(tensor)})
-    reader = FileSystemReader(tmp_path)
-    load_box(reader, "w", tensor, Box((0, 0), (100, 1024)))
-    before = reader.stats.reads
-    load_box(reader, "w", tensor, Box((300, 0), (100, 1024)))
-    assert reader.stats.reads == before + 1
-
-
-def test_a_chunk_wanted_by_several_destinations_is_read_once(tmp_path: Path) -> None:
-    tensor = torch.randn(2048, 1024)
-    write_checkpoint(tmp_path, {"w": whole(tensor)})
-    reader = FileSystemReader(tmp_path)
-    first, second, part = torch.zeros(2048, 1024), torch.zeros(1024, 2048).t(), torch.zeros(2048, 10)
-    reader.read_items(
-        [
-            ReadRequest("w", first, (0, 0), (2048, 1024)),
-            ReadRequest("w", second, (0, 0), (2048, 1024)),
-            ReadRequest("w", part, (0, 7), (2048, 10)),
-        ]
-    )
-    assert first.equal(tensor)
-    assert second.equal(tensor)
-    assert part.equal(tensor[:, 7:17])
-    assert reader.stats.bytes_read <= 1.01 * tensor.nbytes
-    assert reader.stats.records_checked == 1
-
-
-def test_read_buffers_stay_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.randn(4 * MIB)
-    write_checkpoint(tmp_path, {"w": whole(tensor), "v": whole(tensor[: 2 * MIB].bfloat16())})
-    sizes: list[int] = []
-
-    class Counted(ReadBuffer):
-        __slots__ = ()
-
-        def __init__(self, size_bytes: int, pinned: bool = False) -> None:
-            sizes.append(size_bytes)
-            super().__init__(size_bytes, pinned)
-
-    monkeypatch.setattr(reads, "ReadBuffer", Counted)
-    monkeypatch.setattr(files, "WINDOW_BYTES", MIB)
-    monkeypatch.setattr(Storage, "reads_at_once", 2)
-    destination = torch.zeros(4 * MIB, dtype=torch.float64)
-    cast = torch.zeros(2 * MIB)
-    FileSystemReader(tmp_path).read_items(
-        [ReadRequest("w", destination, (0,), (4 * MIB,)), ReadRequest("v", cast, (0,), (2 * MIB,))]
-    )
-    assert destination.equal(tensor.double())
-    assert cast.equal(tensor[: 2 * MIB].bfloat16().float())
-    assert sum(sizes) <= 2 * MIB + 64 * 1024
 
 
 def test_files_are_closed_after_the_load_and_after_an_error(tmp_path: Path) -> None:
@@ -272,14 +155,6 @@ def test_a_tensor_stored_with_strides_is_decoded_and_logged_once(
 
 
 # ---------------------------------------------------------------------------------------------------------- objects
-
-
-def test_objects_that_lie_together_share_a_read(tmp_path: Path) -> None:
-    objects = {f"state/shard_{rank}_100": [rank] for rank in range(100)}
-    write_checkpoint(tmp_path, {}, objects)
-    reader = FileSystemReader(tmp_path)
-    assert reader.read_objects(objects) == objects
-    assert reader.stats.reads == 1
 
 
 class Intruder:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import random
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -12,19 +10,14 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.format.integrity import BLOCK_BYTES
 from mcore_ckpt.format.item_reading import locate_tensor
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.load.records import PartSum, PayloadSums, whole_blocks
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from tests.support.local_files import drop_cached, has_direct_io
@@ -107,63 +100,3 @@ def test_a_flipped_bit_inside_a_slice_is_noticed(checkpoint: Path, part: Part, s
         load(checkpoint, part.key, part.box, options, strided=strided)
     with open_checkpoint(checkpoint) as opened, pytest.raises(ChecksumError, match="of its elements have CRC-32"):
         opened[part.key][a : a + rows, b : b + columns]
-
-
-def test_damage_elsewhere_does_not_matter_to_a_slice(checkpoint: Path) -> None:
-    flip(checkpoint, "large", 3_000_000)
-    box = Box((0, 0), (1536, 1000))
-    assert torch.equal(load(checkpoint, "large", box, LoadOptions()), LARGE[:1536])
-
-
-def test_many_parts_of_one_record_are_each_checked(checkpoint: Path) -> None:
-    boxes = [Box((row, 0), (2, 1000)) for row in (0, 700, 701, 1400, 3000)]
-
-    def load_all() -> None:
-        requests = [
-            ReadRequest("large", torch.zeros(2, 1000, dtype=torch.int32), box.offsets, box.sizes) for box in boxes
-        ]
-        FileSystemReader(checkpoint).read_items(requests)
-        for request, box in zip(requests, boxes, strict=True):
-            assert torch.equal(request.tensor, LARGE[box.offsets[0] : box.offsets[0] + 2])
-
-    load_all()
-    flip(checkpoint, "large", 701_500)
-    with pytest.raises(ChecksumError):
-        load_all()
-
-
-@given(st.data())
-def test_blocks_are_checked_in_any_order_of_their_pieces(data: st.DataObject) -> None:
-    nbytes = data.draw(st.integers(1, 4 * BLOCK_BYTES))
-    payload = random.Random(nbytes).randbytes(1024) * (nbytes // 1024 + 1)
-    payload = payload[:nbytes]
-    running = [crc32(payload[:end]) for end in range(BLOCK_BYTES, nbytes, BLOCK_BYTES)]
-    start = data.draw(st.integers(0, nbytes - 1))
-    start, stop = whole_blocks(start, data.draw(st.integers(start + 1, nbytes)), nbytes)
-    cuts = sorted({start, stop, *data.draw(st.lists(st.integers(start, stop), max_size=5))})
-    pieces = data.draw(st.permutations(list(itertools.pairwise(cuts))))
-    damaged = data.draw(st.one_of(st.none(), st.integers(start, stop - 1)))
-    content = bytearray(payload)
-    if damaged is not None:
-        content[damaged] ^= 1
-
-    def error(first: int, last: int, got: int, expected: int) -> ValueError:
-        assert damaged is not None
-        assert first <= damaged < last
-        return ValueError("damaged")
-
-    sums = PayloadSums(nbytes, crc32(payload), running, error)
-
-    def feed_all() -> None:
-        for first, last in pieces:
-            stream = PartSum(sums, first)
-            middle = (first + last) // 2
-            stream.feed(memoryview(content)[first:middle])
-            stream.feed(memoryview(content)[middle:last])
-            stream.finish()
-
-    if damaged is None:
-        feed_all()
-    else:
-        with pytest.raises(ValueError, match="damaged"):
-            feed_all()
