@@ -74,12 +74,7 @@ def missing_reason() -> str:
 
 @dataclass(slots=True)
 class Host:
-    """A host that runs.
-
-    Attributes:
-        name: what `hostname` says there.
-        address: on the network of the hosts.
-    """
+    """A host that runs."""
 
     name: str
     address: str
@@ -129,12 +124,7 @@ class Host:
 
 @contextmanager
 def running_hosts(count: int, shared: Path) -> Iterator[list[Host]]:
-    """So many hosts, until the block is left; whatever runs on them then is killed.
-
-    Args:
-        count: of hosts.
-        shared: the directory that all of them have, under the same path; made where it is missing.
-    """
+    """So many hosts, which all have the directory `shared`; whatever runs on them when the block is left is killed."""
     shared.mkdir(parents=True, exist_ok=True)
     names = [f"host-{number}" for number in range(count)]
     addresses = [f"{_NETWORK}.{number + 1}" for number in range(count)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
@@ -98,18 +97,6 @@ def test_a_failed_save_runs_no_callback_and_the_next_one_does() -> None:
     assert [(failed.call_idx, failed.what) for failed in queue.failures] == [(0, "the checkpoint of step 7")]
     assert queue.maybe_finalize_async_calls() == [1]
     assert log == ["next"]
-
-
-def test_a_failure_may_be_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    queue, log = AsyncCallsQueue(), list[str]()
-    bad = _Save(SaveError("the disk is full"), on_failure="warn")
-    queue.schedule_async_request(_request(bad, log, "tracker"))
-    queue.schedule_async_request(_request(_Save(), log, "next"))
-    with caplog.at_level(logging.WARNING, logger="mcore_ckpt"):
-        assert queue.maybe_finalize_async_calls() == [1]
-    assert log == ["next"]
-    assert "the disk is full" in caplog.text
-    assert len(queue.failures) == 1
 
 
 @pytest.mark.parametrize("outcome", ["failed", "skipped"])

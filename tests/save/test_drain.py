@@ -392,17 +392,6 @@ def _kill(*_: object, **__: object) -> None:
     raise _Killed
 
 
-@pytest.mark.parametrize("has_tracker", [True, False])
-def test_the_second_tier_has_a_tracker_file_where_the_run_has_one(has_tracker: bool, tmp_path: Path) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    _save_alone(near, far, 1, 1.0)
-    if not has_tracker:
-        (near / TRACKER_FILE).unlink()  # as plain DCP, which knows of none
-    _resume_alone(near, far)
-    assert verify_checkpoint(far / NAME).whole
-    assert (far / TRACKER_FILE).exists() == has_tracker
-
-
 def test_leftovers_replace_nothing_that_has_come_there_since(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -428,53 +417,6 @@ def test_leftovers_replace_nothing_that_has_come_there_since(
     assert "complete, not copied" in capsys.readouterr().out
     assert _value(far / "iter_0000002") == 0.0
     assert _resume_alone(first, far) == []
-
-
-def _save_with_sums(rank: int, near: str, far: str, copy: str) -> list[Any]:
-    """Saved with Megatron's `integrity.json`, loaded with it in both tiers and a copy; then saved again without it."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    import mcore_ckpt
-
-    mcore_ckpt.install()
-
-    def state(value: float) -> dict[str, Any]:
-        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((1000,), value), (0, 0, 1)), "iteration": 1}
-
-    strategy = mcore_ckpt.TorchDistSaveStrategy(options=options(far))
-    directory = Path(near) / NAME
-    directory.mkdir(parents=True)
-    (directory / "..metadata.0123456789abcdef.tmp").write_bytes(b"half")
-    (directory / "__7_0.0123456789abcdef.distcp").write_bytes(b"of a save that was killed")
-    dist_checkpointing.save(state(1.0), str(directory), strategy, verify_integrity=True)
-    (Path(near) / TRACKER_FILE).write_text("1")
-    upkeep._finish()
-    assert mcore_ckpt.copy_checkpoint(directory, copy).copied
-    found: list[Any] = [sorted(json.loads((directory / "integrity.json").read_text())["files"])]
-    for place in (str(directory), f"{far}/{NAME}", copy):
-        loaded = dist_checkpointing.load(state(0.0), place, verify_integrity=True)["w"]
-        found.append(loaded.unique().tolist())
-    content = bytearray(data_files(Path(copy))[0].read_bytes())
-    content[0] ^= 1
-    data_files(Path(copy))[0].write_bytes(content)
-    with pytest.raises(dist_checkpointing.core.CheckpointingException, match="integrity verification failed for 1 fil"):
-        dist_checkpointing.load(state(0.0), copy, verify_integrity=True)
-    dist_checkpointing.save(state(2.0), str(directory), strategy)
-    upkeep._finish()
-    return [*found, _value(Path(far) / NAME), (Path(far) / NAME / "integrity.json").exists()]
-
-
-def test_the_sums_of_megatron_hold_in_both_tiers_and_in_copies(tmp_path: Path) -> None:
-    from megatron.core.dist_checkpointing import validation
-
-    if not hasattr(validation, "save_integrity_manifest"):
-        pytest.skip("this version of Megatron-Core writes no integrity.json")
-    places = [str(tmp_path / name) for name in ("near", "far", "copy")]
-    ((summed, *values, is_there),) = run_megatron(_save_with_sums, 1, *places)
-    (file,) = data_files(Path(places[2]))
-    assert summed == [".metadata", file.name, "metadata.json"]
-    assert (values, is_there) == ([[1.0]] * 3 + [2.0], False)
 
 
 def test_damaged_local_files_reach_no_second_tier(tmp_path: Path) -> None:

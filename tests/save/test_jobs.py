@@ -12,7 +12,6 @@ import stat
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -331,19 +330,6 @@ def test_no_writer_survives_its_trainer(kind: str, ending: str, tmp_path: Path) 
             _wait_until_gone(pid, 1.0)
         finally:
             os.killpg(trainer.pid, signal.SIGKILL)  # the process that stands for the data loader's
-
-
-def test_a_writer_started_by_a_thread_outlives_the_thread(buffer: SmallBuffer, tmp_path: Path) -> None:
-    writer = PersistentWriter()
-    thread = threading.Thread(target=writer.warm_up)
-    thread.start()
-    thread.join()
-    pid = writer.pid
-    assert pid is not None
-    time.sleep(0.1)
-    assert writer.pid == pid
-    writer.submit(job(tmp_path, [image("a", 100)]), buffer.fd).result()
-    writer.close()
 
 
 # --- the forked writer ------------------------------------------------------------------------------------------------

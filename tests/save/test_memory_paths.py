@@ -14,8 +14,6 @@ from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
-from mcore_ckpt.state.torch_classes import check_memory
-from tests.support.tensor_specs import source_of
 
 # --- Megatron's persistent queue, or ours, with the writer of the same name -------------------------------------------
 
@@ -106,25 +104,7 @@ def test_a_cut_storage_is_named_before_anything_is_written(kind: str, tmp_path: 
     assert list((tmp_path / "checkpoint").iterdir()) == []
 
 
-def test_views_that_overlap_and_empty_tensors_need_no_more_memory_than_they_have() -> None:
-    for tensor in (torch.ones(1).expand(1000), torch.ones(4, 1).expand(4, 9), torch.ones(0, 5), torch.ones(())):
-        check_memory(tensor, lambda: "model.weight")
-
-
 # --- threads that a forked child does not have ------------------------------------------------------------------------
 
 
 # --- copies that are still under way ----------------------------------------------------------------------------------
-
-
-def test_pinned_memory_is_read_when_copies_into_it_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index != 1, raising=False)
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    source_of(torch.ones(3))
-    assert waited == [], "nothing of the trainer's is waited for without need"
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
-    source_of(torch.ones(3))
-    assert waited == [0, 2]

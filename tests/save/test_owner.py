@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +42,6 @@ from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.forked import exit_code, fork
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.local_files import names
-from tests.support.processes import children
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -132,91 +132,60 @@ def test_a_request_that_is_lost_is_not_in_the_way_of_the_next_save(tmp_path: Pat
     assert len([name for name in names(tmp_path) if name.endswith(".distcp")]) == 1
 
 
-class Interruption:
-    """Raises `KeyboardInterrupt` at a line of the code that begins an async save, counted from where it hands over.
-
-    Attributes:
-        lines: how many lines have gone by.
+def _interrupt_at(line: int, work: Callable[[], object]) -> bool:
+    """Do `work`, with a Ctrl-C at a line of the code that begins an async save, counted from where it hands over;
+    False if it has come to its end before.
     """
+    lines = -1
 
-    _FILES = ("/save/transaction.py", "/save/commit.py", "/save/staging.py", "/megatron/strategy.py")
-
-    def __init__(self, at_line: int) -> None:
-        self._at_line = at_line
-        self.lines = -1
-
-    def trace(self, frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(self._FILES):
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.endswith(("/save/transaction.py", "/save/commit.py", "/save/staging.py")):
             return None
-        if frame.f_code.co_name == "_dispatch" and self.lines < 0:
-            self.lines = 0  # next, it is handed over
-        if event == "line" and self.lines >= 0:
-            self.lines += 1
-            if self.lines == self._at_line:
+        if frame.f_code.co_name == "_dispatch":
+            lines = max(lines, 0)  # next, it is handed over
+        if event == "line" and lines >= 0:
+            lines += 1
+            if lines == line:
                 sys.settrace(None)
                 raise KeyboardInterrupt
-        return self.trace
+        return trace
 
-    def around(self, work: Any) -> BaseException | None:
-        """What `work` was ended by; None if it came to its end."""
-        sys.settrace(self.trace)
-        try:
-            work()
-        except KeyboardInterrupt as interrupted:
-            return interrupted
-        finally:
-            sys.settrace(None)
-        return None
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("writer", ["persistent", "fork"])
 def test_an_async_save_that_is_interrupted_while_it_begins_writes_no_more(
-    writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever line Ctrl-C comes at: the directory is free, and nobody writes there any more but who has it."""
-    gate = tmp_path / "go on"
-
-    def write_late(*args: Any) -> Any:
-        until_s = time.monotonic() + 30
-        while not gate.exists() and time.monotonic() < until_s:
-            time.sleep(0.01)
-        return run_job(*args)
-
-    run_job = staging.run_job
-    monkeypatch.setattr(staging, "run_job", write_late)  # in a forked child
     monkeypatch.setattr(writer_process, "_CANCEL_DEADLINE_S", 0.05)  # one that is stopped does not hear of it
-    interrupted: BaseException | None = KeyboardInterrupt()
-    at_line = 0
-    while interrupted is not None:
-        at_line += 1
-        directory = tmp_path / str(at_line)
+    for line in itertools.count(1):
+        directory = tmp_path / str(line)
         directory.mkdir()
-        before = children()
         writer_process.shared_writer().warm_up()
-        stopped = writer_process.shared_writer().pid if writer == "persistent" else None
-        if stopped is not None:
-            os.kill(stopped, signal.SIGSTOP)
-        beginning = partial(strategy(writer=writer).async_save, state(1), directory)
-        interrupted = Interruption(at_line).around(beginning)
-        assert all(lease._job is not None for lease in staging._in_use), f"line {at_line}: a buffer is taken for good"
-        strategy().save(state(2), directory)  # while somebody still holds the traceback
-        gate.touch()
-        if stopped is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(stopped, signal.SIGCONT)
-            # Jobs are done in turn: after this one, there is none before it.
-            strategy().async_save(state(3), tmp_path).async_fn()
-        until_s = time.monotonic() + 20
-        while children() - before - {writer_process.shared_writer().pid} and time.monotonic() < until_s:
-            time.sleep(0.01)
-            gc.collect()
-        gate.unlink()
-        assert len(list(directory.glob("*.distcp"))) == 1, (
-            f"line {at_line}: something was written after the interruption"
-        )
+        stopped = writer_process.shared_writer().pid
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        interrupted = _interrupt_at(line, partial(strategy().async_save, state(1), directory))
+        assert all(lease._job is not None for lease in staging._in_use), f"line {line}: a buffer is taken for good"
+        strategy().save(state(2), directory)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(stopped, signal.SIGCONT)
+        # Jobs are done in turn: after this one, there is none before it.
+        strategy().async_save(state(3), tmp_path).async_fn()
+        assert len(list(directory.glob("*.distcp"))) == 1, f"line {line}: something was written after the interruption"
         assert loaded(directory) == 2
-    assert at_line > 20
+        if not interrupted:
+            break
+    assert line > 20
 
 
 def test_a_forked_process_that_cleans_up_does_not_touch_the_trainers_save(tmp_path: Path) -> None:
@@ -414,16 +383,6 @@ def test_overlapping_dcp_saves_do_not_take_each_other_for_rubbish(
     thread.join(60)
     assert not errors
     assert dcp_loaded(tmp_path) == 1
-
-
-def test_files_that_indexes_of_single_ranks_may_name_stay(tmp_path: Path) -> None:
-    """DCP gives them the names that its own saves of all ranks have."""
-    stock = dcp.FileSystemWriter(tmp_path, thread_count=1)
-    dcp.save({"w": torch.ones(1000)}, storage_writer=stock, no_dist=True)
-    shutil.copy(tmp_path / METADATA_FILE, tmp_path / f"__0{METADATA_FILE}")
-    strategy().save(state(3), tmp_path)
-    assert loaded(tmp_path) == 3
-    assert (tmp_path / "__0_0.distcp").exists()
 
 
 def test_a_dcp_save_claims_the_directory_before_the_ranks_write(tmp_path: Path) -> None:

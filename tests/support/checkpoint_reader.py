@@ -36,20 +36,12 @@ _DEADLINE_S: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a directory holds, by one reader.
+    """What a directory holds, by one reader: seeds; `MIX`: of none; None: refused."""
 
-    Attributes:
-        tensors: the seed of all tensors and objects, by Megatron's `load`; `MIX`: of none; None: refused.
-        common: the seed in the common state; None: refused, or there is none in it.
-        plain: the seed of all tensors, by `torch.distributed.checkpoint.load` with the reader of either; `MIX`;
-            None: refused.
-        refused: what Megatron's load has raised; empty if nothing.
-    """
-
-    tensors: int | None
-    common: int | None
-    plain: int | None
-    refused: str = ""
+    tensors: int | None  # of all tensors and objects, by Megatron's `load`
+    common: int | None  # in the common state
+    plain: int | None  # of all tensors, by `torch.distributed.checkpoint.load` with the reader of either
+    refused: str = ""  # what Megatron's load has raised
 
     @property
     def whole(self) -> int | None:
@@ -73,15 +65,7 @@ class CheckpointReader:
         self._process = process
 
     def look(self, directory: Path, *, tensors_only: bool = False) -> Found:
-        """What is in a directory.
-
-        Args:
-            directory: may also not exist.
-            tensors_only: there are no objects, and the common state is empty, as after an import.
-
-        Raises:
-            AssertionError: the load hangs, or the process that loads dies.
-        """
+        """What is in a directory, if it exists; `tensors_only`: there are no objects, and the common state is empty."""
         self.ask(directory, tensors_only=tensors_only)
         return self.answer()
 

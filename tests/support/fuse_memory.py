@@ -52,23 +52,14 @@ _UNANSWERED: Final = frozenset({"forget", "interrupt", "batch_forget"})
 
 @dataclass(frozen=True)
 class Misbehaviour:
-    """What the file system does that others do not.
+    """What the file system does that others do not."""
 
-    Attributes:
-        error_at: number of the change, from 0, that is answered with an error; None: all go well.
-        code: that error.
-        sticky: all later changes, too, except that files can be deleted and closed.
-        short_writes: each write of more than a page takes a part only.
-        no_direct: writes with O_DIRECT are refused, as if their alignment were wrong.
-        lag_s: listings show what was there so many seconds ago.
-    """
-
-    error_at: int | None = None
+    error_at: int | None = None  # number of the change, from 0, that is answered with an error
     code: int = errno.EIO
-    sticky: bool = False
-    short_writes: bool = False
-    no_direct: bool = False
-    lag_s: float = 0.0
+    sticky: bool = False  # all later changes, too, except that files can be deleted and closed
+    short_writes: bool = False  # each write of more than a page takes a part only
+    no_direct: bool = False  # writes with O_DIRECT are refused, as if their alignment were wrong
+    lag_s: float = 0.0  # listings show what was there so many seconds ago
 
 
 @dataclass
@@ -398,11 +389,7 @@ def _name(body: bytes) -> str:
 
 
 class FuseMount:
-    """A mounted file system of this kind.
-
-    Attributes:
-        path: where it is mounted.
-    """
+    """A mounted file system of this kind."""
 
     def __init__(self, path: Path, control: Connection) -> None:
         self.path = path
@@ -458,11 +445,7 @@ def _mount(fd: int, path: Path) -> None:
 
 @contextmanager
 def mounted(path: Path, behaviour: Misbehaviour | None = None) -> Iterator[FuseMount]:
-    """Mount a new, empty file system at `path` (which is made) for the block.
-
-    Raises:
-        OSError: it cannot be mounted here.
-    """
+    """Mount a new, empty file system at `path` (which is made) for the block, or raise `OSError`."""
     path.mkdir(parents=True, exist_ok=True)
     fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     here, there = (Connection(end.detach()) for end in socket.socketpair())

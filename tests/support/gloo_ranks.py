@@ -77,25 +77,15 @@ _PLAIN_DCP: Final = ("mcore_ckpt.dcp.writer", "mcore_ckpt.dcp.reader")
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """What became of one call on one rank.
-
-    Attributes:
-        rank: its number.
-        value: what the function returned, None if it did not return.
-        error: the exception it raised; None if it raised none, was killed, or the exception cannot be pickled.
-        error_text: traceback, or how the process ended, or its stacks at the deadline; empty if all is well.
-        exit_code: as in `multiprocessing.Process.exitcode`; negative for a signal; None for a rank that reported.
-        seconds: from the start of the call to the report or the end of the process.
-        lost: the rank hung or died.
-    """
+    """What became of one call on one rank."""
 
     rank: int
-    value: Any = None
-    error: BaseException | None = None
-    error_text: str = ""
-    exit_code: int | None = None
+    value: Any = None  # what the function returned
+    error: BaseException | None = None  # that it raised, if that can be pickled
+    error_text: str = ""  # traceback, or how the process ended, or its stacks at the deadline; empty if all is well
+    exit_code: int | None = None  # of a rank that has not reported; negative for a signal
     seconds: float = 0.0
-    lost: bool = False
+    lost: bool = False  # the rank hung or died
 
     @property
     def ok(self) -> bool:
@@ -123,20 +113,9 @@ def run_ranks(
     preload: Sequence[str] = (),
     **kwargs: Any,
 ) -> list[Any]:
-    """Call `function(rank, *args, **kwargs)` on every rank of a fresh gloo world.
-
-    Args:
-        function: a module-level function; its arguments and result must be picklable.
-        world_size: number of ranks.
-        deadline_s: seconds until the ranks that still run are killed.
-        environment: variables to set on top of the caller's.
-        preload: modules that the ranks' server imports in addition; each choice has a server of its own.
-
-    Returns:
-        What each rank returned, by rank.
-
-    Raises:
-        RanksFailedError: a rank raised, died or passed the deadline.
+    """Call `function(rank, *args, **kwargs)`, all of which can be pickled, on every rank of a fresh gloo world; what
+    each rank returned. `environment` comes on top of the caller's; `preload`: modules that the ranks' server imports
+    in addition. Raises `RanksFailedError`: a rank raised, died or passed the deadline.
     """
     outcomes = rank_outcomes(
         function, world_size, *args, deadline_s=deadline_s, environment=environment, preload=preload, **kwargs
@@ -161,11 +140,7 @@ def rank_outcomes(
     preload: Sequence[str] = (),
     **kwargs: Any,
 ) -> list[RankOutcome]:
-    """As `run_ranks`, for tests of failures: returns every rank's outcome instead of raising.
-
-    Args:
-        grace_s: seconds that the other ranks get after the first failure before they are killed.
-    """
+    """As `run_ranks`, but returns every rank's outcome; others are killed so long after the first failure."""
     with _started(world_size, environment, preload, deadline_s) as ranks:
         return ranks._call(partial(function, *args, **kwargs), range(world_size), deadline_s, grace_s)
 
@@ -180,12 +155,7 @@ def standing_ranks(
 
 
 class StandingRanks:
-    """Made by `standing_ranks`.
-
-    Attributes:
-        world_size: how many they are.
-        ended: one has hung or died, and all have been killed.
-    """
+    """Made by `standing_ranks`; `ended`: one has hung or died, and all have been killed."""
 
     def __init__(self, processes: list[BaseProcess], connections: list[Connection], stacks: Path) -> None:
         self.world_size = len(processes)
@@ -197,17 +167,8 @@ class StandingRanks:
     def call(
         self, function: Callable[..., Any], *args: Any, within_s: float = 300.0, only: int | None = None
     ) -> list[RankOutcome]:
-        """Call `function(rank, *args)` on every rank at once; what became of it, by rank. A call that raises is an
-        outcome, and the ranks stay.
-
-        Args:
-            function: a module-level function.
-            args: can be pickled, as must be what it returns.
-            within_s: a rank that takes longer hangs.
-            only: the one rank to call; None: all.
-
-        Raises:
-            RanksFailedError: a rank hangs, or has died; the ranks are of no use any more.
+        """Call `function(rank, *args)` on every rank at once, or on one; what became of it. A call that raises is an
+        outcome, and the ranks stay. Raises `RanksFailedError`: a rank hangs, or has died, and all have been killed.
         """
         called = range(self.world_size) if only is None else range(only, only + 1)
         outcomes = self._call(partial(function, *args), called, within_s, within_s)

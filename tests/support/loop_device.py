@@ -38,11 +38,7 @@ class NoLoopDeviceError(Exception):
 
 
 class LoopDevice:
-    """A file system that is mounted; see `loop_device`.
-
-    Attributes:
-        path: where.
-    """
+    """A file system that is mounted; see `loop_device`."""
 
     def __init__(self, image: Path, path: Path, options: str) -> None:
         self.path = path
@@ -125,15 +121,7 @@ def _run(command: list[str]) -> None:
 
 @contextmanager
 def loop_device(kind: str, scratch: Path) -> Iterator[LoopDevice]:
-    """Make a file system and mount it for the block.
-
-    Args:
-        kind: of `KINDS`.
-        scratch: for the image, and the place where it is mounted.
-
-    Raises:
-        NoLoopDeviceError: it cannot be had here.
-    """
+    """Make a file system of `KINDS` and mount it below `scratch` for the block, or raise `NoLoopDeviceError`."""
     size, make, options = KINDS[kind]
     if os.geteuid() != 0:
         raise NoLoopDeviceError("mounting takes root")

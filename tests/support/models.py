@@ -35,28 +35,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the model is, whatever the parallel layout.
-
-    Attributes:
-        layers: transformer layers; must divide by the pipeline size.
-        hidden: hidden size in elements; a quarter of it is one head.
-        gated: SwiGLU: the first MLP weight is stored in two halves.
-        experts: experts for each layer; 0 for a dense model.
-        grouped_experts: one module that holds all local experts, as grouped GEMM does, or one module for each expert.
-        dtype: of the model; bfloat16 has fp32 main parameters in the optimizer.
-        layer_wise: Megatron's layer-wise optimizer, of which each data-parallel rank holds some parameters whole, with
-            SGD and its momentum in the place of Muon.
-    """
+    """What the model is, whatever the parallel layout."""
 
     layers: int = 4
-    hidden: int = 64
-    gated: bool = False
-    experts: int = 0
-    grouped_experts: bool = False
+    hidden: int = 64  # a quarter of it is one head
+    gated: bool = False  # SwiGLU: the first MLP weight is stored in two halves
+    experts: int = 0  # for each layer
+    grouped_experts: bool = False  # one module that holds all local experts, as grouped GEMM does
     vocabulary: int = 128
     sequence: int = 16
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    layer_wise: bool = False
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # bfloat16 has fp32 main parameters in the optimizer
+    layer_wise: bool = False  # Megatron's layer-wise optimizer, with SGD and its momentum in the place of Muon
 
 
 DENSE = ModelShape()
@@ -115,13 +104,8 @@ class Training:
         return losses
 
     def sharded_state_dict(self, is_loading: bool = False, flat_buckets: bool = False) -> dict[str, Any]:
-        """Model and optimizer as `dist_checkpointing.save` and `load` take them.
-
-        Args:
-            is_loading: for a load.
-            flat_buckets: the optimizer's state as launches save it unless told otherwise, with the arguments of a
-                launch; by default it is reshardable in full. A layer-wise optimizer declares the same of itself,
-                whatever it holds.
+        """Model and optimizer as `dist_checkpointing.save` and `load` take them; `flat_buckets`: the optimizer's state
+        as launches save it unless told otherwise (and a layer-wise one always), not reshardable in full.
         """
         flat_buckets = flat_buckets or self.shape.layer_wise
         model = self.model[0].module.sharded_state_dict()

@@ -40,17 +40,8 @@ def damaged_copy(source: Path, directory: Path) -> None:
 def check_each_moment(
     mount: FuseMount, target: str, work: Callable[[], object], judge: Callable[[Path, str], Any], scratch: Path
 ) -> list[tuple[Variant, Any]]:
-    """Judge what would be left after a kill and after a loss of power at each moment of some work.
-
-    Args:
-        mount: where it works.
-        target: the directory that is looked at, below the mount.
-        work: what is recorded.
-        judge: is given a copy of the target as it would be, and what moment that is.
-        scratch: for the copies.
-
-    Returns:
-        What `judge` has returned, in order.
+    """Judge what would be left after a kill and after a loss of power at each moment of some work: `judge` is given a
+    copy, below `scratch`, of `target` below the mount as it would be, and what moment that is.
     """
     sync(mount.path)
     mount.record()

@@ -241,17 +241,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong with a request.
+    """What goes wrong with a request; `then` is called when it has.
 
-    Attributes:
-        kind: `"status"`: the proxy answers so, and passes nothing on; `"reset"`: it cuts the connection in the midst of
-            the body of the request; `"lost"`: the server gets all, and the answer is cut off; `"truncated"`: half of
-            the answer's body comes; `"stall"`: no answer comes for `seconds`; `"late"`: it is passed on then;
-            `"damaged"`: a byte of the request's body is changed; `"pretended"`: the proxy answers 200 and names a
-            version, and passes nothing on.
-        status: of the answer.
-        seconds: see above.
-        then: called when the fault has struck.
+    `"status"`: the proxy answers so, and passes nothing on; `"forgotten"`: it passes it on before; `"reset"`: it cuts
+    the connection in the midst of the request's body; `"lost"`: the server gets all, and the answer is cut off;
+    `"truncated"`: half of the answer's body comes; `"stall"`: no answer comes for `seconds`; `"late"`: it is passed on
+    then; `"damaged"`: a byte of the request's body is changed; `"pretended"`: the proxy answers 200 and a version.
     """
 
     kind: Literal["status", "reset", "lost", "forgotten", "truncated", "stall", "late", "damaged", "pretended"]

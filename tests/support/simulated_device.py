@@ -36,12 +36,7 @@ class _Stream:
 
 
 class SimulatedDevices:
-    """Stands in for `torch.cuda`.
-
-    Attributes:
-        events: how many were recorded.
-        largest_bytes: the largest memory that a tensor was put in order in.
-    """
+    """Stands in for `torch.cuda`; `largest_bytes`: the largest memory that a tensor was put in order in."""
 
     def __init__(self) -> None:
         self._default: dict[torch.device, _Stream] = {}

@@ -58,21 +58,13 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """All ranks' comparisons together.
+    """All ranks' comparisons together."""
 
-    Attributes:
-        tensors: global tensors that were compared.
-        compared_bytes: bytes of the reference that were compared at least once.
-        differing: fqns with at least one differing byte.
-        uncovered: fqns of which no rank compared some element.
-        unknown: fqns that the reference does not have.
-    """
-
-    tensors: int
-    compared_bytes: int
-    differing: tuple[str, ...]
-    uncovered: tuple[str, ...]
-    unknown: tuple[str, ...]
+    tensors: int  # that were compared
+    compared_bytes: int  # of the reference, at least once
+    differing: tuple[str, ...]  # fqns with at least one differing byte
+    uncovered: tuple[str, ...]  # fqns of which no rank compared some element
+    unknown: tuple[str, ...]  # fqns that the reference does not have
 
     @property
     def identical(self) -> bool:
@@ -126,11 +118,7 @@ class Reference:
 
     @classmethod
     def read(cls, directory: Path) -> Reference:
-        """Put the shards of all ranks together.
-
-        Raises:
-            AssertionError: replicas of one shard differ, or an element of a tensor is on no rank.
-        """
+        """Put the shards of all ranks together, of which replicas are equal."""
         tensors: dict[str, torch.Tensor] = {}
         filled: dict[str, torch.Tensor] = {}
         for path in sorted(directory.glob("rank*.pt")):

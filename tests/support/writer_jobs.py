@@ -49,12 +49,7 @@ def job(directory: Path, images: Sequence[PlannedFile], **fields: Any) -> Writer
 
 
 class SmallBuffer:
-    """Shared memory with recognizable contents.
-
-    Attributes:
-        fd: its descriptor.
-        memory: this process's mapping.
-    """
+    """Shared memory with recognizable contents."""
 
     def __init__(self, nbytes: int) -> None:
         self.fd = os.memfd_create("test_buffer", os.MFD_CLOEXEC)
@@ -88,14 +83,8 @@ def check_file(path: Path, planned: PlannedFile, content: bytes) -> None:
 
 @dataclass
 class MisbehavingStorage(LocalStorage):
-    """A local directory whose writer, at the first write of its `at_write`-th file, kills its process, or hangs.
-
-    Attributes:
-        directory: as in `LocalStorage`.
-        how: "SIGKILL" or another signal's name, "exit" with code 3, "hang", or "slow".
-        at_file: the file, by the order in which they are opened.
-        write_bytes: as of `Storage`.
-        writes_at_once: as of `Storage`.
+    """A local directory whose writer, at each write of the file that is opened as number `at_file`, misbehaves: `how`
+    is "SIGKILL" or another signal's name, "exit" with code 3, "hang", or "slow".
     """
 
     directory: str
