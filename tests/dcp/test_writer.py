@@ -7,24 +7,20 @@ import gc
 import io
 import os
 import pickle
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
-from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from mcore_ckpt import (
     CheckpointExistsError,
     FileSystemReader,
     FileSystemWriterAsync,
     LoadError,
-    LoadOptions,
     MCoreSavePlanner,
     OptionError,
     SaveError,
@@ -80,7 +76,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 @pytest.mark.parametrize(
     ("keywords", "planner"),
-    [({}, None), ({"single_file_per_rank": False}, MCoreSavePlanner), ({"thread_count": 5}, MCoreSavePlanner)],
+    [({}, None), ({"single_file_per_rank": False}, MCoreSavePlanner)],
 )
 def test_what_it_writes_stock_dcp_reads(tmp_path: Path, keywords: dict[str, Any], planner: Any) -> None:
     state = a_state()
@@ -129,18 +125,6 @@ def prepared(path: Path, state: dict[str, Any], **keywords: Any) -> tuple[FileSy
     return writer, metadata
 
 
-def test_buckets_keep_objects_apart_from_tensors_and_views_do_not_drag_their_storage(tmp_path: Path) -> None:
-    writer, _ = prepared(tmp_path, a_state())
-    assert writer.write_buckets is not None
-    for _, _, (bytes_data, tensor_data) in writer.preload_tensors(writer.write_buckets):
-        assert all(item.type == WriteItemType.BYTE_IO and isinstance(data, io.BytesIO) for item, data in bytes_data)
-        for item, tensor in tensor_data:
-            assert item.type != WriteItemType.BYTE_IO
-            assert not tensor.requires_grad
-            assert tensor.untyped_storage().size() == tensor.nbytes
-    assert sum(len(bucket.data.bytes_data) for bucket in writer.write_buckets) > 0
-
-
 def test_the_save_function_runs_in_a_forked_child_and_finish_publishes(tmp_path: Path) -> None:
     state = a_state(4)
     writer, metadata = prepared(tmp_path, state)
@@ -164,35 +148,16 @@ def test_the_save_function_runs_in_a_forked_child_and_finish_publishes(tmp_path:
     assert_same(state, loaded)
 
 
-@pytest.mark.parametrize("damage", ["missing", "twice", "foreign"])
-def test_nothing_is_published_when_results_are_not_the_plan(tmp_path: Path, damage: str) -> None:
+def test_nothing_is_published_when_results_are_not_the_plan(tmp_path: Path) -> None:
     writer, metadata = prepared(tmp_path, a_state())
     save, _, arguments = writer.get_save_function_and_args()
     assert save is not None
     save(*arguments)
     results = writer.retrieve_write_results()
     assert isinstance(results, list)
-    if damage == "missing":
-        results = results[:-1]
-    elif damage == "twice":
-        results = [*results, results[0]]
-    else:
-        results = [*results, WriteResult(MetadataIndex("nobody.planned.this"), 1, results[0].storage_data)]
     with pytest.raises(SaveError, match="not published"):
-        writer.finish(metadata, [results])
+        writer.finish(metadata, [results[:-1]])
     assert not (tmp_path / ".metadata").exists()
-
-
-def test_write_preloaded_data_returns_results_objects_first(tmp_path: Path) -> None:
-    writer, _ = prepared(tmp_path, a_state(), thread_count=1)
-    assert writer.write_buckets is not None
-    [bucket] = writer.write_buckets
-    results = FileSystemWriterAsync.write_preloaded_data([], 0, bucket)
-    objects = len(bucket.data.bytes_data)
-    assert [r.index for r in results[:objects]] == [item.index for item, _ in bucket.data.bytes_data]
-    assert [r.index for r in results[objects:]] == [item.index for item, _ in bucket.data.tensor_data]
-    assert max(r.storage_data.offset for r in results[:objects]) < min(r.storage_data.offset for r in results[objects:])
-    assert os.path.getsize(bucket.path) >= results[-1].storage_data.offset + results[-1].storage_data.length
 
 
 def test_the_separation_hint_prefixes_file_names(tmp_path: Path) -> None:
@@ -276,7 +241,6 @@ def a_registry(*known: Any) -> Any:
 @pytest.mark.parametrize(
     ("writing", "applied", "reading"),
     [
-        (FileSystemWriterAsync, [_Xor(1), _Prefix(9), _Xor(6)], "ours, by position"),
         (FileSystemWriterAsync, [_Xor(1), _Prefix(9), _Xor(6)], "stock"),
         (dcp.FileSystemWriter, [_Xor(1)], "ours"),
     ],
@@ -293,7 +257,6 @@ def test_what_was_stored_through_stream_transforms_is_read_by_a_registry(
     registry = a_registry(_Xor, _Prefix)
     reader: Any = {
         "ours": lambda: FileSystemReader(tmp_path, _extension_registry=registry),
-        "ours, by position": lambda: FileSystemReader(tmp_path, registry),
         "stock": lambda: dcp.FileSystemReader(tmp_path, _extension_registry=registry),
     }[reading]()
     loaded = blank(state)
@@ -306,51 +269,27 @@ def test_what_was_stored_through_stream_transforms_is_read_by_a_registry(
     gc.collect()  # not in a later test
 
 
-@pytest.mark.parametrize(("key", "known"), [("weight", None), ("object", (_Xor,))])
-def test_an_extension_that_no_registry_knows_is_named_with_key_and_file(tmp_path: Path, known: Any, key: str) -> None:
-    state = {"weight": torch.arange(40.0), "object": [1, 2]}
-    dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path, thread_count=1, _extensions=[_Xor(), _Prefix(3)]))
-    registry = None if known is None else a_registry(*known)
-    at_fault = "test.prefix/3" if known == (_Xor,) else "test.xor/1"
-    reader = FileSystemReader(tmp_path, registry)
-    reads = {
-        "weight": partial(reader.read_items, [ReadRequest(key, torch.zeros(40), (0,), (40,))]),
-        "object": partial(reader.read_object, key),
-    }
-    with pytest.raises(LoadError, match=rf"{key}\b.*__0_0\S*\.distcp.*{at_fault},.*_extension_registry"):
-        reads[key]()
+def test_an_extension_that_no_registry_knows_is_named_with_key_and_file(tmp_path: Path) -> None:
+    dcp.save({"object": [1, 2]}, storage_writer=FileSystemWriterAsync(tmp_path, _extensions=[_Xor(), _Prefix(3)]))
+    with pytest.raises(LoadError, match=r"object\b.*__0_0\S*\.distcp.*test\.prefix/3,.*_extension_registry"):
+        FileSystemReader(tmp_path, a_registry(_Xor)).read_object("object")
 
 
-def test_what_is_no_registry_is_refused_when_the_reader_is_made(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"_extension_registry.*LoadOptions.*options="):
-        FileSystemReader(tmp_path, LoadOptions())
-
-
-def cached_saves(rank: int, directory: str) -> list[str]:
-    """Saves with cached plans, into one directory and into others; returns what is wrong with them."""
-    wrong = []
-    for step, name in enumerate(["one", "one", "two", "one", "one"]):
+def cached_saves(rank: int, directory: str) -> None:
+    for step, name in enumerate(["one", "one", "two", "one"]):
         path = f"{directory}/{name}"
-        # The structure changes with the fourth.
         state = {"w": torch.full((100,), float(step)), "n": step, "more": torch.ones(7 if step < 3 else 9)}
-        dcp.save(
-            state,
-            storage_writer=FileSystemWriterAsync(path),
-            planner=dcp.DefaultSavePlanner(enable_plan_caching=True),
-        )
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state, storage_writer=FileSystemWriterAsync(path), planner=planner)
         loaded = blank(state)
         dcp.load(loaded, storage_reader=FileSystemReader(path))
-        if not torch.equal(loaded["w"], state["w"]) or loaded["n"] != step:
-            wrong.append(f"rank {rank}, save {step}: {loaded}")
-        problems = verify_checkpoint(path).problems
-        wrong += [f"rank {rank}, save {step}: {problem}" for problem in problems]
+        assert_same(state, loaded)
+        assert verify_checkpoint(path).whole
         torch.distributed.barrier()
-    return wrong
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_plans_that_a_planner_has_cached_are_written_under_the_names_of_the_save(ranks: int, tmp_path: Path) -> None:
-    assert run_ranks(cached_saves, ranks, str(tmp_path), deadline_s=100) == [[]] * ranks
+def test_plans_that_a_planner_has_cached_are_written_under_the_names_of_the_save(tmp_path: Path) -> None:
+    run_ranks(cached_saves, 2, str(tmp_path), deadline_s=100)
 
 
 def test_a_relative_path_does_not_follow_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,58 +333,12 @@ def test_keys_and_paths_that_are_no_utf8_go_through_saves_loads_and_commands(
         assert "safetensors cannot store" in said
 
 
-def test_async_save_writes_the_state_at_the_call(tmp_path: Path) -> None:
-    writer = FileSystemWriterAsync(tmp_path / "0", cache_staged_state_dict=True)
-    assert isinstance(writer, AsyncStager)
-    tied = torch.ones(1000)
-    state = {"a": tied, "b": tied, "view": tied[10:20], "object": {"v": 0}}
-    for step in range(6):
-        tied.fill_(step)
-        state["object"]["v"] = step  # type: ignore[index]
-        staged = writer.stage(state)
-        tied.fill_(-1)
-        state["object"]["v"] = -1  # type: ignore[index]
-        writer.reset(tmp_path / str(step))
-        dcp.save(staged, storage_writer=writer)
-        loaded = {"a": torch.zeros(1000), "b": torch.zeros(1000), "view": torch.zeros(10), "object": {"v": None}}
-        dcp.load(loaded, checkpoint_id=tmp_path / str(step))
-        for key in ("a", "b", "view"):
-            assert torch.equal(loaded[key], torch.full_like(loaded[key], step)), (key, step)  # type: ignore[arg-type]
-        assert loaded["object"] == {"v": step}
-
-
 def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="TORCH_SAVE"):
         FileSystemWriterAsync(tmp_path, serialization_format=dcp.filesystem.SerializationFormat.SAFETENSORS)
     for hint in ("sub/", "../x", "a:b", "a\n"):
         with pytest.raises(OptionError, match="separation_hint"):
             FileSystemWriterAsync(tmp_path, separation_hint=hint)
-
-
-def test_an_empty_state_dict_is_a_valid_checkpoint(tmp_path: Path) -> None:
-    dcp.save({}, storage_writer=FileSystemWriterAsync(tmp_path))
-    assert verify_checkpoint(tmp_path).whole
-    dcp.load({}, storage_reader=FileSystemReader(tmp_path))
-
-
-def test_storages_in_objects_come_back_as_torchs(tmp_path: Path) -> None:
-    dcp.save({"o": {"x": torch.ones(2).untyped_storage()}}, storage_writer=FileSystemWriterAsync(tmp_path))
-    loaded: list[dict[str, Any]] = [{"o": {"x": None}}, {"o": {"x": None}}]
-    dcp.load(loaded[0], storage_reader=FileSystemReader(tmp_path))
-    dcp.load(loaded[1], storage_reader=dcp.FileSystemReader(tmp_path))
-    ours, stock = (state["o"]["x"] for state in loaded)
-    assert type(ours) is type(stock)
-    assert ours.tolist() == stock.tolist()
-
-
-def test_checkpoint_ids(tmp_path: Path) -> None:
-    assert FileSystemWriterAsync.validate_checkpoint_id(tmp_path / "not" / "there" / "yet")
-    assert FileSystemWriterAsync.validate_checkpoint_id(str(tmp_path))
-    assert not FileSystemWriterAsync.validate_checkpoint_id("abfss://bucket/key")
-    assert FileSystemWriterAsync.validate_checkpoint_id("s3://bucket/key")
-    writer = FileSystemWriterAsync(str(tmp_path / "a"))
-    writer.reset(tmp_path / "b")
-    assert Path(writer.checkpoint_id) == tmp_path / "b"
 
 
 def test_a_plan_that_came_from_another_saver_is_served(tmp_path: Path) -> None:

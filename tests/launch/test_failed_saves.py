@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,14 +10,11 @@ from tests.launch.pretrain import Launched, launch, tracked_iteration
 from tests.launch.variants import ASYNC, Variant, assert_whole, command_line, environment, trained
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.slow
 
 ASYNCHRONOUS = Variant("killed", (*ASYNC, "--use-distributed-optimizer"), interval=1)
-# Each save deletes the one before, by a finalize callback: one that failed must not.
-DELETING = ("--save-retain-interval", "99")
 
 
 def _run(variant: Variant, checkpoints: Path, place: Path, **how: object) -> Launched:
@@ -66,48 +61,6 @@ def test_a_rank_killed_in_an_async_save(kill: str, published: bool, launches: Pa
     assert tracked_iteration(checkpoints) == 6
     for path in _iterations(checkpoints).values():
         assert_whole(path)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 6 MB: room for one checkpoint and not for two."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"a small file system cannot be mounted: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
-@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
-def test_a_full_disk_ends_the_launch_and_harms_nothing(
-    is_async: bool, small_disk: Path, launches: Path, tmp_path: Path
-) -> None:
-    # Three iterations apart: the first save is published before the second one takes up room.
-    arguments = (*ASYNCHRONOUS.arguments[0 if is_async else len(ASYNC) :], *DELETING)
-    variant = replace(ASYNCHRONOUS, arguments=arguments, interval=3)
-    checkpoints = small_disk / "checkpoints"
-    failed = _run(variant, checkpoints, tmp_path / "failed", expected_exit=None)
-    assert "No space left on device" in failed.log
-    assert _assert_one_checkpoint_is_there(checkpoints) == 3
-
-    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
-    again = _run(variant, checkpoints, tmp_path / "again")
-    _assert_goes_on(again, launches, after=3)
-    assert tracked_iteration(checkpoints) == 6
-    assert_whole(checkpoints / "iter_0000006")
-
-
-def _assert_one_checkpoint_is_there(checkpoints: Path) -> int:
-    """The tracker names it, no later save deleted it, and what failed does not look like a checkpoint."""
-    tracked = tracked_iteration(checkpoints)
-    assert tracked is not None
-    assert list(checkpoints.glob("iter_*/.metadata")) == [checkpoints / f"iter_{tracked:07d}" / ".metadata"]
-    assert_whole(checkpoints / f"iter_{tracked:07d}")
-    return tracked
 
 
 def test_a_launch_goes_back_from_a_damaged_checkpoint_if_it_is_told_to(tmp_path: Path) -> None:

@@ -96,18 +96,6 @@ def test_an_imported_optimizer_goes_on_as_if_it_had_never_stopped(launches: Path
             assert on.losses == later, (name, side)
 
 
-def test_the_optimizer_of_experts_goes_on_too(launches: Path) -> None:
-    place, arguments = launches / "imported-experts", _ARGUMENTS.split()
-    arguments += "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none".split()
-    arguments += "--expert-model-parallel-size 2 --disable-bias-linear".split()
-    whole = launch("stock", 2, [*arguments, "--save", str(place / "saved"), "--save-interval", "3"], place / "run")
-    _save_as_megatron_fsdp(place / "saved" / "iter_0000003", place / "foreign", with_schedule=True)
-    mcore_ckpt.import_checkpoint(place / "foreign", place / "imported" / "iter_0000003", kind="dcp", ep=2)
-    on = launch("stock", 2, [*arguments, "--load", str(place / "imported")], place / "on")
-    assert on.losses == {iteration: loss for iteration, loss in whole.losses.items() if iteration > 3}
-    assert sorted(on.losses) == [4, 5, 6]
-
-
 def test_megatron_fsdp_goes_on_from_an_export_and_comes_back(launches: Path) -> None:
     """What it has saved is, imported and exported again, the same tensors, and a job without it goes on from them."""
     place, arguments = launches / "megatron-fsdp", [*_ARGUMENTS.split(), "--bf16", "--swiglu"]

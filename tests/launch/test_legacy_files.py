@@ -53,15 +53,6 @@ def test_training_resumes_from_what_was_imported(
     _assert_stock_loads_the_model(converted / "iter_0000003", place / "back", arguments, sizes)
 
 
-def test_chunks_of_a_virtual_pipeline_are_loaded(launches: Path) -> None:
-    """Loaded only: the schedule of virtual pipelines gives other losses each time where messages go through the CPU."""
-    place = launches / "legacy-virtual"
-    arguments = ["--bf16", _DISTRIBUTED, _PP, "2"]
-    launch("stock", 2, [*arguments, "--train-iters", "3", "--save", str(place), "--save-interval", "3"], place / "run")
-    pipeline = [*arguments, "--num-layers-per-virtual-pipeline-stage", "1"]
-    _assert_stock_loads_the_model(place / "iter_0000003", place / "back", pipeline, {"pp": 2, "vpp": 2})
-
-
 def _assert_stock_loads_the_model(checkpoint: Path, place: Path, arguments: list[str], sizes: dict[str, int]) -> None:
     """Export the model, have stock load the files and save what it has loaded as `torch_dist`, and compare."""
     export_checkpoint(checkpoint, place / "iter_0000003", to="megatron-legacy", **sizes)

@@ -16,24 +16,11 @@ _BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="an error has notes since Python 3.11")
-@pytest.mark.parametrize(
-    ("run", "step", "command", "then"),
-    [
-        ("/runs/a", None, "/runs/a /runs/a-fully_reshardable", "--load /runs/a-fully_reshardable"),
-        (
-            "/runs/a b",
-            30,
-            "'/runs/a b/iter_0000030' '/runs/a b-fully_reshardable/iter_0000030'",
-            "--load '/runs/a b-fully_reshardable' --ckpt-step 30",
-        ),
-    ],
-    ids=["tracked", "step"],
-)
-def test_the_line_below_megatrons_error_names_the_conversion(
-    run: str, step: int | None, command: str, then: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_line_below_megatrons_error_names_the_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron-LM raises that before it loads the optimizer's state."""
-    arguments = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(load=run, ckpt_step=step))
+    arguments = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(load="/runs/a b", ckpt_step=30))
+    command = "'/runs/a b/iter_0000030' '/runs/a b-fully_reshardable/iter_0000030'"
+    then = "--load '/runs/a b-fully_reshardable' --ckpt-step 30"
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", arguments)  # type: ignore[arg-type]
     error = RuntimeError(
         "(TP, PP) mismatch after resume ((1, 1) vs (2, 1) from checkpoint): not supported for DistributedOptimizer "

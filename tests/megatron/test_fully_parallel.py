@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 import mcore_ckpt
 from mcore_ckpt import LoadError, LoadOptions, SaveOptions
-from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.integrity import data_file_of
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.reader import FileSystemReader
 from tests.megatron.trap_ranks import installed, made
 from tests.support.gloo_ranks import run_megatron_ranks, run_pretending_ranks
 from tests.support.kept_log import kept_log
-from tests.support.models import DENSE, MOE_GROUPED, MOE_SEQUENTIAL, ModelShape, Parallel, build_training
+from tests.support.models import DENSE, MOE_SEQUENTIAL, Parallel, build_training
+from tests.support.shared_groups import share_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,15 +48,6 @@ def _counted(owner: Any, *names: str) -> Iterator[list[str]]:
         yield calls
 
 
-def _gathers() -> Any:
-    return _counted(dist, "all_gather_object", "gather_object", "broadcast_object_list", "all_gather", "all_reduce")
-
-
-def _exchanges() -> Any:
-    """The halves of this package's exchanges: to the coordinator, and back."""
-    return _counted(RankGroup, "_up", "_down", "_apart")
-
-
 def _wrappers() -> Any:
     from megatron.core.dist_checkpointing.strategies import fully_parallel
 
@@ -79,12 +70,7 @@ def _loading(group: Any = None, **options: Any) -> Any:
 
 # --- real models: the same owners, and the same checkpoints -----------------------------------------------------------
 
-_MODELS = [
-    pytest.param(DENSE, Parallel(), id="DP 4"),
-    pytest.param(DENSE, Parallel(tensor=2, pipeline=2), id="TP 2 x PP 2", marks=pytest.mark.long),
-    pytest.param(MOE_SEQUENTIAL, Parallel(expert=2), id="EP 2 x DP 2"),
-    pytest.param(MOE_GROUPED, Parallel(pipeline=2, expert=2), id="PP 2 x EP 2", marks=pytest.mark.long),
-]
+_MODELS = {"dense": (DENSE, Parallel()), "experts": (MOE_SEQUENTIAL, Parallel(expert=2))}
 
 
 def _where(directory: Path) -> dict[tuple[str, tuple[int, ...]], int]:
@@ -98,25 +84,27 @@ def _where(directory: Path) -> dict[tuple[str, tuple[int, ...]], int]:
     return found
 
 
-def _save_and_load(rank: int, root: Path, shape: ModelShape, layout: Parallel) -> None:
-    """Save a model by either, load ours by either, and compare."""
+def _save_and_load(rank: int, root: Path) -> None:
+    """Save models by either, load ours by either, and compare."""
     warnings.simplefilter("ignore")
-    training = build_training(shape, layout)
-    training.train(steps=1)
-    from megatron.core import dist_checkpointing as dc
-    from megatron.core import parallel_state
+    share_groups()
+    for name, (shape, layout) in _MODELS.items():
+        training = build_training(shape, layout)
+        training.train(steps=1)
+        from megatron.core import dist_checkpointing as dc
+        from megatron.core import parallel_state
 
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    wrapped = _wrappers().FullyParallelSaveStrategyWrapper(_stock_strategy(), group, True)
-    dc.save(training.sharded_state_dict(), made(root / "stock"), wrapped)
-    mcore_ckpt.install()
-    state, path = training.sharded_state_dict(), made(root / "ours")
-    with _counted(dist, "all_gather_object") as gathers:
-        dc.save(state, path, _saving(group))
-    assert not gathers
-    ours = dict(_flat(dc.load(training.sharded_state_dict(is_loading=True), path, _loading(group))))
-    mcore_ckpt.uninstall()
-    _assert_same(ours, dict(_flat(dc.load(training.sharded_state_dict(is_loading=True), path))))
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        wrapped = _wrappers().FullyParallelSaveStrategyWrapper(_stock_strategy(), group, True)
+        dc.save(training.sharded_state_dict(), made(root / f"{name}-stock"), wrapped)
+        mcore_ckpt.install()
+        state, path = training.sharded_state_dict(), made(root / f"{name}-ours")
+        with _counted(dist, "all_gather_object") as gathers:
+            dc.save(state, path, _saving(group))
+        assert not gathers
+        ours = dict(_flat(dc.load(training.sharded_state_dict(is_loading=True), path, _loading(group))))
+        mcore_ckpt.uninstall()
+        _assert_same(ours, dict(_flat(dc.load(training.sharded_state_dict(is_loading=True), path))))
 
 
 def _stock_strategy() -> Any:
@@ -145,17 +133,15 @@ def _assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert value.getvalue() == other[key].getvalue(), key
 
 
-@pytest.mark.parametrize(("shape", "layout"), _MODELS)
-def test_checkpoints_have_what_megatrons_have_where_megatrons_have_it(
-    shape: ModelShape, layout: Parallel, tmp_path: Path
-) -> None:
-    run_pretending_ranks(_save_and_load, RANKS, tmp_path, shape, layout, deadline_s=DEADLINE_S)
-    stock, ours = _where(tmp_path / "stock"), _where(tmp_path / "ours")
-    assert ours == stock
-    found = {name: mcore_ckpt.open_checkpoint(tmp_path / name) for name in ("stock", "ours")}
-    for key in found["stock"].tensors:
-        one, other = (found[side][key][...].reshape(-1).view(torch.uint8) for side in ("ours", "stock"))
-        assert torch.equal(one, other), key
+def test_checkpoints_have_what_megatrons_have_where_megatrons_have_it(tmp_path: Path) -> None:
+    run_pretending_ranks(_save_and_load, RANKS, tmp_path, deadline_s=DEADLINE_S)
+    for name in _MODELS:
+        sides = [tmp_path / f"{name}-{side}" for side in ("ours", "stock")]
+        assert _where(sides[0]) == _where(sides[1])
+        found = [mcore_ckpt.open_checkpoint(side) for side in sides]
+        for key in found[1].tensors:
+            one, other = (checkpoint[key][...].reshape(-1).view(torch.uint8) for checkpoint in found)
+            assert torch.equal(one, other), key
 
 
 # --- made-up states: what is exchanged, what changes, what fails ------------------------------------------------------
@@ -196,36 +182,6 @@ def _two_groups() -> Any:
     return [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
 
 
-def _later_saves(rank: int, root: Path) -> list[list[str]]:
-    """Save three times in two groups; what is exchanged by the wrapper, of the second on. Then load."""
-    dc = installed()
-    group = _two_groups()
-    found = []
-    for name, strategy in (("plain", None), ("wrapped", _saving(group))):
-        strategy = strategy or _saving(group).base_strategy
-        for number in range(3):
-            state = _state(10.0 * number)
-            path = made(root / f"{name}{number}")
-            with _exchanges() as calls, _gathers() as gathers:
-                dc.save(state, path, strategy)
-            assert not gathers
-            if number > 0:
-                found.append(calls)
-                assert getattr(strategy, "base_strategy", strategy).validated_cache_reuse
-    for number in (1, 2):
-        _check(dc.load(_state(None), str(root / f"wrapped{number}"), _loading(group)), 10.0 * number)
-    return found
-
-
-def test_an_unchanged_save_exchanges_the_agreement_that_nothing_has_changed(tmp_path: Path) -> None:
-    outcomes = run_megatron_ranks(_later_saves, RANKS, tmp_path, deadline_s=DEADLINE_S)
-    for plain, same, second, third in outcomes:
-        assert plain == same
-        assert sorted(second) == sorted(third) == sorted([*plain, "_up", "_down"])
-    assert _where(tmp_path / "wrapped1") == _where(tmp_path / "wrapped2")
-    assert set(_where(tmp_path / "wrapped2").values()) == set(range(RANKS))
-
-
 _CHANGES = ("nothing", "nothing", "more on all", "more on two", "main replicas moved", "nothing")
 
 
@@ -248,6 +204,13 @@ def _change(rank: int, root: Path) -> list[bool]:
         dc.save(state, path, saving)
         found.append(getattr(saving, "base_strategy", saving).validated_cache_reuse)
         _check(dc.load(_state(None), path, _loading(group)), float(number))
+    # A wrapper that keeps the distribution: Megatron's own code gathers, once.
+    strategy, gathered = _saving(group, caches=True), []
+    for _ in range(2):
+        with _counted(dist, "all_gather_object") as gathers:
+            dc.save(_state(3.0), path, strategy)
+        gathered.append(len(gathers))
+    assert gathered == [1, 0]
     return found
 
 
@@ -271,9 +234,9 @@ def _fails(call: Any) -> str:
 
 
 def _fail(rank: int, root: Path) -> list[str]:
-    """What is said where one rank cannot describe a shard of a save; where it cannot read the common state, before its
-    group has distributed the load; and where it cannot read what its group has given it to read. After each, all ranks
-    are in step.
+    """What is said where two ranks hold the main replica of one shard, which a distribution would hide; where one rank
+    cannot describe a shard of a save; where it cannot read the common state, before its group has distributed the load;
+    and where it cannot read what its group has given it to read. After each, all ranks are in step.
     """
     dc = installed()
     from mcore_ckpt.megatron import serialization
@@ -282,10 +245,13 @@ def _fail(rank: int, root: Path) -> list[str]:
     saving = _saving(group)
     path, loading = made(root / "saved"), _loading(group)
     dc.save(_state(1.0), path, saving)
-    odd, failed = _state(1.0), made(root / "failed")
+    odd, twice, failed = _state(1.0), _state(6.0), made(root / "failed")
+    if rank in (0, 2):
+        twice["weight5"].replica_id = (0, 0, 0)
     if rank == 3:
         odd["weight3"].global_shape = None
-    said = [_fails(partial(dc.save, odd, failed, saving, validate_access_integrity=False))]
+    said = [_fails(partial(dc.save, twice, failed, _saving(group)))]
+    said += [_fails(partial(dc.save, odd, failed, saving, validate_access_integrity=False))]
     dc.save(_state(2.0), path, saving)
 
     def cannot_read(*args: Any) -> Any:
@@ -304,31 +270,12 @@ def _fail(rank: int, root: Path) -> list[str]:
 
 def test_what_fails_on_one_rank_is_raised_on_all_of_all_groups(tmp_path: Path) -> None:
     outcomes = run_megatron_ranks(_fail, RANKS, tmp_path, deadline_s=DEADLINE_S)
-    for save, *loads in outcomes:
+    for twice, save, *loads in outcomes:
+        assert "weight5" in twice
         assert "'NoneType' object is not iterable" in save
         assert len(loads) == 4
         assert all("this is not here" in said for said in loads), loads
     assert not (tmp_path / "failed" / ".metadata").exists()
-
-
-def _left_to_megatron(rank: int, root: Path) -> list[int]:
-    """How many gathers of Megatron's own a save of each kind makes, and a load."""
-    dc = installed()
-    group, counts = _two_groups(), []
-    strategy, path = _saving(group, caches=True), made(root / "saved")
-    for _ in range(2):
-        with _counted(dist, "all_gather_object") as gathers:
-            dc.save(_state(3.0), path, strategy)
-        counts.append(len(gathers))
-    with _counted(dist, "all_gather_object") as gathers:
-        _check(dc.load(_state(None), path, _loading(group)), 3.0)
-    return [*counts, len(gathers)]
-
-
-def test_what_is_left_to_megatron(tmp_path: Path) -> None:
-    """A save where the wrapper keeps the distribution; a load is: of its distribution, and of objects."""
-    outcomes = run_megatron_ranks(_left_to_megatron, RANKS, tmp_path, deadline_s=DEADLINE_S)
-    assert outcomes == [[1, 0, 2]] * RANKS
 
 
 def _distributed_and_compared(rank: int, root: Path) -> list[str]:
@@ -354,17 +301,3 @@ def test_replicas_are_compared_with_what_others_save_in_their_place(tmp_path: Pa
     assert said[1:] == [[]] * (RANKS - 1)
     assert mcore_ckpt.verify_checkpoint(tmp_path / "1").whole
     assert set(_where(tmp_path / "1").values()) == set(range(RANKS))
-
-
-def _overlapping(rank: int, root: Path) -> str:
-    """Two ranks hold the main replica of one shard, which a distribution would hide."""
-    dc = installed()
-    state = _state(6.0)
-    if rank in (0, 2):
-        state["weight5"].replica_id = (0, 0, 0)
-    return _fails(partial(dc.save, state, made(root / "new"), _saving(_two_groups())))
-
-
-def test_two_main_replicas_of_a_shard_are_refused_though_one_rank_saves_it(tmp_path: Path) -> None:
-    for said in run_megatron_ranks(_overlapping, RANKS, tmp_path, deadline_s=DEADLINE_S):
-        assert "weight5" in said

@@ -104,10 +104,8 @@ def spoil_common_state(checkpoint: Path) -> None:
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "payload": flip_payload,
     "truncated": truncate,
-    "no data file": lambda checkpoint: a_data_file(checkpoint).unlink(),
     "index": lambda checkpoint: (checkpoint / ".metadata").write_bytes(b"nothing"),
     "no index": lambda checkpoint: (checkpoint / ".metadata").unlink(),
-    "no config": lambda checkpoint: (checkpoint / "metadata.json").unlink(),
     "config": lambda checkpoint: (checkpoint / "metadata.json").write_text("{"),
     "common state": spoil_common_state,
 }

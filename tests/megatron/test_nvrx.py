@@ -47,9 +47,8 @@ def test_what_megatron_imports_of_it_is_supplied_and_taken_back() -> None:
 
 
 @needs_own
-@pytest.mark.parametrize("made", ["before install()", "after install()"])
 def test_one_that_is_installed_is_never_covered_and_its_queue_finishes_our_saves(
-    made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "site" / ASYNC.replace(".", "/")
     package.mkdir(parents=True)
@@ -75,10 +74,9 @@ def test_one_that_is_installed_is_never_covered_and_its_queue_finishes_our_saves
         from importlib import import_module
 
         theirs = import_module(f"{ASYNC}.core").AsyncCallsQueue
-        queue = theirs() if made == "before install()" else None
+        queue = theirs()
         mcore_ckpt.install()
         assert import_module(f"{ASYNC}.core").AsyncCallsQueue is theirs
-        queue = queue or theirs()
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing import ShardedTensor

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
-from mcore_ckpt import FileSystemReader, SaveError, SaveOptions, verify_checkpoint
+from mcore_ckpt import SaveError, SaveOptions, verify_checkpoint
 from tests.megatron.test_strategy import check, load_on_rank, megatron, save_on_rank, state
 from tests.support.gloo_ranks import run_ranks
 from tests.support.object_server import Fault, Proxy, Request, S3Directory
@@ -123,68 +122,3 @@ def test_training_goes_on_while_a_part_stalls_and_the_save_ends_within_its_deadl
     assert re.search(r"byte \d+ and on|PUT s3://", said)
     assert "iter_0000001/__0_" in said
     assert not [name for name in s3_directory.names() if name.endswith(".metadata")]
-
-
-def save_filled(rank: int, url: str, value: float) -> str:
-    """What a save of two ranks raises, if it does."""
-    import mcore_ckpt
-
-    dist_checkpointing = megatron()
-    weight = torch.full((1000,), value)
-    sharded = {"weight": dist_checkpointing.ShardedTensor.from_rank_offsets("weight", weight, (0, rank, 2))}
-    options = SaveOptions(write_deadline_s=6.0)
-    queue = mcore_ckpt.AsyncCallsQueue()
-    try:
-        queue.schedule_async_request(mcore_ckpt.TorchDistSaveStrategy(options=options).async_save(sharded, url))
-        queue.maybe_finalize_async_calls(blocking=True)
-    except SaveError as error:
-        return str(error)
-    finally:
-        queue.close()
-    return ""
-
-
-def test_a_commit_that_arrives_after_the_save_was_given_up_finds_its_files(
-    s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"{s3_directory.url}/iter_0000001"
-    held, given_up, arrived = threading.Event(), threading.Event(), threading.Event()
-
-    def holds_the_commit(request: Request) -> Fault | None:
-        if not (request.makes and request.key.endswith("/.metadata")):
-            return None
-        if held.is_set():
-            return Fault("status", status=503)
-        held.set()
-        assert given_up.wait(60.0)
-        return Fault("late", then=arrived.set)
-
-    with Proxy(os.environ["AWS_ENDPOINT_URL"]) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        assert run_ranks(save_filled, 2, url, 1.0) == ["", ""]
-        proxy.rule = holds_the_commit
-        for said in run_ranks(save_filled, 2, url, 2.0):
-            assert "may still come into force" in said
-        assert held.is_set()
-        assert filled(url) == 1.0
-        given_up.set()
-        assert arrived.wait(60.0)
-        until_s = time.monotonic() + 60.0
-        while filled(url) == 1.0:
-            assert time.monotonic() < until_s, "what was held has not arrived"
-            time.sleep(0.1)
-        assert filled(url) == 2.0
-        assert verify_checkpoint(url).whole
-        proxy.rule = lambda request: None
-        assert run_ranks(save_filled, 2, url, 3.0) == ["", ""]
-        assert filled(url) == 3.0
-    names = [name.rpartition("/")[2] for name in s3_directory.names()]
-    assert [name for name in names if not name.endswith(".distcp")] == [".metadata"]
-    assert len(names) == 3
-
-
-def filled(url: str) -> float:
-    found = {"weight": torch.zeros(2000)}
-    dcp.load(found, storage_reader=FileSystemReader(url), no_dist=True)
-    (value,) = found["weight"].unique().tolist()
-    return float(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,29 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mcore_ckpt import FileSystemReader, LoadError, MissingKeyError, ShapeMismatchError, load_sharded_optimizer_state
-from mcore_ckpt.core.boxes import flat_boxes
 from tests.support.gloo_ranks import run_pretending_ranks, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@given(st.lists(st.integers(1, 4), max_size=4), st.data())
-def test_flat_boxes_are_the_elements_in_order(shape: list[int], data: st.DataObject) -> None:
-    count = math.prod(shape)
-    start = data.draw(st.integers(0, count))
-    stop = data.draw(st.integers(start, count))
-    numbers = torch.arange(count).view(shape)
-    found: list[int] = []
-    boxes = flat_boxes(shape, start, stop)
-    for box in boxes:
-        part = numbers[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
-        found += part.reshape(-1).tolist()
-    assert found == list(range(start, stop))
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
 def whole(seed: int) -> torch.Tensor:
@@ -84,24 +65,6 @@ def test_a_place_that_is_not_that_of_the_key_is_refused(place: str, tmp_path: Pa
     model = {"linear.weight": torch.empty(8, 6), "linear.bias": torch.empty(8)}
     with pytest.raises(LoadError, match=key.replace(".", r"\.") + ".*planner_data"):
         load_sharded_optimizer_state(model, tmp_path)
-
-
-def test_two_keys_of_one_place_do_not_replace_one_another(tmp_path: Path) -> None:
-    keys = ["optimizer.state.w", "optimizer.state..w"]
-    dcp.save({key: torch.full((2,), float(n)) for n, key in enumerate(keys)}, checkpoint_id=tmp_path)
-    file = tmp_path / ".metadata"
-    metadata = pickle.loads(file.read_bytes())
-    metadata.planner_data = None
-    file.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(LoadError, match="contradicts"):
-        load_sharded_optimizer_state({"w": torch.empty(2)}, tmp_path)
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (48,)])
-def test_a_part_without_its_offset_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
-    dcp.save(trained(), checkpoint_id=tmp_path)
-    with pytest.raises(ShapeMismatchError, match=r"linear\.weight.*\[8, 6\].*offsets"):
-        load_sharded_optimizer_state({"linear.weight": torch.empty(shape)}, tmp_path)
 
 
 def test_a_box_at_an_offset(tmp_path: Path) -> None:

@@ -64,21 +64,23 @@ def test_what_one_rank_raises_before_the_first_exchange_all_raise(tmp_path: Path
     run_ranks(kept_away, RANKS, tmp_path, deadline_s=DEADLINE_S)
 
 
-def wrapped(groups: list[list[int]], **options: Any) -> Any:
+def wrapped(**options: Any) -> Any:
     """A strategy behind Megatron's fully parallel wrapper over the group that this rank is in."""
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
     from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
 
-    own = next(made for made in [(ranks, dist.new_group(ranks)) for ranks in groups] if dist.get_rank() in made[0])[1]
+    own = next(
+        made for made in [(ranks, dist.new_group(ranks)) for ranks in ([0, 2], [1, 3])] if dist.get_rank() in made[0]
+    )[1]
     return FullyParallelSaveStrategyWrapper(TorchDistSaveStrategy(options=SaveOptions.from_environment(**options)), own)
 
 
-def kept_away_from_its_group(rank: int, run: Path, groups: list[list[int]]) -> None:
+def kept_away_from_its_group(rank: int, run: Path) -> None:
     """Each rank in turn fails before the first exchange of a save, which is one of a group from 0.19 on."""
     dist_checkpointing = installed()
     name = made(run / "iter_0000001")
-    strategy = wrapped(groups)
+    strategy = wrapped()
     for failing in range(dist.get_world_size()):
 
         def no_common_state(common: Any, failing: int = failing) -> Any:
@@ -96,47 +98,33 @@ def kept_away_from_its_group(rank: int, run: Path, groups: list[list[int]]) -> N
     check(dist_checkpointing.load(state(0), name), 1)
 
 
-@pytest.mark.parametrize("groups", [[[0, 2], [1, 3]], [[0, 1, 2, 3]]], ids=["two groups", "one group"])
-def test_what_a_rank_raises_before_the_first_exchange_of_its_group_all_raise(
-    groups: list[list[int]], tmp_path: Path
-) -> None:
-    run_ranks(kept_away_from_its_group, 4, tmp_path, groups, deadline_s=DEADLINE_S)
+def test_what_a_rank_raises_before_the_first_exchange_of_its_group_all_raise(tmp_path: Path) -> None:
+    run_ranks(kept_away_from_its_group, 4, tmp_path, deadline_s=DEADLINE_S)
 
 
-def differing_later(rank: int, run: Path, groups: list[list[int]]) -> None:
+def differing_later(rank: int, run: Path) -> None:
     """Some have another value of an option after a save in which all had the same, and after one with that value."""
     dist_checkpointing = installed()
     name, between = made(run / "iter_0000001"), made(run / "iter_0000002")
-
-    def saving(**options: str) -> Any:
-        strategy = wrapped(groups or [list(range(RANKS))], **options)
-        return strategy if groups else strategy.base_strategy
-
-    dist_checkpointing.save(state(1), name, saving())
+    dist_checkpointing.save(state(1), name, wrapped())
     before = sorted(os.listdir(name))
-    dist_checkpointing.save(state(2), between, saving(compare_replicas="always"))
+    dist_checkpointing.save(state(2), between, wrapped(compare_replicas="always"))
     for others in ([0], [1], [1, 3]):
-        strategy = saving(compare_replicas="always" if rank in others else "off")
+        strategy = wrapped(compare_replicas="always" if rank in others else "off")
         with pytest.raises(OptionError, match="MCORE_CKPT_COMPARE_REPLICAS alike on all hosts"):
             dist_checkpointing.save(state(2), name, strategy)
     dist.barrier()
     assert sorted(os.listdir(name)) == before
-    dist_checkpointing.save(state(3), name, saving())
+    dist_checkpointing.save(state(3), name, wrapped())
     check(dist_checkpointing.load(state(0), name), 3)
 
 
-def test_options_that_differ_in_a_later_save_are_an_error_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(differing_later, RANKS, tmp_path, [], deadline_s=DEADLINE_S)
-
-
 def test_options_that_differ_between_or_within_groups_are_an_error_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(differing_later, 4, tmp_path, [[0, 2], [1, 3]], deadline_s=DEADLINE_S)
+    run_ranks(differing_later, 4, tmp_path, deadline_s=DEADLINE_S)
 
 
-def in_other_directories(rank: int, run: Path, second_tier: bool) -> None:
+def in_other_directories(rank: int, run: Path) -> None:
     """Rank 1 is one iteration ahead."""
-    if second_tier:
-        os.environ["MCORE_CKPT_DRAIN_TO"] = str(run.parent / "far")
     dist_checkpointing = installed()
     names = [made(run / f"iter_000000{iteration}") for iteration in (1, 2)]
     with pytest.raises(SaveError, match="iter_0000001, iter_0000002: they are at different iterations"):
@@ -146,19 +134,5 @@ def in_other_directories(rank: int, run: Path, second_tier: bool) -> None:
     assert {path.name for name in names for path in Path(name).iterdir()} <= {INCOMPLETE_MARKER}
 
 
-@pytest.mark.parametrize("second_tier", [False, True])
-def test_ranks_at_different_iterations_save_nothing(second_tier: bool, tmp_path: Path) -> None:
-    run_ranks(in_other_directories, RANKS, tmp_path / "run", second_tier, deadline_s=DEADLINE_S)
-
-
-def with_own_second_tier(rank: int, run: Path) -> None:
-    """Rank 1 alone has a second tier, which is the first one."""
-    if rank == 1:
-        os.environ["MCORE_CKPT_DRAIN_TO"] = str(run)
-    dist_checkpointing = installed()
-    with pytest.raises(OptionError, match="drain_to"):
-        dist_checkpointing.save(state(1), made(run / "iter_0000001"))
-
-
-def test_a_second_tier_that_one_rank_cannot_have_is_an_error_on_all(tmp_path: Path) -> None:
-    run_ranks(with_own_second_tier, RANKS, tmp_path / "run", deadline_s=DEADLINE_S)
+def test_ranks_at_different_iterations_save_nothing(tmp_path: Path) -> None:
+    run_ranks(in_other_directories, RANKS, tmp_path, deadline_s=DEADLINE_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from mcore_ckpt import SaveOptions, verify_checkpoint
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.megatron._versions import differences
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
-from tests.support.kept_log import kept_log
 from tests.support.local_files import data_file
 
 Saving = dict[str, Any]
@@ -155,31 +153,6 @@ def save_and_load_shadowed(rank: int, path: Path) -> None:
     assert dist_checkpointing
 
 
-def lines_of_a_load(rank: int, path: Path) -> list[str]:
-    dist_checkpointing = megatron()
-    from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
-
-    def state(value: float) -> dict[str, Any]:
-        data = torch.full((300_000,), value)
-        return {"w": dist_checkpointing.ShardedTensor.from_rank_offsets("w", data, (0, rank, dist.get_world_size()))}
-
-    if rank == 0:
-        path.mkdir()
-    dist.barrier()
-    dist_checkpointing.save(state(1.0), str(path), TorchDistSaveStrategy())
-    with kept_log(logging.INFO) as said:
-        dist_checkpointing.load(state(0.0), str(path), TorchDistLoadStrategy())
-    return said
-
-
-def test_a_load_logs_one_line_on_rank_0(tmp_path: Path) -> None:
-    said, others = run_ranks(lines_of_a_load, 2, tmp_path / "c")
-    assert others == []
-    (line,) = said
-    assert line.startswith(f"rank 0 loaded 0.001 GB from {tmp_path / 'c'} in ")
-    assert line.endswith(", 0.001 GB of it read from files; checksums of 1 records compared")
-
-
 def test_shadow_copies_are_saved_and_read_by_stock(tmp_path: Path) -> None:
     run_ranks(save_and_load_shadowed, 2, tmp_path)
     report = verify_checkpoint(tmp_path)
@@ -272,41 +245,6 @@ def metadata_queries(rank: int, path: Path) -> None:
 
 def test_metadata_queries_and_removal(tmp_path: Path) -> None:
     run_ranks(metadata_queries, 1, tmp_path)
-
-
-def skipped(rank: int, base: Path) -> None:
-    """A save that comes while the one before is still written is skipped on all ranks, without a trace."""
-    dist_checkpointing = megatron()
-    from mcore_ckpt import AsyncCallsQueue, TorchDistSaveStrategy
-    from mcore_ckpt.save import staging
-
-    strategy = TorchDistSaveStrategy(options=SaveOptions(when_busy="skip"))
-    sharded = dist_checkpointing.ShardedTensor.from_rank_offsets
-    queue = AsyncCallsQueue()
-    ran: list[int] = []
-    lease = staging.lease_buffer(SaveOptions()) if rank == 1 else None  # rank 1 is busy
-    for step in range(2):
-        path = base / str(step)
-        if rank == 0:
-            path.mkdir()
-        dist.barrier()
-        request = dist_checkpointing.save(
-            {"t": sharded("t", torch.ones(10), (0, rank, 2))}, str(path), strategy, async_sharded_save=True
-        )
-        request.add_finalize_fn(lambda step=step: ran.append(step))
-        queue.schedule_async_request(request)
-        queue.maybe_finalize_async_calls(blocking=True)
-        if lease is not None:
-            lease.give_back()
-    assert ran == [1]
-    assert queue.skipped == 1
-    dist.barrier()
-    assert not [name for name in os.listdir(base / "0") if name != "common.pt"]
-    assert (base / "1" / ".metadata").exists()
-
-
-def test_a_save_is_skipped_when_asked(tmp_path: Path) -> None:
-    run_ranks(skipped, 2, tmp_path)
 
 
 def large(blank: bool) -> dict[str, Any]:

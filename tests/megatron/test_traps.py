@@ -1,45 +1,411 @@
-"""What real launches do beside saving and loading, one test for each thing that a replacement can get wrong.
+"""What real launches do beside saving and loading, one trap for each thing that a replacement can get wrong.
 
-The traps are in `failure_traps` and `launch_traps`; they run on two gloo ranks of a machine without CUDA, all of a kind
-in one world, since importing Megatron is most of their time.
+Each trap runs on two gloo ranks of a machine without CUDA, all of a kind in one world. Faults are injected into the
+ranks and what they fork, so `FAILURES` need `writer="fork"`.
 """
 
 from __future__ import annotations
 
+import inspect
+import os
+import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt import SaveError
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
+from tests.megatron.trap_ranks import check, installed, made, names, run_traps, state
+from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 
 pytest.importorskip("megatron.core")
-
-from tests.megatron.failure_traps import FAILURES
-from tests.megatron.launch_traps import LAUNCHES
-from tests.megatron.trap_ranks import run_traps
-from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 
 DEADLINE_S = 150
 
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    directory = tmp_path_factory.mktemp("failures")
-    fork = {"MCORE_CKPT_WRITER": "fork"}
-    return run_ranks(run_traps, 2, directory, FAILURES, deadline_s=DEADLINE_S, environment=fork)
+def fail_writing_on(rank: int) -> Any:
+    """Let data files fail to be written on one rank, in this process and its forks; returns what undoes it."""
+    from mcore_ckpt.storage.resolve import LocalStorage
+
+    original = LocalStorage.open_writer
+
+    def open_writer(self: Any, name: str, **options: Any) -> Any:
+        if name.endswith(".distcp") and dist.get_rank() == rank:
+            raise OSError(28, "No space left on device (as the test wants it)", name)
+        return original(self, name, **options)
+
+    LocalStorage.open_writer = open_writer  # type: ignore[method-assign]
+    return lambda: setattr(LocalStorage, "open_writer", original)
 
 
-@pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_ranks(run_traps, 2, tmp_path_factory.mktemp("launches"), LAUNCHES, deadline_s=DEADLINE_S)
+def no_callback_runs_after_a_failure(rank: int, directory: Path) -> None:
+    """The tracker file must not advance, nor an old checkpoint be deleted, on any rank."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    target = made(directory)
+    dist_checkpointing.save(state(1), target)
+    before = names(target)
+    queue = AsyncCallsQueue(persistent=True)
+    called: list[str] = []
+    undo = fail_writing_on(1)
+    request = dist_checkpointing.save(state(2), target, async_sharded_save=True)
+    request.add_finalize_fn(lambda: called.append("tracker"))
+    queue.schedule_async_request(request)
+    with pytest.raises(CheckpointingException, match=r"(?s)rank 1.*No space left"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    undo()
+    assert called == []
+    assert queue.get_num_unfinalized_calls() == 0
+    check(dist_checkpointing.load(state(0), target), 1)
+    # The marker may stay, for the next save to look for what is left: a rank could have been killed.
+    assert names(target) - {INCOMPLETE_MARKER} == before
+    # Training goes on, and the next save is a good one.
+    request = dist_checkpointing.save(state(3), target, async_sharded_save=True)
+    request.add_finalize_fn(lambda: called.append("tracker"))
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    assert called == ["tracker"]
+    check(dist_checkpointing.load(state(0), target), 3)
 
 
-@pytest.mark.parametrize("trap", FAILURES, ids=lambda trap: trap.__name__)
-def test_a_failure(failures: list[dict[str, str]], trap: Callable[..., Any]) -> None:
-    assert [rank[trap.__name__] for rank in failures] == ["", ""]
+def touch(path: str) -> None:
+    """Work of somebody else: leaves the number of the process that did it."""
+    Path(path).write_text(str(os.getpid()))
 
 
-@pytest.mark.parametrize("trap", LAUNCHES, ids=lambda trap: trap.__name__)
-def test_a_launch(launches: list[dict[str, str]], trap: Callable[..., Any]) -> None:
-    assert [rank[trap.__name__] for rank in launches] == ["", ""]
+def a_moved_commit_of_a_failed_save_runs_nothing(rank: int, directory: Path) -> None:
+    """The failure of a save stops the callbacks also where they hang on another request."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+
+    target = made(directory / "checkpoint")
+    queue = AsyncCallsQueue()
+    called: list[str] = []
+    undo = fail_writing_on(0)
+    save = dist_checkpointing.save(state(1), target, async_sharded_save=True)
+    save.add_finalize_fn(lambda: called.append("tracker"))
+    flush = AsyncRequest(
+        async_fn=touch, async_fn_args=(str(directory / f"logits-{rank}"),), finalize_fns=save.finalize_fns.copy()
+    )
+    save.finalize_fns.clear()
+    queue.schedule_async_request(save)
+    queue.schedule_async_request(flush)
+    failures = 0
+    while queue.get_num_unfinalized_calls():
+        try:
+            queue.maybe_finalize_async_calls(blocking=True)
+        except Exception:  # noqa: BLE001
+            failures += 1
+    undo()
+    queue.close()
+    assert failures == 1
+    assert called == []
+    assert ".metadata" not in names(target)
+
+
+def common_state_is_replaced_with_the_checkpoint(rank: int, directory: Path) -> None:
+    """Megatron writes the common state first; until the new checkpoint is published, the old one must stay whole."""
+    dist_checkpointing = installed()
+    target = made(directory)
+    dist_checkpointing.save(state(1), target)
+    request = dist_checkpointing.save(state(2), target, async_sharded_save=True)
+    dist.barrier()
+    check(dist_checkpointing.load(state(0), target), 1)  # the new one is under way
+    request.execute_sync()
+    check(dist_checkpointing.load(state(0), target), 2)
+    undo = fail_writing_on(0)
+    with pytest.raises(SaveError, match="No space left"):
+        dist_checkpointing.save(state(3), target)
+    undo()
+    check(dist_checkpointing.load(state(0), target), 2)
+    assert not [name for name in names(target) if "pending" in name]
+
+
+def a_config_that_cannot_be_written_is_heard_of_on_every_rank(rank: int, directory: Path) -> None:
+    """Rank 0 alone writes `metadata.json`, while the others wait for it in a barrier of Megatron's."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    from mcore_ckpt.storage.resolve import LocalStorage
+
+    really = LocalStorage.publish
+
+    def publish(self: Any, name: str, *args: Any, **how: Any) -> Any:
+        if name == "metadata.json":
+            raise SaveError("No space left on device (as the test wants it)")
+        return really(self, name, *args, **how)
+
+    LocalStorage.publish = publish  # type: ignore[method-assign]
+    with pytest.raises(SaveError, match=r"(?s)metadata\.json.*rank 0.*No space left"):
+        dist_checkpointing.save(state(1), made(directory / "in line"))
+    queue = AsyncCallsQueue()
+    called: list[str] = []
+    request = dist_checkpointing.save(state(1), made(directory / "beside"), async_sharded_save=True)
+    request.add_finalize_fn(lambda: called.append("tracker"))
+    queue.schedule_async_request(request)
+    with pytest.raises(SaveError, match=r"(?s)metadata\.json.*rank 0.*No space left"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    LocalStorage.publish = really  # type: ignore[method-assign]
+    assert called == []
+    dist_checkpointing.save(state(2), str(directory / "beside"))
+    check(dist_checkpointing.load(state(0), str(directory / "beside")), 2)
+
+
+def foreign_requests_share_the_queue(rank: int, directory: Path) -> None:
+    """Functions of others run, apart from ours; callbacks that Megatron moves to another request still commit."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+
+    target = made(directory / "checkpoint")
+    queue = AsyncCallsQueue(persistent=True)
+    order: list[str] = []
+    save = dist_checkpointing.save(state(1), target, async_sharded_save=True)
+    save.add_finalize_fn(lambda: order.append("save"))
+    # 0.19 flushes logits like this: the save's callbacks run when the flush is done, too.
+    flush = AsyncRequest(
+        async_fn=touch, async_fn_args=(str(directory / f"logits-{rank}"),), finalize_fns=save.finalize_fns.copy()
+    )
+    save.finalize_fns.clear()
+    flush.add_finalize_fn(lambda: order.append("flush"))
+    callbacks_only = AsyncRequest(async_fn=None, async_fn_args=(), finalize_fns=[lambda: order.append("nothing")])
+    for request in (save, flush, callbacks_only):
+        queue.schedule_async_request(request)
+    assert queue.get_num_unfinalized_calls() == 3
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2]
+    queue.close()
+    assert order == ["save", "flush", "nothing"]
+    assert (directory / f"logits-{rank}").read_text() != str(os.getpid())
+    check(dist_checkpointing.load(state(0), target), 1)
+
+
+def stale_companions_do_not_survive(rank: int, directory: Path) -> None:
+    """An older checkpoint's `common.pt` and `integrity.json` are not those of the checkpoint that replaced it."""
+    dist_checkpointing = installed()
+    from mcore_ckpt.megatron._versions import megatron_version
+
+    target = made(directory)
+    dist_checkpointing.save(state(1), target)
+    if rank == 0:
+        torch.save({"common": {"iteration": -1}}, directory / "common.pt")
+        (directory / "integrity.json").write_text("{}")
+    dist.barrier()
+    if megatron_version() >= (0, 19):
+        # What .metadata names belongs to the checkpoint; the file is a remnant.
+        assert dist_checkpointing.load_common_state_dict(target)["common"] == {"iteration": 1}
+    dist_checkpointing.save(state(2), target)
+    assert "integrity.json" not in names(target)
+    assert ("common.pt" in names(target)) == (megatron_version() < (0, 19))
+    assert dist_checkpointing.load_common_state_dict(target)["common"] == {"iteration": 2}
+    check(dist_checkpointing.load(state(0), target), 2)
+
+
+def queues_made_before_install_are_served(rank: int, directory: Path) -> None:
+    """Training code makes its queue when it is imported."""
+    warnings.simplefilter("ignore")
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    old = AsyncCallsQueue()
+    stock = AsyncCallsQueue.schedule_async_request
+    import mcore_ckpt
+
+    dist_checkpointing = installed()
+    from mcore_ckpt.megatron.nvrx import served_queue
+
+    target = made(directory)
+    for fill, queue in ((1, old), (2, AsyncCallsQueue(persistent=True))):
+        request = dist_checkpointing.save(state(fill), target, async_sharded_save=True)
+        index = queue.schedule_async_request(request)
+        assert isinstance(served_queue(queue), mcore_ckpt.AsyncCallsQueue)
+        with pytest.raises(SaveError, match="not finalized"):
+            mcore_ckpt.uninstall()
+        assert queue.maybe_finalize_async_calls(blocking=True) == [index]
+        check(dist_checkpointing.load(state(0), target), fill)
+        queue.close()
+    mcore_ckpt.uninstall()
+    assert AsyncCallsQueue.schedule_async_request is stock
+
+
+def abort_and_restart(rank: int, directory: Path) -> None:
+    """In-process restart: the queue is aborted, the process group goes, another comes, and saving goes on."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    target = made(directory)
+    dist_checkpointing.save(state(1), target)
+    queue = AsyncCallsQueue(persistent=True)
+    queue.schedule_async_request(dist_checkpointing.save(state(2), target, async_sharded_save=True))
+    queue.close(abort=True)
+    if filesystem_async._results_queue is not None:  # as the launch resets it
+        filesystem_async._results_queue._manager.shutdown()
+    store = dist.distributed_c10d._get_default_store()
+    size = dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    again = dist.PrefixStore("restarted", store)
+    dist.init_process_group("gloo", store=again, rank=rank, world_size=size)
+    check(dist_checkpointing.load(state(0), target), 1)
+    queue = AsyncCallsQueue(persistent=True)
+    queue.schedule_async_request(dist_checkpointing.save(state(3), target, async_sharded_save=True))
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    check(dist_checkpointing.load(state(0), target), 3)
+
+
+def wrappers_work_without_cuda(rank: int, directory: Path) -> None:
+    """The fully-parallel wrappers name CUDA devices outright."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing.serialization import (
+        get_default_load_sharded_strategy,
+        get_default_save_sharded_strategy,
+    )
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelLoadStrategyWrapper,
+        FullyParallelSaveStrategyWrapper,
+    )
+
+    assert not torch.cuda.is_available()
+    target = made(directory)
+    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), None, True)
+    for fill in (1, 2):
+        dist_checkpointing.save(state(fill), target, strategy)
+    request = dist_checkpointing.save(state(3), target, strategy, async_sharded_save=True)
+    request.execute_sync()
+    for algorithm in ("broadcast", "gather_rounds", "gather_object"):
+        loading = FullyParallelLoadStrategyWrapper(
+            get_default_load_sharded_strategy(target), None, exchange_algo=algorithm
+        )
+        check(dist_checkpointing.load(state(0), target, loading), 3)
+    written_by = {name.split("_")[2] for name in names(target) if name.startswith("__")}
+    assert written_by == {"0", "1"}, "the replica was not shared out"
+
+
+def what_the_launch_sets_and_reads(rank: int, directory: Path) -> None:
+    """The attributes, arguments and functions that training code of 0.12 to 0.19 uses beside save and load."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing.strategies import async_utils
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+
+    from mcore_ckpt.megatron._versions import megatron_version
+
+    newer = {"cpu_shm_mode": True} if megatron_version() >= (0, 18) else {}
+    strategy = strategies.TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=3, **newer)
+    strategy.use_cached_ckpt_structure = True
+    strategy.cached_global_metadata = None
+    strategy.thread_count = 1
+    strategy.separation_hint = None
+    context = {"save_strategy": strategy}
+    for fill in (1, 2, 3):
+        target = made(directory / f"iter_{fill:07d}")
+        request = dist_checkpointing.save(state(fill), target, context["save_strategy"], async_sharded_save=True)
+        request.execute_sync()
+        assert strategy.validated_cache_reuse == (fill > 1)
+
+    options = {} if megatron_version() < (0, 17) else {"cache_metadata": True}
+    if megatron_version() >= (0, 19):
+        options.update(stream_ckpt_dequant=True, checkpoint_name=target)
+    loading = strategies.TorchDistLoadShardedStrategy(**options)
+    assert loading.stream_ckpt_dequant
+    check(dist_checkpointing.load(state(0), target, loading), 3)
+    assert loading.cached_global_metadata is not None
+    resumed = strategies.TorchDistSaveShardedStrategy("torch_dist", 1)
+    resumed.use_cached_ckpt_structure = True
+    resumed.cached_global_metadata = loading.cached_global_metadata
+    elsewhere = made(directory / "second")
+    dist_checkpointing.save(state(4), elsewhere, resumed)
+    check(dist_checkpointing.load(state(0), elsewhere), 4)
+
+    if megatron_version() < (0, 17):
+        return
+    for third in ("mcore", "nvrx"):  # neither needs nvidia-resiliency-ext
+        third_target = made(directory / third)
+        request = dist_checkpointing.save(state(5), third_target, async_sharded_save=True, async_strategy=third)
+        queue_class = strategies.get_async_strategy(third, "AsyncCallsQueue")[1]
+        # The launch of 0.18 refuses to start where it does not find this name in the signatures.
+        for function in (queue_class.__init__, queue_class.warmup_persistent_caller):
+            assert "cpu_shm_mode" in inspect.signature(function).parameters
+        queue_class.warmup_persistent_caller(rank, cpu_priority=10, io_priority=None)
+        strategies.get_async_strategy(third)[1]["get_write_results_queue"](mp_mode="fork")
+        queue = queue_class(persistent=True)
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
+        queue.close()
+        check(dist_checkpointing.load(state(0), third_target), 5)
+        strategies.get_async_strategy(third, "CachedMetadataFileSystemReader")[1].clear_metadata_cache()
+    async_utils.AsyncCallsQueue.warmup_persistent_caller(rank, mp_mode="spawn")
+
+
+def other_formats_use_the_queue(rank: int, directory: Path) -> None:
+    """`torch_dcp` and `fsdp_dtensor` take their writer and planning from `get_async_strategy`, and our queue."""
+    installed()
+    import torch.distributed.checkpoint as dcp
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+
+    from mcore_ckpt.megatron._versions import megatron_version
+
+    if megatron_version() < (0, 17):
+        return
+    target = made(directory)
+    for third in ("mcore", "nvrx"):
+        modules = strategies.get_async_strategy(third)[1]
+        writer = modules["FileSystemWriterAsync"](target, thread_count=2, use_msc=False)
+        planned = modules["save_state_dict_async_plan"](
+            {"weight": torch.full((5,), 7.0), "step": 3},
+            writer,
+            None,
+            0,
+            planner=dcp.DefaultSavePlanner(),
+            enable_cache=False,
+        )
+        save_fn, preload_fn, save_args = writer.get_save_function_and_args()
+        request = modules["AsyncRequest"](
+            save_fn,
+            save_args,
+            [partial(modules["save_state_dict_async_finalize"], *planned)],
+            async_fn_kwargs={},
+            preload_fn=preload_fn,
+        )
+        queue = modules["AsyncCallsQueue"](persistent=False)
+        queue.schedule_async_request(request)
+        queue.maybe_finalize_async_calls(blocking=True)
+        queue.close()
+        found = {"weight": torch.zeros(5), "step": 0}
+        dcp.load(found, storage_reader=dcp.FileSystemReader(target))
+        assert torch.equal(found["weight"], torch.full((5,), 7.0))
+        assert found["step"] == 3
+
+
+FAILURES = [
+    no_callback_runs_after_a_failure,
+    a_moved_commit_of_a_failed_save_runs_nothing,
+    common_state_is_replaced_with_the_checkpoint,
+    a_config_that_cannot_be_written_is_heard_of_on_every_rank,
+]
+LAUNCHES = [
+    queues_made_before_install_are_served,  # first: it begins without install()
+    foreign_requests_share_the_queue,
+    stale_companions_do_not_survive,
+    wrappers_work_without_cuda,
+    what_the_launch_sets_and_reads,
+    other_formats_use_the_queue,
+    abort_and_restart,  # last: it replaces the process group
+]
+
+
+@pytest.mark.parametrize(
+    ("traps", "writer"), [(FAILURES, "fork"), (LAUNCHES, "persistent")], ids=["failures", "launches"]
+)
+def test_traps(traps: list[Callable[..., Any]], writer: str, tmp_path: Path) -> None:
+    environment = {"MCORE_CKPT_WRITER": writer}
+    for outcomes in run_ranks(run_traps, 2, tmp_path, traps, deadline_s=DEADLINE_S, environment=environment):
+        assert outcomes == dict.fromkeys(outcomes, "")

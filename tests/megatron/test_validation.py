@@ -91,7 +91,7 @@ def test_any_state_is_refused_by_both_or_by_none(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dist, "get_rank", lambda *_: 0)
     logging.getLogger("megatron.core.dist_checkpointing.validation").disabled = True
     verdicts = set()
-    for seed in range(300):
+    for seed in range(200):
         chance = random.Random(seed)
         ranks = _state(chance)
         what = _spoil(ranks, chance)
@@ -232,40 +232,3 @@ def test_nothing_is_gathered_and_a_differing_common_state_is_named(tmp_path: Pat
     assert [warned for _, warned in second[:2]] == [[], [differs]]
     assert [again for again, _ in second[:2]] == [False, True]
     assert first[2] == second[2] == []
-
-
-class _PickledOnly:
-    """Pickles, and does not unpickle."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def __reduce__(self) -> Any:
-        return _not_rebuilt, (self.value,)
-
-
-def _not_rebuilt(_value: int) -> Any:
-    raise ValueError("cannot be rebuilt")
-
-
-def _save_what_is_pickled_only(rank: int, root: Path) -> str:
-    warnings.simplefilter("ignore")
-    import mcore_ckpt
-
-    mcore_ckpt.install()
-    from megatron.core import dist_checkpointing as dc
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    warned: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megatron.core.dist_checkpointing.validation").addHandler(handler)
-    part = ShardedTensor.from_rank_offsets("a", torch.ones(2), (0, rank, 2))
-    dc.save({"a": part, "common": _PickledOnly(rank)}, str(root))
-    return " ".join(warned)
-
-
-def test_a_common_state_that_does_not_unpickle_is_not_compared_and_keeps_no_rank_waiting(tmp_path: Path) -> None:
-    _, warned = run_pretending_ranks(_save_what_is_pickled_only, 2, tmp_path, deadline_s=60)
-    assert "Rank 1 common state dict cannot be compared with that of rank 0" in warned
-    assert (tmp_path / ".metadata").exists()

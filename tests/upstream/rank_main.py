@@ -106,54 +106,6 @@ def without_transformer_engine() -> None:
         core_utils.get_te_version = lambda: Version("0.0.0")
 
 
-def compare_distributions() -> None:
-    """Compare who saves what with what Megatron's own function says: in each fully parallel wrapper around a strategy
-    of ours, and for each state that such a strategy saves without one.
-    """
-    import copy
-
-    import torch.distributed as dist
-    from megatron.core.dist_checkpointing import exchange_utils
-    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from megatron.core.dist_checkpointing.strategies import fully_parallel
-    from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id as shard_id
-
-    from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
-
-    stock = exchange_utils.determine_main_replica_uniform_distribution
-    saves = fully_parallel.FullyParallelSaveStrategyWrapper
-    apply_saving = saves.apply_saving_parallelization
-    begin = TorchDistSaveStrategy._begin
-    wrapped: list[bool] = []
-
-    def is_ours(wrapper: Any) -> bool:
-        return type(wrapper.base_strategy).__module__.startswith("mcore_ckpt.") and dist.get_world_size() > 1
-
-    def saving(self: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-        found = stock(state, self.parallelization_group) if is_ours(self) else None
-        result = apply_saving(self, state, *args, **kwargs)
-        wrapped[:] = [True]
-        if found is not None:
-            place = self.parallelization_group.rank()
-            for shard in nested_values(state):
-                if isinstance(shard, ShardedTensor):
-                    assert shard.replica_id == int(found.main_rank_for_shard.get(shard_id(shard)) != place), shard
-            with open(os.environ["MCORE_CKPT_TESTS_COMPARED"], "a") as file:
-                file.write("save\n")
-        return result
-
-    def beginning(self: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-        if not wrapped:
-            saving(saves(self), dict_list_map_outplace(copy.copy, state))
-            self.is_distributed = False
-        wrapped.clear()
-        return begin(self, state, *args, **kwargs)
-
-    saves.apply_saving_parallelization = saving
-    TorchDistSaveStrategy._begin = beginning  # type: ignore[method-assign]
-
-
 def run_rank(rank: int, options: argparse.Namespace) -> int:
     """What one rank does, in a process of its own."""
     folder: Path = options.folder
@@ -192,8 +144,6 @@ def main() -> int:
         import mcore_ckpt
 
         mcore_ckpt.install()
-        if "MCORE_CKPT_TESTS_COMPARED" in os.environ:
-            compare_distributions()
     for name in ("pytest", *IMPORTED_ONCE):
         with contextlib.suppress(ImportError):  # whether a test can be imported is for the test to say
             importlib.import_module(name)
