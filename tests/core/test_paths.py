@@ -112,10 +112,7 @@ def test_all_else_is_local_as_it_was_given(path: str, tmp_path: Path, monkeypatc
 
 ENTRANCES: dict[str, Callable[[Any], object]] = {
     "writer": mcore_ckpt.FileSystemWriterAsync,
-    "writer told by use_msc": lambda path: mcore_ckpt.FileSystemWriterAsync(path, use_msc=True),
-    "writer, next save": lambda path: mcore_ckpt.FileSystemWriterAsync("run").reset(path),
     "reader": mcore_ckpt.FileSystemReader,
-    "reader, next load": lambda path: mcore_ckpt.FileSystemReader("run").reset(path),
     "open_checkpoint": mcore_ckpt.open_checkpoint,
     "optimizer": lambda path: mcore_ckpt.load_sharded_optimizer_state({}, path),
 }
@@ -140,9 +137,7 @@ def test_strategies_refuse_an_unknown_store(tmp_path: Path, monkeypatch: pytest.
     for form in (str, Path):
         for use in (
             lambda path: save.save({}, path),
-            lambda path: save.async_save({}, path),
             lambda path: load.load({}, path),
-            load.load_tensors_metadata,
             load.load_sharded_metadata,
             lambda path: load.remove_sharded_tensors(path, "w"),
         ):

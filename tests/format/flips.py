@@ -110,7 +110,6 @@ class Tally:
 
     @classmethod
     def of_all(cls, tallies: Iterable[Tally]) -> Tally:
-        """Several together."""
         whole = cls()
         for tally in tallies:
             whole.counts += tally.counts
@@ -194,16 +193,8 @@ def make_subjects(scratch: Path) -> list[Subject]:
             continue
         kind = f"{who} megatron {version}"
         for when, seed in (("before", 1), ("now", 2)):
-            command = [
-                python,
-                "-W",
-                "ignore",
-                "-m",
-                "tests.format.megatron_save",
-                who,
-                str(scratch / kind / when),
-                str(seed),
-            ]
+            command = [python, "-W", "ignore", "-m", "tests.format.megatron_save", who]
+            command += [str(scratch / kind / when), str(seed)]
             subprocess.run(command, check=True, capture_output=True, timeout=300)
         found.append(Subject(kind, scratch / kind / "now", scratch / kind / "before"))
     return found
@@ -358,9 +349,9 @@ def _files(directory: Path) -> list[Path]:
 class Trials:
     """Damages copies of one checkpoint, one after the other."""
 
-    def __init__(self, subject: Subject, scratch: Path, tally: Tally) -> None:
+    def __init__(self, subject: Subject, scratch: Path) -> None:
         self._subject = subject
-        self._tally = tally
+        self.tally = Tally()
         self._directory = scratch / f"{subject.kind}, damaged by {os.getpid()}"
         shutil.rmtree(self._directory, ignore_errors=True)
         shutil.copytree(subject.directory, self._directory)
@@ -376,7 +367,7 @@ class Trials:
         finally:
             for name in changed:
                 self._put(name, self._contents[name])
-        self._tally.add(self._subject, kind, outcome, what)
+        self.tally.add(self._subject, kind, outcome, what)
 
     def _put(self, name: str, content: bytes) -> None:
         """Over what is there: a file that is truncated first is flushed by some file systems when it is closed."""
@@ -475,29 +466,23 @@ def run(
 
 
 def _swaps(subject: Subject, scratch: Path) -> Tally:
-    """Files of one checkpoint under another's name, and of the save before."""
-    tally = Tally()
-    trials = Trials(subject, scratch, tally)
+    trials = Trials(subject, scratch)
     trials.swap()
     trials.stale()
-    return tally
+    return trials.tally
 
 
 def _cuts(subject: Subject, scratch: Path) -> Tally:
-    """Files of one checkpoint, cut at every boundary."""
-    tally = Tally()
-    Trials(subject, scratch, tally).cut()
-    return tally
+    trials = Trials(subject, scratch)
+    trials.cut()
+    return trials.tally
 
 
 def _flips(subject: Subject, scratch: Path, flips: int, seed: str) -> Tally:
-    """So many flipped bits of one checkpoint."""
-    tally = Tally()
-    trials = Trials(subject, scratch, tally)
-    rng = random.Random(seed)
+    trials, rng = Trials(subject, scratch), random.Random(seed)
     for _ in range(flips):
         trials.flip(rng)
-    return tally
+    return trials.tally
 
 
 def write_page(page: Path, tally: Tally, seed: int) -> None:

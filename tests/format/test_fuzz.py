@@ -13,11 +13,13 @@ import os
 import random
 import shutil
 import time
+import zipfile
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,24 +50,16 @@ pytestmark = [
 
 
 def _pickle_of(container: bytes) -> bytes:
-    import zipfile
-
     with zipfile.ZipFile(io.BytesIO(container)) as archive:
         return archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
 
 
-def _objects() -> list[bytes]:
-    import numpy as np
-
-    state = np.random.RandomState(1).get_state()
-    return [
-        saved([{"a": [1, 2.5, None], "b": (b"bytes", "text"), (1, 2): {3}}]),
-        saved([state, random.Random(1).getstate()[1][:5], torch.arange(4.0), torch.nn.Parameter(torch.ones(2))]),
-        saved(Namespace(dtype=torch.bfloat16, size=torch.Size([1, 2]), array=np.arange(3.0), scalar=np.int64(4))),
-    ]
-
-
-OBJECTS = _objects()
+STATES = [np.random.RandomState(1).get_state(), random.Random(1).getstate()[1][:5]]
+OBJECTS = [
+    saved([{"a": [1, 2.5, None], "b": (b"bytes", "text"), (1, 2): {3}}]),
+    saved([*STATES, torch.arange(4.0), torch.nn.Parameter(torch.ones(2))]),
+    saved(Namespace(dtype=torch.bfloat16, size=torch.Size([1, 2]), array=np.arange(3.0), scalar=np.int64(4))),
+]
 
 
 def _try_object(content: bytes, _: Path) -> None:
@@ -143,17 +137,7 @@ TARGETS: dict[str, Callable[[bytes, Path], None]] = {
     "safetensors": _try_safetensors,
     "journal": _try_journal,
 }
-_NUMBERS = (
-    b"\0",
-    b"\xff",
-    b"\x7f",
-    b"\x80",
-    b"\xff\xff\xff\xff",
-    b"\0\0\0\x80",
-    b"\xff\xff\xff\x7f",
-    b"\x94",
-    b"9" * 30,
-)
+_NUMBERS = (b"\0", b"\xff", b"\x7f", b"\x80", b"\xff" * 4, b"\0\0\0\x80", b"\xff\xff\xff\x7f", b"\x94", b"9" * 30)
 _OPCODES = (
     b"(.012FIJKLMNPQRSTUVXabcde]gh}ijlopqrstu)\x80\x81\x82\x85\x86\x87\x88\x89\x8a\x8b\x8c\x8f\x90\x91\x92\x93\x94\x95"
 )

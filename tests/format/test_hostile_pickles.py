@@ -6,7 +6,6 @@ Each of these crashed the process, filled the memory, hung, or changed what all 
 from __future__ import annotations
 
 import io
-import pickle
 import signal
 import struct
 import zipfile
@@ -79,13 +78,10 @@ OBJECTS = {
     "state of a dtype": name("numpy.dtype") + text("f8") + b"\x89\x88\x87Rq\x00" + b"(K\x03" + text("<") + text("f8")
     + b"\x89\x88\x87NNKAKAK\x00tb.",
     "state of an enum": name("signal.Signals") + b"K\x0f\x85R}" + text("_value_") + b"K\x09sb.",
-    "state of a class": name("argparse.Namespace") + b"}" + text("harm") + b"K\x09sb.",
     "no member of an enum": name("signal.Signals") + b"K\xff\x85R.",
     "size of many axes": name("torch.Size") + b"(" + b"K\x01" * 400 + b"t\x85R.",
     "size beyond 2**63": name("torch.Size") + b"\x8a\x09" + (2**64).to_bytes(9, "little") + b"\x85\x85R.",
-    "negative size": name("torch.Size") + number(-1) + b"\x85\x85R.",
     "int of many digits": b"\x8b" + struct.pack("<i", 100_000) + b"\x7f" * 100_000 + b".",
-    "number in the memo": b"Nr\xff\xff\xff\x7fh\x00.",
     "call of a method": name("builtins.getattr") + text("a") + text("upper") + b"\x86R.",
     "extension": b"\x82\x01.",
     "tensor outside its storage": name("torch._utils._rebuild_tensor_v2") + b"((" + text("storage")
@@ -127,18 +123,6 @@ class TestObjects:
             load_object(container(pickled))
         with pytest.raises(UnsafePickleError, match="a key of a dict or set with tuples more than 2 deep"):
             read_plain(container(pickled), "object")
-
-
-class TestBounds:
-    def test_values_that_hold_themselves_are_loaded(self) -> None:
-        circles: list[Any] = []
-        for _ in range(600):
-            circles.append([circles])
-            circles[-1][0] = circles[-1]
-        circles.append({"again": circles[-1]})
-        again = load_object(container(pickle.dumps(circles, 2)))
-        assert len(again) == 601
-        assert again[-1]["again"][0] is again[-2]
 
 
 class TestVouched:

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, UnsafePickleError
-from mcore_ckpt.format import metadata_read as metadata_module
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.index_pickle import PropertiesState
 from mcore_ckpt.format.metadata_read import file_name_problem, parse_index, read_index
@@ -81,12 +80,6 @@ class TestDamaged:
     def test_something_else(self, content: bytes) -> None:
         refused(content)
 
-    def test_larger_than_any_index(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(metadata_module, "MAX_METADATA_BYTES", 1000)
-        (tmp_path / ".metadata").write_bytes(SMALL)
-        with pytest.raises(CorruptCheckpointError, match="expected at most 1000 bytes"):
-            read_index(tmp_path)
-
 
 def assert_well_formed(index: CheckpointIndex) -> None:
     for fqn, entry in index.tensors.items():
@@ -114,23 +107,12 @@ class Calls:
 
 
 class TestEvil:
-    @pytest.mark.parametrize(
-        ("function", "named"),
-        [
-            (os.system, "posix.system"),
-            (eval, "builtins.eval"),
-            (torch.load, "torch.serialization.load"),
-            (subprocess.Popen, "subprocess.Popen"),
-        ],
-    )
+    @pytest.mark.parametrize("function", [os.system, eval, torch.load, subprocess.Popen])
     @pytest.mark.parametrize("protocol", [0, 2, 4])
-    def test_calls_are_refused_by_name(self, function: Callable[..., Any], named: str, protocol: int) -> None:
-        module, name = named.rsplit(".", 1)
-        content = pickle.dumps(Calls(function, "touch /tmp/harm"), protocol)
-        error = refused(content)
+    def test_calls_are_refused_by_name(self, function: Callable[..., Any], protocol: int) -> None:
+        error = refused(pickle.dumps(Calls(function, "touch /tmp/harm"), protocol))
         assert isinstance(error, UnsafePickleError)
-        assert name in str(error) or protocol == 0
-        assert module.split(".")[0].strip("_") in str(error) or protocol < 3  # Python 2's names at protocol 0 and 2
+        assert function.__name__ in str(error) or protocol == 0
 
     def test_a_call_inside_a_true_index(self) -> None:
         metadata = Metadata({}, planner_data=Calls(os.system, "touch /tmp/harm"), storage_data={})
@@ -162,9 +144,7 @@ class TestBombs:
             b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b"x.",  # bytes
             b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b"x.",  # bytearray
             b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b"x.",  # str
-            b"\x80\x04\x8b" + struct.pack("<i", 2**31 - 1) + b"x.",  # int
             b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"N.",  # frame
-            b"\x80\x04X" + struct.pack("<I", 2**32 - 1) + b"x.",  # str
         ],
     )
     def test_huge_lengths(self, content: bytes) -> None:

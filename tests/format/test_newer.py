@@ -145,22 +145,12 @@ def test_what_is_not_understood_is_not_called_damaged(
     assert [listed.checkpoint.whole for listed in report.checkpoints] == [True, False]
     assert report.checkpoints[1].checkpoint.problems == ()
     assert said in (report.checkpoints[1].checkpoint.newer or "")
-    assert main(["list", str(run)]) == 2
-    shown = capsys.readouterr().out
-    assert "WRITTEN BY SOMETHING NEWER" in shown
-    assert "INCOMPLETE" not in shown
-    assert "cannot read" in (report.tracker_problem or "")
     (run / "latest_checkpointed_iteration.txt").write_text("1")
     assert all(decision.keep for decision in prune_run(run, keep_last=1).decisions)
 
 
 @pytest.mark.parametrize(
-    ("known", "damaged"),
-    [
-        (b"TensorProperties", b"TensorPropertias"),
-        (b"\x8c\x07float32", b"\x8c\x07gloat32"),
-        (b"checkpoint.metadata", b"checkpoint.letadata"),
-    ],
+    ("known", "damaged"), [(b"TensorProperties", b"TensorPropertias"), (b"\x07float32", b"\x07gloat32")]
 )
 def test_a_flipped_bit_in_a_name_is_damage(known: bytes, damaged: bytes) -> None:
     with pytest.raises(CorruptCheckpointError):

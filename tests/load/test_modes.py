@@ -71,11 +71,11 @@ def _save_and_load(rank: int, directory: Path) -> None:
             "common": {"iteration": fill, "seed": torch.full((2,), fill)},
         }
 
-    for number, (name, mode) in enumerate(MODES.items()):
+    for number, name in enumerate(("default device", "fake tensors")):
         saved, asked = described(2.0), described(0.0)
         path = made(directory / str(number))
         queue = AsyncCallsQueue()
-        with mode():
+        with MODES[name]():
             request = dist_checkpointing.save(saved, path, async_sharded_save=True)
             queue.schedule_async_request(request)
             queue.maybe_finalize_async_calls(blocking=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import ChecksumError, FileSystemReader, FileSystemWriterAsync, LoadOptions, SaveOptions
-from mcore_ckpt.directory.retention import prune_run
 from mcore_ckpt.load.requests import ReadRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -81,31 +78,3 @@ def test_where_both_are_damaged_the_error_names_both(tiers: tuple[Path, Path], h
         of_tiers(near, far, home).read_items([ReadRequest("weight", torch.zeros(3000), (0,), (3000,))])
     assert str(error.value).startswith(f"{near / NAME}: ")
     assert f"; and {far / NAME}: " in str(error.value)
-
-
-@pytest.mark.parametrize("home", ["near", "far"])
-def test_neither_tier_is_pruned_under_a_load_that_reads_there(tiers: tuple[Path, Path], home: str) -> None:
-    near, far = tiers
-    lost, other = next((near / NAME).glob("*.distcp")), far if home == "near" else near
-    if home == "near":
-        lost.unlink()
-    long_ago_s = time.time() - 7200
-    for file in sorted(path for run in tiers for path in run.rglob("*") if path.is_file()):
-        os.utime(file, (long_ago_s, long_ago_s + int(file.parent.name[-1])))
-    for run in tiers:
-        for directory in run.iterdir():
-            os.utime(directory / ".metadata")
-    reader = of_tiers(near, far, home)
-    read_data, reasons = reader.read_data, []
-
-    def after_a_prune(*args: Any) -> Any:
-        report = prune_run(other, keep_last=1, remove=True)
-        reasons.append({each.checkpoint.name: each.reason for each in report.decisions})
-        return read_data(*args)
-
-    reader.read_data = after_a_prune  # type: ignore[method-assign]
-    assert loaded(reader) == [1.0, 1.0]
-    assert reasons[0][NAME] == "a load is reading it"
-    assert reasons[0]["iter_0000002"] == "removed"
-    report = prune_run(other, keep_last=1, remove=True)
-    assert {each.checkpoint.name: each.reason for each in report.decisions}[NAME] == "removed"
