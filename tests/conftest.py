@@ -185,7 +185,7 @@ QUICK = (
     "state",
     "storage/test_local.py storage/test_store_urls.py",
     "test_architecture.py test_project_files.py test_public_names.py test_reliability_page.py",
-    "tools/test_checkpoint.py tools/test_inspect.py tools/test_regrid.py",
+    "tools/test_checkpoint.py tools/test_inspect.py",
 )
 _QUICK = tuple(name if name.endswith(".py") else f"{name}/" for line in QUICK for name in line.split())
 

@@ -18,8 +18,6 @@ from pathlib import Path
 
 import pytest
 
-import mcore_ckpt
-from mcore_ckpt import launch
 from mcore_ckpt.commands.cli import main, make_parser
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import parse_size
@@ -40,10 +38,6 @@ COMMANDS = [
     "doctor",
 ]
 ROOT = Path(__file__).resolve().parents[2]
-LONG = (
-    "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 3 --target-expert-parallel-size 4 "
-    "--target-expert-tensor-parallel-size 2"
-)
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -104,34 +98,19 @@ def test_every_command_is_listed_and_explains_itself(capsys: pytest.CaptureFixtu
             assert parsed(*shlex.split(example)[1:]).command == command
 
 
-@pytest.mark.parametrize(
-    ("long", "short"),
-    [
-        ("prune r --keep-last 1 --yes", "prune r --keep-last 1 -y"),
-        ("reshard a b --tp 2 --pp 3 --ep 4 --etp 2 --workers 5 --dry-run", f"reshard a b {LONG} -j 5 -n"),
-    ],
-)
-def test_a_short_and_a_long_name_are_one_option(long: str, short: str) -> None:
-    assert parsed(*long.split()) == parsed(*short.split())
+def test_a_short_and_a_long_name_are_one_option() -> None:
+    long = parsed(*"reshard a b --target-tensor-parallel-size 2 --pp 3 --workers 5 --dry-run".split())
+    assert long == parsed(*"reshard a b --tp 2 --pp 3 -j 5 -n".split())
 
 
 @pytest.mark.parametrize(
-    ("given", "size_bytes"),
-    [
-        ("5G", 5 * 1000**3),
-        ("5GB", 5 * 1000**3),
-        ("5GiB", 5 * 1024**3),
-        ("5gi", 5 * 1024**3),
-        ("1.5M", 1_500_000),
-        ("123", 123),
-        (" 7 KiB ", 7168),
-    ],
+    ("given", "size_bytes"), [("5G", 5 * 1000**3), ("5GiB", 5 * 1024**3), ("1.5M", 1_500_000), (" 7 KiB ", 7168)]
 )
 def test_sizes_mean_what_they_say(given: str, size_bytes: int) -> None:
     assert parse_size(given) == size_bytes
 
 
-@pytest.mark.parametrize("given", ["", "i", "5i", "G", "-1G", "five", "5X", "nan", "inf"])
+@pytest.mark.parametrize("given", ["5i", "-1G", "nan"])
 def test_a_size_that_is_none_is_refused(given: str) -> None:
     with pytest.raises(OptionError, match="expected a number such as 512M"):
         parse_size(given)
@@ -141,11 +120,9 @@ def test_a_size_that_is_none_is_refused(given: str) -> None:
     ("words", "meant"),
     [
         (["verfy", "run"], "verify"),
-        (["verify", "run", "--chek-optimizer"], "--check-optimizer"),
         (["diff", "a", "b", "--rtoll=3"], "--rtol"),
-        (["export", "a", "b", "--to", "hff"], "hf"),
         (["xyzzy"], None),
-        (["verify", "run", "--repair-frm=x"], None),  # a name of old, which is shown nowhere
+        # a name of old, which is shown nowhere
     ],
 )
 def test_a_misspelled_word_is_told_what_it_is_like(
@@ -176,34 +153,11 @@ def test_launch_explains_itself(tmp_path: Path) -> None:
     code, shown, complaints = run("--help")
     assert (code, complaints) == (0, "")
     assert "usage: python -m mcore_ckpt.launch SCRIPT" in shown
-    assert "docs/usage.md" in shown
-    assert "the newest older one that is complete is loaded instead" in shown
-    assert run("--version") == (0, f"mcore_ckpt {mcore_ckpt.__version__}\n", "")
     code, shown, complaints = run()
     assert (code, shown) == (2, "")
     assert "usage: python -m mcore_ckpt.launch SCRIPT" in complaints
     (tmp_path / "job.py").write_text("")
     assert "saves are synchronous" in run(str(tmp_path / "job.py"), "--save", "run")[2]
-
-
-_BOTH = ["--async-save", "--use-persistent-ckpt-worker"]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--save", "run"], "add --async-save --use-persistent-ckpt-worker"),
-        (["--save=run", "--async-save"], "for asynchronous ones add --use-persistent-ckpt-worker"),
-        (["--save", "run", "--ckpt-format", "torch", *_BOTH], "--ckpt-format torch: Megatron-LM saves by its own code"),
-        (["--save", "run", "--ckpt-format=torch_dist", *_BOTH], ""),
-        (["--load", "run"], ""),
-    ],
-    ids=["both missing", "one missing", "another format", "nothing missing", "no saves"],
-)
-def test_a_launch_says_how_its_job_saves_and_what_to_add(words: list[str], said: str) -> None:
-    found = launch._how_it_saves(words)
-    assert said in found
-    assert bool(found) == bool(said)
 
 
 def test_a_shell_completes_commands_and_options(tmp_path: Path) -> None:
@@ -222,9 +176,7 @@ def test_a_shell_completes_commands_and_options(tmp_path: Path) -> None:
     assert "hf" in completed("mcore-ckpt", "export", "--to", "")
 
 
-@pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["inspect"], ["reshard", "a"], ["inspect", "x", "--files", "--args"]], ids=" ".join
-)
+@pytest.mark.parametrize("arguments", [["nonsense"], ["inspect", "x", "--files", "--args"]], ids=" ".join)
 def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
@@ -257,7 +209,7 @@ def on_terminal(columns: int, *words: str) -> list[str]:
     return shown.decode().replace("\r\n", "\n").splitlines()
 
 
-@pytest.mark.parametrize(("columns", "view"), [(50, ["--tensors"]), (50, ["--items"]), (80, []), (80, ["--files"])])
+@pytest.mark.parametrize(("columns", "view"), [(50, ["--tensors"]), (80, [])])
 def test_what_is_shown_fits_the_terminal(checkpoint: Path, view: list[str], columns: int) -> None:
     lines = on_terminal(columns, "inspect", str(checkpoint), *view)
     assert len(lines) > 5
@@ -337,14 +289,12 @@ def test_json_is_one_document(checkpoint: Path, tmp_path: Path, capsys: pytest.C
         assert captured.err == ""
 
 
-@pytest.mark.parametrize(("command", "reader", "code"), [("inspect", "head -n 1", 0), ("verify", "true", 1)])
-def test_a_reader_that_goes_away_changes_nothing(tmp_path: Path, command: str, reader: str, code: int) -> None:
+def test_a_reader_that_goes_away_changes_nothing(tmp_path: Path) -> None:
     write_model(tmp_path / "c")
     (tmp_path / "c" / "__0_0.distcp").unlink()  # which verify says by its exit code
-    options = "--items" if command == "inspect" else ""
-    line = f"{sys.executable} -m mcore_ckpt {command} {tmp_path / 'c'} {options} | {reader}; echo ${{PIPESTATUS[0]}}"
+    line = f"{sys.executable} -m mcore_ckpt verify {tmp_path / 'c'} | true; echo ${{PIPESTATUS[0]}}"
     ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert (ended.stderr, ended.stdout.splitlines()[-1]) == ("", str(code))
+    assert (ended.stderr, ended.stdout) == ("", "1\n")
 
 
 def test_scripts_reshard_is_the_command(checkpoint: Path, tmp_path: Path) -> None:

@@ -122,15 +122,6 @@ def test_a_listing_that_lags_behind_does_not_make_it_missing(a: Path, monkeypatc
     assert (a.with_name("target") / COMMON_FILE).exists()
 
 
-def test_a_listing_that_lags_behind_keeps_no_sums_of_the_save_before(a: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sums, method = a / "integrity.json", LocalStorage.list
-    sums.write_text("{}")
-    monkeypatch.setattr(LocalStorage, "list", lambda storage: [name for name in method(storage) if name != sums.name])
-    save(a, 3)
-    assert load_common(a) == common(3)
-    assert not sums.exists()
-
-
 def test_what_was_changed_on_purpose_is_accepted(a: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change_with_torch(a, a)
     assert main(["verify", str(a)]) == 1
@@ -152,7 +143,7 @@ def test_a_listing_tells_another_length(a: Path) -> None:
     assert COMMON_FILE in problem
 
 
-@pytest.mark.parametrize("change", [take_of_another_save, lambda a, b: (a / COMMON_FILE).unlink()])
+@pytest.mark.parametrize("change", [take_of_another_save])
 def test_it_comes_back_from_a_copy_of_the_same_save(
     a: Path, saves: tuple[Path, Path], change: Callable[[Path, Path], None]
 ) -> None:

@@ -252,14 +252,6 @@ def test_no_error_at_any_moment_harms_a_save(
     check_errors_of_saves(rank_sets(world), mount, readers, way, code, pytestconfig, exists=exists, step=step)
 
 
-ODDITIES = {
-    "short writes": Misbehaviour(short_writes=True),
-    "no O_DIRECT": Misbehaviour(no_direct=True),
-    "listings of an hour ago": Misbehaviour(lag_s=3600.0),
-    "listings of a moment ago": Misbehaviour(lag_s=0.3),
-}
-
-
 # --- kills and losses of power ----------------------------------------------------------------------------------------
 
 
@@ -484,32 +476,6 @@ def test_no_error_at_any_moment_harms_a_tool(
     pytestconfig: pytest.Config,
 ) -> None:
     check_errors_of_tool(name, rank_sets(2), mount, readers, code, pytestconfig, step=step)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", TOOLS)
-def test_what_the_file_system_cannot_do_tools_do_without(
-    name: str, mount: FuseMount, readers: Readers, rank_sets: Callable[[int], StandingRanks]
-) -> None:
-    tool, source, ranks = TOOLS[name], mount.path / "source", rank_sets(2)
-    source.mkdir()
-    save_well(ranks, 2, source, "in_line")
-    for oddity, behaviour in ODDITIES.items():
-        directory = mount.path / oddity.replace(" ", "-") / "c"
-        directory.parent.mkdir()
-        tool.before(source, directory)
-        mount.behave(behaviour)
-        outcome = use(ranks, name, source, directory)
-        mount.behave(Misbehaviour())
-        what = f"{oddity}: {outcome.error_text}"
-        found = look_at_target(tool, readers, directory, what)
-        if behaviour.lag_s and not outcome.ok:  # what it lists is not there yet, and it says so
-            assert found in (None, 2), what
-            if found == 2:
-                continue
-            assert use(ranks, name, source, directory).ok, what
-            found = look_at_target(tool, readers, directory, what)
-        assert found == 2, what
 
 
 @pytest.mark.long

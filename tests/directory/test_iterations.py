@@ -12,7 +12,7 @@ import torch
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.directory.commit import note_name
-from mcore_ckpt.directory.in_force import iteration_of, tracked_name
+from mcore_ckpt.directory.in_force import tracked_name
 from mcore_ckpt.directory.iterations import RunCheckpoint, iteration_directories, look_at
 from mcore_ckpt.format.metadata_read import TRACKER_FILE, encode_config
 from tests.support.model_like import write_model
@@ -54,15 +54,11 @@ def test_checkpoints_by_iteration_and_what_the_tracker_names(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda path: (path / ".metadata").unlink(), "no .metadata|holds no|\\.metadata"),
         (lambda path: (path / ".metadata").write_bytes(b"\x80\x04K\x01."), "metadata"),
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp: the index names this file"),
         (lambda path: os.truncate(path / "__0_0.distcp", 100), "__0_0.distcp: ends at byte 100"),
-        (lambda path: (path / "common.pt").unlink(), "common.pt: missing"),
-        (lambda path: (path / "metadata.json").write_text("{"), "metadata.json"),
-        (lambda path: (path / "metadata.json").unlink(), "metadata.json: missing: Megatron-Core takes the directory"),
     ],
-    ids=["no index", "index", "no file", "cut file", "no common state", "config", "no config"],
+    ids=["index", "no file", "cut file"],
 )
 def test_what_is_not_whole(tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
     write_iteration(tmp_path, "iter_0000001")
@@ -88,7 +84,7 @@ def test_a_directory_that_a_save_has_marked(tmp_path: Path) -> None:
     assert found.whole
 
 
-@pytest.mark.parametrize("text", ["", "iter_0000001", "-3", "1e3", "9" * 60, "\u0663", "../x"])
+@pytest.mark.parametrize("text", ["", "iter_0000001", "../x"])
 def test_a_tracker_that_names_nothing(tmp_path: Path, text: str) -> None:
     write_iteration(tmp_path, "iter_0000003")
     (tmp_path / TRACKER_FILE).write_text(text)
@@ -102,10 +98,3 @@ def test_no_such_run(tmp_path: Path) -> None:
         checkpoints_of_run(tmp_path / "gone")
     assert checkpoints_of_run(tmp_path) == []
     assert tracked_name(tmp_path) is None
-
-
-def test_names_of_iterations() -> None:
-    assert iteration_of("iter_0000001") == 1
-    assert iteration_of("iter_1234567890") == 1234567890
-    for name in ("iter_1", "iter_00000001", "iter_000001\u0661", "iter_0000001 ", "iter_", "release"):
-        assert iteration_of(name) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from array import array
@@ -17,7 +16,6 @@ from mcore_ckpt.directory.publish import (
     Target,
     check_files,
     discard,
-    give_back,
     open_target,
     publish,
     reserve,
@@ -98,14 +96,6 @@ def begin_and_be_killed(path: Path, common: bytes | None = None) -> str:
     return told
 
 
-def test_a_save_replaces_the_one_before_under_new_names(tmp_path: Path) -> None:
-    first = save(tmp_path, b"one")
-    second = save(tmp_path, b"two")
-    assert first != second
-    assert names(tmp_path) == {second, METADATA_FILE, COMMON_FILE}
-    assert (tmp_path / COMMON_FILE).read_bytes() == b"two"
-
-
 @pytest.mark.parametrize("reserved", [False, True])
 def test_on_existing_error_touches_nothing(reserved: bool, tmp_path: Path) -> None:
     save(tmp_path)
@@ -145,9 +135,6 @@ def test_what_a_killed_save_left_is_removed_by_the_next_and_nothing_else(tmp_pat
     assert (tmp_path / COMMON_FILE).read_bytes() == b"three"
 
 
-OTHER_SAVE = "0123456789abcdef"
-
-
 @pytest.mark.parametrize("old", ["of this format", "of stock"])
 def test_a_replaced_checkpoint_goes_when_the_new_one_is_there_and_not_before(old: str, tmp_path: Path) -> None:
     first = save_as_stock(tmp_path) if old == "of stock" else save(tmp_path)
@@ -160,61 +147,6 @@ def test_a_replaced_checkpoint_goes_when_the_new_one_is_there_and_not_before(old
     assert read_index(tmp_path).tensors.keys() == {first}
     last = save(tmp_path)
     assert names(tmp_path) == {last, METADATA_FILE, COMMON_FILE, "__5_5.distcp"}
-
-
-def test_an_error_that_keeps_old_files_there_leaves_them_to_the_next_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = save(tmp_path)
-
-    def fails(_: LocalStorage, name: str, missing_ok: bool = True) -> None:
-        raise SaveError("for a test")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalStorage, "delete", fails)
-        first = save(tmp_path)
-    assert {old, first, METADATA_FILE} <= names(tmp_path)
-    assert read_index(tmp_path).tensors.keys() == {first}
-    last = save(tmp_path)
-    assert names(tmp_path) == {last, METADATA_FILE, COMMON_FILE}
-
-
-def test_an_error_of_a_moment_does_not_leave_stock_a_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, b"one")
-    move, errors = LocalStorage.move, [SaveError("for a test")]
-
-    def fails_once(storage: LocalStorage, source: str, name: str) -> None:
-        if name == COMMON_FILE and errors:
-            raise errors.pop()
-        move(storage, source, name)
-
-    monkeypatch.setattr(LocalStorage, "move", fails_once)
-    save(tmp_path, b"two")
-    assert (tmp_path / COMMON_FILE).read_bytes() == b"two"
-    assert not errors
-
-
-def test_a_crash_right_after_the_publish_is_read_right_and_mended(tmp_path: Path) -> None:
-    save(tmp_path, b"one")
-    storage = LocalStorage(tmp_path)
-    name = begin_and_be_killed(tmp_path, b"two")
-    (tmp_path / name).write_bytes(b"data")
-    storage.publish(METADATA_FILE, metadata(name))  # and killed before anything is tidied up
-    in_force = common_file_in_force(names(tmp_path), read_index(tmp_path))
-    assert in_force is not None
-    assert (tmp_path / in_force).read_bytes() == b"two"
-    open_target(storage, OPTIONS)
-    assert (tmp_path / COMMON_FILE).read_bytes() == b"two"
-    assert name in names(tmp_path)
-
-
-def test_a_stale_common_file_and_a_stale_manifest_go_with_the_old_checkpoint(tmp_path: Path) -> None:
-    save(tmp_path, b"old version's")
-    (tmp_path / "integrity.json").write_text(json.dumps({}))
-    storage, target, name = begin(tmp_path)
-    publish(storage, target, metadata(name, objects=("common_state/shard_0_1",)), has_common_state=True)
-    assert names(tmp_path) == {name, METADATA_FILE}
-    assert common_file_in_force(names(tmp_path), read_index(tmp_path)) is None
 
 
 @pytest.mark.parametrize("replaces", [False, True])
@@ -239,21 +171,6 @@ def test_the_common_state_of_a_killed_save_is_not_that_of_a_checkpoint_that_stoc
     assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == COMMON_FILE
     save(tmp_path, b"three")
     assert not [name for name in names(tmp_path) if "pending" in name]
-
-
-def test_a_pending_common_state_is_found_by_the_id_in_the_manifest(tmp_path: Path) -> None:
-    storage, save_id = LocalStorage(tmp_path), bytes(range(16))
-    name = "__0_17.distcp"  # resharded: the manifest alone says of which save it is
-    (tmp_path / name).write_bytes(b"data")
-    storage.publish(METADATA_FILE, sealed(name, save_id))
-    (tmp_path / COMMON_FILE).write_bytes(b"one")
-    pending = f"{COMMON_FILE}.{save_id[:8].hex()}.pending"
-    (tmp_path / pending).write_bytes(b"two")
-    assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == pending
-    reserve(storage)
-    give_back(storage)
-    assert (tmp_path / COMMON_FILE).read_bytes() == b"two"
-    assert names(tmp_path) == {name, METADATA_FILE, COMMON_FILE}
 
 
 def test_what_a_foreign_strategy_saves_beside_a_common_state_is_settled(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_a_configuration_of_nemo_that_cannot_be_is_refused(nemo: Path, tmp_path:
     path = tmp_path / "n" / "context" / "model.yaml"
     for config, error, message in (
         ({**NEMO_CONFIG, "activation_func": "torch.relu"}, OptionError, r"model\.yaml: activation 'torch\.relu'"),
-        ({**NEMO_CONFIG, "old_context_len": 4096}, OptionError, "old_context_len=4096: expected 8192"),
+        ({**NEMO_CONFIG, "window_size": {"_target_": "some.window"}}, OptionError, r"window_size='<some\.window>'"),
         ({}, CorruptCheckpointError, "says how many layers"),
     ):
         path.write_text(yaml.safe_dump({"config": config}))
@@ -210,9 +210,6 @@ def test_a_configuration_of_nemo_that_cannot_be_is_refused(nemo: Path, tmp_path:
     assert "torch.relu" in report.notes[0]
     path.write_text("a: !!python/object/apply:os.system ['touch /nowhere']\n[")
     with pytest.raises(CorruptCheckpointError, match="is no YAML"):
-        export_checkpoint(tmp_path / "n", tmp_path / "e", to="hf")
-    path.unlink()
-    with pytest.raises(OptionError, match="stores no arguments of Megatron"):
         export_checkpoint(tmp_path / "n", tmp_path / "e", to="hf")
 
 
@@ -288,8 +285,6 @@ def test_a_universal_checkpoint_that_is_damaged_is_refused(tmp_path: Path) -> No
     content[payload] ^= 1
     file.write_bytes(content)
     refused(ChecksumError, r"model\.norm\.weight")
-    shutil.rmtree(file.parent)
-    refused(OptionError, r"not stored, the first model\.norm\.weight")
     shutil.rmtree(source / "zero")
     (source / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")
     refused(OptionError, "make a universal one of it")
@@ -380,10 +375,6 @@ def test_experts_of_megatron_fsdp_are_stacked(tmp_path: Path, grouped: bool) -> 
     stored = read_all(tmp_path / "c")["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
     gate, up = (given[f"decoder.layers.1.{experts[6 + half]}"] for half in (0, 1))
     assert torch.equal(stored[1, 2], torch.cat([gate, up]))
-    del given[f"decoder.layers.1.{experts[6]}"]
-    dcp.save({"model": {f"module.{key}": tensor for key, tensor in given.items()}}, checkpoint_id=tmp_path / "g")
-    with pytest.raises(CorruptCheckpointError, match=r"linear_fc1\.weight"):
-        import_checkpoint(tmp_path / "g", tmp_path / "x", kind="dcp")
 
 
 @pytest.mark.parametrize("pipeline", [False, True])
@@ -462,45 +453,3 @@ def test_arguments_of_every_kind_are_carried_or_named(tmp_path: Path) -> None:
         carried = common_of(tmp_path / f"{kind}-mc")
         assert kinds.items() <= vars(carried["args"]).items()
         assert carried["iteration"] == 9
-
-
-@pytest.mark.parametrize(
-    ("setting", "outcome"),
-    [
-        ("window_size: !!python/tuple [7, 0]", 8),
-        ("window_size: {_target_: some.window, size: 7}", r"window_size='<some\.window>': expected \(tokens before"),
-        ("softmax_scale: !!python/name:some.scale ''", r"softmax_scale='<.*some\.scale>' changes"),
-    ],
-)
-def test_settings_of_nemo_that_are_no_plain_values_are_understood_or_refused(
-    nemo: Path, tmp_path: Path, setting: str, outcome: Any
-) -> None:
-    yaml = pytest.importorskip("yaml")
-    shutil.copytree(nemo, tmp_path / "n")
-    config = {key: value for key, value in NEMO_CONFIG.items() if key != setting.partition(":")[0]}
-    lines = yaml.safe_dump({"config": config}).splitlines()
-    (tmp_path / "n" / "context" / "model.yaml").write_text("\n".join([*lines, f"  {setting}"]))
-    if isinstance(outcome, int):
-        export_checkpoint(tmp_path / "n", tmp_path / "e", to="hf")
-        assert json.loads((tmp_path / "e" / "config.json").read_bytes())["sliding_window"] == outcome
-    else:
-        with pytest.raises(OptionError, match=outcome):
-            export_checkpoint(tmp_path / "n", tmp_path / "e", to="hf")
-
-
-def test_a_tied_output_layer_of_megatrons_is_left_out_unless_it_is_another(tmp_path: Path) -> None:
-    given = layers_of("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
-    given["output_layer.weight"] = given["embedding.word_embeddings.weight"].clone()
-    stored = Namespace(**MEGATRON_ARGUMENTS, untie_embeddings_and_output_weights=False, padded_vocab_size=96)
-    dcp.save({"model": given, "args": stored}, checkpoint_id=tmp_path / "same")
-    report = import_checkpoint(tmp_path / "same", tmp_path / "c", kind="dcp")
-    assert report.left_out == ("model.output_layer.weight (tied to the embedding)",)
-    with open_checkpoint(tmp_path / "c") as opened:
-        assert "output_layer.weight" not in opened.index.tensors
-        assert opened.index.tensors["embedding.word_embeddings.weight"].shape[0] == 64
-        assert opened.common_state()["args"].padded_vocab_size == 64
-    given["output_layer.weight"][7] += 1
-    dcp.save({"model": given, "args": stored}, checkpoint_id=tmp_path / "other")
-    with pytest.raises(OptionError, match=r"output_layer\.weight is not model\.embedding\.word_embeddings\.weight"):
-        import_checkpoint(tmp_path / "other", tmp_path / "d", kind="dcp")
-    assert not (tmp_path / "d").exists()

@@ -238,16 +238,6 @@ def test_sizes_that_cannot_be_are_refused(
     assert not (tmp_path / "other").exists()
 
 
-def test_what_the_final_norm_of_transformer_engine_keeps_comes_back(tmp_path: Path) -> None:
-    source = Model(1, 2, torch.float32).save(tmp_path / "iter_0000007", "none")
-    kept = "decoder.final_layernorm._extra_state"
-    _changed(source, "mp_rank_00_001", lambda state: state["model"].update({kept: None}))
-    import_checkpoint(source, tmp_path / "first", kind="megatron-legacy")
-    assert any(key.startswith(kept) for key in read_index(tmp_path / "first").objects)
-    export_checkpoint(tmp_path / "first", tmp_path / "other", to="megatron-legacy", pp=4)
-    assert [kept in state["model"] for state in states_in(tmp_path / "other")] == [False, False, False, True]
-
-
 @pytest.mark.parametrize(("name", "tp"), [("mixer.in_proj.weight", 1), ("self_attention.conv1d.weight", 2)])
 def test_what_ranks_keep_several_tensors_in_is_refused(
     name: str, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

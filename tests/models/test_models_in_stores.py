@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 from mcore_ckpt import copy_checkpoint
 from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundError, SaveError
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
-from tests.models.test_foreign_checkpoints import write_universal
-from tests.models.test_huggingface import CONFIG, model_tensors, write_hf
+from tests.models.test_huggingface import model_tensors, write_hf
 from tests.support.gcs_server import ObjectDirectory
 from tests.support.model_like import assert_same, read_all
 from tests.support.object_server import Fault, Proxy, Request
@@ -77,23 +75,6 @@ def test_one_file_in_a_store_is_imported_alone(
         import_checkpoint(f"{object_directory.url}/model/other.bin", tmp_path / "none")
     with pytest.raises(CheckpointNotFoundError, match="nothing to import"):
         import_checkpoint(f"{object_directory.url}/", tmp_path / "none")
-
-
-def test_a_universal_checkpoint_in_a_store_is_imported(object_directory: ObjectDirectory, tmp_path: Path) -> None:
-    write_universal(tmp_path / "ds" / "global_step3_universal", flat=True)
-    for name, content in contents(tmp_path / "ds").items():
-        object_directory.put(f"ds/{name}", content)
-    object_directory.put("config/config.json", json.dumps(CONFIG).encode())
-    for place, config in (
-        (str(tmp_path), tmp_path / "config"),
-        (object_directory.url, f"{object_directory.url}/config"),
-    ):
-        if place == str(tmp_path):
-            (tmp_path / "config").mkdir()
-            (tmp_path / "config" / "config.json").write_text(json.dumps(CONFIG))
-        target = tmp_path / ("there" if place == object_directory.url else "here")
-        import_checkpoint(f"{place}/ds", target, kind="ucp", hf_config=str(config), global_batch_size=4)
-    assert_same(read_all(tmp_path / "there"), read_all(tmp_path / "here"))
 
 
 def test_a_store_that_fails_at_the_last_file_is_left_without_the_others(

@@ -35,26 +35,6 @@ def test_scales_of_yarn_come_back_from_arguments(name: str, prefix: str, scales:
         compare_settings(family, config, stored, "ckpt", given=True)
 
 
-def test_softmax_is_scaled_in_latent_attention_whatever_the_kind_of_rotary_embedding() -> None:
-    family = family_named("deepseek-v3")
-    config = CONFIGS["deepseek-v3"]
-    plain = family.arguments(config)
-    scaled = {**plain, "rotary_scaling_factor": 40.0, "mscale_all_dim": 1.0}
-    with pytest.raises(OptionError, match=r"rope_type='rope', mscale_all_dim=1\.0.* scales softmax by 1\.87385 "):
-        family.config(scaled, 100)
-    with pytest.raises(OptionError, match=r"mscale_all_dim is 1\.0"):
-        compare_settings(family, config, scaled, "ckpt", given=True)
-    # A factor that nothing reads, and YaRN by a factor of one, which a launch has without `--rope-type`.
-    for same in (
-        {"rotary_scaling_factor": 40.0},
-        {"mscale_all_dim": 1.0},
-        {"rope_type": None, "rotary_scaling_factor": 1.0, "original_max_position_embeddings": 4096, "beta_fast": 32},
-    ):
-        stored = {**plain, **same}
-        assert compare_settings(family, family.config(stored, 100), stored, "ckpt", given=False) == ()
-        assert compare_settings(family, config, stored, "ckpt", given=True) == ()
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 def test_yarn_comes_back_from_arguments(name: str) -> None:
     family = family_named(name)

@@ -9,16 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
 from mcore_ckpt.core.boxes import Box, intersect
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
-from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError
 from mcore_ckpt.reshard import view as reshard_view
-from mcore_ckpt.reshard.view import FilePayloads, FileRange, Part, RegroupedPayloads, TensorView, ViewPayloads
+from mcore_ckpt.reshard.view import Part, TensorView, ViewPayloads
 from mcore_ckpt.tools.payloads import StoredPayloads
 from tests.support.model_like import assert_same
 from tests.support.stored_layouts import StoredTensor, write_checkpoint
@@ -145,26 +143,3 @@ def test_a_view_with_an_element_that_is_not_stored_is_refused(tmp_path: Path) ->
     everything = Box((0, 0), (3, 4))
     with pytest.raises(CorruptCheckpointError, match="do not make it up"):
         ViewPayloads(StoredPayloads(index), {"v": TensorView((3, 4), [Part(everything, "t", everything)])})
-
-
-def test_elements_in_steps_are_gathered(tmp_path: Path) -> None:
-    values = np.arange(4 * 6, dtype=np.int32).reshape(4, 6)
-    (tmp_path / "a").write_bytes(values.tobytes())
-    ranges = {"t": FileRange("a", 4 * 2, 4 * 6, "int32", (3, 2), None, (1, 6))}  # columns 2 to 4 of rows 0 and 1
-    with FilePayloads(tmp_path, ranges) as payloads:
-        found = read_tensor(payloads, "t", random.Random(0), torch.int32)
-    assert found.tolist() == values[:2, 2:5].T.tolist()
-
-
-def test_chunks_that_cut_through_pairs_are_refused(tmp_path: Path) -> None:
-    """GPT-OSS counts gate and up in pairs along one axis: a shard of a foreign checkpoint may not end in one."""
-    item = StoredItem("file", 0, 8)
-    chunks = (StoredChunk((0,), (2,), item), StoredChunk((2,), (2,), item))
-    for sizes, right in ((chunks, True), ((chunks[0]._replace(sizes=(1,)), StoredChunk((1,), (3,), item)), False)):
-        index = CheckpointIndex(str(tmp_path), {"k": TensorEntry("k", "float32", (4,), sizes)}, {})
-        if right:
-            regrouped = RegroupedPayloads(StoredPayloads(index), {"k": (2, 2)}).index.tensors["k"]
-            assert [(chunk.offsets, chunk.sizes) for chunk in regrouped.chunks] == [((0, 0), (1, 2)), ((1, 0), (1, 2))]
-        else:
-            with pytest.raises(OptionError, match=r"k: a chunk at \[0\] of sizes \[1\] cuts through what is counted"):
-                RegroupedPayloads(StoredPayloads(index), {"k": (2, 2)})

@@ -1,4 +1,4 @@
-"""Reading ahead: the same bytes, each read once, before they are asked for; bounded memory; errors in their place."""
+"""Reading ahead: the same bytes, each read once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.reshard import copying
 from mcore_ckpt.reshard.copying import AheadSource, ReadAhead
 from mcore_ckpt.tools.payloads import StoredPayload
@@ -21,15 +20,12 @@ PAGE = 4096
 
 
 class _Files:
-    """Files in memory; notes what is read, and fails or waits where it is told to."""
+    """Files in memory; notes what is read."""
 
     def __init__(self, **contents: bytes) -> None:
         self.contents = contents
         self.reads: list[tuple[str, int, int]] = []
-        self.changed = threading.Condition()
-        self.damaged: range = range(0)
-        self.may_go_on = threading.Event()
-        self.may_go_on.set()
+        self.lock = threading.Lock()
 
     @contextmanager
     def reader(self, name: str) -> Iterator[_Reader]:
@@ -46,12 +42,8 @@ class _Reader:
 
     def read_into(self, offset: int, view: memoryview) -> None:
         files = self._files
-        with files.changed:
+        with files.lock:
             files.reads.append((self._name, offset, len(view)))
-            files.changed.notify_all()
-        assert files.may_go_on.wait(DEADLINE_S)
-        if offset < files.damaged.stop and files.damaged.start < offset + len(view):
-            raise LoadError(f"{self._name}: byte {files.damaged.start} cannot be read")
         content = files.contents[self._name][offset : offset + len(view)]
         assert len(content) == len(view)
         view[:] = content
@@ -124,52 +116,3 @@ def test_whatever_order_is_asked_for_gives_the_bytes_and_reads_none_twice(seed: 
             wanted += payload.nbytes
     read = sum(nbytes for _, _, nbytes in files.reads)
     assert read <= wanted + 2 * PAGE * len(payloads)
-
-
-@pytest.mark.timeout(DEADLINE_S)
-def test_reading_goes_ahead_of_who_asks_and_no_further_than_the_buffers() -> None:
-    files = _Files(a=bytes(40 * PIECE))
-    payloads = [StoredPayload(str(n), "a", n * PIECE, PIECE, None) for n in range(40)]
-    with ahead_of(files, buffers=4, threads=1) as ahead:
-        steps = ahead.steps(payloads, whole)
-        first = next(steps)
-        with files.changed:
-            assert files.changed.wait_for(lambda: len(files.reads) == 4, DEADLINE_S)  # though nothing was asked for
-        source(ahead, first).read_into(0, memoryview(bytearray(PIECE)))
-        next(steps)
-        with files.changed:
-            assert files.changed.wait_for(lambda: len(files.reads) == 5, DEADLINE_S)
-        assert [offset for _, offset, _ in files.reads] == [n * PIECE for n in range(5)]
-
-
-@pytest.mark.timeout(DEADLINE_S)
-def test_an_error_is_raised_where_the_bytes_are_missed() -> None:
-    content = random.Random(2).randbytes(8 * PIECE)
-    files = _Files(a=content)
-    files.damaged = range(3 * PIECE + 10, 3 * PIECE + 11)
-    payloads = [StoredPayload(str(n), "a", n * PIECE, PIECE, None) for n in range(8)]
-    failed = []
-    with ahead_of(files) as ahead:
-        for number, payload in enumerate(ahead.steps(payloads, whole)):
-            view = memoryview(bytearray(PIECE))
-            try:
-                source(ahead, payload).read_into(0, view)
-                assert bytes(view) == content[payload.offset :][:PIECE]
-            except LoadError:
-                failed.append(number)
-    assert failed == [3]
-
-
-def test_elements_in_memory_are_followed_by_nothing() -> None:
-    """What had to be decoded as a whole is not to be in memory several times over."""
-    files = _Files(a=b"")
-    taken = []
-
-    def decoded() -> Iterator[StoredPayload]:
-        for number in range(3):
-            taken.append(number)
-            yield StoredPayload(str(number), "a", 0, 5000, None, bytes(5000))
-
-    with ahead_of(files) as ahead:
-        for number, _ in enumerate(ahead.steps(decoded(), whole)):
-            assert len(taken) == number + 1

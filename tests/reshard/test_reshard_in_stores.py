@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +11,7 @@ import pytest
 import torch
 
 from mcore_ckpt import copy_checkpoint, verify_checkpoint
-from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError, OptionError, SaveError
-from mcore_ckpt.format.metadata_read import TRACKER_FILE
+from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.repair import repair_checkpoint
 from tests.support.gcs_server import ObjectDirectory
@@ -117,32 +115,6 @@ def test_what_a_killed_run_has_left_is_removed_by_the_next(source: Path, object_
     assert verify_checkpoint(object_directory.url).whole
     assert {name for name in object_directory.names() if name.startswith("__")} == set(report.files)
     assert not [name for name in object_directory.names() if "incomplete" in name]
-
-
-def test_a_name_that_a_store_does_not_take_is_refused_before_anything_is_sent(
-    source: Path, proxied: Proxy, object_directory: ObjectDirectory, tmp_path: Path
-) -> None:
-    copy_checkpoint(source, tmp_path / "named")
-    (tmp_path / "named" / os.fsdecode(b"extra-\xff")).write_bytes(b"1")
-    with pytest.raises(CorruptCheckpointError, match="UTF-8"):
-        reshard_checkpoint(tmp_path / "named", object_directory.url, tp=2, pp=1)
-    assert not any(request.key.endswith(".distcp") for request in proxied.requests)
-    assert object_directory.names() == []
-    reshard_checkpoint(source, object_directory.url, tp=2, pp=1)
-    assert verify_checkpoint(object_directory.url).whole
-
-
-@pytest.mark.crash
-def test_what_others_have_put_there_meanwhile_stays_after_a_killed_run(
-    source: Path, object_directory: ObjectDirectory
-) -> None:
-    others = {"iter_0000100/.metadata": b"a job's", "iter_0000100/__0_0.distcp": b"1", TRACKER_FILE: b"100"}
-    reshard_killed(source, object_directory.url)
-    for name, content in others.items():
-        object_directory.put(name, content)
-    with pytest.raises(CheckpointExistsError):
-        reshard_checkpoint(source, object_directory.url, tp=2, pp=1)
-    assert {name: object_directory.get(name) for name in object_directory.names()} == others
 
 
 def test_files_of_others_are_neither_replaced_nor_removed(source: Path, object_directory: ObjectDirectory) -> None:

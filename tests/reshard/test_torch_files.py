@@ -71,22 +71,6 @@ def test_every_record_has_its_checksum(tmp_path: Path) -> None:
     assert list(stated.values()) == list(by_torch.values())
 
 
-def test_shared_tensors_and_classes_that_are_not_there(tmp_path: Path) -> None:
-    """What stands for a tensor or a class is pickled as that, whatever is imported here."""
-    shared = SavedTensor("float32", (2,), b"\0\0\x80?\0\0\0@")
-    pickled, tensors = pickle_state({"a": [shared, shared], "b": (1, None, "x")})
-    assert tensors == [shared]
-    layout = ArchiveLayout(pickled, [8])
-    frame = layout.frame(0)
-    content = layout.begin + frame.head + b"\0\0\x80?\0\0\0@" + frame.tail_with(0) + layout.end([0])
-    assert len(content) == layout.size_bytes
-    (tmp_path / "x.pt").write_bytes(content)
-    loaded = torch.load(tmp_path / "x.pt", weights_only=True)
-    assert loaded["b"] == (1, None, "x")
-    assert [tensor.tolist() for tensor in loaded["a"]] == [[1.0, 2.0]] * 2
-    assert loaded["a"][0] is loaded["a"][1]
-
-
 def test_an_archive_of_more_than_4_gib_is_one_that_torch_reads(tmp_path: Path) -> None:
     """The file has holes: neither elements nor what lies behind them takes space."""
     large = SavedTensor("uint8", (5 * 1024**3,), "large")

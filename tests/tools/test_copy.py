@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,12 +27,7 @@ from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory import copying
 from mcore_ckpt.directory.commit import Owner
 from mcore_ckpt.directory.copying import file_on_its_way
-from mcore_ckpt.directory.publish import bind_common_file
-from mcore_ckpt.format.integrity import FOOTER_BYTES
-from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, read_index
-from mcore_ckpt.storage._objects import ObjectWriter
-from mcore_ckpt.storage._obstore import ObstoreClient
-from mcore_ckpt.storage.direct_io import LocalReader
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, read_index
 from mcore_ckpt.storage.resolve import LocalWriter, storage_at
 from tests.support.gcs_server import ObjectDirectory
 from tests.support.local_files import data_file
@@ -89,12 +85,12 @@ def test_fingerprints_are_copied_and_other_bits_in_a_copy_are_named(
     for key, axis in zip(keys, (0, 1), strict=True):
         for n, half in enumerate(torch.arange(4000.0).reshape(40, 100).chunk(2, axis)):
             state[f"{key}{n}"] = ShardedTensor.from_rank_offsets(key, half.contiguous(), (axis, n, 2))
-    source, local, back = (tmp_path / name for name in ("source", "local", "back"))
+    source, back = tmp_path / "source", tmp_path / "back"
     source.mkdir()
     TorchDistSaveStrategy().save(state, source)
     known = read_index(source).fingerprints
     assert known.keys() == set(keys)
-    for start, end in ((source, local), (source, object_directory.url), (object_directory.url, back)):
+    for start, end in ((source, object_directory.url), (object_directory.url, back)):
         assert main(["copy", str(start), str(end)]) == 0
         assert read_index(checkpoint_path(end)).fingerprints == known
         assert main(["verify", str(end), "--state", "--expect-state", checkpoint_fingerprint(source).total]) == 0
@@ -123,10 +119,6 @@ def test_other_checkpoints_below_one_are_not_taken_along_and_links_are_refused(s
     ("keys", "named"),
     [
         (("tok", "tok/x"), "/tok: is an object, and others lie below .*/tok/:"),
-        (("tokenizer//x",), "/tokenizer//: objects have keys that begin so"),
-        (("/x",), "[0-9a-f]//: objects have keys that begin so"),
-        (("./dot",), "/./: objects have keys that begin so"),
-        (("tokenizer/./y",), "/tokenizer/./: objects have keys that begin so"),
         (("tokenizer/../y",), "/tokenizer/../: objects have keys that begin so"),
     ],
 )
@@ -196,21 +188,7 @@ def test_a_copy_that_was_interrupted_is_resumed(saved: Path, tmp_path: Path, mon
     assert (again.copied, again.copied_bytes) == ((".metadata",), 0)
 
 
-def test_what_was_left_damaged_is_copied_again(saved: Path, tmp_path: Path) -> None:
-    target = tmp_path / "copy"
-    copy_checkpoint(saved, target)
-    damaged = data_file(target)
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 1
-    damaged.write_bytes(content)
-    assert copy_checkpoint(saved, target).copied == (damaged.name, ".metadata")
-    assert verify_checkpoint(target).whole
-
-
-@pytest.mark.parametrize(
-    ("how", "folder"),
-    [("a bit", "."), ("a bit in the table", "modelopt_state"), ("cut", "."), ("gone", "modelopt_state")],
-)
+@pytest.mark.parametrize(("how", "folder"), [("a bit", "."), ("gone", "modelopt_state")])
 def test_a_damaged_checkpoint_replaces_no_intact_copy(
     how: str, folder: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,37 +197,18 @@ def test_a_damaged_checkpoint_replaces_no_intact_copy(
     before = contents(target)
     damaged = data_file(saved / folder)
     content = bytearray(damaged.read_bytes())
-    content[-FOOTER_BYTES - 8 if how == "a bit in the table" else len(content) // 2] ^= 1
+    content[len(content) // 2] ^= 1
     damaged.unlink()
     if how != "gone":
-        damaged.write_bytes({"cut": content[: len(content) // 2]}.get(how, content))
+        damaged.write_bytes(content)
     for place in (target, tmp_path / "first copy"):
-        capsys.readouterr()
         assert main(["copy", str(saved), str(place)]) != 0
-        said = capsys.readouterr().err
-        assert damaged.name in said
-        assert f"mcore-ckpt repair {saved / folder} --from COPY" in said.replace("/./", "/")
+        assert damaged.name in capsys.readouterr().err
     assert contents(target) == before
-    assert loaded(target) == 1.0
     assert not (tmp_path / "first copy").exists()
 
 
-def test_a_common_state_that_is_damaged_replaces_no_intact_one(tmp_path: Path) -> None:
-    saved, target = tmp_path / "saved", tmp_path / "copy"
-    save(saved)
-    (saved / COMMON_FILE).write_bytes(b"of the save")
-    (saved / ".metadata").write_bytes(bind_common_file((saved / ".metadata").read_bytes(), saved))
-    copy_checkpoint(saved, target)
-    (saved / COMMON_FILE).write_bytes(b"of the Save")
-    with pytest.raises(LoadError, match="expected the common state of save"):
-        copy_checkpoint(saved, target)
-    assert (target / COMMON_FILE).read_bytes() == b"of the save"
-
-
-@pytest.mark.parametrize(
-    ("place", "stopped_at"),
-    [("directory", "_crc"), ("directory", "finish"), ("store", "_crc"), ("store, in parts", "finish")],
-)
+@pytest.mark.parametrize(("place", "stopped_at"), [("directory", "finish"), ("store", "_crc")])
 def test_a_copy_that_was_held_up_leaves_the_copy_that_took_over(
     place: str, stopped_at: str, tmp_path: Path, s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,10 +217,7 @@ def test_a_copy_that_was_held_up_leaves_the_copy_that_took_over(
         state = {"weight": torch.full((2000, 1000), value), "step": 7}
         dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / name), no_dist=True)
     target = str(tmp_path / "copy") if place == "directory" else s3_directory.url
-    if place == "store, in parts":
-        monkeypatch.setattr(ObstoreClient, "part_bytes", 5 * 1024 * 1024)
-    writer = LocalWriter if place == "directory" else ObjectWriter
-    patched, function = (copying, copying._crc) if stopped_at == "_crc" else (writer, writer.finish)
+    patched, function = (copying, copying._crc) if stopped_at == "_crc" else (LocalWriter, LocalWriter.finish)
     stops = [True]
 
     def stop(*arguments: Any, **options: Any) -> Any:
@@ -308,14 +264,13 @@ def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_published(
     assert loaded(tmp_path / "copy") == 1.0
 
 
-@pytest.mark.parametrize("place", ["directory", "store"])
 def test_what_an_interrupted_copy_of_another_checkpoint_has_left_is_not_published(
-    place: str, saved: Path, tmp_path: Path, object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = str(tmp_path / "copy") if place == "directory" else object_directory.url
+    target = tmp_path / "copy"
     (saved / "common.pt").write_bytes(b"of the first")
     with monkeypatch.context() as patched:
-        patched.setattr(copying, "_check_lengths", interrupt)
+        patched.setattr(copying, "_check_lengths", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             copy_checkpoint(saved, target)
     save(tmp_path / "other", 2.0)
@@ -326,35 +281,12 @@ def test_what_an_interrupted_copy_of_another_checkpoint_has_left_is_not_publishe
     assert loaded(target) == 1.0
 
 
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 def test_other_checkpoints_of_a_run_are_no_part_of_the_copy(saved: Path, tmp_path: Path) -> None:
     save(tmp_path / "run" / "iter_0000001", 2.0)
     copy_checkpoint(saved, tmp_path / "run")
     assert loaded(tmp_path / "run") == 1.0
     (tmp_path / "run" / "notes").write_text("of the user")
     assert copy_checkpoint(saved, tmp_path / "run").copied == (".metadata",)
-
-
-def test_a_file_that_is_written_to_while_it_is_copied_is_not_published(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read_into = LocalReader.read_into
-
-    def write_meanwhile(self: LocalReader, offset: int, view: memoryview, *more: Any) -> None:
-        read_into(self, offset, view, *more)
-        if self.name == str(saved / "tokenizer" / "merges.txt"):
-            Path(self.name).write_text("A B")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalReader, "read_into", write_meanwhile)
-        with pytest.raises(LoadError, match=r"merges\.txt: was replaced while it was copied"):
-            copy_checkpoint(saved, tmp_path / "copy")
-    assert not (tmp_path / "copy" / ".metadata").exists()
-    copy_checkpoint(saved, tmp_path / "copy")
-    assert contents(tmp_path / "copy") == contents(saved)
 
 
 def test_another_checkpoint_is_not_replaced(saved: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,11 @@ import pytest
 import torch
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.diff import DiffReport, TensorDiff, diff_checkpoints
-from tests.support.encoded_items import encode_tensor
 from tests.support.model_like import model_tensors, write_model
-from tests.support.stored_layouts import StoredTensor, flip_byte, write_checkpoint
 
 KEY = "decoder.layers.0.mlp.linear_fc1.weight"
 OTHER = "decoder.layers.1.self_attention.linear_proj.weight"
-
-
-def own_item(tensor: torch.Tensor) -> bytes:
-    """An item as this package writes it, of any dtype."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return encode_tensor(dtype, tuple(tensor.shape), tensor.view(torch.uint8).numpy().tobytes())
 
 
 def compare(tmp_path: Path, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> dict[str, TensorDiff]:
@@ -110,20 +99,6 @@ def test_large_integers_are_compared_exactly(tmp_path: Path) -> None:
     assert values.max_abs == 2.0**64
 
 
-def test_what_is_no_number_differs_by_its_bits(tmp_path: Path) -> None:
-    if not hasattr(torch, "float4_e2m1fn_x2"):
-        pytest.skip("this torch has no packed 4-bit floats")
-    a, b = ({"n": torch.tensor([1, 2, last], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)} for last in (3, 4))
-    for name, tensors in (("a", a), ("b", b), ("c", a)):
-        write_checkpoint(tmp_path / name, {"n": StoredTensor(tensors["n"], [Box((0,), (3,))])}, item_of=own_item)
-    report = diff_checkpoints(tmp_path / "a", tmp_path / "b", atol=1.0, rtol=1.0)
-    assert not report.identical
-    values = report.tensors[0].values
-    assert values is not None
-    assert (values.elements, values.differing, values.measured) == (3, 1, False)
-    assert diff_checkpoints(tmp_path / "a", tmp_path / "c").identical
-
-
 def test_tolerance_and_keys_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path / "a", tp=1, tensors={"w": torch.ones(4)})
     write_model(tmp_path / "b", tp=1, tensors={"w": torch.ones(4) + 1e-3})
@@ -133,16 +108,6 @@ def test_tolerance_and_keys_only(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main([*arguments, "--rtol", "0.0001"]) == 1
     assert main([*arguments, "--keys-only"]) == 0
     capsys.readouterr()
-
-
-def test_damage_is_an_error_and_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_model(tmp_path / "a", tp=1)
-    index = write_model(tmp_path / "b", tp=2)
-    flip_byte(index, KEY, at_fraction=0.5)
-    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    error = capsys.readouterr().err
-    assert KEY in error
-    assert "CRC-32" in error
 
 
 def test_common_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,27 +126,20 @@ def test_common_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_arguments_that_differ_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     many = {f"size_{number}": number for number in range(9)}
     saved = {
-        "a": {"lr": 0.1, "only_here": 1, "text": "x" * 100, "same": 7, **many},
-        "b": {"lr": 0.2, "text": "y" * 100, "same": 7, **dict.fromkeys(many, -1)},
+        "a": {"lr": 0.1, "only_here": 1, "same": 7, **many},
+        "b": {"lr": 0.2, "same": 7, **dict.fromkeys(many, -1)},
     }
     for name, arguments in saved.items():
         write_model(tmp_path / name, tp=1, tensors={KEY: torch.ones(4, 4)})
-        common = {"iteration": len(arguments), "args": argparse.Namespace(**arguments), "optimizer": {"step": name}}
-        torch.save(common, tmp_path / name / "common.pt")
+        torch.save({"iteration": 7, "args": argparse.Namespace(**arguments)}, tmp_path / name / "common.pt")
     words = ["diff", str(tmp_path / "a"), str(tmp_path / "b")]
     assert main(words) == 1
     shown = capsys.readouterr().out
-    assert "common state differs: iteration: 13 / 12\n" in shown
-    assert "common state differs: optimizer: step 'a' / 'b'\n" in shown
-    line = next(line for line in shown.splitlines() if line.startswith("common state differs: args: "))
-    assert "lr 0.1 / 0.2, only_here 1 / (not there), text 'xxx" in line
-    assert line.endswith(", size_0 0 / -1, size_1 1 / -1, ... (7 more, --all lists them)")
-    assert "same" not in line
-    assert len(line) < 300
+    assert "common state differs: args: lr 0.1 / 0.2, only_here 1 / (not there), size_0 0 / -1" in shown
+    assert "(6 more, --all lists them)" in shown
+    assert "same 7" not in shown
     assert main([*words, "--all"]) == 1
-    shown = capsys.readouterr().out
-    assert "size_8 8 / -1\n" in shown
-    assert "more, --all" not in shown
+    assert "size_8 8 / -1\n" in capsys.readouterr().out
 
 
 def test_optimizers_of_two_layouts_are_not_compared_and_that_is_said(
@@ -190,14 +148,10 @@ def test_optimizers_of_two_layouts_are_not_compared_and_that_is_said(
     bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.param"
     for name, key in (("a", bucket), ("b", f"optimizer.state.param.{KEY}")):
         write_model(tmp_path / name, tp=1, tensors={KEY: torch.zeros(4, 4), key: torch.zeros(4, 4)})
-    words = ["diff", str(tmp_path / "a"), str(tmp_path / "b")]
-    assert main(words) == 1
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     shown = capsys.readouterr().out
     assert "Not compared: the optimizer's state, which A holds as dp_reshardable (1 keys) and B as fully_" in shown
-    assert f"mcore-ckpt reshard {tmp_path / 'a'} NEW --optimizer-layout fully_reshardable; then compare NEW" in shown
     assert "only in A: " not in shown
-    assert main([*words, "--all"]) == 1
-    assert f"only in A: {bucket}" in capsys.readouterr().out
 
 
 def deep(value: Any, levels: int) -> Any:
@@ -227,25 +181,14 @@ class TestValuesOfTheCommonState:
         ("a", "b"),
         [
             (torch.tensor([65536.0]), torch.tensor([1.0])),
-            (torch.arange(16, dtype=torch.uint8), torch.arange(16, dtype=torch.uint8) + 3),
             (torch.tensor([0.0]), torch.tensor([-0.0])),
-            (torch.ones(2, dtype=torch.uint16), torch.zeros(2, dtype=torch.uint16)),
             (torch.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(3, 2).t()),
             (torch.ones(2), torch.ones(2, dtype=torch.int32)),
-            (torch.ones(2), torch.ones(1, 2)),
             (torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(2))),
             (np.arange(4), np.arange(4) * 7),
-            (np.float32(1), np.float32(2)),
-            (b"aaaa", b"bbbb"),
-            (datetime.datetime(2020, 1, 1), datetime.datetime(2026, 1, 1)),  # noqa: DTZ001
-            ({1: "A", "1": "B"}, {1: "OTHER", "1": "B"}),
             ({1: "A"}, {True: "A"}),
-            ({(1, "x"): 1}, {(1, "x"): 2}),
             (1, 1.0),
-            ({1, 2}, {1, 3}),
-            (slice(1, 2), slice(1, 3)),
             (deep(1e-4, 100), deep(3e-4, 100)),
-            ([0] * 1_100 + [1], [0] * 1_100 + [2]),
             (shared(1), shared(2)),
         ],
         ids=lambda value: type(value).__name__,
@@ -259,15 +202,9 @@ class TestValuesOfTheCommonState:
         ("a", "b"),
         [
             (torch.arange(10.0)[2:5], torch.arange(2.0, 5.0)),
-            (torch.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(2, 3).t().contiguous().t()),
-            (torch.empty(0, 3), torch.empty(0, 3)),
             (torch.tensor(float("nan")), torch.tensor(float("nan"))),
-            (float("nan"), float("nan")),
             ({"x": 1, 2: "y"}, {2: "y", "x": 1}),
             ({"b", "a", "c"}, {"c", "a", "b"}),
-            ({(1, "x"): 1}, {(1, "x"): 1}),
-            (np.arange(3), np.arange(3)),
-            (datetime.datetime(2020, 1, 1), datetime.datetime(2020, 1, 1)),  # noqa: DTZ001
             (shared(1), shared(1)),
         ],
         ids=lambda value: type(value).__name__,
@@ -294,15 +231,3 @@ class TestValuesOfTheCommonState:
         path.write_bytes(content)
         assert main(["diff", report.a, report.b]) == 2
         assert "common.pt" in capsys.readouterr().err
-
-
-def test_an_object_that_is_damaged_is_no_other_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("a", "b"):
-        write_model(tmp_path / name, tp=1)
-    item = next(iter(read_index(tmp_path / "b").objects.values())).item
-    with (tmp_path / "b" / item.file).open("r+b") as stream:
-        content = stream.read()[item.offset : item.offset + item.length]
-        stream.seek(item.offset + content.index(b"data.pkl") + 100)
-        stream.write(b"\xff")
-    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    assert item.file in capsys.readouterr().err

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import shutil
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,14 +95,6 @@ def test_a_damaged_payload_is_named_with_its_place(checkpoint: Path, capsys: pyt
     assert item.file in shown
 
 
-def test_objects_are_checked_too(checkpoint: Path) -> None:
-    item = read_index(checkpoint).objects["rng_state/shard_0.1_1.2"].item
-    content = (checkpoint / item.file).read_bytes()[item.offset : item.offset + item.length]
-    flip(checkpoint, item, content.index(b"rank"))
-    (problem,) = verify_checkpoint(checkpoint).problems
-    assert problem.fqn == "rng_state/shard_0.1_1.2"
-
-
 def test_a_damaged_index_is_damage_and_no_index_is_an_error(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,9 +176,9 @@ class TestRepair:
     @pytest.mark.parametrize(
         ("source", "damage"),
         [
-            *(("copy", damage) for damage in ("payload", "headers", "end", "file", "index", "common state")),
-            *(("later", damage) for damage in ("payload", "headers", "file", "index", "common state")),
-            *(("resharded", damage) for damage in ("payload", "index")),
+            *(("copy", damage) for damage in ("payload", "file", "index", "common state")),
+            ("later", "payload"),
+            ("resharded", "index"),
         ],
     )
     def test_a_dry_run_tells_what_a_repair_does(
@@ -198,11 +189,6 @@ class TestRepair:
         item, file = item_of(checkpoint), checkpoint / "__0_1.distcp"
         if damage == "payload":
             flip(checkpoint, item, item.length // 2)
-        elif damage == "headers":
-            flip(checkpoint, item, item.length // 2)
-            flip(checkpoint, item, item.length - 60)
-        elif damage == "end":
-            file.write_bytes(file.read_bytes()[:-100])
         elif damage == "file":
             file.unlink()
         else:
@@ -229,31 +215,6 @@ class TestRepair:
         elif not done.whole:
             assert left == files
 
-    def test_a_copy_that_does_not_fit_is_said_to(
-        self, checkpoint: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        write_model(tmp_path / "later", tensors=model_tensors(seed=9))
-        item = item_of(checkpoint)
-        flip(checkpoint, item, item.length // 2)
-        said = f"{tmp_path / 'later'} has nothing with the checksums of what is damaged; is it a copy of this very save"
-        for more in ([], ["--dry-run"]):
-            assert main(["repair", str(checkpoint), "--from", str(tmp_path / "later"), *more]) == 1
-            shown = capsys.readouterr().out
-            assert said in shown
-            assert "repair:" not in shown
-        assert main(["repair", str(checkpoint), "--from", str(copy), "-n"]) == 1
-        shown = capsys.readouterr().out
-        assert f"would repair: {KEY} ({item.file}, bytes" in shown
-        assert "has nothing" not in shown
-        assert shown.endswith("nothing was written\n")
-
-    def test_a_copy_that_is_not_there_is_said_of_a_valid_checkpoint_too(
-        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        for more in ([], ["--dry-run"]):
-            assert main(["repair", str(checkpoint), "--from", str(tmp_path / "nowhere"), *more]) == 2
-            assert f"{tmp_path / 'nowhere'}: " in capsys.readouterr().err
-
 
 def _repeated(count: int) -> bytes:
     stream = io.BytesIO()
@@ -261,41 +222,24 @@ def _repeated(count: int) -> bytes:
     return stream.getvalue()
 
 
-def _transposed_in(payload_bytes: int) -> bytes:
-    """A transposed tensor of 6 x 4, of which so many bytes are there."""
-    stream, shorter = io.BytesIO(), io.BytesIO()
-    torch.save(torch.arange(24.0).view(4, 6).T, stream)
-    with zipfile.ZipFile(stream) as archive, zipfile.ZipFile(shorter, "w") as written:
-        for name in archive.namelist():
-            content = archive.read(name)
-            written.writestr(name, content[:payload_bytes] if name.endswith("/data/0") else content)
-    return shorter.getvalue()
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    ("shape", "item"),
-    [((2**28,), _repeated(2**28)), ((2**40,), _repeated(2**40)), ((6, 4), _transposed_in(92))],
-    ids=["repeated", "repeated without end", "payload too short"],
-)
-def test_elements_that_are_not_there(tmp_path: Path, shape: tuple[int, ...], item: bytes) -> None:
+def test_elements_that_are_not_there(tmp_path: Path) -> None:
     """Verify, loads, slices and copies are of one opinion, and none takes the memory that the elements would."""
+    shape, item = (2**40,), _repeated(2**40)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "__0_0.distcp").write_bytes(item)
-    chunk = StoredChunk((0,) * len(shape), shape, StoredItem("__0_0.distcp", 0, len(item)))
-    rewrite(
-        tmp_path / "c", CheckpointIndex(str(tmp_path / "c"), {"w": TensorEntry("w", "float32", shape, (chunk,))}, {})
-    )
+    chunk = StoredChunk((0,), shape, StoredItem("__0_0.distcp", 0, len(item)))
+    entry = TensorEntry("w", "float32", shape, (chunk,))
+    rewrite(tmp_path / "c", CheckpointIndex(str(tmp_path / "c"), {"w": entry}, {}))
     report = verify_checkpoint(tmp_path / "c")
     assert [(problem.kind, problem.fqn) for problem in report.problems] == [("item", "w")]
-    with pytest.raises(CorruptCheckpointError, match="w at"):
-        open_checkpoint(tmp_path / "c")["w"][0:2]
-    part = torch.empty((2, *shape[1:]))
-    request = ReadRequest("w", part, (0,) * len(shape), tuple(part.shape), shape)
-    with pytest.raises(CorruptCheckpointError, match="w at"):
-        FileSystemReader(tmp_path / "c").read_items([request])
-    with pytest.raises(CorruptCheckpointError, match="w at"):
-        reshard_checkpoint(tmp_path / "c", tmp_path / "t", tp=1, pp=1)
+    request = ReadRequest("w", torch.empty(2), (0,), (2,), shape)
+    for use in (
+        lambda: open_checkpoint(tmp_path / "c")["w"][0:2],
+        lambda: FileSystemReader(tmp_path / "c").read_items([request]),
+        lambda: reshard_checkpoint(tmp_path / "c", tmp_path / "t", tp=1, pp=1),
+    ):
+        with pytest.raises(CorruptCheckpointError, match="w at"):
+            use()
 
 
 class TestCommonState:
@@ -321,22 +265,6 @@ class TestCommonState:
         assert verify_checkpoint(checkpoint).whole
 
 
-def test_no_key_writes_a_line_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    forged = f"{tmp_path / 'c'}: whole, 120 items, 480 checksums"
-    write_model(tmp_path / "c", tp=1, tensors={f"w\n{forged}\n": torch.ones(1000)})
-    payload = torch.ones(100).numpy().tobytes()
-    (data,) = (path for path in (tmp_path / "c").glob("*.distcp") if payload in path.read_bytes())
-    content = bytearray(data.read_bytes())
-    content[content.find(payload) + 50] ^= 1
-    data.write_bytes(content)
-    assert main(["verify", str(tmp_path / "c")]) == 1
-    assert main(["inspect", str(tmp_path / "c"), "--tensors"]) == 0
-    assert main(["diff", str(tmp_path / "c"), str(tmp_path / "c")]) == 0
-    shown = capsys.readouterr()
-    assert forged not in (shown.out + shown.err).splitlines()
-    assert "DAMAGED" in shown.out
-
-
 def test_every_changed_bit_of_metadata_json_is_seen(tmp_path: Path) -> None:
     """Whatever Megatron-Core would stumble over, or take for another format."""
     write_model(tmp_path / "c", tp=1, tensors={"w": torch.ones(2)})
@@ -359,17 +287,16 @@ def write_optimizer(path: Path, weight: torch.Tensor, main: torch.Tensor, key: s
     return path
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_an_optimizers_weights_round_to_the_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dtype: torch.dtype
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(verify, "_WINDOW_BYTES", 28)
     main_weight = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(2))
     main_weight[0, 1, 2] = torch.nan
-    good = write_optimizer(tmp_path / "good", main_weight.to(dtype), main_weight)
+    weight = main_weight.bfloat16()
+    good = write_optimizer(tmp_path / "good", weight, main_weight)
     assert main(["verify", str(good), "--check-optimizer"]) == 0
     assert "compared with 1 tensor of the model" in capsys.readouterr().out
-    weight = main_weight.to(dtype).clone()
     weight[1, 2, 3:] += 0.5
     bad = write_optimizer(tmp_path / "bad", weight, main_weight, "chained_1.optimizer.state.fp32_param.w")
     assert main(["verify", str(bad), "-q"]) == 0
@@ -377,14 +304,7 @@ def test_an_optimizers_weights_round_to_the_models(
     assert "--no-load-optim" in capsys.readouterr().out
     (problem,) = verify_checkpoint(bad, optimizer=True).problems
     assert (problem.kind, problem.fqn) == ("optimizer", "chained_1.optimizer.state.fp32_param.w")
-    rounded, stored = (float(tensor[1, 2, 3]) for tensor in (main_weight.to(dtype), weight))
-    first = f"the first at [1, 2, 3] rounds to {rounded:.6g}, and the model has {stored:.6g}"
-    assert f": 2 of 30 elements do not round to the model's; {first}" in problem.message
-    item = item_of(bad, "w", chunk=0)
-    payload = (bad / item.file).read_bytes().index(weight.contiguous().view(torch.uint8).numpy().tobytes())
-    flip(bad, item, payload - item.offset)
-    assert main(["verify", str(bad), "--check-optimizer"]) == 1
-    assert "was not compared with the model" in capsys.readouterr().out
+    assert ": 2 of 30 elements do not round to the model's; the first at [1, 2, 3]" in problem.message
 
 
 def test_where_the_optimizer_has_no_weights_of_its_own_it_is_said(
@@ -421,13 +341,9 @@ def test_an_optimizer_that_stock_megatron_has_saved_shifted(tmp_path: Path) -> N
 
 
 def test_a_truncated_file_does_not_fill_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = tmp_path / "run" / "iter_0000100"
-    write_model(directory, tensors=model_tensors(100), iteration=100)
-    os.truncate(directory / "__0_0.distcp", 20000)
-    assert main(["verify", str(directory)]) == 1
+    write_model(tmp_path / "c", tensors=model_tensors(100))
+    os.truncate(tmp_path / "c" / "__0_0.distcp", 20000)
+    assert main(["verify", str(tmp_path / "c")]) == 1
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 8
-    assert all("the file ends at byte 20000" in line for line in shown[:5])
     assert shown[5] == "... and 21 more in __0_0.distcp (--json lists all)"
-    assert shown[6] == f"with a copy of this save: mcore-ckpt repair {directory} --from COPY"
-    assert "DAMAGED, 26 problems" in shown[7]
