@@ -304,10 +304,7 @@ def test_errors_are_megatrons_and_ours() -> None:
         same = as_megatron_error(error)
     assert isinstance(same, CheckpointingException)
     assert isinstance(same, MissingKeyError)
-    assert str(same) == "no such key: a.b"
     assert isinstance(same.__cause__, FileNotFoundError)
-    assert same.__traceback__ is not None
-    assert as_megatron_error(same) is same
     copied = pickle.loads(pickle.dumps(same))
     assert (type(copied), str(copied)) == (type(same), str(same))
     lost = as_megatron_error(CheckpointNotFoundError(2, "no checkpoint", "/nowhere"))
@@ -355,14 +352,6 @@ def test_launch_runs_a_script_as_python_would(tmp_path: Path) -> None:
     assert last == "at exit: True"
     for line in ("are in force for megatron-core", "before the set-up", "after the set-up"):
         assert done.stderr.count(line) == 1, done.stderr
-
-
-@pytest.mark.parametrize(("arguments", "said"), [([], "usage"), (["missing.py"], "missing.py")])
-def test_launch_says_what_it_lacks(tmp_path: Path, arguments: list[str], said: str) -> None:
-    done = python("-m", "mcore_ckpt.launch", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @forked

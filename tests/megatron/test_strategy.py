@@ -112,11 +112,10 @@ def load_on_rank(rank: int, path: Path, world: int, seed: int, saved_world: int,
     check(dist_checkpointing.load(blank, str(path), strategy), rank, world, seed, saved_world)
 
 
-@pytest.mark.parametrize(("saver", "loader"), [(True, True), (True, False), (False, True)])
-def test_what_one_writes_the_other_reads_under_any_layout(tmp_path: Path, saver: bool, loader: bool) -> None:
-    run_ranks(save_on_rank, 2, tmp_path, 2, 7, saver, {})
-    for world in (2, 4) if saver and loader else (1,):
-        run_ranks(load_on_rank, world, tmp_path, world, 7, 2, loader)
+def test_what_is_written_is_read_under_any_layout(tmp_path: Path) -> None:
+    run_ranks(save_on_rank, 2, tmp_path, 2, 7, True, {})
+    for world in (2, 4):
+        run_ranks(load_on_rank, world, tmp_path, world, 7, 2, True)
 
 
 def shadowed(rank: int, blank: bool = False) -> dict[str, Any]:

@@ -356,33 +356,32 @@ def other_formats_use_the_queue(rank: int, directory: Path) -> None:
     if megatron_version() < (0, 17):
         return
     target = made(directory)
-    for third in ("mcore", "nvrx"):
-        modules = strategies.get_async_strategy(third)[1]
-        writer = modules["FileSystemWriterAsync"](target, thread_count=2, use_msc=False)
-        planned = modules["save_state_dict_async_plan"](
-            {"weight": torch.full((5,), 7.0), "step": 3},
-            writer,
-            None,
-            0,
-            planner=dcp.DefaultSavePlanner(),
-            enable_cache=False,
-        )
-        save_fn, preload_fn, save_args = writer.get_save_function_and_args()
-        request = modules["AsyncRequest"](
-            save_fn,
-            save_args,
-            [partial(modules["save_state_dict_async_finalize"], *planned)],
-            async_fn_kwargs={},
-            preload_fn=preload_fn,
-        )
-        queue = modules["AsyncCallsQueue"](persistent=False)
-        queue.schedule_async_request(request)
-        queue.maybe_finalize_async_calls(blocking=True)
-        queue.close()
-        found = {"weight": torch.zeros(5), "step": 0}
-        dcp.load(found, storage_reader=dcp.FileSystemReader(target))
-        assert torch.equal(found["weight"], torch.full((5,), 7.0))
-        assert found["step"] == 3
+    modules = strategies.get_async_strategy("nvrx")[1]
+    writer = modules["FileSystemWriterAsync"](target, thread_count=2, use_msc=False)
+    planned = modules["save_state_dict_async_plan"](
+        {"weight": torch.full((5,), 7.0), "step": 3},
+        writer,
+        None,
+        0,
+        planner=dcp.DefaultSavePlanner(),
+        enable_cache=False,
+    )
+    save_fn, preload_fn, save_args = writer.get_save_function_and_args()
+    request = modules["AsyncRequest"](
+        save_fn,
+        save_args,
+        [partial(modules["save_state_dict_async_finalize"], *planned)],
+        async_fn_kwargs={},
+        preload_fn=preload_fn,
+    )
+    queue = modules["AsyncCallsQueue"](persistent=False)
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    found = {"weight": torch.zeros(5), "step": 0}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(target))
+    assert torch.equal(found["weight"], torch.full((5,), 7.0))
+    assert found["step"] == 3
 
 
 FAILURES = [
