@@ -153,9 +153,6 @@ def test_launch_explains_itself(tmp_path: Path) -> None:
     code, shown, complaints = run("--help")
     assert (code, complaints) == (0, "")
     assert "usage: python -m mcore_ckpt.launch SCRIPT" in shown
-    code, shown, complaints = run()
-    assert (code, shown) == (2, "")
-    assert "usage: python -m mcore_ckpt.launch SCRIPT" in complaints
     (tmp_path / "job.py").write_text("")
     assert "saves are synchronous" in run(str(tmp_path / "job.py"), "--save", "run")[2]
 
@@ -182,13 +179,6 @@ def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]
         main(arguments)
     assert ended.value.code == 2
     assert "usage: mcore-ckpt" in capsys.readouterr().err
-
-
-def test_the_command_alone_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    shown = capsys.readouterr().err
-    assert all(f"\n  {command} " in shown for command in COMMANDS)
-    assert max(map(len, shown.splitlines())) <= 80
 
 
 def on_terminal(columns: int, *words: str) -> list[str]:

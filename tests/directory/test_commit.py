@@ -213,12 +213,6 @@ def test_a_second_job_is_refused_at_its_start_and_told_who_is_at_work(tmp_path: 
     assert names(tmp_path) == set()
 
 
-def test_a_save_that_is_forgotten_is_in_nobodys_way(tmp_path: Path) -> None:
-    commit = Commit.begin(LocalStorage(tmp_path))
-    del commit
-    check_holds(tmp_path, save_on(LocalStorage(tmp_path), b"x"), b"x")
-
-
 def test_a_killed_process_is_in_nobodys_way(tmp_path: Path) -> None:
     kept: list[Commit] = []
     in_child(lambda: kept.append(Commit.begin(LocalStorage(tmp_path))))

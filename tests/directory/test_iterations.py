@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
-from mcore_ckpt.directory.commit import note_name
 from mcore_ckpt.directory.in_force import tracked_name
 from mcore_ckpt.directory.iterations import RunCheckpoint, iteration_directories, look_at
 from mcore_ckpt.format.metadata_read import TRACKER_FILE, encode_config
@@ -67,21 +66,6 @@ def test_what_is_not_whole(tmp_path: Path, damage: Callable[[Path], None], says:
     assert whole.whole
     assert not broken.whole
     assert re.search(says, broken.problems[0]), broken.problems
-
-
-def test_a_pipe_among_the_files_is_not_whole_and_does_not_block(tmp_path: Path) -> None:
-    path = write_iteration(tmp_path, "iter_0000001")
-    (path / "__0_0.distcp").unlink()
-    os.mkfifo(path / "__0_0.distcp")
-    assert "expected a regular file" in checkpoints_of_run(tmp_path)[0].problems[0]
-
-
-def test_a_directory_that_a_save_has_marked(tmp_path: Path) -> None:
-    path = write_iteration(tmp_path, "iter_0000001")
-    (path / note_name("ab" * 8)).write_text("{}")
-    (found,) = checkpoints_of_run(tmp_path)
-    assert found.locked
-    assert found.whole
 
 
 @pytest.mark.parametrize("text", ["", "iter_0000001", "../x"])

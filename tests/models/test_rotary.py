@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.models.families._registry import compare_settings, family_named, family_of_arguments
+from mcore_ckpt.models.families._registry import compare_settings, family_named
 from mcore_ckpt.models.families._settings import yarn_scales
 from tests.models.test_table import CONFIGS, LLAMA3, YARN, _without
 
@@ -33,22 +33,6 @@ def test_scales_of_yarn_come_back_from_arguments(name: str, prefix: str, scales:
     config["rope_scaling"]["attention_factor"] = 1.5
     with pytest.raises(OptionError, match=r"attention_factor=1\.5"):
         compare_settings(family, config, stored, "ckpt", given=True)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
-def test_yarn_comes_back_from_arguments(name: str) -> None:
-    family = family_named(name)
-    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    config = {**CONFIGS[name], "rope_theta": 1000000.0, "rope_scaling": scaling}
-    arguments = family.arguments(config)
-    assert (arguments["position_embedding_type"], arguments["yarn_original_max_position_embeddings"]) == ("yarn", 16)
-    assert family_of_arguments(arguments, "here") is family
-    back = family.config(arguments, 100)
-    assert scaling.items() <= back["rope_scaling"].items()
-    assert family.arguments(back) == arguments
-    assert compare_settings(family, back, arguments, "ckpt", given=False) == ()
-    with pytest.raises(OptionError, match="yarn_rotary_scaling_factor"):
-        compare_settings(family, {**config, "rope_scaling": {**scaling, "factor": 2.0}}, arguments, "ckpt", given=True)
 
 
 _ROPES: tuple[dict[str, Any], ...] = (

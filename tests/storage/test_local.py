@@ -14,7 +14,6 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, SaveError
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import DirectIo
 from mcore_ckpt.storage.resolve import LocalStorage
-from tests.support.forked import in_child
 from tests.support.local_files import MIB, aligned, cached_pages, has_direct_io, open_fds, random_bytes
 
 
@@ -57,22 +56,6 @@ def test_cold_reads_do_not_fill_the_page_cache_and_warm_ones_use_it(local: Local
         os.close(reader._direct_fd)  # a warm read that wanted O_DIRECT would fail now
         reader._direct_fd = os.open("/dev/null", os.O_WRONLY)
         assert reader.read(0, 4 * MIB) == content
-
-
-def test_a_file_whose_residency_the_kernel_does_not_tell_counts_as_cold(local: LocalStorage, tmp_path: Path) -> None:
-    """`mincore` calls all of a file cached that the process neither owns nor may write."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can become somebody else")
-    _cold_file(local, tmp_path)
-    fd = os.open(tmp_path / "file", os.O_RDONLY)
-    os.fchmod(fd, 0o644)
-
-    def share_seen_by_nobody() -> float:
-        os.setresuid(65534, 65534, 65534)
-        return direct_io.Residency(fd, 4 * MIB).cached_share(0, 4 * MIB)
-
-    assert in_child(share_seen_by_nobody) == "0.0"
-    os.close(fd)
 
 
 def test_a_refused_trial_falls_back_and_is_remembered(
@@ -274,17 +257,6 @@ def test_readers_leave_no_descriptor_and_no_buffer(local: LocalStorage, tmp_path
     assert open_fds() == before
     assert Path("/proc/self/maps").read_text().count(str(tmp_path)) == maps_before
     assert local._bounce._free == []
-
-
-@pytest.mark.parametrize("nbytes", [2 * MIB - 4096, 5 * MIB + 1])
-@pytest.mark.parametrize("huge", [True, False])
-def test_aligned_buffers_are_aligned_and_whole(monkeypatch: pytest.MonkeyPatch, nbytes: int, huge: bool) -> None:
-    monkeypatch.setattr(direct_io, "has_huge_pages", lambda: huge)
-    view = direct_io.aligned_buffer(nbytes)
-    assert len(view) == -(-nbytes // 4096) * 4096
-    assert direct_io.address(view) % (2 * MIB if huge and nbytes >= 2 * MIB else 4096) == 0
-    view[-1] = 1
-    assert not any(view[:-1])
 
 
 def test_aligned_buffers_are_not_shared_with_forked_children() -> None:

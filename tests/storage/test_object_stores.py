@@ -11,15 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, LoadError, LoadOptions, SaveError, verify_checkpoint
+from mcore_ckpt import LoadError, SaveError, verify_checkpoint
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.directory.publish import write_common
-from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage.resolve import storage_at
 from tests.support.forked import in_child
 from tests.support.gcs_server import ObjectDirectory
@@ -90,20 +87,6 @@ def test_a_checkpoint_is_saved_replaced_loaded_and_looked_at(
     assert main(["prune", object_directory.url, "--keep-last", "1", "--yes"]) == 0
     assert url not in capsys.readouterr().err
     assert {name.split("/")[0] for name in object_directory.names()} == {"iter_0000002"}
-
-
-def test_columns_of_a_matrix_are_read_with_their_gaps_where_a_request_costs_more(
-    proxied: Proxy, object_directory: ObjectDirectory
-) -> None:
-    """Rows of 160 KB, of which the half is requested: a disk is asked row by row, a store for a window at a time."""
-    matrix = torch.arange(100 * 40_000, dtype=torch.float32).reshape(100, 40_000)
-    dcp.save({"weight": matrix}, storage_writer=FileSystemWriterAsync(object_directory.url), no_dist=True)
-    reader = FileSystemReader(object_directory.url, options=LoadOptions())
-    half = torch.zeros(100, 20_000)
-    proxied.requests.clear()
-    reader.read_items([ReadRequest("weight", half, (0, 20_000), (100, 20_000))])
-    assert torch.equal(half, matrix[:, 20_000:])
-    assert len(proxied.requests) < 14
 
 
 # What goes wrong for a moment

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-__all__ = ["MESHES", "load_megatron_fsdp", "save_fsdp", "save_megatron_fsdp", "take_fingerprints"]
+__all__ = ["MESHES", "save_fsdp", "save_megatron_fsdp", "take_fingerprints"]
 
 
 def _module_of(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
@@ -80,47 +80,6 @@ def save_megatron_fsdp(
         **progress,
     }
     dcp.save(state, checkpoint_id=target)
-
-
-def load_megatron_fsdp(rank: int, source: Path, tensors: dict[str, torch.Tensor], around: str) -> dict[str, Any]:
-    """Load what Megatron-LM does, the way it does: into its keys, DTensors with uneven shards of this rank."""
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
-
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-
-    def empty(tensor: torch.Tensor) -> DTensor:
-        cut = tensor.shape[0] // 3
-        part = torch.full_like(tensor[:cut] if rank == 0 else tensor[cut:], float("nan"))
-        return DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
-
-    names = {key.removesuffix("_w").removesuffix("_v") for key in tensors}
-    state: dict[str, Any] = {
-        "model": {f"module.{key}": empty(tensor) for key, tensor in tensors.items()},
-        "optimizer": {
-            "state": {
-                f"{around}{key}": {"exp_avg": empty(tensor), "exp_avg_sq": empty(tensor), "step": torch.zeros(())}
-                for key, tensor in tensors.items()
-            },
-            "param_to_group_meta": {f"{around}{name}": {"lr": 0.0, "betas": (), "step": 0} for name in names},
-        },
-        "args": None,
-        "iteration": None,
-        "checkpoint_version": None,
-        "opt_param_scheduler": {"num_steps": 0},
-    }
-    preprocess_state_dict_for_uneven_dtensor(state)
-    dcp.load(state, checkpoint_id=source)
-    found: dict[str, Any] = {
-        "args": vars(state["args"]),
-        **{key: state[key] for key in ("iteration", "opt_param_scheduler")},
-    }
-    found["model"] = {key: value.to_local() for key, value in state["model"].items()}
-    found["moments"] = {
-        key: [part.to_local() if isinstance(part, DTensor) else part for part in value.values()]
-        for key, value in state["optimizer"]["state"].items()
-    }
-    found["meta"] = state["optimizer"]["param_to_group_meta"]
-    return found
 
 
 MESHES = {"fsdp": ("shard",), "hsdp": ("replicate", "shard"), "fsdp-tp": ("shard", "tp")}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import mcore_ckpt
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.core.errors import ChecksumError, KindMismatchError, MissingKeyError
+from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from tests.support.model_like import model_tensors, write_model
 from tests.support.stored_layouts import StoredTensor, write_checkpoint
@@ -68,16 +68,6 @@ def test_what_is_no_slice(path: Path) -> None:
         for index in (np.s_[0, 0, 0], np.s_[64], np.s_[..., ...], np.s_[[1, 2]], np.s_[::-1], np.s_[None], np.s_[True]):
             with pytest.raises(IndexError, match=KEY):
                 ckpt[KEY][index]
-
-
-def test_keys_that_are_not_there(path: Path) -> None:
-    with mcore_ckpt.open_checkpoint(path) as ckpt:
-        with pytest.raises(MissingKeyError, match="linear_fc1"):
-            ckpt["decoder.layers.0.mlp.linear_fc3.weight"]
-        with pytest.raises(KindMismatchError):
-            ckpt.objects[KEY]
-        with pytest.raises(KindMismatchError):
-            ckpt.tensors["rng_state/shard_0.1_1.2"]
 
 
 @given(data=st.data(), shape=st.lists(st.integers(1, 6), max_size=3).map(tuple))

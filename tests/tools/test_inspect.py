@@ -17,7 +17,6 @@ from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, Te
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.inspection import (
     describe_items,
-    file_rows,
     summarize_checkpoint,
 )
 from mcore_ckpt.tools.keys import layout_of_chunks
@@ -68,16 +67,6 @@ def test_items_are_where_they_are_said_to_be(checkpoint: Path) -> None:
         box = tuple(slice(start, start + size) for start, size in zip(row.offsets, row.shape, strict=True))
         assert torch.equal(value, tensors[row.fqn][box])
         assert str(value.dtype) == f"torch.{row.dtype}"
-
-
-def test_files_and_their_halves(checkpoint: Path) -> None:
-    rows = file_rows(read_index(checkpoint))
-    assert [(row.file, row.rank) for row in rows] == [(f"__{r}_{n}.distcp", r) for r in range(2) for n in range(2)]
-    for row in rows:
-        assert row.size_bytes == (checkpoint / row.file).stat().st_size
-        assert row.size_bytes == row.tensor_bytes + row.object_bytes + (row.unused_bytes or 0)
-    assert rows[0].objects == 1
-    assert rows[0].bytes_data == (0, rows[0].object_bytes)
 
 
 def test_a_missing_file_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,16 +143,6 @@ def test_missing_shards_and_files(checkpoint: Path) -> None:
     assert {problem.file for problem in report.problems} == {None, "__0_1.distcp"}
 
 
-def test_large_items_are_read_in_windows(tmp_path: Path) -> None:
-    tensors = {"big.weight": torch.randn(3000, 2000), "small.weight": torch.randn(3)}
-    write_model(tmp_path / "ckpt", tensors=tensors)
-    assert verify_checkpoint(tmp_path / "ckpt").whole
-    item = item_of(tmp_path / "ckpt", "big.weight", 0)
-    flip(tmp_path / "ckpt", item, item.length - 20_000)
-    (problem,) = verify_checkpoint(tmp_path / "ckpt").problems
-    assert problem.fqn == "big.weight"
-
-
 class TestRepair:
     @pytest.fixture
     def copy(self, checkpoint: Path) -> Path:
