@@ -33,7 +33,6 @@ from mcore_ckpt.format.integrity import BLOCK_BYTES
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import Forms, LocatedTensor, locate_tensor, verify_records
 from mcore_ckpt.format.metadata_read import checked_footer, index_name, read_index
-from mcore_ckpt.format.state_file import read_tensor_outline
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.files import OpenFiles, naming, read_table
 from mcore_ckpt.storage.base import FileVersion, RangeReader, Storage
@@ -629,6 +628,8 @@ def check_item(
         check_located(found, dtype, sizes, nbytes, item.crc32)
     except NotRangeable:
         check_proportion(nbytes, item, where)
+        from mcore_ckpt.format.state_file import read_tensor_outline
+
         outline = read_tensor_outline(read, item.length, where)
         if outline is not None and (outline.dtype, outline.shape) != (dtype, sizes):
             raise CorruptCheckpointError(

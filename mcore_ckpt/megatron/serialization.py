@@ -70,7 +70,6 @@ from mcore_ckpt.megatron._joint_calls import (
     one_save,
     save_call,
 )
-from mcore_ckpt.megatron._proof import prove_load
 from mcore_ckpt.megatron._versions import MegatronErrors, is_first_rank, megatron_module, patches
 from mcore_ckpt.save.commit import saves_in_progress
 from mcore_ckpt.storage.resolve import storage_at
@@ -264,7 +263,11 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             strategy = arguments.get("sharded_strategy")
             options = _options_of(strategy)
             goes_back = options.on_damaged == "go_back" and not is_in_load()
-            call = stock if options.prove == "off" else partial(prove_load, stock, options)
+            call = stock
+            if options.prove != "off":
+                from mcore_ckpt.megatron._proof import prove_load
+
+                call = partial(prove_load, stock, options)
             joint = join(options, goes_back, arguments)
 
             def read(read_directory: Any) -> Any:
