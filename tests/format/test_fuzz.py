@@ -16,6 +16,8 @@ import time
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,46 +64,24 @@ OBJECTS = [
 ]
 
 
-def _try_object(content: bytes, _: Path) -> None:
-    load_object(content, verify_crc=False)
-
-
 def _try_object_pickle(content: bytes, _: Path) -> None:
     item = rewritten(OBJECTS[1], lambda name, old: content if name == "data.pkl" else old)
-    for read in (lambda: load_object(item), lambda: read_plain(item, "object")):
-        try:
-            read()
-        except CheckpointError:
-            continue
+    for read in (load_object, partial(read_plain, where="object")):
+        with suppress(CheckpointError):
+            read(item)
 
 
-def _try_common(content: bytes, directory: Path) -> None:
-    (directory / "common.pt").write_bytes(content)
-    load_common(directory)
+def _as_file(name: str, read: Callable[[Path], Any]) -> Callable[[bytes, Path], Any]:
+    def write_and_read(content: bytes, directory: Path) -> None:
+        (directory / name).write_bytes(content)
+        read(directory)
+
+    return write_and_read
 
 
-def _try_config(content: bytes, directory: Path) -> None:
-    (directory / "metadata.json").write_bytes(content)
-    read_config(directory)
-
-
-def _try_safetensors(content: bytes, directory: Path) -> None:
-    (directory / "x.safetensors").write_bytes(content)
-    read_safetensors(directory, "x.safetensors")
-
-
-def _try_journal(content: bytes, directory: Path) -> None:
-    (directory / "1.journal").write_bytes(content)
+def _read_journal(directory: Path) -> None:
     with FileJournal(directory / "1.journal"):
         pass
-
-
-def _try_index(content: bytes, _: Path) -> None:
-    parse_index(content, "/ckpt", strict=False)
-
-
-def _try_item(content: bytes, _: Path) -> None:
-    locate_tensor_in(memoryview(content), "item")
 
 
 def _seeds() -> dict[str, list[bytes]]:
@@ -127,15 +107,15 @@ def _seeds() -> dict[str, list[bytes]]:
     }
 
 
-TARGETS: dict[str, Callable[[bytes, Path], None]] = {
-    "index": _try_index,
-    "item": _try_item,
-    "object": _try_object,
+TARGETS: dict[str, Callable[[bytes, Path], Any]] = {
+    "index": lambda content, _: parse_index(content, "/ckpt", strict=False),
+    "item": lambda content, _: locate_tensor_in(memoryview(content), "item"),
+    "object": lambda content, _: load_object(content, verify_crc=False),
     "object_pickle": _try_object_pickle,
-    "common": _try_common,
-    "config": _try_config,
-    "safetensors": _try_safetensors,
-    "journal": _try_journal,
+    "common": _as_file("common.pt", load_common),
+    "config": _as_file("metadata.json", read_config),
+    "safetensors": _as_file("x.safetensors", lambda directory: read_safetensors(directory, "x.safetensors")),
+    "journal": _as_file("1.journal", _read_journal),
 }
 _NUMBERS = (b"\0", b"\xff", b"\x7f", b"\x80", b"\xff" * 4, b"\0\0\0\x80", b"\xff\xff\xff\x7f", b"\x94", b"9" * 30)
 _OPCODES = (

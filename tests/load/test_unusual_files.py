@@ -35,52 +35,33 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
-def _pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def _directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
 def _socket(path: Path) -> None:
-    path.unlink()
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(path))
 
 
-def _link_to_a_device(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
 def _link_out_of_the_directory(path: Path) -> None:
-    path.rename(path.parent.parent / path.name)
+    (path.parent.parent / path.name).write_bytes(b"")
     path.symlink_to(f"../{path.name}")
-
-
-def _link_to_a_neighbour(path: Path) -> None:
-    path.rename(path.with_name("elsewhere"))
-    path.symlink_to("elsewhere")
 
 
 KINDS = pytest.mark.parametrize(
     ("put", "named"),
     [
-        (_pipe, "a pipe"),
-        (_directory, "a directory"),
+        (os.mkfifo, "a pipe"),
+        (os.mkdir, "a directory"),
         (_socket, "a socket"),
-        (_link_to_a_device, "a symbolic link"),
+        (lambda path: path.symlink_to("/dev/zero"), "a symbolic link"),
         (_link_out_of_the_directory, "a symbolic link"),
-        (_link_to_a_neighbour, "a symbolic link"),
+        (lambda path: path.symlink_to("metadata.json"), "a symbolic link"),
     ],
+    ids=["pipe", "directory", "socket", "link to a device", "link out of it", "link in it"],
 )
 
 
 @KINDS
 def test_only_regular_files_are_read_as_data(put: Callable[[Path], None], named: str, checkpoint: Path) -> None:
+    (checkpoint / DATA).unlink()
     put(checkpoint / DATA)
     reader = FileSystemReader(checkpoint)
     with pytest.raises(CorruptCheckpointError, match=rf"{DATA}: expected a regular file.* it is {named}"):
@@ -98,6 +79,7 @@ def test_only_a_regular_file_is_read_as_common_state(
     put: Callable[[Path], None], named: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert load_common(checkpoint) == {"iteration": 7}
+    (checkpoint / "common.pt").unlink()
     put(checkpoint / "common.pt")
     with pytest.raises(LoadError):
         load_common(checkpoint)
