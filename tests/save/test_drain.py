@@ -38,8 +38,8 @@ from mcore_ckpt.save import upkeep
 from mcore_ckpt.storage.resolve import LocalStorage, storage_at
 from tests.save.test_upkeep import Training, there, until
 from tests.support.gcs_server import ObjectDirectory
-from tests.support.gloo_ranks import rank_outcomes, run_ranks
 from tests.support.gloo_ranks import run_megatron_ranks as run_megatron
+from tests.support.gloo_ranks import run_ranks
 from tests.support.object_server import Fault, Proxy, Request, S3Directory
 
 NAME = "iter_0000001"
@@ -159,40 +159,6 @@ def test_a_second_tier_that_cannot_be_reached_fails_no_save_and_the_next_job_res
     assert "waits for being copied" in shown or shown.count("copy failed") == 2
     monkeypatch.setenv("MCORE_CKPT_DRAIN_TO", far)
     run_megatron(_resume, 2, str(tmp_path))
-    assert there(far) == [NAME, "iter_0000002"]
-    assert all(verify_checkpoint(f"{far}/{name}").whole for name in there(far))
-    assert tracked_name(far) == "iter_0000002"
-
-
-def _train_and_die(rank: int, run: str, drain_to: str, started: str) -> None:
-    training = Training(rank, run, options(drain_to))
-    training.save(1)
-    if rank == 0:
-        until(Path(started).exists)  # a part of a file is on its way, and stays there
-    training.save(2)
-    training.queue.close()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_copy_that_dies_with_the_trainer_is_resumed(
-    object_directory: ObjectDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    far, started = f"{object_directory.url}/run", tmp_path / "started"
-
-    def stall_data(request: Request) -> Fault | None:
-        if request.changes and ".distcp" in request.key:
-            started.touch()
-            return Fault("stall", seconds=60)
-        return None
-
-    with Proxy(object_directory.server, stall_data) as proxy, monkeypatch.context() as patched:
-        patched.setenv(object_directory.variable, proxy.url)
-        outcomes = rank_outcomes(_train_and_die, 2, str(tmp_path / "run"), far, str(started))
-    assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * 2
-    assert not [name for name in object_directory.names() if name.endswith(METADATA_FILE)]
-    assert not note_of(tmp_path / "run" / NAME).done
-    monkeypatch.setenv("MCORE_CKPT_DRAIN_TO", far)
-    run_megatron(_resume, 2, str(tmp_path / "run"))
     assert there(far) == [NAME, "iter_0000002"]
     assert all(verify_checkpoint(f"{far}/{name}").whole for name in there(far))
     assert tracked_name(far) == "iter_0000002"

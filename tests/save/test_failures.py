@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt.core.errors import CheckpointError, SaveError, WriterDiedError, WriteTimeoutError
+from mcore_ckpt.core.errors import CheckpointError, SaveError, WriterDiedError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
@@ -29,7 +29,6 @@ from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
 from mcore_ckpt.save.child_processes import ChildJob
 from mcore_ckpt.save.commit import SaveTransaction
 from mcore_ckpt.save.writer_process import shared_writer
-from tests.support.gloo_ranks import MEGATRON, rank_outcomes
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.processes import children, is_running
 from tests.support.writer_jobs import MisbehavingStorage
@@ -176,26 +175,6 @@ def test_a_writer_killed_on_one_rank(tmp_path: Path) -> None:
         assert max(took_s, also_took_s) < _RAISED_WITHIN_S
 
 
-def _write_hangs(rank: int, directory: str) -> tuple[str, float]:
-    options = SaveOptions(write_deadline_s=1.0)
-    queue, strategy = AsyncCallsQueue(options=options), TorchDistSaveStrategy(options=options)
-    shared_writer().warm_up()
-    if rank == 1:
-        os.kill(shared_writer().pid or 0, signal.SIGSTOP)  # as one that hangs in a network file system
-    log = _save(rank, directory, 1, queue, strategy)
-    message, took_s = _expect(WriteTimeoutError, queue, True)
-    assert log == []
-    _save_whole(rank, directory, 2, queue, strategy)
-    return message, took_s
-
-
-def test_a_write_that_hangs_on_one_rank(tmp_path: Path) -> None:
-    for message, took_s in run_ranks(_write_hangs, 2, str(tmp_path / "new")):
-        assert "rank 1 of 2" in message
-        assert "write_deadline_s=1.0" in message
-        assert took_s < 1.0 + _RAISED_WITHIN_S
-
-
 # --- the file system says no ------------------------------------------------------------------------------------------
 
 
@@ -260,45 +239,6 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 # --- a trainer dies ---------------------------------------------------------------------------------------------------
-
-
-def _trainer_dies(rank: int, directory: str) -> tuple[str, float]:
-    queue, strategy = AsyncCallsQueue(), TorchDistSaveStrategy(options=_PERSISTENT)
-    _save_whole(rank, directory, 1, queue, strategy)
-    writer_pid = shared_writer().pid
-    assert writer_pid is not None
-    Path(f"{directory}-writer-{rank}").write_text(str(writer_pid))
-    if rank == 1:
-        os.kill(writer_pid, signal.SIGSTOP)
-    dist.barrier()
-    log = _save(rank, directory, 2, queue, strategy)
-    dist.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    message, took_s = _expect(Exception, queue, True)
-    with contextlib.suppress(Exception):
-        queue.close(abort=True)
-    assert log == []
-    return message, took_s
-
-
-def test_a_trainer_killed_on_one_rank(tmp_path: Path) -> None:
-    directory = str(tmp_path / "ckpt")
-    alive, dead = rank_outcomes(_trainer_dies, 2, directory, grace_s=30, preload=MEGATRON)
-    assert dead.exit_code == -signal.SIGKILL
-    assert alive.ok, alive.error_text
-    message, took_s = alive.value
-    assert "lost contact with another rank" in message
-    assert took_s < _RAISED_WITHIN_S
-    for rank in (0, 1):
-        writer_pid = int(Path(f"{directory}-writer-{rank}").read_text())
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(writer_pid, signal.SIGCONT)  # a stopped process cannot end itself
-        until_s = time.monotonic() + 5
-        while is_running(writer_pid):
-            assert time.monotonic() < until_s, f"rank {rank}'s writer has survived its trainer"
-            time.sleep(0.02)
-    run_ranks(_after_the_crash, 2, directory)
 
 
 def _after_the_crash(rank: int, directory: str) -> None:

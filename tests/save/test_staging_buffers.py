@@ -19,9 +19,8 @@ from mcore_ckpt.core import process
 from mcore_ckpt.core.errors import WriteTimeoutError
 from mcore_ckpt.core.options import ranks_of_this_host
 from mcore_ckpt.save import staging
-from mcore_ckpt.save.staging import is_busy, lease_buffer, start_writing, write_in_process
+from mcore_ckpt.save.staging import is_busy, lease_buffer, start_writing
 from mcore_ckpt.save.writer_process import shared_writer
-from mcore_ckpt.storage.base import RangeWriter
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.tensor_specs import bucket_of
 from tests.support.writer_jobs import MisbehavingStorage
@@ -120,11 +119,6 @@ def _options(**others: Any) -> SaveOptions:
     return SaveOptions(staging_budget_bytes=64 * _MIB, **others)
 
 
-def _made(directory: Path) -> Path:
-    directory.mkdir()
-    return directory
-
-
 def test_a_buffer_is_not_used_again_while_a_killed_writer_is_still_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,36 +140,6 @@ def test_a_buffer_is_not_used_again_while_a_killed_writer_is_still_there(
     while not save.memory_is_free():
         assert time.monotonic() < until_s, "it is gone now, and nobody notices"
         time.sleep(0.01)
-
-
-class _HangsAtFirst(LocalStorage):
-    """A directory on a device that hangs until `let_go` is set."""
-
-    def __init__(self, directory: Path, let_go: threading.Event) -> None:
-        super().__init__(directory)
-        self._let_go = let_go
-
-    def open_writer(self, name: str, **options: Any) -> RangeWriter:
-        writer = super().open_writer(name, **options)
-        writer.write = lambda offset, view: self._let_go.wait(60)  # type: ignore[method-assign]
-        return writer
-
-
-def test_control_c_is_heard_though_a_write_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_ckpt.save.writer.WINDOW_BYTES", 65536)
-    options = SaveOptions()
-    let_go = threading.Event()
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    try:
-        began_s = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
-            write_in_process(_HangsAtFirst(_made(tmp_path / "hung"), let_go), [bucket_of(torch.ones(_MIB))], options)
-        assert time.monotonic() - began_s < 20, "it waits for the write in progress for a moment only"
-        write_in_process(LocalStorage(_made(tmp_path / "healthy")), [bucket_of(torch.ones(_MIB))], options)
-    finally:
-        let_go.set()
-        timer.join()
 
 
 # --- memory of the host -----------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.runs import list_run
 from tests.support.gcs_server import ObjectDirectory
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
+from tests.support.kept_log import kept_log
 
 _WITHIN_S = 60.0
 
@@ -80,16 +81,12 @@ class Training:
 
 
 def _train(rank: int, run: str, iterations: int, options: SaveOptions) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("mcore_ckpt").addHandler(handler)
-    logging.getLogger("mcore_ckpt").setLevel(logging.INFO)
-    training = Training(rank, run, options)
-    for iteration in range(1, iterations + 1):
-        training.save(iteration, is_async=iteration % 3 != 0)
-    upkeep._finish()  # as at the end of a trainer
-    training.queue.close()
+    with kept_log(logging.INFO) as said:
+        training = Training(rank, run, options)
+        for iteration in range(1, iterations + 1):
+            training.save(iteration, is_async=iteration % 3 != 0)
+        upkeep._finish()  # as at the end of a trainer
+        training.queue.close()
     return [text for text in said if "removed" in text]
 
 
@@ -131,22 +128,19 @@ def test_what_a_load_reads_stays_as_long_as_it_does(tmp_path: Path) -> None:
 
 
 def _train_with_failures(rank: int, run: str) -> tuple[list[str], list[str]]:
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("mcore_ckpt").addHandler(handler)
-    training = Training(rank, run, SaveOptions(keep_last=1))
-    training.save(1)
-    if rank == 0:
-        (process,) = upkeep._started
-        os.kill(process.pid, signal.SIGKILL)
-        until(lambda: any("was killed by SIGKILL" in text for text in said))
-    training.save(2)
-    if rank == 0:
-        until(lambda: there(run) == ["iter_0000002"])
-        (Path(run) / TRACKER_FILE).write_text("half of 1")
-        upkeep.checkpoint_published(Path(run) / "iter_0000002", training.strategy.options)
-    upkeep._finish()
+    with kept_log() as said:
+        training = Training(rank, run, SaveOptions(keep_last=1))
+        training.save(1)
+        if rank == 0:
+            (process,) = upkeep._started
+            os.kill(process.pid, signal.SIGKILL)
+            until(lambda: any("was killed by SIGKILL" in text for text in said))
+        training.save(2)
+        if rank == 0:
+            until(lambda: there(run) == ["iter_0000002"])
+            (Path(run) / TRACKER_FILE).write_text("half of 1")
+            upkeep.checkpoint_published(Path(run) / "iter_0000002", training.strategy.options)
+        upkeep._finish()
     return said, there(run)
 
 
