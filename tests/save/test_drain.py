@@ -283,18 +283,6 @@ def test_plain_dcp_is_drained_too(tmp_path: Path) -> None:
         FileSystemWriterAsync(near / NAME, options=options(f"{near}/"))
 
 
-def _save_where_one_rank_drains(rank: int, run: str, drain_to: str) -> None:
-    training = Training(rank, run, options(drain_to) if rank else SaveOptions())
-    with pytest.raises(OptionError, match="drain_to differs between the ranks"):
-        training.save(1)
-
-
-def test_ranks_with_other_second_tiers_are_told_so(tmp_path: Path) -> None:
-    run_megatron(_save_where_one_rank_drains, 2, str(tmp_path / "near"), str(tmp_path / "far"))
-    assert there(str(tmp_path / "near")) == [NAME]
-    assert not list((tmp_path / "near" / NAME).glob("*.distcp"))
-
-
 def _save_alone(run: Path, far: str | Path, iteration: int, value: float, **others: bytes) -> Path:
     """A job of one process that is killed before anything is copied; `others`: files of other programs."""
     with pytest.MonkeyPatch.context() as patched:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -173,72 +172,6 @@ def test_a_writer_killed_on_one_rank(tmp_path: Path) -> None:
         assert "SIGKILL" in message
         assert str(tmp_path / str(number) / "2") in message
         assert max(took_s, also_took_s) < _RAISED_WITHIN_S
-
-
-# --- the file system says no ------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _small_disk(directory: Path, nbytes: int) -> Iterator[None]:
-    """A file system of that size."""
-    directory.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "none", directory], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", directory], check=True)
-
-
-def _mounting_is_allowed() -> bool:
-    probe = subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True)
-    return os.geteuid() == 0 and probe.returncode == 0
-
-
-needs_mount = pytest.mark.skipif(not _mounting_is_allowed(), reason="mounting a small file system takes privileges")
-
-
-def _fails(rank: int, directory: str, options: SaveOptions | None) -> tuple[str, str]:
-    """A save that fails, over a checkpoint that must not mind; in line if there are no options."""
-    queue, strategy = AsyncCallsQueue(), TorchDistSaveStrategy(options=options or _PERSISTENT)
-    logs: list[list[str]] = []
-
-    def save() -> None:
-        if options is None:
-            strategy.save(_state(rank, 2), directory)
-        else:
-            logs.append(_save(rank, directory, 2, queue, strategy))
-            queue.maybe_finalize_async_calls(blocking=True)
-
-    with pytest.raises(SaveError) as caught:
-        save()
-    assert not any(logs)
-    dist.barrier()
-    _check(rank, directory, 1)
-    # Rank 0 says this in front, as Megatron does.
-    return type(caught.value).__name__, str(caught.value).removeprefix("Worker failure: ")
-
-
-def _saves_fail(rank: int, directory: str) -> list[tuple[str, str]]:
-    TorchDistSaveStrategy(options=_PERSISTENT).save(_state(rank, 1), directory)
-    names = _names(directory)
-    dist.barrier()
-    errors = [_fails(rank, directory, options) for options in (None, *_WAYS)]
-    assert [name for name in _names(directory) if name != INCOMPLETE_MARKER] == names
-    return errors
-
-
-@needs_mount
-def test_a_full_disk(tmp_path: Path) -> None:
-    bytes_of_a_save = 2 * _ELEMS * 4
-    with _small_disk(tmp_path / "disk", bytes_of_a_save * 5 // 4):
-        first, second = run_ranks(_saves_fail, 2, str(tmp_path / "disk"))
-    assert first == second, "the same error on every rank"
-    for _, message in first:
-        assert "ENOSPC" in message
-        assert re.search(r"disk/__\d_\d+\S*\.distcp", message), "the file is named"
-
-
-# --- a trainer dies ---------------------------------------------------------------------------------------------------
 
 
 def _after_the_crash(rank: int, directory: str) -> None:

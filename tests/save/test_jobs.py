@@ -32,7 +32,7 @@ _AT_ONCE_S = 20.0
 
 @pytest.fixture
 def writer() -> Iterator[PersistentWriter]:
-    made = PersistentWriter()
+    made = PersistentWriter(cpu_priority=7)
     yield made
     made.close(abort=True)
 
@@ -101,21 +101,14 @@ def test_the_process_is_bare_and_out_of_the_terminals_reach(writer: PersistentWr
     assert os.getpgid(writer.pid) == writer.pid
     status = dict(line.split(":\t", 1) for line in Path(f"/proc/{writer.pid}/status").read_text().splitlines())
     assert int(status["VmRSS"].split()[0]) < 40_000, "kB"
+    # A nice value counts within a session only, where the kernel shares cores among sessions.
+    assert os.getpriority(os.PRIO_PROCESS, writer.pid) == max(7, os.getpriority(os.PRIO_PROCESS, 0))
+    assert os.getsid(writer.pid) == os.getsid(0)
+    assert os.sched_getscheduler(writer.pid) == os.SCHED_BATCH
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(writer.pid, number)
     time.sleep(0.1)
     assert writer.pid is not None
-
-
-def test_the_process_gives_way_to_the_trainer(buffer: SmallBuffer) -> None:
-    """Also where the kernel shares cores among sessions: a nice value counts within one only."""
-    writer = PersistentWriter(cpu_priority=7)
-    writer.warm_up(buffer_fd=buffer.fd)
-    assert writer.pid is not None
-    assert os.getpriority(os.PRIO_PROCESS, writer.pid) == max(7, os.getpriority(os.PRIO_PROCESS, 0))
-    assert os.getsid(writer.pid) == os.getsid(0)
-    assert os.sched_getscheduler(writer.pid) == os.SCHED_BATCH
-    writer.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
@@ -161,9 +154,6 @@ def test_close_waits_for_jobs_and_abort_does_not(buffer: SmallBuffer, tmp_path: 
     assert not is_running(pid)
     with pytest.raises(SaveError, match="closed"):
         hanging.result()
-
-
-# --- windows ----------------------------------------------------------------------------------------------------------
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

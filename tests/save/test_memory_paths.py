@@ -102,9 +102,3 @@ def test_a_cut_storage_is_named_before_anything_is_written(kind: str, tmp_path: 
     with pytest.raises(PlanError, match=r"model\.weight at offset .*given back"):
         TorchDistSaveStrategy(options=ways[0]).save(state, tmp_path / "checkpoint")
     assert list((tmp_path / "checkpoint").iterdir()) == []
-
-
-# --- threads that a forked child does not have ------------------------------------------------------------------------
-
-
-# --- copies that are still under way ----------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ from mcore_ckpt.format.metadata_read import CONFIG_FILE, METADATA_FILE
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron import serialization
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
-from mcore_ckpt.save import commit as save_commit
 from mcore_ckpt.save import staging, transaction, writer_process
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 from mcore_ckpt.storage.resolve import LocalStorage
@@ -79,46 +78,6 @@ def test_an_interrupted_save_lets_the_directory_go(tmp_path: Path, monkeypatch: 
     strategy().save(state(3), tmp_path)  # while somebody still holds the traceback
     assert interrupted.value is not None
     assert loaded(tmp_path) == 3
-
-
-@pytest.mark.parametrize("mode", ["in line", "beside training"])
-@pytest.mark.parametrize("published", [False, True])
-def test_a_failing_save_leaves_a_file_that_it_has_not_written(
-    published: bool, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stock DCP, which knows of no claims, saves there meanwhile."""
-    open_really = save_commit.SaveDirectory.open
-
-    def opened(directory: save_commit.SaveDirectory) -> Any:
-        answer = open_really(directory)
-        if published:
-            dcp.save({"w": torch.ones(5)}, checkpoint_id=str(tmp_path))
-        else:
-            (tmp_path / "__0_0.distcp").write_bytes(b"still being written")
-        return answer
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise SaveError("for a test")
-
-    monkeypatch.setattr(save_commit.SaveDirectory, "open", opened)
-    monkeypatch.setattr(save_commit, "check_files", fail)
-    queue = AsyncCallsQueue()
-
-    def fails() -> None:
-        if mode == "in line":
-            strategy().save(state(1), tmp_path)
-        else:
-            queue.schedule_async_request(strategy().async_save(state(1), tmp_path))
-            queue.maybe_finalize_async_calls(blocking=True)
-
-    with pytest.raises(SaveError, match="for a test"):
-        fails()
-    queue.close(abort=True)
-    assert [file.name for file in tmp_path.glob("*.distcp")] == ["__0_0.distcp"]
-    if published:
-        kept = {"w": torch.zeros(5)}
-        dcp.load(kept, checkpoint_id=str(tmp_path))
-        assert (kept["w"] == 1).all()
 
 
 def test_a_request_that_is_lost_is_not_in_the_way_of_the_next_save(tmp_path: Path) -> None:

@@ -143,9 +143,6 @@ def test_a_tensor_that_was_sound_in_the_save_before_is_refused_when_it_is_not(ch
         collect(of_two(change(tensor)), before)
 
 
-# --- settings that change between saves -------------------------------------------------------------------------------
-
-
 # --- directories ------------------------------------------------------------------------------------------------------
 
 
@@ -175,9 +172,3 @@ def test_a_relative_path_means_what_it_meant_when_the_save_began(
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
     assert torch.equal(loaded(tmp_path / "there" / "checkpoint"), torch.ones(1000))
     assert not list((tmp_path / "elsewhere").iterdir())
-
-
-# --- places -----------------------------------------------------------------------------------------------------------
-
-
-# --- the metadata of a new structure ----------------------------------------------------------------------------------
