@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import shutil
 import tempfile
@@ -31,6 +30,7 @@ from mcore_ckpt import (
     TorchDistSaveStrategy,
 )
 from mcore_ckpt.directory.commit import Commit
+from mcore_ckpt.megatron._versions import differences
 from mcore_ckpt.save import transaction
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.forked import in_child
@@ -152,12 +152,10 @@ def stocks_common_state_beside_our_data(directory: Path) -> None:
         dist_checkpointing.load(state(-1), str(directory / "1"), TorchDistLoadStrategy())
 
 
-_IN_DATA_FILES = pytest.mark.skipif(
-    importlib.metadata.version("megatron-core").startswith("0.19"), reason="there it lies in the data files"
-)
+IN_DATA_FILES = differences().common_state_is_an_object
 
 
-@_IN_DATA_FILES
+@pytest.mark.skipif(IN_DATA_FILES, reason="there it is bound as all data is")
 def test_a_common_state_that_stock_has_written_is_bound_to_the_save() -> None:
     in_child(partial(in_a_launch, stocks_common_state_beside_our_data))
 
@@ -184,14 +182,14 @@ def test_a_config_that_is_damaged_or_a_pipe_is_refused_by_an_error_that_names_it
     in_child(partial(in_a_launch, a_config_that_is_damaged))
 
 
-def objects_named_as_the_common_state(rank: int, directory: Path, key: str) -> None:
+def objects_named_as_the_common_state(rank: int, directory: Path) -> None:
     mcore_ckpt.install()
     size = torch.distributed.get_world_size()
 
     def one(value: int | None) -> dict[str, Any]:
         made = state(-1 if value is None else value)
         made["w"].replica_id = rank
-        return {"o": ShardedObject(key, value, (size,), (rank,)), **made}
+        return {"o": ShardedObject("common_state", value, (size,), (rank,)), **made}
 
     for value in (1, 2):  # the second replaces the first
         dist_checkpointing.save(one(value), str(directory))
@@ -200,21 +198,13 @@ def objects_named_as_the_common_state(rank: int, directory: Path, key: str) -> N
         assert (loaded["o"], loaded["iteration"], float(loaded["w"][0])) == (value, value, value)
         assert dist_checkpointing.load_common_state_dict(str(directory))["iteration"] == value
     assert not mcore_ckpt.verify_checkpoint(directory).problems
+    if not IN_DATA_FILES:  # the one object under which later versions store it
+        own = ShardedObject("common_state", {"iteration": 777}, (1,), (0,), replica_id=rank)
+        with pytest.raises(PlanError, match="give the ShardedObject another key"):
+            dist_checkpointing.save({"o": own, "iteration": 3}, str(directory))
+        torch.distributed.barrier()
+        assert dist_checkpointing.load_common_state_dict(str(directory))["iteration"] == 2
 
 
 def test_an_object_named_like_the_common_state_does_not_take_its_place(tmp_path: Path) -> None:
-    run_megatron_ranks(objects_named_as_the_common_state, 2, tmp_path, "common_state")
-
-
-def the_object_that_holds_it_elsewhere(rank: int, directory: Path) -> None:
-    mcore_ckpt.install()
-    own = ShardedObject("common_state", {"iteration": 777}, (1,), (0,), replica_id=rank)
-    with pytest.raises(PlanError, match="give the ShardedObject another key"):
-        dist_checkpointing.save({"o": own, "iteration": 3}, str(directory))
-    torch.distributed.barrier()
-    assert not common_files(directory)
-
-
-@_IN_DATA_FILES
-def test_an_object_with_the_key_that_later_versions_use_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    run_megatron_ranks(the_object_that_holds_it_elsewhere, 2, tmp_path)
+    run_megatron_ranks(objects_named_as_the_common_state, 2, tmp_path)

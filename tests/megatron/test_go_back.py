@@ -6,7 +6,6 @@ asked for its format, the common state is read, and then everything is loaded.
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from mcore_ckpt import CorruptCheckpointError, LoadError, NewerFormatError
 from mcore_ckpt.format.integrity import split_metadata
 from tests.megatron.trap_ranks import check, installed, made, state
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
+from tests.support.kept_log import kept_log
 
 pytest.importorskip("megatron.core")
 
@@ -51,11 +51,7 @@ def resume(run: Path, fully_parallel: bool = False) -> tuple[int, int, list[str]
     from megatron.core.dist_checkpointing.strategies import torch as strategies
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
-    warnings: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("mcore_ckpt").addHandler(handler)
-    try:
+    with kept_log() as said:
         name = str(directory_of(run, int((run / TRACKER).read_text())))
         assert dist_checkpointing.check_is_distributed_checkpoint(name)
         first = dist_checkpointing.load_common_state_dict(name)["common"]["iteration"]
@@ -64,11 +60,9 @@ def resume(run: Path, fully_parallel: bool = False) -> tuple[int, int, list[str]
         if fully_parallel:
             strategy = FullyParallelLoadStrategyWrapper(strategy)
         loaded = dist_checkpointing.load(state(0), name, strategy)
-    finally:
-        logging.getLogger("mcore_ckpt").removeHandler(handler)
     iteration: int = loaded["common"]["iteration"]
     check(loaded, iteration)
-    return first, iteration, [text for text in warnings if "DAMAGED" in text]
+    return first, iteration, [text for text in said if "DAMAGED" in text]
 
 
 def a_data_file(checkpoint: Path) -> Path:

@@ -19,8 +19,6 @@ from tests.support.gloo_ranks import run_ranks
 
 pytestmark = pytest.mark.long
 
-_WAYS: tuple[dict[str, Any], ...] = ({}, {"writer": "fork"})
-
 
 def _state(rank: int, tensor: torch.Tensor, step: int) -> dict[str, Any]:
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
@@ -47,26 +45,20 @@ def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list
     assert "mcore_ckpt" not in type(queue).schedule_async_request.__module__, "it is not Megatron's own"
     log: dict[str, list[Any]] = {"finalized": [], "refused": []}
     try:
-        for number, way in enumerate(_WAYS):
-            strategy = TorchDistSaveStrategy(options=SaveOptions(**way))
-            for step in (10 * number, 10 * number + 1):
-                tensor = torch.full((50_000,), float(step))
-                path = base / str(step)
-                path.mkdir(exist_ok=True)
-                dist.barrier()
-                request = dist_checkpointing.save(
-                    _state(rank, tensor, step), str(path), strategy, async_sharded_save=True
-                )
-                assert isinstance(request.async_fn, SaveTransaction)
-                request.add_finalize_fn(lambda step=step: log["finalized"].append(step))
-                queue.schedule_async_request(request)
-                tensor.fill_(-1.0)
-                if step % 2:
-                    queue.maybe_finalize_async_calls(blocking=True)
-                else:
-                    while queue.get_num_unfinalized_calls():
-                        queue.maybe_finalize_async_calls(blocking=False)
-                        time.sleep(0.01)
+        for step, writer in enumerate(("persistent", "fork")):
+            strategy = TorchDistSaveStrategy(options=SaveOptions(writer=writer))  # type: ignore[arg-type]
+            tensor = torch.full((50_000,), float(step))
+            path = base / str(step)
+            path.mkdir(exist_ok=True)
+            dist.barrier()
+            request = dist_checkpointing.save(_state(rank, tensor, step), str(path), strategy, async_sharded_save=True)
+            assert isinstance(request.async_fn, SaveTransaction)
+            request.add_finalize_fn(lambda step=step: log["finalized"].append(step))
+            queue.schedule_async_request(request)
+            tensor.fill_(-1.0)
+            while queue.get_num_unfinalized_calls():
+                queue.maybe_finalize_async_calls(blocking=False)
+                time.sleep(0.01)
         # A writer that dies: supervision is not promised here, but what is not whole must not be published.
         path = base / "99"
         path.mkdir(exist_ok=True)
@@ -89,7 +81,7 @@ def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list
     finally:
         with contextlib.suppress(Exception):
             queue.close()
-    for step in (0, 1, 10, 11):
+    for step in (0, 1):
         loaded = dist_checkpointing.load(_state(rank, torch.zeros(50_000), -1), str(base / str(step)))
         assert (loaded["w"] == step).all(), f"{step}: the bytes of another moment"
         assert loaded["o"] == {"step": step}
@@ -100,7 +92,7 @@ def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list
 @pytest.mark.parametrize("persistent", [False, True], ids=["forked caller", "persistent caller"])
 def test_a_stock_queue_runs_our_requests(persistent: bool, tmp_path: Path) -> None:
     for log in run_ranks(_in_a_stock_queue, 2, tmp_path, persistent, deadline_s=200):
-        assert log["finalized"] == [0, 1, 10, 11]
+        assert log["finalized"] == [0, 1]
         (refused,) = log["refused"]
         assert "rank 1 of 2" in refused
         assert "SIGKILL" in refused
