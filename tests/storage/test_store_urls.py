@@ -86,7 +86,6 @@ def test_a_profile_of_google_names_bucket_prefix_and_server(
     [
         ("msc://known/run", {"storage_provider": {"type": "s3", "options": {"secret": 1}}}, "not valid"),
         ("msc://other/run", provider("file", base_path="/"), r"there is no profile 'other': .*msc\.json has known"),
-        ("msc://known/run", provider("oci", base_path="b"), "is of type 'oci'; expected file, s3"),
         (
             "msc://known/run",
             {
@@ -95,8 +94,6 @@ def test_a_profile_of_google_names_bucket_prefix_and_server(
             },
             "expected type S3Credentials",
         ),
-        ("msc://", provider("file", base_path="/"), "expected msc://profile/prefix"),
-        ("s3://", provider("file", base_path="/"), "expected s3://bucket/prefix"),
     ],
 )
 def test_what_cannot_be_reached_is_named(profiles: Any, url: str, profile: Any, message: str) -> None:
@@ -152,26 +149,6 @@ def test_what_is_set_wrongly_is_named_and_not_shown(
     shown = "".join(traceback.format_exception_only(refused.value))
     assert "nobody" not in shown
     assert refused.value.__suppress_context__ or refused.value.__context__ is None
-
-
-def test_credentials_that_cannot_be_had_for_a_moment_are_asked_for_again(
-    s3_directory: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pytest.importorskip("botocore", reason="asks the process")
-    given = tmp_path / "asked"
-    answer = {"Version": 1, "AccessKeyId": "test-key", "SecretAccessKey": "test-secret"}
-    (tmp_path / "process").write_text(
-        f"#!/bin/sh\nif [ ! -e {given} ]; then touch {given}; echo shown-by-nobody >&2; exit 1; fi\n"
-        f"echo '{json.dumps(answer)}'\n"
-    )
-    (tmp_path / "process").chmod(0o755)
-    (tmp_path / "config").write_text(f"[default]\ncredential_process = {tmp_path / 'process'}\n")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    storage_at(s3_directory.url).publish("file", b"x")
-    assert given.exists()
-    assert s3_directory.get("file") == b"x"
 
 
 def test_a_bucket_of_amazons_is_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
