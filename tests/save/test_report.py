@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-import time
 from pathlib import Path
 
 import pytest
@@ -18,8 +16,8 @@ from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.kept_log import kept_log
 
 
-def saves(rank: int, base: Path, traces: Path) -> list[tuple[str, float]]:
-    """The line of each save, where this rank logs one, and for how long training went on before it asked."""
+def saves(rank: int, base: Path, traces: Path) -> list[str]:
+    """The line of each save, where this rank logs one."""
     from tests.support.cpu_megatron import pretend_cuda
 
     pretend_cuda()
@@ -29,7 +27,6 @@ def saves(rank: int, base: Path, traces: Path) -> list[tuple[str, float]]:
 
     strategy = TorchDistSaveStrategy(options=SaveOptions(trace_path=str(traces)))
     queue = AsyncCallsQueue()
-    trained_s = []
     with kept_log(logging.INFO) as said:
         for step in range(2):
             path = base / f"iter_{step}"
@@ -37,19 +34,16 @@ def saves(rank: int, base: Path, traces: Path) -> list[tuple[str, float]]:
             state = {"t": ShardedTensor.from_rank_offsets("t", torch.ones(300_000), (0, rank, dist.get_world_size()))}
             request = save(state, str(path), strategy, async_sharded_save=True)
             queue.schedule_async_request(request)
-            scheduled = time.monotonic()
-            request.async_fn.job.wait()
-            trained_s.append(time.monotonic() - scheduled)
             queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
-    return list(zip((line for line in said if line.startswith("saved")), trained_s, strict=False))
+    return [line for line in said if line.startswith("saved")]
 
 
 def test_rank_0_logs_each_save_and_every_rank_leaves_a_trace(tmp_path: Path) -> None:
     lines, others = run_ranks(saves, 2, tmp_path, tmp_path / "traces")
     assert others == []
-    assert [str(tmp_path / f"iter_{step}") in line for step, (line, _) in enumerate(lines)] == [True, True]
-    assert all("in 2 files" in line for line, _ in lines)
+    assert [str(tmp_path / f"iter_{step}") in line for step, line in enumerate(lines)] == [True, True]
+    assert all("in 2 files" in line for line in lines)
     for step in range(2):
         for rank in range(2):
             trace = json.loads((tmp_path / "traces" / f"iter_{step}_rank{rank}.trace.json").read_text())
@@ -57,17 +51,6 @@ def test_rank_0_logs_each_save_and_every_rank_leaves_a_trace(tmp_path: Path) -> 
             assert {"plan", "stage", "dispatch", "writer", "gather", "commit"} <= set(spans)
             assert spans["plan"]["ts"] + spans["plan"]["dur"] <= spans["commit"]["ts"]
             assert spans["writer"]["args"]["files"][0]["file_name"].startswith(f"__{rank}_")
-
-
-def test_the_time_until_training_asks_is_neither_waiting_nor_writing(tmp_path: Path) -> None:
-    for line, trained_s in run_ranks(saves, 1, tmp_path, tmp_path / "traces")[0]:
-        waited_s, durable_s, published_s = (
-            float(re.search(rf"{what} ([0-9.]+) s", line)[1])  # type: ignore[index]
-            for what in ("training waited", "files durable after", "published after")
-        )
-        rounded_s = 0.002
-        assert waited_s + trained_s <= published_s + rounded_s
-        assert durable_s <= waited_s + trained_s + rounded_s
 
 
 def test_the_log_line_names_phases_and_the_slowest_file() -> None:

@@ -18,7 +18,6 @@ from mcore_ckpt.load.requests import ReadRequest
 
 __all__ = [
     "StoredTensor",
-    "column_chunks",
     "flip_byte",
     "load_box",
     "part",
@@ -97,13 +96,6 @@ def write_checkpoint(
 def whole(tensor: torch.Tensor) -> StoredTensor:
     """A tensor in one chunk."""
     return StoredTensor(tensor, [Box((0,) * tensor.dim(), tuple(tensor.shape))])
-
-
-def column_chunks(tensor: torch.Tensor, parts: int) -> StoredTensor:
-    """A matrix cut along its rows, as a row-parallel weight is: each chunk has a part of every row."""
-    rows, width = tensor.shape
-    step = width // parts
-    return StoredTensor(tensor, [Box((0, at * step), (rows, step)) for at in range(parts)])
 
 
 def row_chunks(tensor: torch.Tensor, parts: int) -> StoredTensor:
