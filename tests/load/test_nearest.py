@@ -1,4 +1,4 @@
-"""Loads whose data files lie in two places, of which one or both are damaged."""
+"""Loads whose data files lie in two places, of which one or both are damaged, or pruned meanwhile."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import ChecksumError, FileSystemReader, FileSystemWriterAsync, LoadOptions, SaveOptions
+from mcore_ckpt.directory.retention import prune_run
 from mcore_ckpt.load.requests import ReadRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -74,3 +75,28 @@ def test_where_both_are_damaged_the_error_names_both(tiers: tuple[Path, Path], h
         of_tiers(near, far, home).read_items([ReadRequest("weight", torch.zeros(3000), (0,), (3000,))])
     assert str(error.value).startswith(f"{near / NAME}: ")
     assert f"; and {far / NAME}: " in str(error.value)
+
+
+@pytest.mark.parametrize("home", ["near", "far"])
+def test_neither_tier_is_pruned_under_a_load_that_reads_there(tiers: tuple[Path, Path], home: str) -> None:
+    near, far = tiers
+    other = far if home == "near" else near
+    dcp.save({"w": torch.ones(3)}, storage_writer=FileSystemWriterAsync(other / "iter_0000002"), no_dist=True)
+    if home == "near":
+        next((near / NAME).glob("*.distcp")).unlink()
+
+    def pruned() -> str:
+        decisions = prune_run(other, keep_last=1, remove=True).decisions
+        return next(each.reason for each in decisions if each.checkpoint.name == NAME)
+
+    reader = of_tiers(near, far, home)
+    read_data, reasons = reader.read_data, []
+
+    def after_a_prune(*args: Any) -> Any:
+        reasons.append(pruned())
+        return read_data(*args)
+
+    reader.read_data = after_a_prune  # type: ignore[method-assign]
+    assert loaded(reader) == [1.0, 1.0]
+    assert reasons == ["a load is reading it"]
+    assert pruned() == "removed"
