@@ -118,7 +118,8 @@ def uninstall() -> None:
     """Put back everything that `install()` replaced; does nothing where it is not in force.
 
     Raises:
-        SaveError: an async queue still holds a save that was not finalized; finalize it first.
+        SaveError: a queue of Megatron's or of nvidia-resiliency-ext still holds a save; finalize it first. Queues of
+            this package finalize theirs afterwards, too.
     """
     if patches.replaced():
         nvrx.require_idle()

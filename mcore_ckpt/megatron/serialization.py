@@ -71,7 +71,7 @@ from mcore_ckpt.megatron._joint_calls import (
     save_call,
 )
 from mcore_ckpt.megatron._versions import MegatronErrors, is_first_rank, megatron_module, patches
-from mcore_ckpt.save.commit import saves_in_progress
+from mcore_ckpt.save.commit import give_up_forgotten_saves, saves_in_progress
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of("mcore_ckpt")
@@ -96,6 +96,7 @@ def around_save(stock: Any, strategy_class: type) -> Any:
             # The directory that it names now: what is written at the end of an async save must not follow a `chdir`.
             directory = checkpoint_path(checkpoint_dir).absolute()
             checkpoint_dir, storage = type(checkpoint_dir)(directory), storage_at(directory)
+            give_up_forgotten_saves()
             before = saves_in_progress(directory)
             try:
                 with one_save(args[0] if args else kwargs.get("sharded_strategy"), strategy_class):

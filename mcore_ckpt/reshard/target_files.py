@@ -384,9 +384,14 @@ class FileJournal(Journal):
             self._path.unlink()
 
     def _append(self, line: dict[str, Any]) -> None:
-        with self._lock:
-            os.write(self._fd, json.dumps(line).encode() + b"\n")
-            os.fsync(self._fd)
+        left = json.dumps(line).encode() + b"\n"
+        try:
+            with self._lock:
+                while left:
+                    left = left[os.write(self._fd, left) :]
+                os.fsync(self._fd)
+        except OSError as error:
+            raise SaveError(f"{self._path}: the journal cannot be written: {error}") from error
 
     def close(self) -> None:
         """Give the lock up."""

@@ -104,11 +104,13 @@ def copy_bytes(destination: memoryview, source: memoryview) -> None:
 
 
 def enable(fd: int) -> bool:
-    """Put O_DIRECT on a new, empty file if its file system has it, and say whether. Some take the flag and then refuse
-    the write, so there is a trial, once for each file system, with zeros that the file's first bytes replace.
+    """Put O_DIRECT on a file if its file system has it, and say whether. Some take the flag and then refuse the write,
+    so there is a trial, once for each file system, with zeros that the first bytes of an empty file replace. A file
+    that holds something is no place for it.
     """
-    device = os.fstat(fd).st_dev
-    if _direct_io_by_device.get(device) is False:
+    facts = os.fstat(fd)
+    device = facts.st_dev
+    if not _direct_io_by_device.get(device, facts.st_size == 0):
         return False
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:

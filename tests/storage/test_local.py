@@ -82,6 +82,16 @@ def test_a_refused_trial_falls_back_and_is_remembered(
     assert (tmp_path / "second").read_bytes() == b"abc"
 
 
+def test_a_file_that_is_resumed_keeps_what_it_holds_in_a_process_that_has_tried_no_direct_write(
+    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = bytes(range(256)) * 64
+    (tmp_path / "file").write_bytes(content)
+    monkeypatch.setattr(direct_io, "_direct_io_by_device", {})
+    local.open_writer("file", size_bytes=len(content), resumed=True).leave()
+    assert (tmp_path / "file").read_bytes()[: len(content)] == content
+
+
 def test_abort_does_not_close_the_file_under_a_write_that_hangs(
     monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
 ) -> None:
