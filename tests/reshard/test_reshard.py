@@ -28,6 +28,7 @@ from mcore_ckpt.load.requests import ReadRequest, stored_dtype
 from mcore_ckpt.reshard import conversion
 from mcore_ckpt.reshard.options import parse_partition_rules
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
+from mcore_ckpt.storage import direct_io
 from mcore_ckpt.tools.keys import data_file_rank
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
@@ -318,7 +319,12 @@ class TestInterruption:
 
     @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT], ids=lambda stop: stop.name)
     def test_a_process_that_is_stopped(
-        self, tmp_path: Path, big: dict[str, torch.Tensor], stop: signal.Signals, capsys: pytest.CaptureFixture[str]
+        self,
+        tmp_path: Path,
+        big: dict[str, torch.Tensor],
+        stop: signal.Signals,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         code = (
             "import sys, time\nfrom mcore_ckpt.reshard import copying\n"
@@ -348,6 +354,7 @@ class TestInterruption:
             kept = tmp_path / "t.partial"
             assert f"interrupted: {kept} keeps what is done; the same command resumes it" in errors
         assert not (tmp_path / "t").exists()
+        monkeypatch.setattr(direct_io, "_direct_io_by_device", {})  # as in a process of its own
         assert main([*arguments, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["resumed"]
         assert_same(read_all(tmp_path / "t"), big)
