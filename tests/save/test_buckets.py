@@ -14,6 +14,7 @@ from mcore_ckpt.save.buckets import (
     lay_out_rank,
     place_objects,
     region_bytes,
+    split_buckets,
 )
 from mcore_ckpt.save.staging import BucketSource, StagingBuffer
 from tests.support.tensor_specs import specs_of
@@ -27,6 +28,16 @@ def test_balance_loses_nothing_and_is_even(sizes: list[int], buckets: int) -> No
     totals = [sum(sizes[index] for index in indices) for indices in chosen]
     # Largest first to the emptiest: no bucket exceeds another by more than the largest item.
     assert max(totals) - min(totals) <= max(sizes, default=0)
+
+
+def test_hinted_keys_get_files_of_their_own() -> None:
+    keys = ["a", "ema.x", "b", "ema.y"]
+    chosen = split_buckets(keys, [5, 5, 5, 5], 4, "ema")
+    by_prefix: dict[str, list[int]] = {}
+    for prefix, indices in chosen:
+        by_prefix.setdefault(prefix, []).extend(indices)
+    assert sorted(by_prefix[""]) == [0, 2]
+    assert sorted(by_prefix["ema"]) == [1, 3]
 
 
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=20))
