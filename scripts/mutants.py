@@ -113,10 +113,10 @@ MUTANTS: Final = (
     ),
     Mutant(
         "what was written is not compared with the plan",
-        "save/commit.py",
-        "if files != done:",
+        "save/buckets.py",
+        "if expected != got or len(planned) != len(written):",
         "if False:",
-        "save/test_planning.py save/test_failures.py save/test_save_edges.py save/test_async_queue.py",
+        "save/test_buckets.py",
     ),
     Mutant(
         "the sizes of the files that are there are not compared",

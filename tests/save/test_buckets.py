@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given
 
+from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.save.buckets import (
+    PlannedFile,
     TensorSpec,
+    WrittenFile,
     balance,
+    check_results,
     fill_bucket,
     lay_out_file,
     lay_out_rank,
@@ -28,6 +37,22 @@ def test_balance_loses_nothing_and_is_even(sizes: list[int], buckets: int) -> No
     totals = [sum(sizes[index] for index in indices) for indices in chosen]
     # Largest first to the emptiest: no bucket exceeds another by more than the largest item.
     assert max(totals) - min(totals) <= max(sizes, default=0)
+
+
+def test_results_that_are_not_the_plan_are_refused() -> None:
+    image: Any = SimpleNamespace(size_bytes=4096, payload_offsets=[0, 64])
+    planned = [PlannedFile(name, image) for name in ("a", "b")]
+    none: array[int] = array("I")
+
+    def written(name: str, size_bytes: int = 4096, crcs: int = 2) -> WrittenFile:
+        return WrittenFile(name, size_bytes, 0, none, array("I", [7] * crcs), none, none, none)
+
+    right = [written("a"), written("b")]
+    check_results(planned, right)
+    wrong = ([written("a")], [*right, written("c")], [right[0], written("b", 4095)], [right[0], written("b", crcs=1)])
+    for results in wrong:
+        with pytest.raises(SaveError, match="not what was planned"):
+            check_results(planned, results)
 
 
 def test_hinted_keys_get_files_of_their_own() -> None:
