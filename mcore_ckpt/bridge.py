@@ -7,19 +7,20 @@ must have run in the process, so that Bridge's list of allowed classes lets it i
 from __future__ import annotations
 
 import os
-import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from megatron.bridge.training.checkpointing import DefaultCheckpointManager
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import CheckpointError
+from mcore_ckpt.core.errors import CheckpointError, LoadError
 from mcore_ckpt.core.options import SaveOptions, store_url
+from mcore_ckpt.core.ranks import coordination_group
 from mcore_ckpt.directory.iterations import iteration_directories, look_at
 from mcore_ckpt.format.metadata_read import TRACKER_FILE
 from mcore_ckpt.megatron.install import install
+from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of("mcore_ckpt")
 _STATE, _CONFIG, _LATEST = "train_state.pt", "run_config.yaml", "latest_train_state.pt"
@@ -45,9 +46,11 @@ class CheckpointManager(DefaultCheckpointManager):  # type: ignore[misc]
         self._on_failure = SaveOptions.from_environment().on_failure
         if checkpoint_config.most_recent_k > 0:
             os.environ.setdefault("MCORE_CKPT_KEEP_LAST", str(checkpoint_config.most_recent_k))
-        for run in {checkpoint_config.load, checkpoint_config.save} - {None}:
+        runs = [run for run in dict.fromkeys((checkpoint_config.load, checkpoint_config.save)) if run is not None]
+        for run in runs:  # in one order on all ranks
             if store_url(run) is None:
-                _on_first_rank(fall_back, Path(run))
+                look = partial(fall_back, Path(run))
+                coordination_group().run_on_coordinator("look at the tracker files of a run", look, wrap=LoadError)
 
     def save(self, ctx: Any, callback_manager: Any = None) -> None:
         """Save a checkpoint; see `DefaultCheckpointManager.save`."""
@@ -82,11 +85,9 @@ def fall_back(run: Path) -> int | None:
     if not older:
         return None  # nothing better: Bridge says what is missing
     number = max(older)
-    _publish(whole[number] / _STATE, latest)
-    tracker_text = run / f".{TRACKER_FILE}.new"
-    tracker_text.write_text(str(number))
-    _publish(tracker_text, tracker)
-    tracker_text.unlink()
+    storage = storage_at(run)
+    storage.publish(_LATEST, (whole[number] / _STATE).read_bytes())
+    storage.publish(TRACKER_FILE, str(number).encode())
     _logger.warning(
         "%s: the checkpoint that %s names (%s) is not complete with %s and %s; they name iteration %d now",
         run,
@@ -106,20 +107,3 @@ def _is_whole(directory: Path) -> bool:
 
 def _is_same(path: Path, other: Path) -> bool:
     return other.is_file() and path.read_bytes() == other.read_bytes()
-
-
-def _publish(source: Path, target: Path) -> None:
-    """Put a copy in place at once, durably."""
-    temporary = target.with_name(f".{target.name}.copied")
-    shutil.copyfile(source, temporary)
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    temporary.replace(target)
-
-
-def _on_first_rank(function: Any, *arguments: Any) -> None:
-    """Call it on rank 0; the others wait until it has ended."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        function(*arguments)
-    if dist.is_initialized():
-        dist.barrier()
