@@ -369,7 +369,9 @@ def test_a_child_that_hangs_in_the_fork_itself_is_replaced(
     assert [record.getMessage() for record in caplog.records if "did not start" in record.getMessage()][1:]
     del handle
     gc.collect()
-    assert (_descriptors(), children()) == before
+    # Fewer, where what an earlier test has left is collected meanwhile.
+    assert _descriptors() <= before[0]
+    assert children() == before[1]
 
 
 def test_a_forked_child_without_progress_passes_its_deadline() -> None:
