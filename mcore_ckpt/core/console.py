@@ -174,17 +174,6 @@ class Progress:
                 bar.update(task, completed=self.done_bytes, refresh=True)
 
 
-class WaitingBar(Progress):
-    """A bar for work of another process, shown while this one waits for it; a context manager. 0 bytes show no bar."""
-
-    def __init__(self, what: str, total_bytes: int) -> None:
-        super().__init__(what, total_bytes, shown=total_bytes > 0 and is_terminal(sys.stderr))
-
-    def show(self, done_bytes: int) -> None:
-        """So much is done by now."""
-        self.advance(max(0, done_bytes - self.done_bytes))
-
-
 # An index may claim any shape: so much is still a floating-point number.
 _MANY = 10**300
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")

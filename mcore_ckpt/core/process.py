@@ -219,7 +219,6 @@ _NO_PIDFD_PARENT_PERIOD_S: Final = 0.25
 _SYS_IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS: Final = 1
 _IOPRIO_CLASS_SHIFT: Final = 13
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def exit_text(code: int | None) -> str:
@@ -297,32 +296,8 @@ def until_parent_is_gone(parent_pid: int, fd: int = -1, on_readable: Callable[[]
             return
 
 
-def kernel_can_watch() -> bool:
-    """Whether a child that this thread starts may ask the kernel to be killed with its parent.
-
-    What the kernel calls the parent is the thread that started the child. The main thread lasts as long as its process;
-    the child of another one would be killed as soon as that thread had ended, in the middle of a save.
-    """
-    return threading.current_thread() is threading.main_thread()
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when its parent ends: that reaches one that is stopped or hangs, too.
-
-    Only for a child whose parent said that it `kernel_can_watch`. Besides, a thread that watches the parent is still
-    needed: the request is lost when credentials change, and no other kernel has it.
-    """
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent_pid:  # it ended before the request was made
-        os._exit(0)
-
-
-def exit_with_parent(parent_pid: int, kernel_watches: bool = False) -> None:
-    """Start a thread that ends this process when its parent ends; `kernel_watches` is `kernel_can_watch`'s answer."""
-    if kernel_watches:
-        die_with_parent(parent_pid)
+def exit_with_parent(parent_pid: int) -> None:
+    """Start a thread that ends this process when its parent ends."""
 
     def watch() -> None:
         until_parent_is_gone(parent_pid)

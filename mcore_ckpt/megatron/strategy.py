@@ -97,10 +97,9 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
 
     Attributes:
         use_cached_ckpt_structure: as `cached_metadata`; Megatron's training code sets it.
-        cached_global_metadata: Megatron's training code puts here what a load has left under that name. The first save
-            takes the plan of the loaded checkpoint from it, if every rank would plan the same.
+        cached_global_metadata: Megatron's training code puts here what a load has left under that name; not used.
         validated_cache_reuse: the last save reused the plan of the one before.
-        validated_loaded_metadata_reuse: the last save had the structure of the loaded checkpoint.
+        validated_loaded_metadata_reuse: False always; the first save after a load makes a plan of its own.
     """
 
     def __init__(
@@ -189,7 +188,6 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Path, *, is_async: bool
     ) -> Iterator[SaveTransaction]:
         """A save that has begun; it is given up where the block raises."""
-        loaded = self.cached_global_metadata
         request = SaveRequest(
             directory=checkpoint_path(checkpoint_dir),
             options=self.options,
@@ -199,13 +197,11 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
             bucket_writer=_replaced_bucket_writer(),
             validation=noted_validation(),
             has_common_file=not differences().common_state_is_an_object,
-            loaded=loaded if isinstance(loaded, LoadedCheckpoint) else None,
         )
         transaction = begin_save(sharded_state_dict, request, coordination_group(), self._structure)
         try:
             if transaction.plan is not None:
                 self.validated_cache_reuse = transaction.plan.reused
-                self.validated_loaded_metadata_reuse |= transaction.plan.resumed
             yield transaction
         except BaseException:
             transaction.abort()

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from mcore_ckpt.core.console import WaitingBar, logger_of
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointError, Outcome, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import interruptible
@@ -97,8 +97,6 @@ _logger = logger_of("mcore_ckpt")
 # While a caller waits, the ranks compare notes this often: a failure anywhere ends the wait everywhere that soon, and
 # no collective waits so long for a slow writer that gloo gives up.
 _COMPARE_EVERY_S = 1.0
-# How often a person who waits sees the bar move.
-_BAR_PERIOD_S = 0.2
 
 
 # What the queue uses of a request of any class.
@@ -137,15 +135,6 @@ class _ActiveCall(NamedTuple):
                 return False
             job.result()
         return True
-
-    def wait_with_bar(self, timeout_s: float) -> bool:
-        """As `wait`; a person at a terminal sees how far the writing has come."""
-        saves = self.saves
-        until_s = time.monotonic() + timeout_s
-        with WaitingBar(self.what, sum(save.bar_bytes for save in saves)) as bar:
-            while not (ended := self.wait(_BAR_PERIOD_S)) and time.monotonic() < until_s:
-                bar.show(sum(save.job.written_bytes() for save in saves))
-        return ended
 
     def abort(self) -> None:
         """Stop this rank's part, and remove what it wrote."""
@@ -333,7 +322,7 @@ class AsyncCallsQueue:
             running = False
             try:
                 with interruptible() if blocking else contextlib.nullcontext():
-                    ended = skipped or (active.wait_with_bar(_COMPARE_EVERY_S) if blocking else active.wait(0))
+                    ended = skipped or (active.wait(_COMPARE_EVERY_S if blocking else 0))
                 running = not ended
             except BaseException as caught:  # noqa: BLE001  (the other ranks are notified of any error)
                 error = caught

@@ -24,7 +24,7 @@ import heapq
 import pickle
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,11 +44,9 @@ from mcore_ckpt.format.index import (
 )
 from mcore_ckpt.format.integrity import (
     BLOCK_BYTES,
-    DataFileName,
     FooterPlan,
     TableColumns,
     data_file_name,
-    data_file_of,
     inner_blocks,
     with_id,
 )
@@ -111,9 +109,7 @@ class WrittenFile:
     blocks: array[int]  # cumulative CRC-32 at each block boundary inside each of those (`array('I')`)
     # Number of each payload that is several runs of its tensor, and what it adds to that tensor's fingerprint.
     parts: tuple[tuple[int, int], ...] = ()
-    fill_s: float = 0.0  # seconds in the caller's `fill`
-    crc_s: float = 0.0  # seconds of summing and patching, on the caller's thread
-    write_s: float = 0.0  # seconds of writing, summed over the I/O threads, which run during the two above
+    write_s: float = 0.0  # seconds of writing, summed over the I/O threads
     fsync_s: float = 0.0  # seconds of finishing the file (truncate, fsync, close)
     # The checksums are known, and the file ends with its integrity footer; not so of a file that a third-party callback
     # has written.
@@ -664,44 +660,3 @@ def chunk_factors(index: CheckpointIndex) -> ChunkFactors:
             behind = Stretch.of_chunk(shape, offsets, sizes, elem_bytes, own_shape).bytes_behind()
             factors.append(0 if behind is None else shift_factor(behind))
     return ChunkFactors(factors, firsts, without)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedPlan(GlobalPlan):
-    """The plan of a checkpoint that was loaded, from its index."""
-
-    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)  # in files without the id of a save
-    order: array[int] = field(default_factory=lambda: array("I"))  # for each chunk, its number among those of all plans
-
-    def decoded(self) -> list[LocalPlan]:
-        """Every rank's plan, up to the last rank that has a file."""
-        # Rank after rank, in the order of the files' numbers.
-        files = sorted(self.files, key=lambda file: _named(file[0])[:2])
-        builders = [LocalPlanBuilder() for _ in range(1 + max((_named(name).rank for name, _ in files), default=-1))]
-        chunks = [(entry, chunk) for entry in self.tensors.values() for chunk in entry.chunks]
-        of_file: dict[str, list[tuple[TensorEntry, StoredChunk]]] = {}
-        for number in sorted(range(len(chunks)), key=self.order.__getitem__):
-            of_file.setdefault(chunks[number][1].item.file, []).append(chunks[number])
-        for name, size_bytes in files:
-            builder = builders[_named(name).rank]
-            builder.begin_file(name, size_bytes)
-            for entry, (offsets, sizes, item) in of_file.get(name, ()):
-                builder.add(entry.fqn, entry.dtype, entry.shape, offsets, sizes, item.offset, item.length)
-        return [builder.build() for builder in builders]
-
-    def head(self, key: str) -> tuple[str, tuple[int, ...], int] | None:
-        """dtype and global shape of a tensor, and the first rank that has a chunk of it; None if none has."""
-        entry = self.tensors.get(key)
-        return None if entry is None else (entry.dtype, entry.shape, _named(entry.chunks[0].item.file).rank)
-
-    @collector_paused()
-    def encoder(self) -> MetadataEncoder:
-        """As of any plan."""
-        index = CheckpointIndex("", self.tensors, {})
-        return MetadataEncoder(index, self.order, chunk_factors(index))
-
-
-def _named(name: str) -> DataFileName:
-    told = data_file_of(name)
-    assert told is not None
-    return told

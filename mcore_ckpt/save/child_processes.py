@@ -37,6 +37,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing import connection as mp_connection
 from multiprocessing import util as mp_util
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from mcore_ckpt.core.console import logger_of
@@ -56,7 +57,6 @@ from mcore_ckpt.core.process import (
     exit_text,
     exit_with_parent,
     is_running,
-    kernel_can_watch,
     leave_signals_to_parent,
     lower_priority,
     signals_held_back,
@@ -68,12 +68,37 @@ State = Literal["idle", "writing", "waiting"]
 _STATES: Final[tuple[State, ...]] = ("idle", "writing", "waiting")
 
 
+_PROGRAM: Final = """\
+import os, sys
+os.setpgid(0, 0)
+sys.path += [path for path in {path!r} if path not in sys.path]
+from {module} import main
+main{arguments!r}
+"""
+
+
+def start_interpreter(module: str, *arguments: int | None, **options: Any) -> subprocess.Popen[bytes]:
+    """Start `main(*arguments)` of a module in a bare interpreter; `options` as of `subprocess.Popen`.
+
+    -S: no site-packages hooks; the trainer's import path is appended to the standard library's, so that a file of the
+    training script's directory can never stand in for one of its modules. A process group of its own is out of reach of
+    the terminal's signals; it stays in the trainer's session, to which it gives way (`lower_priority`).
+    """
+    if not sys.executable:
+        raise OSError("sys.executable is empty: there is no interpreter to start")
+    path = [str(Path(each).absolute()) for each in [*sys.path, str(Path(__file__).resolve().parents[2])]]
+    program = _PROGRAM.format(path=path, module=module, arguments=arguments)
+    command = [sys.executable, "-I", "-S", "-X", f"utf8={sys.flags.utf8_mode}", "-c", program]
+    with signals_held_back():
+        return subprocess.Popen(command, **options)
+
+
 class StatusPage:
     """One page of numbers, stored whole: aligned 64-bit stores are not torn. `fd`: its descriptor, the page's own;
     forked children share the page without it.
     """
 
-    _STAMP, _STATE, _BYTES, _FINISHED = range(4)
+    _STAMP, _STATE, _FINISHED = range(3)
 
     def __init__(self, fd: int | None = None) -> None:
         """A new page, all zero, or the one that is behind a descriptor."""
@@ -84,10 +109,9 @@ class StatusPage:
         self._memory = mmap.mmap(fd, mmap.PAGESIZE)
         self._numbers = memoryview(self._memory).cast("q")
 
-    def progress(self, state: State, nbytes: int = 0) -> None:
-        """Leave a sign of life: what the process is doing, and how many more bytes it has written."""
+    def progress(self, state: State) -> None:
+        """Leave a sign of life: what the process is doing."""
         self._numbers[self._STATE] = _STATES.index(state)
-        self._numbers[self._BYTES] += nbytes
         self._numbers[self._STAMP] = time.monotonic_ns()
 
     def finished(self, job: int) -> None:
@@ -108,11 +132,6 @@ class StatusPage:
     def stamp_s(self) -> float:
         """When the last sign of life was left, on the clock of `time.monotonic()`; 0 before the first."""
         return self._numbers[self._STAMP] / 1e9
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes written by the process so far, all jobs together."""
-        return self._numbers[self._BYTES]
 
     def close(self) -> None:
         """Unmap the page and close the descriptor. Twice is harmless."""
@@ -149,7 +168,6 @@ class ChildJob(Job):
         self._child = child
         # Made here: in a forked process the descriptor is closed, and the process is not the owner.
         self._watch = child.watch(number)
-        self._written_before = child.written_bytes()
 
     @property
     def pid(self) -> int:  # type: ignore[override]
@@ -187,9 +205,6 @@ class ChildJob(Job):
         hangs inside the kernel may read and write there all the same.
         """
         return self.done and self._child.lets_go_of_memory()
-
-    def written_bytes(self) -> int:
-        return max(0, self._child.written_bytes() - self._written_before)
 
     def watch(self) -> JobWatch:
         return self._watch
@@ -233,10 +248,6 @@ class SupervisedChild(ABC):
     def watch(self, number: int) -> JobWatch:
         """What another process needs to see a job end; unless a kind can do better, it sees the end of the process."""
         return JobWatch(self.pid)
-
-    def written_bytes(self) -> int:
-        """How much the process has written so far, all jobs together; 0 where it does not tell."""
-        return 0
 
     def tell(self, job: ChildJob, step: int) -> None:  # noqa: B027  (most kinds do a job in one go)
         """Tell the process that a step of a job is ready for it."""
@@ -515,7 +526,7 @@ class _ForkedChild(SupervisedChild):
                 connection, theirs = multiprocessing.Pipe()
                 process = multiprocessing.get_context("fork").Process(
                     target=_run_forked,
-                    args=(os.getpid(), kernel_can_watch(), cpu_priority, theirs, result_fd, status, *call),
+                    args=(os.getpid(), cpu_priority, theirs, result_fd, status, *call),
                     name=what,
                     daemon=expendable,
                 )
@@ -637,15 +648,14 @@ def _is_there(connection: mp_connection.Connection[Any, Any], deadline_s: float)
 _status: StatusPage | None = None
 
 
-def report_progress(nbytes: int) -> None:
-    """A sign of life from the child of a call, after writing `nbytes` more bytes; elsewhere it does nothing."""
+def report_progress() -> None:
+    """A sign of life from the child of a call; elsewhere it does nothing."""
     if _status is not None:
-        _status.progress("writing", nbytes)
+        _status.progress("writing")
 
 
 def _run_forked(
     parent_pid: int,
-    kernel_watches: bool,
     cpu_priority: int | None,
     connection: mp_connection.Connection[Any, Any],
     result_fd: int,
@@ -655,7 +665,7 @@ def _run_forked(
     kwargs: Mapping[str, Any],
 ) -> None:
     leave_signals_to_parent()  # a handler of the trainer's, if it has one, is not meant for this process
-    exit_with_parent(parent_pid, kernel_watches)
+    exit_with_parent(parent_pid)
     # It waits for the parent's word: a child that is late may have been given up.
     try:
         connection.send_bytes(_HERE)

@@ -319,7 +319,6 @@ class SaveTransaction:
         on_failure: what to do if this save fails. The same on all ranks.
         interrupted: what has interrupted this rank (Ctrl-C, an exit) while the save began, if that waits to be raised
             until all ranks are notified of it.
-        bar_bytes: what a progress bar takes for 100 % while a caller waits; 0 shows none.
         waited_s: seconds that this rank's training has waited since the save began, for it and for other ranks' parts.
     """
 
@@ -335,7 +334,6 @@ class SaveTransaction:
         self.what = str(directory.path)
         self.skipped = plan is None
         self.on_failure = request.options.on_failure
-        self.bar_bytes = 0
         self.waited_s = 0.0
         if writing is None:
             writing = Writing(Job(self.what), (), (), (), Outcome())
@@ -352,8 +350,6 @@ class SaveTransaction:
         self._commits = False
         self._publishes = False
         if plan is not None:
-            # One bar on a terminal is enough: the coordinator's.
-            self.bar_bytes = plan.layout.file_bytes if group.is_coordinator else 0
             _begun.add(self)
 
     @property

@@ -31,7 +31,7 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.core.fingerprints import DivergedReplica
 from mcore_ckpt.format.index import parse_shadow_key
-from mcore_ckpt.save.buckets import GlobalPlan, LocalPlan, LocalPlanBuilder, SavedPlan, TensorSpec, decoded_plans
+from mcore_ckpt.save.buckets import GlobalPlan, LocalPlan, TensorSpec, decoded_plans
 from mcore_ckpt.state.shards import (
     contents,
     is_main,
@@ -211,28 +211,13 @@ def global_plan(
     return GlobalPlan(tuple(encoded for encoded, _ in told), tuple(files), noted_shapes(shapes for _, shapes in told))
 
 
-def check_accesses(accesses: Sequence[Sequence[bytes]], plan: GlobalPlan) -> None:
-    """Check what ranks tell of all that they hold, next to a plan that has been checked. Raises `PlanError`."""
-    if isinstance(plan, SavedPlan) and not any(of_rank[0] for of_rank in accesses):
-        _check_held(accesses, plan)
-    else:
-        plans = plan.decoded()
-        _check_told(accesses, plans + [LocalPlanBuilder().build()] * (len(accesses) - len(plans)), None)
-
-
-def _check_told(
-    accesses: Sequence[Sequence[bytes]], plans: Sequence[LocalPlan], planned: PlannedTensors | None
-) -> None:
-    if planned is None or any(of_rank[0] for of_rank in accesses):
+def _check_told(accesses: Sequence[Sequence[bytes]], plans: Sequence[LocalPlan], planned: PlannedTensors) -> None:
+    if any(of_rank[0] for of_rank in accesses):
         # On some rank a wrapper has chosen others to write than are main replicas.
         pairs = zip(accesses, plans, strict=True)
         planned = check_plans([LocalPlan.decode(mains[0]) if mains[0] else plan for mains, plan in pairs])
-    _check_held(accesses, planned)
-
-
-def _check_held(accesses: Sequence[Sequence[bytes]], mains: PlannedTensors | SavedPlan) -> None:
-    _check_replicas(mains, accesses, _SAVES)
-    _check_objects(mains, accesses)
+    _check_replicas(planned, accesses, _SAVES)
+    _check_objects(planned, accesses)
 
 
 def check_requests(accesses: Sequence[Sequence[bytes]]) -> None:
@@ -261,7 +246,7 @@ def _check_grids(uneven: frozenset[str], plans: Sequence[LocalPlan], accesses: S
             )
 
 
-def _check_replicas(mains: PlannedTensors | SavedPlan, accesses: Sequence[Sequence[bytes]], does: str) -> None:
+def _check_replicas(mains: PlannedTensors, accesses: Sequence[Sequence[bytes]], does: str) -> None:
     """Check that what ranks hold besides main replicas are copies of those."""
     first_with: dict[bytes, int] = {}
     for rank, of_rank in enumerate(accesses):
@@ -281,7 +266,7 @@ def _check_replicas(mains: PlannedTensors | SavedPlan, accesses: Sequence[Sequen
                 )
 
 
-def _check_objects(tensors: PlannedTensors | SavedPlan, accesses: Sequence[Sequence[bytes]]) -> None:
+def _check_objects(tensors: PlannedTensors, accesses: Sequence[Sequence[bytes]]) -> None:
     """Check that each object has one main replica, that there are as many of a key as its shape says, and no tensor."""
     numbers: dict[str, int] = {}
     held_by: dict[str, dict[str, int]] = {}

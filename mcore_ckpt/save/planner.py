@@ -14,11 +14,9 @@ so no rank waits in another exchange than the others. What has moved from one ra
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import math
 import pickle
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,31 +25,24 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 
 from mcore_ckpt.core.errors import OptionError, Outcome, PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup
-from mcore_ckpt.format.index import CheckpointIndex, PackedTensors
-from mcore_ckpt.format.integrity import DataFileName, data_file_name, data_file_of, id_in_names
-from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.save.buckets import (
     GlobalPlan,
-    LocalPlan,
     RankLayout,
-    SavedPlan,
     TensorSpec,
     WriteBucket,
     WrittenFile,
     lay_out_rank,
 )
-from mcore_ckpt.save.plan_check import Accesses, ReplicaCheck, check_accesses, global_plan
+from mcore_ckpt.save.plan_check import Accesses, ReplicaCheck, global_plan
 from mcore_ckpt.state.shards import StoredForm, main_replicas, stored_form
 from mcore_ckpt.state.torch_classes import (
     PLAIN,
-    LoadedCheckpoint,
     check_memory,
     dtype_name,
     pointer_of,
@@ -315,99 +306,6 @@ def serialize_objects(values: list[Any]) -> io.BytesIO:
     return stream
 
 
-@dataclass(frozen=True, slots=True)
-class SavedLayout:
-    """What an index says of the layout."""
-
-    plan_id: bytes  # the same on all ranks that have read the same index
-    files: Mapping[DataFileName, int]  # length in bytes of each, rank after rank in the order of their numbers
-    tensors: PackedTensors
-    item_files: np.ndarray[tuple[int], np.dtype[np.int64]]  # of each item, which of `files`
-
-    @classmethod
-    def of(cls, index: CheckpointIndex) -> SavedLayout | None:
-        """That of a checkpoint; None if its index does not tell all of it, as those of other writers."""
-        tensors, manifest = index.tensors, index.manifest
-        if manifest is None or not isinstance(tensors, PackedTensors) or index.mcore_data:
-            return None
-        sizes: dict[DataFileName, int] = {}
-        for name, file in manifest.files.items():
-            told = data_file_of(name)
-            if told is not None and told.save == id_in_names(manifest.save_id):
-                sizes[told] = file.size_bytes
-            elif name != COMMON_FILE:
-                return None
-        files = {told: sizes[told] for told in sorted(sizes, key=lambda told: told[:2])}
-        numbers: dict[DataFileName | None, int] = {told: number for number, told in enumerate(files)}
-        places = tensors.places
-        of_file = np.array([numbers.get(data_file_of(name), -1) for name in places.files], dtype=np.int64)
-        item_files = of_file[np.frombuffer(places.file_numbers, dtype=np.uint32)]
-        if (item_files < 0).any():
-            return None
-        plan_id = hashlib.blake2b(manifest.save_id, digest_size=16, salt=b"saved layout")
-        plan_id.update(f"{len(tensors)} {len(places.lengths)} {sum(places.lengths)}".encode())
-        return cls(plan_id.digest(), files, tensors, item_files)
-
-    @property
-    def ranks(self) -> int:
-        """So many have saved it, at least."""
-        return 1 + max((told.rank for told in self.files), default=-1)
-
-    def is_laid_out(self, plan: LocalPlan, rank: int) -> bool:
-        """Whether the files of a rank, and the items in them, lie as its plan says."""
-        own = [number for number, told in enumerate(self.files) if told.rank == rank]
-        found = [(_plain(told), size) for told, size in self.files.items() if told.rank == rank]
-        if found != list(zip(plan.files, plan.file_bytes, strict=True)):
-            return False
-        if not own:
-            return not plan.keys
-        items = np.flatnonzero((self.item_files >= own[0]) & (self.item_files <= own[-1]))
-        places, firsts = self.tensors.places, np.array(self.tensors.firsts, dtype=np.int64)
-        starts, lengths = (np.frombuffer(column, dtype=np.int64) for column in (places.offsets, places.lengths))
-        items = items[np.lexsort((starts[items], self.item_files[items]))]
-        if not (
-            np.array_equal(self.item_files[items] - own[0], plan.file_codes)
-            and np.array_equal(np.stack((starts[items], lengths[items]), axis=1).reshape(-1), plan.places)
-        ):
-            return False
-        rows = np.searchsorted(firsts, items, side="right") - 1
-        forms = [self.tensors.forms[row] for row in rows.tolist()]
-        if [self.tensors.names[row] for row in rows.tolist()] != plan.keys:
-            return False
-        if [form.dtype for form in forms] != [plan.dtypes[code] for code in plan.dtype_codes]:
-            return False
-        if [len(form.shape) for form in forms] != plan.ndims.tolist():
-            return False
-        boxes: dict[tuple[int, int], bytes] = {}  # many tensors have them in common
-        found_boxes = []
-        for form, chunk in zip(forms, (items - firsts[rows]).tolist(), strict=True):
-            box = boxes.get((id(form), chunk))
-            if box is None:
-                box = array("q", (*form.shape, *form.offsets[chunk], *form.sizes[chunk])).tobytes()
-                boxes[id(form), chunk] = box
-            found_boxes.append(box)
-        return b"".join(found_boxes) == plan.boxes.tobytes()
-
-    def plan(self) -> SavedPlan:
-        """The plan of all ranks."""
-        places = self.tensors.places
-        order = np.lexsort((np.frombuffer(places.offsets, dtype=np.int64), self.item_files))
-        numbers = np.empty(len(order), dtype=np.uint32)
-        numbers[order] = np.arange(len(order), dtype=np.uint32)
-        told_of = [data_file_of(name) for name in places.files]
-        files = [name if told is None else _plain(told) for name, told in zip(places.files, told_of, strict=True)]
-        return SavedPlan(
-            (),
-            tuple(sorted((_plain(told), size) for told, size in self.files.items())),
-            tensors=PackedTensors(self.tensors.names, self.tensors.forms, places._replace(files=files)),
-            order=array("I", numbers.tobytes()),
-        )
-
-
-def _plain(told: DataFileName) -> str:
-    return data_file_name(told.rank, told.number, told.prefix)
-
-
 _SHOWN = 5
 
 # A third-party way of writing a rank's buckets into a directory, for the save of an id (`megatron/_replaced.py`).
@@ -436,7 +334,6 @@ class SaveRequest:
     bucket_writer: BucketWriter | None = None  # writes the buckets instead of this package, before the call returns
     validation: Validation | None = None  # what is to be checked besides the plan
     has_common_file: bool = False  # the common state is a file: no object may have the key that it has where it is none
-    loaded: LoadedCheckpoint | None = None  # what this job has loaded, if the strategy has been told
 
 
 @dataclass(slots=True)
@@ -478,15 +375,12 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """What one rank is going to write, and on the coordinator what all are; `reused`: it is the plan of the save
-    before, `resumed`: that of the checkpoint that was loaded.
-    """
+    """What one rank is going to write, and on the coordinator what all are; `reused`: as in the save before."""
 
     layout: RankLayout
     planned: Planned | None
     save_id: bytes
     reused: bool
-    resumed: bool = False
 
     @property
     def unencoded(self) -> GlobalPlan | None:
@@ -555,50 +449,34 @@ def agree(
     left_out: bool = False,
     held: Callable[[], bytes] | None = None,
 ) -> tuple[SavePlan, RankState] | None:
-    """Open the directory and settle what all ranks write: as in the save before, or in the checkpoint that was loaded,
-    if every rank can, or laid out again. None, and nothing is touched, if a rank wants the save left out. What `state`
-    has failed with is raised on all ranks, as is `PlanError`; `SaveError` unless all save to a directory of one name;
-    `OptionError` unless all have the same second tier. `held`: what this rank holds, if replicas are to be compared.
+    """Open the directory and settle what all ranks write: as in the save before if every rank can, or laid out again.
+    None, and nothing is touched, if a rank wants the save left out. What `state` has failed with is raised on all
+    ranks, as is `PlanError`; `SaveError` unless all save to a directory of one name; `OptionError` unless all have the
+    same second tier. `held`: what this rank holds, if replicas are to be compared.
     """
     validation = request.validation
-    is_unchanged = state.error is None and _fits(structure, state.value(), group, request)
-    layout = Outcome.of(partial(_lay_out, structure.layout if is_unchanged else None, state, group, request))
-    saved = None if is_unchanged or structure.laid_out_in else _same_as_loaded(request.loaded, layout, group)
 
     def propose() -> Proposal:
-        state.value()
-        plan = structure.laid_out_in if is_unchanged else b"" if saved is None else saved.plan_id
+        plan = structure.laid_out_in if _fits(structure, state.value(), group, request) else b""
         common = None if validation is None else validation.common_digest
         tier, name = request.options.drain_to, request.directory.absolute().name
         return Proposal(plan, left_out, frozenset([tier]), frozenset([common]), frozenset([name]))
 
-    resumed: list[Planned] = []
-
-    def settle(proposal: Proposal) -> Agreement | None:
-        if saved is not None and proposal.plan:
-            resumed.append(Planned(saved.plan()))
-        return proposal.settle(open_directory)
-
+    settle = partial(Proposal.settle, open_directory=open_directory)
     agreed = group.run_merged("prepare the save", propose, Proposal.merged, settle, wrap=SaveError)
     if agreed is None:
         return None
     if agreed.common_differs and validation is not None and validation.compare_common is not None:
         validation.compare_common(group)
-    if agreed.plan and is_unchanged:
-        return SavePlan(layout.value(), structure.planned, agreed.save_id, reused=True), state.value()
+    if agreed.plan and structure.layout is not None:
+        return SavePlan(structure.layout, structure.planned, agreed.save_id, reused=True), state.value()
     structure.layout = structure.planned = structure.accesses = None
-    told = partial(_told, validation, state, held)
-    if not agreed.plan:
-        planned = _plan_together(state, layout, told, group)
-    else:
-        planned = resumed[0] if resumed else None
-        if validation is not None:
-            _check_accesses(told, planned, group)
+    layout = Outcome.of(partial(_lay_out, state, group, request))
+    planned = _plan_together(state, layout, partial(_told, validation, state, held), group)
     structure.layout, structure.planned = layout.value(), planned
     structure.accesses = None if validation is None else validation.accesses
-    # Not the checkpoint that was resumed from: what has been checked besides the plan is of this save.
     structure.laid_out_for, structure.laid_out_in = (group.rank, group.size, request.thread_count), agreed.save_id
-    return SavePlan(structure.layout, planned, agreed.save_id, reused=False, resumed=bool(agreed.plan)), state.value()
+    return SavePlan(structure.layout, planned, agreed.save_id, reused=False), state.value()
 
 
 def _fits(structure: Structure, state: RankState, group: RankGroup, request: SaveRequest) -> bool:
@@ -613,9 +491,7 @@ def _fits(structure: Structure, state: RankState, group: RankGroup, request: Sav
     )
 
 
-def _lay_out(known: RankLayout | None, state: Outcome[RankState], group: RankGroup, request: SaveRequest) -> RankLayout:
-    if known is not None:
-        return known
+def _lay_out(state: Outcome[RankState], group: RankGroup, request: SaveRequest) -> RankLayout:
     own = state.value()
     return lay_out_rank(
         own.specs,
@@ -627,16 +503,6 @@ def _lay_out(known: RankLayout | None, state: Outcome[RankState], group: RankGro
     )
 
 
-def _same_as_loaded(
-    loaded: LoadedCheckpoint | None, layout: Outcome[RankLayout], group: RankGroup
-) -> SavedLayout | None:
-    """The layout of the loaded checkpoint, if this rank has just laid out the same, and no rank of it is missing."""
-    saved = None if loaded is None or layout.error is not None else SavedLayout.of(loaded.index)
-    if saved is None or saved.ranks > group.size or not saved.is_laid_out(layout.value().plan, group.rank):
-        return None
-    return saved
-
-
 def _told(validation: Validation | None, state: Outcome[RankState], held: Callable[[], bytes] | None) -> list[bytes]:
     """What this rank tells besides its plan: which slices it holds, and what `Accesses.told` says; where that is not
     asked for, nothing.
@@ -646,19 +512,6 @@ def _told(validation: Validation | None, state: Outcome[RankState], held: Callab
         return [slices]
     written = state.value().specs
     return [slices, *validation.accesses.told(written, mains_are_written=validation.mains_are_saved)]
-
-
-def _check_accesses(told: Callable[[], list[bytes]], planned: Planned | None, group: RankGroup) -> None:
-    """Check what ranks hold besides what they write, of which the plan is known to be right."""
-    what = "check what ranks hold"
-    gathered = group.gather_parts(what, told, wrap=SaveError) or []
-
-    def check() -> None:
-        assert planned is not None
-        planned.held = [of_rank[0] for of_rank in gathered]
-        check_accesses([of_rank[1:] for of_rank in gathered], planned.plan)
-
-    group.run_on_coordinator(what, check, wrap=SaveError)
 
 
 def _plan_together(

@@ -37,7 +37,6 @@ from mcore_ckpt.core.process import (
     exit_with_parent,
     leave_signals_to_parent,
     lower_priority,
-    signals_held_back,
     start_thread,
 )
 from mcore_ckpt.directory.copying import SupersededError, drain, give_up, there_now, undrained
@@ -47,7 +46,7 @@ from mcore_ckpt.directory.retention import prune_run
 from mcore_ckpt.format.integrity import id_in_names
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, DRAIN_FILE, METADATA_FILE, TRACKER_FILE
 from mcore_ckpt.load.records import check_data_files
-from mcore_ckpt.save.child_processes import TRAINING_FIRST_NICE, SupervisedChild
+from mcore_ckpt.save.child_processes import TRAINING_FIRST_NICE, SupervisedChild, start_interpreter
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of(__name__)
@@ -57,13 +56,6 @@ _logger = logger_of(__name__)
 _SAY_EVERY_S: Final = 30.0
 _LOOK_EVERY_S: Final = 1.0
 _READ_BYTES: Final = 65536
-_PROGRAM: Final = """\
-import os, sys
-os.setpgid(0, 0)
-sys.path += [path for path in {path!r} if path not in sys.path]
-from mcore_ckpt.save.upkeep import main
-main({parent_pid}, {cpu_priority})
-"""
 
 
 def checkpoint_published(directory: Path, options: SaveOptions) -> None:
@@ -140,21 +132,15 @@ class _UpkeepProcess(SupervisedChild):
     """The process, and a thread that turns what it says into lines of the log."""
 
     def __init__(self) -> None:
-        if not sys.executable:
-            raise OSError("sys.executable is empty: there is no interpreter to start")
-        program = _PROGRAM.format(
-            path=[str(Path(path).absolute()) for path in [*sys.path, str(Path(__file__).resolve().parents[2])]],
-            parent_pid=os.getpid(),
-            cpu_priority=TRAINING_FIRST_NICE,
+        process = start_interpreter(
+            __name__,
+            os.getpid(),
+            TRAINING_FIRST_NICE,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
         )
-        with signals_held_back():
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-X", f"utf8={sys.flags.utf8_mode}", "-c", program],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                bufsize=0,
-            )
         assert process.stdin is not None
         assert process.stdout is not None
         self._pipes = (process.stdin, process.stdout)

@@ -6,13 +6,9 @@ the container repeats behind it. An image therefore names the payloads and, for 
 hands each piece to the I/O threads as soon as nothing in it can change any more, so that checksums cost no time of
 their own: the device is busy with the piece before.
 
-Two ways to write, with the same result:
-
-- `write_image`: the whole image lies in memory (a staging buffer). Where private memory can have huge pages and shared
-  memory cannot, it is copied into windows all the same: the device is so much faster from those, and spends so much
-  less CPU time, that the copy pays.
-- `write_windows`: the caller puts the image together one window at a time, in a few buffers that are used again; the
-  memory this takes does not depend on the size of the image.
+The image is put together one window at a time, in a few buffers that are used again; the memory this takes does not
+depend on the size of the image. Also one that lies in a staging buffer is copied into windows: those are private memory
+in huge pages, from which the device is so much faster, and spends so much less CPU time, that the copy pays.
 
 The pieces go to one `Crew` for all files of a rank. Its threads are idle only when nothing is ready, so the device
 stays busy across the boundary between two files, and the fsync of one overlaps the filling of the next. The thread that
@@ -33,7 +29,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -42,9 +38,9 @@ from mcore_ckpt.core.errors import Outcome, WriteTimeoutError
 from mcore_ckpt.core.process import Crew
 from mcore_ckpt.format.integrity import BLOCK_BYTES
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.save.buckets import FileImage, Fill, GlobalPlan, PlannedFile, Window, WrittenFile, plan_windows
+from mcore_ckpt.save.buckets import Fill, GlobalPlan, PlannedFile, Window, WrittenFile, plan_windows
 from mcore_ckpt.storage.base import RangeWriter, Storage, align_up
-from mcore_ckpt.storage.direct_io import aligned_buffer, copy_bytes, has_huge_pages
+from mcore_ckpt.storage.direct_io import aligned_buffer, copy_bytes
 
 if TYPE_CHECKING:
     from mcore_ckpt.core.fingerprints import StridedSums
@@ -205,7 +201,7 @@ class _File:
         self.planned = planned
         self.size_bytes = planned.image.size_bytes
         self.checksums = _Checksums(planned)
-        self.fill_s = self.crc_s = self.write_s = self.fsync_s = 0.0
+        self.write_s = self.fsync_s = 0.0
         self.pending = 0  # pieces
         self.closed = False
         self.finished = False
@@ -222,8 +218,6 @@ class _File:
             inner_blocks=planned.image.inner_blocks,
             blocks=self.checksums.blocks,
             parts=self.checksums.parts(),
-            fill_s=self.fill_s,
-            crc_s=self.crc_s,
             write_s=self.write_s,
             fsync_s=self.fsync_s,
         )
@@ -232,30 +226,25 @@ class _File:
 class ImageWriter:
     """Writes images one after the other through one crew of threads, as one job: all of them or none.
 
-    A context manager. Inside, `write_image` and `write_windows` return when all pieces of their image have been
-    submitted, so that the next one's first pieces follow without a gap. On leaving, all files are finished and
+    A context manager. Inside, `write_windows` returns when all pieces of its image have been submitted, so that the
+    next one's first pieces follow without a gap. On leaving, all files are finished and
     `results` is complete. If anything fails, on any thread, all files of the job are removed and the first error is
     raised.
 
     Args:
+        pool: buffers, of the size of one write, a multiple of 4096; keep them between saves.
         io_threads: writes in flight at once.
-        pool: buffers for `write_windows`; keep one between saves.
-        piece_bytes: size of one write, a multiple of 4096, where no pool is given.
-        through_windows: whether `write_image` copies into windows; None: if those lie in huge pages, and a device reads
-            them.
-        on_written: called with a number of bytes after each write, on the thread that wrote: a sign of life.
+        on_written: called after each write, on the thread that wrote: a sign of life.
         deadline_s: seconds without the end of any write or fsync, while the caller waits for one, after which the
             device counts as stuck (`WriteTimeoutError`); None waits for ever.
     """
 
     def __init__(
         self,
+        pool: WindowPool,
         *,
         io_threads: int = 2,
-        pool: WindowPool | None = None,
-        piece_bytes: int = WINDOW_BYTES,
-        on_written: Callable[[int], None] | None = None,
-        through_windows: bool | None = None,
+        on_written: Callable[[], None] | None = None,
         deadline_s: float | None = None,
     ) -> None:
         self.results: list[WrittenFile] = []
@@ -267,37 +256,10 @@ class ImageWriter:
             interrupted_join_s=_INTERRUPTED_JOIN_S,
         )
         self._pool = pool
-        self._piece_bytes = piece_bytes
         self._on_written = on_written
-        self._through_windows = through_windows
         self._deadline_s = deadline_s
         self._files: list[_File] = []
         self._lock = threading.Lock()  # of what the threads count
-
-    def write_image(self, writer: RangeWriter, planned: PlannedFile, view: memoryview) -> None:
-        """Write an image from memory: writable, page-aligned, padded to whole pages, left alone until the job is done.
-        The writer of the new file is the job's to finish or abort.
-        """
-        through_windows = self._through_windows
-        if writer.direct and has_huge_pages() if through_windows is None else through_windows:
-
-            def fill(window: Window, buffer: memoryview) -> None:
-                copy_bytes(buffer, view[window.start : window.stop])
-
-            self.write_windows(writer, planned, fill)
-        else:
-            self._write_in_place(writer, planned, view)
-
-    def _write_in_place(self, writer: RangeWriter, planned: PlannedFile, view: memoryview) -> None:
-        file = self._open(writer, planned)
-        padded_bytes = align_up(file.size_bytes)
-        for start in range(0, padded_bytes, self._piece_bytes):
-            stop = min(start + self._piece_bytes, padded_bytes)
-            started = time.perf_counter()
-            file.checksums.advance(view, 0, stop)
-            file.crc_s += time.perf_counter() - started
-            self._submit(file, start, view[start:stop])
-        self._close(file)
 
     def write_windows(self, writer: RangeWriter, planned: PlannedFile, fill: Fill) -> None:
         """Write an image that never lies in memory as a whole: `fill(window, view)` puts each window's bytes into
@@ -305,35 +267,27 @@ class ImageWriter:
         """
         file = self._open(writer, planned)
         pool = self._pool
-        if pool is None:
-            pool = self._pool = WindowPool(self._piece_bytes)
         for window in plan_windows(file.size_bytes, pool.window_bytes):
             buffer = self._crew.wait_for(pool.take)
             assert buffer is not None
             try:
                 view = buffer[: window.stop - window.start]
-                started = time.perf_counter()
                 fill(window, view)
-                filled = time.perf_counter()
                 file.checksums.advance(view, window.start, window.stop)
-                file.fill_s += filled - started
-                file.crc_s += time.perf_counter() - filled
             except BaseException:
                 pool.give_back(buffer)
                 raise
             # Padded to whole blocks for O_DIRECT; the file is cut to its size when it is finished.
-            self._submit(file, window.start, buffer[: align_up(len(view))], partial(pool.give_back, buffer))
+            with self._lock:
+                file.pending += 1
+            piece = buffer[: align_up(len(view))]
+            self._crew.submit(partial(self._write, file, window.start, piece), partial(pool.give_back, buffer))
         self._close(file)
 
     def _open(self, writer: RangeWriter, planned: PlannedFile) -> _File:
         file = _File(writer, planned)
         self._files.append(file)
         return file
-
-    def _submit(self, file: _File, offset: int, piece: memoryview, release: Callable[[], None] | None = None) -> None:
-        with self._lock:
-            file.pending += 1
-        self._crew.submit(partial(self._write, file, offset, piece), release)
 
     def _close(self, file: _File) -> None:
         """All of the file has been submitted: finish it as soon as it is written."""
@@ -348,7 +302,7 @@ class ImageWriter:
         file.writer.write(offset, piece)
         took_s = time.perf_counter() - started
         if self._on_written is not None:
-            self._on_written(len(piece))
+            self._on_written()
         with self._lock:
             file.write_s += took_s
             file.pending -= 1
@@ -416,7 +370,7 @@ def write_files(
     files: Sequence[tuple[PlannedFile, Fill | memoryview]],
     *,
     window_bytes: int | None = None,
-    on_written: Callable[[int], None] | None = None,
+    on_written: Callable[[], None] | None = None,
     deadline_s: float | None = None,
 ) -> list[WrittenFile]:
     """Write files and make them durable: all, or (with a `SaveError` that names file and errno) none stays. The bytes
@@ -426,9 +380,8 @@ def write_files(
     with (
         _kept_pool(window_bytes, max(_WINDOWS, storage.writes_at_once + 1)) as pool,
         ImageWriter(
+            pool,
             io_threads=storage.writes_at_once,
-            pool=pool,
-            piece_bytes=window_bytes,
             on_written=on_written,
             deadline_s=deadline_s,
         ) as images,
@@ -445,10 +398,12 @@ def write_preloaded_data(
     or window by window. It is durable when `images` is left.
     """
     writer = storage.open_writer(planned.name, size_bytes=planned.image.size_bytes)
-    if isinstance(content, memoryview):
-        images.write_image(writer, planned, content)
-    else:
-        images.write_windows(writer, planned, content)
+    fill = partial(_copy_window, content) if isinstance(content, memoryview) else content
+    images.write_windows(writer, planned, fill)
+
+
+def _copy_window(image: memoryview, window: Window, buffer: memoryview) -> None:
+    copy_bytes(buffer, image[window.start : window.stop])
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,10 +491,6 @@ class Job:
     def abort(self) -> None:
         """Give the job up: stop it, and remove what it wrote as far as it is not finished."""
 
-    def written_bytes(self) -> int:
-        """How much has been written so far, as far as the process tells; 0 where it does not."""
-        return 0
-
     def watch(self) -> Callable[..., None]:
         """What another process of this host calls to wait for the end; it can be pickled."""
         return has_ended
@@ -549,24 +500,7 @@ def has_ended(*args: Any, **kwargs: Any) -> None:
     """Wait for a job that has ended."""
 
 
-def without_images(job: WriterJob) -> tuple[WriterJob, tuple[FileImage, ...]]:
-    """A job without the structure of its files, which is the same from save to save; and that structure."""
-    files = tuple(replace(file, image=_NO_IMAGE) for file in job.files)
-    return replace(job, files=files), tuple(file.image for file in job.files)
-
-
-def with_images(job: WriterJob, images: Sequence[FileImage]) -> WriterJob:
-    """The inverse of `without_images`."""
-    files = tuple(replace(file, image=image) for file, image in zip(job.files, images, strict=True))
-    return replace(job, files=files)
-
-
-_NO_IMAGE = FileImage(0, array("q"), array("q"), array("q"))
-
-
-def run_job(
-    job: WriterJob, buffer: memoryview, on_written: Callable[[int], None], fill: Fill | None = None
-) -> JobResult:
+def run_job(job: WriterJob, buffer: memoryview, on_written: Callable[[], None], fill: Fill | None = None) -> JobResult:
     """Do a job, in the process that calls; `fill` puts the next window of a `Ring` into place, `on_written` is called
     on an I/O thread. `SaveError` names the file and the errno; no file stays then.
     """

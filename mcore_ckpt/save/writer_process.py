@@ -4,10 +4,10 @@ A bare interpreter (no torch, no numpy, not the trainer's `__main__`) that maps 
 group of its own, so that a Ctrl-C at the terminal reaches the trainer only. A writer that has died is replaced at the
 next save.
 
-Messages go over one stream socket, both ways: an 8-byte header (kind, flags, length), then a pickle. A long payload
-travels in a memfd whose descriptor goes with the header, so that sending never waits for the other side to read: a job
-of 20,000 tensors is half a megabyte of offsets, and a writer that is still starting reads nothing. Pickles are safe
-here: both ends of the socket belong to this package, and no other process can reach them.
+Messages go over one socket, both ways, each as one packet: a pickle. A long one travels in a memfd whose descriptor
+goes with the packet, so that sending never waits for the other side to read: a job of 20,000 tensors is half a megabyte
+of offsets, and a writer that is still starting reads nothing. Pickles are safe here: both ends of the socket belong to
+this package, and no other process can reach them.
 
 In the process the main thread writes, one job after the other. A second thread reads the socket, watches the trainer,
 and ends the process as soon as the trainer is gone, in the middle of a write if need be: its files would not be
@@ -20,38 +20,37 @@ import atexit
 import contextlib
 import enum
 import faulthandler
-import io
 import itertools
 import mmap
-import operator
 import os
 import pickle
 import queue
 import select
 import socket
-import struct
 import subprocess
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from mcore_ckpt.core.errors import FailureReport, SaveError, WriterDiedError, WriteTimeoutError, describe
 from mcore_ckpt.core.process import (
-    die_with_parent,
     exit_text,
-    kernel_can_watch,
     leave_signals_to_parent,
     lower_priority,
-    signals_held_back,
     until_parent_is_gone,
 )
-from mcore_ckpt.save.buckets import FileImage, Fill, Window
-from mcore_ckpt.save.child_processes import TRAINING_FIRST_NICE, ChildJob, JobWatch, StatusPage, SupervisedChild
-from mcore_ckpt.save.writer import JobResult, Ring, WriterJob, run_job, with_images, without_images
+from mcore_ckpt.save.buckets import Fill, Window
+from mcore_ckpt.save.child_processes import (
+    TRAINING_FIRST_NICE,
+    ChildJob,
+    JobWatch,
+    StatusPage,
+    SupervisedChild,
+    start_interpreter,
+)
+from mcore_ckpt.save.writer import JobResult, Ring, WriterJob, run_job
 
 _START_DEADLINE_S: Final = 60.0
 _START_PERIOD_S: Final = 0.002
@@ -60,17 +59,6 @@ _CANCEL_DEADLINE_S: Final = 2.0
 _OUTPUT_TAIL_BYTES: Final = 4000
 _job_numbers = itertools.count(1)
 
-# -S: no site-packages hooks; the trainer's import path is appended to the standard library's, so that a file of the
-# training script's directory can never stand in for one of its modules. A process group of its own is out of reach of
-# the terminal's signals; it stays in the trainer's session, to which it gives way (`lower_priority`).
-_PROGRAM: Final = """\
-import os, sys
-os.setpgid(0, 0)
-sys.path += [path for path in {path!r} if path not in sys.path]
-from mcore_ckpt.save.writer_process import main
-main({control_fd}, {status_fd}, {parent_pid}, {kernel_watches}, {cpu_priority}, {io_priority})
-"""
-
 
 class Kind(enum.IntEnum):
     """What a message is; with what it holds."""
@@ -78,7 +66,7 @@ class Kind(enum.IntEnum):
     # Trainer to writer.
     BUFFER = 1  # size in bytes, with the descriptor of the staging buffer of the jobs that follow
     FORGET_BUFFER = 2  # None
-    JOB = 3  # (number, WriterJob without images, images or None if as before, directory, umask)
+    JOB = 3  # (number, WriterJob)
     WINDOW_READY = 4  # (job number, window number)
     CANCEL = 5  # job number
     STOP = 6  # None
@@ -87,76 +75,40 @@ class Kind(enum.IntEnum):
     WINDOW_FREE = 8  # (job number, window number)
 
 
-_HEADER: Final = struct.Struct("<BBxxI")
-_IN_MEMFD: Final = 1
 _INLINE_BYTES: Final = 32 * 1024
+_IN_MEMFD: Final = b"memfd"
 _MOST_FDS: Final = 2
 
 
-def pack(kind: int, content: Any, *fds: int) -> tuple[bytes, list[int], int | None]:
-    """A message as bytes and descriptors to send along; the third value is a descriptor to close after sending."""
-    payload = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
-    if len(payload) <= _INLINE_BYTES:
-        return _HEADER.pack(kind, 0, len(payload)) + payload, list(fds), None
-    memfd = os.memfd_create("mcore_ckpt_message", os.MFD_CLOEXEC)
+def send_message(connection: socket.socket, kind: int, content: Any, *fds: int) -> None:
+    """Send a message and descriptors. Raises `BlockingIOError` where the socket is full, and does not block."""
+    packet = pickle.dumps((kind, content), protocol=pickle.HIGHEST_PROTOCOL)
+    if len(packet) <= _INLINE_BYTES:
+        socket.send_fds(connection, [packet], fds)
+        return
+    with os.fdopen(os.memfd_create("mcore_ckpt_message", os.MFD_CLOEXEC), "wb") as memfd:
+        memfd.write(packet)
+        memfd.flush()
+        socket.send_fds(connection, [_IN_MEMFD], [*fds, memfd.fileno()])
+
+
+def receive_message(connection: socket.socket) -> tuple[int, Any, list[int]] | None:
+    """The next message: kind, content, and the descriptors that came along, now the caller's. None: nothing more comes.
+    Raises `BlockingIOError` where there is none, and the socket does not block.
+    """
     try:
-        view = memoryview(payload)
-        while view:
-            view = view[os.write(memfd, view) :]
-    except BaseException:
-        os.close(memfd)
+        packet, fds, _, _ = socket.recv_fds(connection, _INLINE_BYTES, _MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+    except BlockingIOError:
         raise
-    return _HEADER.pack(kind, _IN_MEMFD, len(payload)), [*fds, memfd], memfd
-
-
-class Inbox:
-    """Puts messages together from what a socket yields. A message has at most one descriptor besides its memfd."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._buffer = bytearray()
-        self._fds: list[int] = []
-        self.closed = False
-
-    def fill(self, flags: int = 0) -> bool:
-        """Read once from the socket. False if there was nothing to read, or there never will be (`closed`)."""
-        try:
-            # A descriptor comes with the first byte of its message, so one read never takes those of two messages
-            # in the wrong order; the kernel ends a read at such a boundary.
-            data, fds, _, _ = socket.recv_fds(self._connection, 64 * 1024, _MOST_FDS, flags | socket.MSG_CMSG_CLOEXEC)
-        except (BlockingIOError, InterruptedError):
-            return False
-        except OSError:
-            data, fds = b"", []
-        self._fds += fds
-        if not data:
-            self.closed = True
-            return False
-        self._buffer += data
-        return True
-
-    def messages(self) -> Iterator[tuple[int, Any, int | None]]:
-        """The complete messages so far: kind, content, and the descriptor that came along, now the caller's."""
-        while len(self._buffer) >= _HEADER.size:
-            kind, flags, length = _HEADER.unpack_from(self._buffer)
-            in_memfd = bool(flags & _IN_MEMFD)
-            stop = _HEADER.size + (0 if in_memfd else length)
-            if len(self._buffer) < stop:
-                return
-            fd = self._fds.pop(0) if kind == Kind.BUFFER else None
-            if in_memfd:
-                with io.FileIO(self._fds.pop(0)) as memfd:
-                    memfd.seek(0)
-                    payload = memfd.readall()
-            else:
-                payload = bytes(self._buffer[_HEADER.size : stop])
-            del self._buffer[:stop]
-            yield kind, pickle.loads(payload), fd
-
-    def close(self) -> None:
-        """Close descriptors that came with messages that were not read."""
-        while self._fds:
-            os.close(self._fds.pop())
+    except OSError:
+        return None
+    if not packet:
+        return None
+    if packet == _IN_MEMFD:
+        with os.fdopen(fds.pop(), "rb") as memfd:
+            memfd.seek(0)
+            packet = memfd.read()
+    return *pickle.loads(packet), fds
 
 
 class PersistentWriter:
@@ -226,7 +178,9 @@ class PersistentWriter:
                 try:
                     self._child = _WriterChild(self.cpu_priority, self.io_priority)
                 except OSError as error:
-                    raise SaveError(f"cannot start the writer process: {error}") from error
+                    raise SaveError(
+                        f'cannot start the writer process: {error}; SaveOptions(writer="fork") needs none'
+                    ) from error
             return self._child
 
 
@@ -248,33 +202,21 @@ class _WriterChild(SupervisedChild):
     """A writer process and the trainer's ends of what connects them."""
 
     def __init__(self, cpu_priority: int | None, io_priority: int | None) -> None:
-        if not sys.executable:
-            raise SaveError(
-                "sys.executable is empty: no interpreter to start the writer process with; "
-                'set it, or use SaveOptions(writer="fork")'
-            )
         self._tail = ""
         self._buffer: tuple[int, int, int] | None = None  # that the process has mapped: device, inode, size
-        self._images: tuple[FileImage, ...] = ()  # of the last job
         self._output_fd = os.memfd_create("mcore_ckpt_writer_output", os.MFD_CLOEXEC)
-        self._connection, theirs = socket.socketpair()
+        self._connection, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         self._connection.setblocking(False)
-        self._inbox = Inbox(self._connection)
         status = StatusPage()
-        root = str(Path(__file__).resolve().parents[2])
-        program = _PROGRAM.format(
-            path=[str(Path(path).absolute()) for path in [*sys.path, root]],
-            control_fd=theirs.fileno(),
-            status_fd=status.fd,
-            parent_pid=os.getpid(),
-            kernel_watches=kernel_can_watch(),
-            cpu_priority=cpu_priority,
-            io_priority=io_priority,
-        )
         try:
-            with theirs, signals_held_back():
-                process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-X", f"utf8={sys.flags.utf8_mode}", "-c", program],
+            with theirs:
+                process = start_interpreter(
+                    __name__,
+                    theirs.fileno(),
+                    status.fd,
+                    os.getpid(),
+                    cpu_priority,
+                    io_priority,
                     stdin=subprocess.DEVNULL,
                     stdout=self._output_fd,
                     stderr=self._output_fd,
@@ -291,47 +233,31 @@ class _WriterChild(SupervisedChild):
 
     def send(self, kind: int, content: Any, *fds: int) -> None:
         """Send a message. A writer that is gone is noticed later, when the outcome is asked for."""
-        message, all_fds, to_close = pack(kind, content, *fds)
+        until_s = time.monotonic() + _SEND_DEADLINE_S
         try:
             with self._lock:
-                if self.dead:
-                    return
-                until_s = time.monotonic() + _SEND_DEADLINE_S
-                view = memoryview(message)
-                while view:
+                while not self.dead:
                     try:
-                        # The descriptors go with the message's first byte.
-                        sent = (
-                            socket.send_fds(self._connection, [view[:1]], all_fds)
-                            if all_fds
-                            else self._connection.send(view)
-                        )
-                        view, all_fds = view[sent:], []
-                    except (BlockingIOError, InterruptedError):
+                        send_message(self._connection, kind, content, *fds)
+                        return
+                    except BlockingIOError:
                         if time.monotonic() > until_s:
                             self.kill(f"it has not read a message for {_SEND_DEADLINE_S:.0f} s")
-                            return
-                        _wait_writable(self._connection)
-                    except OSError:
-                        raise
-                    except BaseException:  # what is sent next would be read as the rest of this message
-                        self.kill("the trainer was interrupted while it sent a message")
-                        raise
+                        else:
+                            _wait_writable(self._connection)
         except OSError:
             self.look()
-        finally:
-            if to_close is not None:
-                os.close(to_close)
 
     def _receive(self) -> bool:
-        while self._inbox.fill():
-            pass
-        for kind, (number, content), _ in self._inbox.messages():
-            if kind != Kind.WINDOW_FREE:
-                self._job_ended(number, content)
-            elif (job := self._jobs.get(number)) is not None:
-                job.steps = content + 1
-        return not self._inbox.closed
+        with contextlib.suppress(BlockingIOError):
+            while (message := receive_message(self._connection)) is not None:
+                kind, (number, content), _ = message
+                if kind != Kind.WINDOW_FREE:
+                    self._job_ended(number, content)
+                elif (job := self._jobs.get(number)) is not None:
+                    job.steps = content + 1
+            return False
+        return True
 
     def _news_fd(self) -> int:
         return self._connection.fileno()
@@ -351,20 +277,13 @@ class _WriterChild(SupervisedChild):
             try:
                 if on_submit is not None:
                     on_submit(job)
-                self._send_job(number, writer_job)
+                self.send(Kind.JOB, (number, writer_job))
             except BaseException:
                 job.abort()
                 raise
             if self.dead:
                 self._fail_jobs(self._death)
         return job
-
-    def _send_job(self, number: int, writer_job: WriterJob) -> None:
-        """The structure of the files, half a megabyte for 20,000 tensors, is sent only if it is another one."""
-        job, images = without_images(writer_job)
-        known = len(images) == len(self._images) and all(map(operator.is_, images, self._images))
-        self._images = images
-        self.send(Kind.JOB, (number, job, None if known else images, _working_directory(), _umask()))
 
     def send_buffer(self, buffer_fd: int) -> None:
         """Have the writer map a staging buffer for the jobs that follow, unless it has."""
@@ -383,9 +302,6 @@ class _WriterChild(SupervisedChild):
 
     def watch(self, number: int) -> JobWatch:
         return JobWatch(self.pid, self._page.fd, number)
-
-    def written_bytes(self) -> int:
-        return 0 if self.dead else self._page.bytes_written
 
     def tell(self, job: ChildJob, step: int) -> None:
         self.send(Kind.WINDOW_READY, (job.number, step))
@@ -419,7 +335,6 @@ class _WriterChild(SupervisedChild):
 
     def _release(self) -> None:
         self._connection.close()
-        self._inbox.close()
         fd, self._output_fd = self._output_fd, -1
         if fd >= 0:
             os.close(fd)
@@ -427,22 +342,6 @@ class _WriterChild(SupervisedChild):
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.stop(abort=True)
-
-
-def _working_directory() -> str | None:
-    try:
-        return str(Path.cwd())
-    except OSError:  # it was removed; only relative paths are the worse for it
-        return None
-
-
-def _umask() -> int | None:
-    """What this process keeps others from; asking the interpreter would mean changing it, under all other threads."""
-    try:
-        status = Path("/proc/self/status").read_text()
-        return int(status.partition("\nUmask:")[2].split(maxsplit=1)[0], 8)
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def _wait_writable(connection: socket.socket) -> None:
@@ -503,56 +402,49 @@ class _Writer:
     """The state of the process."""
 
     def __init__(self, connection: socket.socket, status: StatusPage) -> None:
-        self.inbox = Inbox(connection)
         self._connection = connection
         self._status = status
         self._buffer: mmap.mmap | None = None
-        self._images: Sequence[FileImage] = ()  # of the last job that has arrived
-        self._jobs: queue.SimpleQueue[tuple[_RunningJob, WriterJob, Any, str | None, int | None] | None]
-        self._jobs = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[_RunningJob, WriterJob, mmap.mmap | None] | None] = queue.SimpleQueue()
         self._known: dict[int, _RunningJob] = {}
         self._sending = threading.Lock()
 
     def receive(self) -> bool:
-        """Act on what has arrived on the socket; on the control thread. False if the trainer has closed it."""
-        self.inbox.fill()
-        for kind, content, fd in self.inbox.messages():
-            if kind == Kind.BUFFER:
-                assert fd is not None
-                try:
-                    self._buffer = mmap.mmap(fd, content)
-                finally:
-                    os.close(fd)
-            elif kind == Kind.FORGET_BUFFER:
-                self._buffer = None
-            elif kind == Kind.JOB:
-                number, job, images, directory, umask = content
-                self._images = self._images if images is None else images
-                job = with_images(job, self._images)
-                running = self._known[number] = _RunningJob(number)
-                self._jobs.put((running, job, self._buffer, directory, umask))
-            elif kind == Kind.WINDOW_READY:
-                number, window = content
-                if (running_now := self._known.get(number)) is not None:
-                    running_now.window_ready(window)
-            elif kind == Kind.CANCEL:
-                if (running_now := self._known.get(content)) is not None:
-                    running_now.cancel()
-            elif kind == Kind.STOP:
-                self._jobs.put(None)
-        return not self.inbox.closed
+        """Act on the message that has arrived; on the control thread. False if the trainer has closed the socket."""
+        message = receive_message(self._connection)
+        if message is None:
+            return False
+        kind, content, fds = message
+        if kind == Kind.BUFFER:
+            (fd,) = fds
+            try:
+                self._buffer = mmap.mmap(fd, content)
+            finally:
+                os.close(fd)
+        elif kind == Kind.FORGET_BUFFER:
+            self._buffer = None
+        elif kind == Kind.JOB:
+            number, job = content
+            running = self._known[number] = _RunningJob(number)
+            self._jobs.put((running, job, self._buffer))
+        elif kind == Kind.WINDOW_READY:
+            number, window = content
+            if (running_now := self._known.get(number)) is not None:
+                running_now.window_ready(window)
+        elif kind == Kind.CANCEL:
+            if (running_now := self._known.get(content)) is not None:
+                running_now.cancel()
+        elif kind == Kind.STOP:
+            self._jobs.put(None)
+        return True
 
     def serve(self) -> None:
         """Do one job after the other until told to stop."""
         while (entry := self._jobs.get()) is not None:
-            running, job, buffer, directory, umask = entry
+            running, job, buffer = entry
             outcome: JobResult | FailureReport
             try:
                 running.check()
-                if directory is not None:  # asking where this process is fails if that directory has been removed
-                    os.chdir(directory)  # a relative path means what it means to the trainer
-                if umask is not None:
-                    os.umask(umask)  # and files are for whom its other files are
                 outcome = self._write(running, job, buffer)
             except Exception as error:  # noqa: BLE001  (the trainer is told of any error)
                 outcome = describe(error)
@@ -563,26 +455,19 @@ class _Writer:
             self.send(Kind.ENDED, (running.number, outcome))
 
     def send(self, kind: int, content: Any) -> None:
-        message, fds, to_close = pack(kind, content)
         try:
             with self._sending:
-                if fds:
-                    socket.send_fds(self._connection, [message[:1]], fds)
-                    message = message[1:]
-                self._connection.sendall(message)
+                send_message(self._connection, kind, content)
         except OSError:
             os._exit(0)  # the trainer is gone
-        finally:
-            if to_close is not None:
-                os.close(to_close)
 
     def _write(self, running: _RunningJob, job: WriterJob, buffer: mmap.mmap | None) -> JobResult:
         if buffer is None:
             raise RuntimeError(f"job {running.number} came without its staging buffer")
         status = self._status
 
-        def written(nbytes: int) -> None:
-            status.progress("writing", nbytes)
+        def written() -> None:
+            status.progress("writing")
             running.check()
 
         status.progress("writing")
@@ -610,15 +495,12 @@ def main(
     control_fd: int,
     status_fd: int,
     parent_pid: int,
-    kernel_watches: bool,
     cpu_priority: int | None,
     io_priority: int | None,
 ) -> None:
     """Run the writer process until its trainer says stop or is gone. It gets the descriptors of its end of the control
     socket and of the shared status page; a priority of None is the trainer's.
     """
-    if kernel_watches:
-        die_with_parent(parent_pid)
     faulthandler.enable(all_threads=False)  # a dump of threads that still run can crash, and hide the first signal
     leave_signals_to_parent()  # a Ctrl-C, or a scheduler's notice, must not take away what the last save needs
     lower_priority(cpu_priority, io_priority)

@@ -71,7 +71,7 @@ def aligned_buffer(nbytes: int) -> memoryview:
     """
     size_bytes = max(align_up(nbytes), ALIGNMENT_BYTES)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a forked child would write into memory that is shared
-    if size_bytes < _HUGE_PAGE_BYTES or not has_huge_pages():
+    if size_bytes < _HUGE_PAGE_BYTES or not _has_huge_pages():
         return memoryview(mmap.mmap(-1, size_bytes, flags=flags))
     memory = mmap.mmap(-1, size_bytes + _HUGE_PAGE_BYTES, flags=flags)  # what is not touched takes no memory
     with contextlib.suppress(OSError):
@@ -82,7 +82,7 @@ def aligned_buffer(nbytes: int) -> memoryview:
 
 
 @lru_cache(maxsize=1)
-def has_huge_pages() -> bool:
+def _has_huge_pages() -> bool:
     """Whether private memory may lie in transparent huge pages."""
     try:
         with open("/sys/kernel/mm/transparent_hugepage/enabled") as setting:

@@ -70,7 +70,6 @@ def test_goes_on_as_if_it_had_never_ended(variant: Variant, launches: Path) -> N
         saves = [event for event in ours.events[0] if event["event"] == "TorchDistSaveStrategy.async_save"]
         assert all(event["use_cached_ckpt_structure"] for event in saves)
         assert [event["validated_cache_reuse"] for event in saves] == [False, True, True, True, True, True]
-        assert all(e["validated_loaded_metadata_reuse"] for e in on.named("TorchDistSaveStrategy.async_save"))
 
 
 def test_an_option_that_cannot_be_is_refused_before_training(launches: Path) -> None:

@@ -52,7 +52,7 @@ class _Save(SaveTransaction):
     ) -> None:
         self.job = job = _JobOfATest("writing", error=error)
         self.what, self.skipped, self.on_failure = "the checkpoint of step 7", skipped, on_failure
-        self.interrupted, self.bar_bytes, self.waited_s, self._pid = None, 0, 0.0, os.getpid()
+        self.interrupted, self.waited_s, self._pid = None, 0.0, os.getpid()
         job.done = (done and seconds is None) or error is not None
         job.at_s = float("inf") if seconds is None else time.monotonic() + seconds
         self.aborted = 0

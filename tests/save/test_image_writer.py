@@ -1,4 +1,4 @@
-"""Images come out the same by every way of writing them, and a failure leaves nothing behind."""
+"""Images come out as they were laid out, and a failure leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mcore_ckpt.save.writer import ImageWriter, WindowPool
 from mcore_ckpt.storage.base import RangeWriter
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.faulty_storage import Faults, FaultyStorage
-from tests.support.local_files import aligned, names, open_fds, random_bytes
+from tests.support.local_files import names, open_fds, random_bytes
 
 PAGE = mmap.PAGESIZE
 
@@ -54,26 +54,11 @@ def expected(planned: PlannedFile, content: bytes) -> tuple[bytes, list[int]]:
     return bytes(file), crcs
 
 
-def write_image(
-    writer: RangeWriter,
-    image: PlannedFile,
-    view: memoryview,
-    **options: Any,
-) -> WrittenFile:
-    """Write one image from memory."""
-    with ImageWriter(**options) as images:
-        images.write_image(writer, image, view)
-    return images.results[0]
-
-
 def write_windows(
-    writer: RangeWriter,
-    image: PlannedFile,
-    fill: Callable[[Window, memoryview], None],
-    **options: Any,
+    writer: RangeWriter, image: PlannedFile, fill: Callable[[Window, memoryview], None], *args: Any, **options: Any
 ) -> WrittenFile:
     """Write one image by windows."""
-    with ImageWriter(**options) as images:
+    with ImageWriter(*args, **options) as images:
         images.write_windows(writer, image, fill)
     return images.results[0]
 
@@ -92,18 +77,6 @@ def storage(tmp_path: Path) -> LocalStorage:
 
 def writing_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("mcore-ckpt-write")]
-
-
-LAYOUTS = {
-    "empty file": ([], []),
-    "no payload bytes": ([0, 0, 0], [10, 0, 7]),
-    "one byte": ([1], [0]),
-    "many small": ([k * 37 % 300 for k in range(200)], [k % 70 for k in range(200)]),
-    "larger than a window": ([3 * PAGE, 5 * PAGE + 1, 17], [64, PAGE - 100, 1]),
-    "payload ends with the window": ([PAGE - 64, 100], [64, 0]),
-    "CRC across two windows": ([PAGE - 64 - 5, 100], [64, 0]),
-    "CRC in the next window": ([PAGE - 64 - 2, 100], [64, 0]),
-}
 
 
 class MemoryWriter(RangeWriter):
@@ -143,14 +116,11 @@ def test_any_layout_is_summed_and_patched(
     image = make_image([length for length, _ in payloads], [gap for _, gap in payloads], crc_gaps=tuple(crc_gaps))
     content = random_bytes(image.image.size_bytes)
     file, crcs = expected(image, content)
-    in_place, windowed = MemoryWriter(), MemoryWriter()
-    with ImageWriter(io_threads=io_threads, piece_bytes=window_pages * PAGE, through_windows=False) as writer:
-        writer.write_image(in_place, image, aligned(content))
+    written = MemoryWriter()
     pool = WindowPool(window_pages * PAGE, windows)
-    result = write_windows(windowed, image, copy_from(content), pool=pool, io_threads=io_threads)
-    assert [list(writer.results[0].crcs), list(result.crcs)] == [crcs, crcs]
-    assert bytes(in_place.content) == file
-    assert bytes(windowed.content) == file
+    result = write_windows(written, image, copy_from(content), pool, io_threads=io_threads)
+    assert list(result.crcs) == crcs
+    assert bytes(written.content) == file
 
 
 # Failures
@@ -158,9 +128,8 @@ def test_any_layout_is_summed_and_patched(
 
 @pytest.mark.parametrize("operation", ["write", "finish"])
 @pytest.mark.parametrize("at", [0, 2])
-@pytest.mark.parametrize("by_windows", [True, False], ids=["windows", "in place"])
 def test_any_failure_removes_all_files_of_the_job(
-    storage: LocalStorage, tmp_path: Path, operation: str, at: int, by_windows: bool
+    storage: LocalStorage, tmp_path: Path, operation: str, at: int
 ) -> None:
     (tmp_path / "bystander").write_bytes(b"precious")
     before = open_fds()
@@ -169,14 +138,11 @@ def test_any_failure_removes_all_files_of_the_job(
     pool = WindowPool(PAGE, 3)
 
     def save() -> None:
-        with ImageWriter(pool=pool, piece_bytes=PAGE, through_windows=False) as writer:
+        with ImageWriter(pool) as writer:
             for image in images:
                 content = random_bytes(image.image.size_bytes)
                 out = faulty.open_writer(image.name)
-                if by_windows:
-                    writer.write_windows(out, image, copy_from(content))
-                else:
-                    writer.write_image(out, image, aligned(content))
+                writer.write_windows(out, image, copy_from(content))
 
     with pytest.raises(SaveError, match=rf"f\d: {operation} failed: Input/output error") as caught:
         save()

@@ -151,7 +151,7 @@ def _recorded(original: Any, event: str, describe: Callable[..., dict[str, Any]]
 
 def _of_strategy(self: Any, args: tuple[Any, ...], _result: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {"package": type(self).__module__.partition(".")[0], **_iteration(args[1:2])}
-    for name in ("use_cached_ckpt_structure", "validated_cache_reuse", "validated_loaded_metadata_reuse"):
+    for name in ("use_cached_ckpt_structure", "validated_cache_reuse"):
         if hasattr(self, name):
             facts[name] = bool(getattr(self, name))
     return facts
