@@ -123,15 +123,16 @@ class Tally:
         return sum(count for (_, _, outcome), count in self.counts.items() if outcome in outcomes)
 
     def summary(self) -> str:
-        """Rows of checkpoint and kind of damage, columns of outcomes: for people to read."""
+        """Rows of writer and kind of damage, columns of outcomes: for people to read."""
         counts: Counter[tuple[str, str, str]] = Counter()
         for (subject, file, outcome), count in self.counts.items():
-            counts[subject, file.rpartition(", ")[2], outcome] += count
+            by = "this package" if subject.startswith(("ours", "safetensors")) else "Megatron-Core, DCP"
+            counts[by, file.rpartition(", ")[2], outcome] += count
         seen = [outcome for outcome in OUTCOMES if outcome not in ("FOREIGN", "DIED") or self.of(outcome)]
-        lines = ["| checkpoint | damage | trials | " + " | ".join(seen) + " |", "|---|---|---|" + "---|" * len(seen)]
-        for subject, damage in sorted({(subject, damage) for subject, damage, _ in counts}):
-            cells = [counts[subject, damage, outcome] for outcome in seen]
-            lines.append(f"| {subject} | {damage} | {sum(cells)} | " + " | ".join(str(n or "") for n in cells) + " |")
+        lines = ["| written by | damage | trials | " + " | ".join(seen) + " |", "|---|---|---|" + "---|" * len(seen)]
+        for by, damage in sorted({(by, damage) for by, damage, _ in counts}):
+            cells = [counts[by, damage, outcome] for outcome in seen]
+            lines.append(f"| {by} | {damage} | {sum(cells)} | " + " | ".join(str(n or "") for n in cells) + " |")
         lines.append(f"| all | | {self.trials} | " + " | ".join(str(self.of(outcome)) for outcome in seen) + " |")
         return "\n".join(lines)
 
@@ -491,8 +492,7 @@ def write_page(page: Path, tally: Tally, seed: int) -> None:
     bad = tally.of("FOREIGN", "DIED")
     told = (
         f"{tally.trials} trials, {flips} of them flipped bits, seed {seed}, torch {torch.__version__}; "
-        f"{len(tally.unexpected)} outcomes were unexpected (the last three columns are expected of checkpoints without "
-        f"manifests), {bad} ended in a third-party exception, a crash, at the "
+        f"{len(tally.unexpected)} outcomes were unexpected, {bad} ended in a third-party exception, a crash, at the "
         f"deadline ({DEADLINE_S:.0f} s) or at the limit of memory ({MEMORY_BYTES >> 30} GiB).\n\n"
     )
     text = page.read_text()
