@@ -130,14 +130,13 @@ def copy_and_commit(
     check: Callable[[CheckpointFiles], None],
     own: Collection[str] | None = None,
     waits: bool = False,
-    go_on: Callable[[], None] = lambda: None,
 ) -> Sent | None:
     """Copy a checkpoint, and make it the one that the target holds; returns what was done. Raises `LoadError`: it
     cannot be read, is damaged, or was replaced meanwhile; `SaveError`: the copy cannot be written, does not hold what
     was written, or a save holds the target. `accepts` gets the `.metadata` there, unless it is this one, and raises if
     that must not be replaced; `check` raises if a file is damaged. `own`: data files that are copied from here; other
     nodes copy the others. `waits`: return None, and publish nothing, if a data file of another node has not come yet;
-    the same call resumes. `go_on` is called before each data file.
+    the same call resumes.
     """
     reads, writes = storage_at(directory), storage_at(target)
     found, held = files_of(directory), metadata_of(writes)
@@ -155,7 +154,6 @@ def copy_and_commit(
             accepts(found, held)
         sent = Sent()
         for name in () if is_published and waits else found.data if own is None else own:
-            go_on()
             commit.check()
             sent.copy(reads, name, writes)
         found = replace(found, others=_others(directory, found.data))  # more may have come since
@@ -403,12 +401,7 @@ def there_now(note: DrainNote) -> str:
     return identity_of(metadata_of(storage_at(note.to)))
 
 
-def drain(
-    directory: Path,
-    note: DrainNote,
-    check: Callable[[CheckpointFiles, Collection[str]], None],
-    go_on: Callable[[], None],
-) -> Sent | None:
+def drain(directory: Path, note: DrainNote, check: Callable[[CheckpointFiles, Collection[str]], None]) -> Sent | None:
     """Copy what lies in a local directory to the second tier, and commit there if that is for this node to do; None if
     something has not come yet: then nothing is committed, and the same call resumes. Arguments and errors as of
     `copy_and_commit`; also `SupersededError`: the second tier holds another checkpoint there than when the copy began.
@@ -427,7 +420,6 @@ def drain(
         writes.ensure()
         sent = Sent()
         for name in note.files or ():
-            go_on()
             sent.copy(reads, name, writes)
         writes.sync(parents=True)
         return sent
@@ -440,7 +432,7 @@ def drain(
             )
 
     target = checkpoint_path(note.to)
-    return copy_and_commit(directory, target, accepts=accepts, check=check_own, own=note.files, waits=True, go_on=go_on)
+    return copy_and_commit(directory, target, accepts=accepts, check=check_own, own=note.files, waits=True)
 
 
 def give_up(note: DrainNote) -> None:

@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -246,7 +245,7 @@ def _finish() -> None:
 # Megatron writes the tracker file after the save has been published, a moment later. Before that, it names the
 # checkpoint before, which therefore would stay.
 _TRACKER_WITHIN_S: Final = 30.0
-_LONGEST_PERIOD_S: Final = 4.0
+_TRACKER_PERIOD_S: Final = 0.5
 # Pauses between attempts to copy a checkpoint, and between looks whether the parts of other nodes have come.
 _FIRST_PAUSE_S: Final = 2.0
 _LONGEST_PAUSE_S: Final = 300.0
@@ -262,7 +261,7 @@ def main(parent_pid: int, cpu_priority: int | None) -> None:
     lower_priority(cpu_priority, None)
     ends = threading.Event()
     removals: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-    copies = _Copies(ends)
+    copies = _Copies()
     remover = threading.Thread(target=_remove, args=(removals, ends, copies))
     copier = threading.Thread(target=copies.work)
     for worker in (remover, copier):
@@ -276,9 +275,8 @@ def main(parent_pid: int, cpu_priority: int | None) -> None:
             copies.add(**task)
     ends.set()
     removals.put(None)
-    copies.wake()
     remover.join()
-    copies.close()
+    copies.finish()
     copier.join()
 
 
@@ -296,16 +294,12 @@ def _await_tracker(run: str, name: str, wait: Callable[[float], bool]) -> None:
     some time, since not every trainer has such a file.
     """
     until_s = time.monotonic() + _TRACKER_WITHIN_S
-    period_s = 0.1
     while time.monotonic() < until_s:
-        try:
+        with contextlib.suppress(CheckpointError):  # what is done then says so
             if tracked_name(run) == name:
                 return
-        except CheckpointError:
-            pass  # what is done then says so
-        if wait(period_s):
+        if wait(_TRACKER_PERIOD_S):
             return
-        period_s = min(2 * period_s, _LONGEST_PERIOD_S)
 
 
 def _remove(tasks: queue.SimpleQueue[dict[str, Any] | None], ends: threading.Event, copies: _Copies) -> None:
@@ -330,26 +324,20 @@ def _remove_old(run: str, name: str, keep_last: int, keep_every: int | None) -> 
     return [(each.path, each.drain) for each in gone if each.drain is not None and not each.drain.done]
 
 
-class _NewerWaitsError(Exception):
-    """A checkpoint that was saved later waits: an older one is copied after it."""
-
-
 class _Copies:
     """Checkpoints on their way to the second tier. That which was saved last comes first, and leftovers of earlier jobs
     come last.
     """
 
-    def __init__(self, ends: threading.Event) -> None:
-        self._ends = ends
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: dict[Path, float] = {}  # when to try, on the clock of `time.monotonic()`
         self._to: dict[Path, str] = {}  # second tier of each run
         self._order: dict[Path, int] = {}  # in which this job has saved them
         self._tracked: dict[Path, int] = {}  # of which the tracker file of the second tier is, by that order
-        self._begun: dict[Path, DrainNote] = {}  # of which something may have been copied
+        self._removed: dict[Path, DrainNote] = {}  # before they were copied
         self._failures: dict[Path, int] = {}
-        self._last: set[Path] = set()  # tried for the last time
-        self._closed = False  # nothing more comes
+        self._until_s = math.inf  # the trainer ends, and waits for the parts of other nodes until then
 
     def add(self, run: str, name: str | None, drain_to: str) -> None:
         """A checkpoint was published, or (None) a run was loaded; at a run's first task, what is left is found."""
@@ -372,70 +360,52 @@ class _Copies:
     def removed(self, directory: Path, note: DrainNote) -> None:
         """A checkpoint was removed that had not been copied; an earlier job may have copied some of it."""
         with self._changed:
-            self._begun.setdefault(directory, note)
-            self._last.discard(directory)
+            self._removed[directory] = note
             self._waiting[directory] = 0.0
             self._changed.notify()
 
-    def close(self) -> None:
-        """Nothing more is added or removed."""
+    def finish(self) -> None:
+        """The trainer ends, and nothing more is added or removed: each that waits is tried once more."""
         with self._changed:
-            self._closed = True
+            self._until_s = time.monotonic() + _PARTS_WITHIN_S
+            self._waiting = dict.fromkeys(self._waiting, 0.0)
             self._changed.notify()
 
-    def wake(self) -> None:
-        """The trainer ends."""
-        with self._changed:
-            self._changed.notify()
+    @property
+    def _ends(self) -> bool:
+        return self._until_s < math.inf
 
     def work(self) -> None:
-        """Try each checkpoint until it is copied; a last time when the trainer ends."""
-        until_s = math.inf
+        """Try each checkpoint until it is copied."""
         while (directory := self._next()) is not None:
-            if self._ends.is_set():
-                until_s = min(until_s, time.monotonic() + _PARTS_WITHIN_S)
+            if (note := self._removed.pop(directory, None)) is not None:
+                _say(logging.WARNING, f"{directory}: was removed before it was copied to {note.to}")
+                _give_up(directory, note)
             pause_s = self._attempt(directory)
-            has_failed = pause_s is not None and pause_s >= _FIRST_PAUSE_S
-            if self._ends.is_set() and (has_failed or time.monotonic() > until_s):
-                self._last.add(directory)
-            if pause_s is not None:
-                with self._changed:
+            with self._changed:
+                if pause_s is not None and time.monotonic() < self._until_s:
+                    pause_s = min(pause_s, _PARTS_PERIOD_S) if self._ends else pause_s
                     self._waiting.setdefault(directory, time.monotonic() + pause_s)
 
     def _next(self) -> Path | None:
         with self._changed:
-            while True:
+            while self._waiting or not self._ends:
                 now = time.monotonic()
-                waiting = {path: when for path, when in self._waiting.items() if path not in self._last}
-                ready = [path for path, when in waiting.items() if when <= now or self._is_retried_at_end(path)]
+                ready = [path for path, when in self._waiting.items() if when <= now]
                 if ready:
-                    chosen = max(ready, key=self._rank)
+                    chosen = max(ready, key=lambda path: (self._order.get(path, 0), iteration_of(path.name) or 0))
                     del self._waiting[chosen]
                     return chosen
-                if self._closed and not waiting:
-                    return None
-                self._changed.wait(min((when - now for when in waiting.values()), default=None))
-
-    def _is_retried_at_end(self, path: Path) -> bool:
-        return self._ends.is_set() and path in self._failures
-
-    def _rank(self, path: Path) -> tuple[int, int]:
-        return self._order.get(path, 0), iteration_of(path.name) or 0
-
-    def _give_way(self, directory: Path) -> None:
-        with self._changed:
-            now = time.monotonic()
-            if any(when <= now and self._rank(path) > self._rank(directory) for path, when in self._waiting.items()):
-                raise _NewerWaitsError
+                self._changed.wait(min((when - now for when in self._waiting.values()), default=None))
+            return None
 
     def _attempt(self, directory: Path) -> float | None:
-        """Copy a checkpoint; returns after how many seconds to try again, None if it is done or gone."""
+        """Copy a checkpoint; returns after how many seconds to try again, None if it is done, gone or given up."""
         note: DrainNote | None = None
         to = "the second tier"
         try:
             with storage_at(directory).in_use(METADATA_FILE):
                 note = DrainNote.in_force(directory)
-                self._give_up_other(directory, note)
                 if note is None or note.done:
                     return None
                 to = f"{self._to[directory.parent]}/{directory.name}"
@@ -450,49 +420,39 @@ class _Copies:
                     # A leftover of an earlier job, which had not begun, replaces nothing.
                     note = replace(note, replaces=there_now(note) if directory in self._order else "")
                     note.write(directory)
-                self._begun[directory] = note
                 return self._copy(directory, note)
-        except _NewerWaitsError:
-            return 0.0
         except SupersededError as error:
             assert note is not None
             _say(logging.WARNING, f"{directory}: is not copied: {error}")
             _write(replace(note, done=True, error=_words(error)), directory)
-            return 0.0  # its parts are removed at the next attempt
+            _give_up(directory, note)
+            return None
         except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log, and tried again)
             if note is not None and _is_gone(directory):
-                return 0.0  # that is said at the next attempt
+                self.removed(directory, note)
+                return None
             failures = self._failures[directory] = self._failures.get(directory, 0) + 1
             pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(failures - 1, 10), _LONGEST_PAUSE_S)
-            again = "the next run resumes it" if self._ends.is_set() else f"it is tried again in {pause_s:.0f} s"
-            what = f"could not be copied to {to}"
-            if note is None and (begun := self._begun.get(directory)) is not None:
-                what = f"what was copied of it to {begun.to} could not be removed"
-            _say(logging.WARNING, f"{directory}: {what}: {_words(error)}; {again}")
+            again = "the next run resumes it" if self._ends else f"it is tried again in {pause_s:.0f} s"
+            _say(logging.WARNING, f"{directory}: could not be copied to {to}: {_words(error)}; {again}")
             if note is not None:
                 _write(replace(note, error=_words(error)), directory)
-            return pause_s
+            return None if self._ends else pause_s
 
     def _copy(self, directory: Path, note: DrainNote) -> float | None:
         started_s = time.monotonic()
         storage = storage_at(directory)
         if problems := look_at(directory)[0].problems:
             # (Megatron-Core writes it right after the checkpoint has been published.)
-            if directory in self._order and not storage.exists(CONFIG_FILE) and not self._ends.is_set():
+            if directory in self._order and not storage.exists(CONFIG_FILE) and not self._ends:
                 return _PARTS_PERIOD_S
             raise SaveError(f"it is not complete: {problems[0]}")
-        sent = drain(
-            directory,
-            note,
-            lambda found, names: check_data_files(storage, found.index, names),
-            partial(self._give_way, directory),
-        )
+        sent = drain(directory, note, lambda found, names: check_data_files(storage, found.index, names))
         if sent is None:
             return _PARTS_PERIOD_S
         if note.commits:
             self._track(directory, note)
         replace(note, done=True, error="").write(directory)
-        self._begun.pop(directory)
         self._failures.pop(directory, None)
         what = "copied" if note.commits else "this node's part copied"
         seconds = time.monotonic() - started_s
@@ -515,17 +475,14 @@ class _Copies:
             storage_at(checkpoint_path(note.to).parent).publish(TRACKER_FILE, str(iteration).encode())
             self._tracked[run] = order
 
-    def _give_up_other(self, directory: Path, note: DrainNote | None) -> None:
-        """Remove from the second tier what was copied of a checkpoint that is not going to be committed there: it was
-        removed here or replaced, or the second tier holds another.
-        """
-        begun = self._begun.get(directory)
-        if begun is None or (note is not None and note.save == begun.save and not (note.done and note.error)):
-            return
-        if note is None and _is_gone(directory):
-            _say(logging.WARNING, f"{directory}: was removed before it was copied to {begun.to}")
-        give_up(begun)
-        self._begun.pop(directory)
+
+def _give_up(directory: Path, note: DrainNote) -> None:
+    """Remove from the second tier what was copied of a checkpoint that is not going to be committed there."""
+    try:
+        give_up(note)
+    except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log)
+        text = f"{directory}: what was copied of it to {note.to} could not be removed: {_words(error)}"
+        _say(logging.WARNING, text)
 
 
 def _is_gone(directory: Path) -> bool:
