@@ -365,7 +365,7 @@ class _Copies:
             self._changed.notify()
 
     def finish(self) -> None:
-        """The trainer ends, and nothing more is added or removed: each that waits is tried once more."""
+        """The trainer ends, and nothing more is added or removed: each that waits is tried a last time."""
         with self._changed:
             self._until_s = time.monotonic() + _PARTS_WITHIN_S
             self._waiting = dict.fromkeys(self._waiting, 0.0)
