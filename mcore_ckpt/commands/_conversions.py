@@ -129,8 +129,8 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         "--to",
         choices=list(ExportOptions.TAKES),
         default="safetensors",
-        help="format; hf: a model that transformers loads, by its architecture; fsdp_dtensor, megatron-legacy: "
-        "what Megatron-FSDP and --ckpt-format torch load (default: safetensors)",
+        help="format; hf: a model that transformers loads, by its architecture; megatron-legacy: what "
+        "--ckpt-format torch loads (default: safetensors)",
     )
     add_options(parser, ExportOptions, "--to")
     parser.add_argument(
@@ -161,7 +161,7 @@ def run_export(arguments: argparse.Namespace) -> Outcome:
     files = counted(len(report.files), "file")
     size = f"{counted(report.tensors, 'tensor')}, {human_bytes(report.payload_bytes)} in {files}"
     text = f"{report.target}: {report.family}, {size}" if report.family else f"{report.target}: {size}"
-    if report.format in ("hf", "fsdp_dtensor", "megatron-legacy"):
+    if report.format in ("hf", "megatron-legacy"):
         text = "\n".join([text, *notes_of(report)])
     elif report.left_out:
         text += (
@@ -184,8 +184,8 @@ def add_import(parser: argparse.ArgumentParser) -> None:
         choices=list(ImportOptions.TAKES),
         default="files",
         help="what SRC is: tensors under their own keys (files), a Hugging Face model, to become Megatron's (hf), one "
-        "that FSDP2 has saved by DCP (dcp), or DeepSpeed as a universal checkpoint (ucp), or what a job has saved "
-        "with --ckpt-format torch (megatron-legacy); default: files",
+        "that FSDP2 or Megatron-FSDP has saved by DCP (dcp), or what a job has saved with --ckpt-format torch "
+        "(megatron-legacy); default: files",
     )
     add_options(parser, ImportOptions, "--from")
     parser.add_argument(

@@ -5,6 +5,5 @@ Out: views of stored tensors under other keys, objects and common state, written
 Must not know: how a running job saves or loads. A trainer never imports this package.
 
 Modules: conversions, families._deepseek, families._dense, families._mixtures, families._registry, families._settings,
-families._table, logits, options, _foreign, _huggingface, _legacy_files, _legacy_import, _megatron_fsdp,
-_megatron_named, _sources.
+families._table, logits, options, _foreign, _huggingface, _legacy_files, _legacy_import, _megatron_fsdp, _sources.
 """

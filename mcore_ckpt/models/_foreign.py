@@ -32,7 +32,6 @@ from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_con
 from mcore_ckpt.models.options import ImportOptions
 from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, SourceFiles, in_dtype
 from mcore_ckpt.reshard.options import PartitionRule
-from mcore_ckpt.reshard.parameter_orders import plain_values
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, make_plan
 from mcore_ckpt.reshard.target_files import TargetFiles
@@ -230,24 +229,8 @@ def plan_optimizer(
     return OptimizerPlan({"param": dict(names), **states}, common, groups[0]["step"], left_out)
 
 
-SCHEDULE = "opt_param_scheduler"
-LAUNCH_STATE = ("args", "iteration", SCHEDULE, "num_floating_point_operations_so_far")
 # What a job asks a stored schedule for; but for the last one, it can be told to take its own.
 _SCHEDULE = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", "num_steps")
-
-
-def plain_launch(state: Mapping[str, Any]) -> tuple[dict[str, Any], Training]:
-    """Arguments and progress in a job's state, of what `LAUNCH_STATE` names; of progress, plain values."""
-    arguments, schedule = state.get("args"), state.get(SCHEDULE)
-    schedule = (
-        plain_values({str(name): value for name, value in schedule.items()}) if isinstance(schedule, dict) else {}
-    )
-    iteration, operations = state.get("iteration"), state.get("num_floating_point_operations_so_far")
-    return dict(arguments) if isinstance(arguments, dict) else {}, Training(
-        iteration if isinstance(iteration, int) and not isinstance(iteration, bool) else 0,
-        schedule,
-        operations if isinstance(operations, (int, float)) else 0,
-    )
 
 
 def launch_state(
@@ -277,7 +260,7 @@ def launch_state(
             schedule = {**dict.fromkeys(_SCHEDULE), **schedule, "num_steps": schedule.get("num_steps", samples)}
             told = f"a job resumes at iteration {iteration}, after {samples} samples, by its own one"
             notes = (f"no schedule of the learning rate is stored: {told} (--override-opt_param-scheduler)",)
-        common[SCHEDULE] = schedule
+        common["opt_param_scheduler"] = schedule
     # Other frameworks keep no random states as Megatron does; so said, a job does not look for them.
     more = {"consumed_train_samples": samples, "no_save_rng": True}
     more |= {} if "consumed_valid_samples" in arguments else {"consumed_valid_samples": 0}

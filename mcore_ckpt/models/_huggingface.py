@@ -42,7 +42,7 @@ from mcore_ckpt.models._foreign import (
     plan_optimizer,
     refuse_another,
 )
-from mcore_ckpt.models._sources import Opened, nemo_arguments, parse_json
+from mcore_ckpt.models._sources import Opened, parse_json
 from mcore_ckpt.models.families._registry import (
     compare_settings,
     family_named,
@@ -152,12 +152,6 @@ def _export_conversion(index: CheckpointIndex, options: ExportOptions) -> _Conve
     check_tiled(index, keys)
     arguments = arguments_of(read_plain_state(index))
     notes: list[str] = []
-    try:
-        arguments = arguments or nemo_arguments(checkpoint_path(index.path))
-    except OptionError as error:
-        if options.hf_config is None:
-            raise
-        notes.append(f"config.json was not compared with the stored configuration: {error}")
     prefix = prefix_of(keys) or ""
     names = {key.removeprefix(prefix): key for key in keys}
     embedding = index.tensors.get(prefix + EMBEDDING)

@@ -12,13 +12,12 @@ Of an export, the optimizer's state is not written: its order is that of the mod
 from __future__ import annotations
 
 import functools
-import math
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafePickleError
@@ -42,7 +41,7 @@ from mcore_ckpt.reshard.partition import (
     pattern_of,
     shard_slices,
 )
-from mcore_ckpt.reshard.plan import padded_vocabulary, token_count
+from mcore_ckpt.reshard.plan import TargetLayout, padded_vocabulary
 from mcore_ckpt.reshard.view import FileRange, Part, Record, TensorView, ViewPayloads
 from mcore_ckpt.reshard.weight_files import SavedTensor, decode_state, plan_state_files, taken_over
 from mcore_ckpt.storage.base import Storage
@@ -136,15 +135,15 @@ class Arguments:
     def __init__(self, values: Mapping[str, Any], where: str, most: int = _MOST) -> None:
         self.values, self.where, self.most = values, where, most
 
-    def count(self, *names: str, default: int | None = None) -> int:
-        """A positive number, by the first of some names that is there. Raises `CorruptCheckpointError` for other
-        values, and for more ranks or layers than the files have bytes.
+    def count(self, name: str, default: int | None = None) -> int:
+        """A positive number; raises `CorruptCheckpointError` for others, and for more ranks or layers than the files
+        have bytes.
         """
-        value = next((self.values[name] for name in names if self.values.get(name) is not None), default)
-        most = _MOST if names[0].startswith("ddp_") else self.most
+        value = default if self.values.get(name) is None else self.values[name]
+        most = _MOST if name.startswith("ddp_") else self.most
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= max(most, default or 0):
             raise CorruptCheckpointError(
-                f"{self.where}: the stored argument {names[0]} is {value!r:.80}; expected a positive number"
+                f"{self.where}: the stored argument {name} is {value!r:.80}; expected a positive number"
                 + (f", no greater than the {most} bytes that the checkpoint has" if most < _MOST else "")
             )
         return value
@@ -152,6 +151,27 @@ class Arguments:
     def flag(self, name: str) -> bool:
         """Whether an argument is there and set."""
         return bool(self.values.get(name))
+
+    @property
+    def layout(self) -> TargetLayout:
+        """The parallel sizes of the job that had them."""
+        tp, pp, ep = (self.count(f"{kind}_model_parallel_size", default=1) for kind in ("tensor", "pipeline", "expert"))
+        etp = self.count("expert_tensor_parallel_size", default=tp)
+        return TargetLayout(tp, pp, ep, None if etp == tp else etp)
+
+
+def stacks_layers(arguments: Mapping[str, Any]) -> bool:
+    """Whether Megatron-Core saves these layers in one tensor for each kind of parameter."""
+
+    def unlike(value: Any) -> bool:
+        return isinstance(value, list) or (isinstance(value, int) and value > 1)
+
+    return not (
+        unlike(arguments.get("moe_layer_freq", 1))
+        or unlike(arguments.get("linear_attention_freq"))
+        or arguments.get("heterogeneous_layers_config_path")
+        or arguments.get("heterogeneous_layers_config_encoded_json")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +224,12 @@ def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
         if type(state) is not dict or not any(re.fullmatch(r"model\d*", str(key)) for key in state):
             raise CorruptCheckpointError(f"{where}: expected a state dict with `model`, as Megatron saves it")
         arguments = _arguments(state, where, max(FEWEST, storage.size(f"{folder}/{MODEL_FILE}")))
-        sizes = _sizes(arguments)
+        sizes = arguments.layout
         if shown is None:
             shown = arguments
-        elif sizes != _sizes(shown):
+        elif sizes != shown.layout:
             raise CorruptCheckpointError(
-                f"{where}: its arguments are of TP, PP, EP {sizes}, those of {shown.where} of {_sizes(shown)}; the "
+                f"{where}: its arguments are of {sizes}, those of {shown.where} of {shown.layout}; the "
                 "directories are of different checkpoints"
             )
         tp, pp, ep = _rank_of(folder, sizes, where)
@@ -219,7 +239,7 @@ def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
         found.append(RankFiles(tp, pp, ep, folder, model, optimizer))
     assert shown is not None
     found.sort(key=lambda rank: (rank.pp, rank.ep, rank.tp))
-    _check_complete(found, _sizes(shown), directory)
+    _check_complete(found, shown.layout, directory)
     iterations = {repr(rank.state.get("iteration")): rank for rank in found}
     if len(iterations) > 1:
         first, second = list(iterations.items())[:2]
@@ -240,41 +260,33 @@ def _arguments(state: Mapping[str, Any], where: str, most: int) -> Arguments:
     return Arguments(vars(given), where, most)
 
 
-def _sizes(arguments: Arguments) -> tuple[int, int, int]:
-    return (
-        arguments.count("tensor_model_parallel_size", "model_parallel_size"),
-        arguments.count("pipeline_model_parallel_size", default=1),
-        arguments.count("expert_model_parallel_size", default=1),
-    )
-
-
-def _rank_of(folder: str, sizes: tuple[int, int, int], where: str) -> tuple[int, int, int]:
+def _rank_of(folder: str, layout: TargetLayout, where: str) -> tuple[int, int, int]:
     """A folder's ranks: pipeline and expert parallel ones are in its name only where there are several."""
     matched = _FOLDER.fullmatch(folder)
     assert matched is not None
     numbers = [int(part) for part in matched.groups() if part is not None]
+    sizes = layout.tp, layout.pp, layout.ep
     kinds = [0, *(axis for axis in (1, 2) if sizes[axis] > 1)]
-    if len(numbers) != len(kinds) and not (len(numbers) == 2 and kinds == [0] and numbers[1] == 0):
+    if len(numbers) != len(kinds):
         raise CorruptCheckpointError(
-            f"{where}: its arguments are of TP {sizes[0]}, PP {sizes[1]} and EP {sizes[2]}, for which a directory's "
-            f"name has {len(kinds)} numbers; {folder} has {len(numbers)}"
+            f"{where}: its arguments are of {layout}, for which a directory's name has {len(kinds)} numbers; {folder} "
+            f"has {len(numbers)}"
         )
     ranks = [0, 0, 0]
-    for axis, number in zip(kinds, numbers, strict=False):
+    for axis, number in zip(kinds, numbers, strict=True):
         ranks[axis] = number
     if any(rank >= size for rank, size in zip(ranks, sizes, strict=True)):
-        raise CorruptCheckpointError(f"{where}: there is no such rank at TP, PP, EP {sizes}")
+        raise CorruptCheckpointError(f"{where}: there is no such rank at {layout}")
     return ranks[0], ranks[1], ranks[2]
 
 
-def _check_complete(found: list[RankFiles], sizes: tuple[int, int, int], directory: Path) -> None:
+def _check_complete(found: list[RankFiles], layout: TargetLayout, directory: Path) -> None:
     """Each tensor rank and each expert rank of each stage; without tensor parallel experts not all pairs of them."""
-    tp, pp, ep = sizes
     there = {(rank.pp, "tensor", rank.tp) for rank in found} | {(rank.pp, "expert", rank.ep) for rank in found}
     wanted = (
         (stage, kind, number)
-        for stage in range(pp)
-        for kind, count in (("tensor", tp), ("expert", ep))
+        for stage in range(layout.pp)
+        for kind, count in (("tensor", layout.tp), ("expert", layout.ep))
         for number in range(count)
     )
     missing = next((place for place in wanted if place not in there), None)
@@ -282,7 +294,7 @@ def _check_complete(found: list[RankFiles], sizes: tuple[int, int, int], directo
         stage, kind, number = missing
         raise CorruptCheckpointError(
             f"{directory}: the files of {kind} parallel rank {number} of pipeline stage {stage} are not there; the "
-            f"arguments are of TP {tp}, PP {pp}, EP {ep}. The copy is incomplete"
+            f"arguments are of {layout}. The copy is incomplete"
         )
 
 
@@ -324,29 +336,8 @@ _UNEVEN = {
 }
 # Parts of the common state that a rank's file does not have.
 _LEFT = ("args", "optimizer", "content_metadata")
-_MOST_RANKS_ALONG = 4096
 
 _shown = functools.lru_cache(maxsize=100_000)(pattern_of)  # ranks have most names in common
-
-
-class _Sizes(NamedTuple):
-    """Parallel sizes of the target; `vpp` is how many chunks of the model a pipeline stage has."""
-
-    tp: int
-    pp: int
-    ep: int
-    etp: int
-    vpp: int
-
-    @property
-    def stage_ranks(self) -> int:
-        """The fewest ranks of a stage that hold both groupings."""
-        return math.lcm(self.tp, self.etp * self.ep)
-
-    def __str__(self) -> str:
-        etp = "" if self.etp == self.tp else f" ETP {self.etp}"
-        vpp = "" if self.vpp == 1 else f" VPP {self.vpp}"
-        return f"TP {self.tp} PP {self.pp}{vpp} EP {self.ep}{etp}"
 
 
 @dataclass(slots=True)
@@ -364,11 +355,19 @@ class _Rank:
 
 def legacy_export(index: CheckpointIndex, options: ExportOptions) -> Conversion:
     """The files that a job with `--ckpt-format torch` loads at some parallel sizes."""
+    sizes = TargetLayout(options.tp, options.pp, options.ep, options.etp)
+    if sizes.expert_tp not in (1, sizes.tp):
+        raise OptionError(
+            f"etp={sizes.etp}, tp={sizes.tp}: experts are divided among as many ranks as other layers, or not at all, "
+            "in this format here"
+        )
+    if options.vpp > 1 and sizes.pp == 1:
+        raise OptionError(f"vpp={options.vpp}: a pipeline of one stage has no virtual stages; give pp")
     keys = [key for key in index.tensors if not is_optimizer_key(key)]
     optimizer = sum(map(is_optimizer_key, (*index.tensors, *index.objects)))
     check_tiled(index, keys)
     files = SourceFiles(index, keys)
-    ranks = _Ranks(index, keys, _target_sizes(options))
+    ranks = _Ranks(index, keys, sizes, options.vpp)
     payloads = ViewPayloads(StoredPayloads(index), ranks.views)
     if optimizer:
         ranks.left_out.append(
@@ -384,96 +383,61 @@ def legacy_export(index: CheckpointIndex, options: ExportOptions) -> Conversion:
         keys=ranks.rows.values,
         report=ConversionReport(
             format="megatron-legacy",
-            target_layout=str(ranks.sizes),
+            target_layout=f"{sizes}" + (f" VPP {options.vpp}" if options.vpp > 1 else ""),
             notes=tuple(ranks.notes),
             left_out=tuple(ranks.left_out),
         ),
     )
 
 
-def _target_sizes(options: ExportOptions) -> _Sizes:
-    etp = options.tp if options.etp is None else options.etp
-    sizes = _Sizes(options.tp, options.pp, options.ep, etp, options.vpp)
-    if not all(1 <= size <= _MOST_RANKS_ALONG for size in sizes):
-        named = ", ".join(f"{name}={size}" for name, size in sizes._asdict().items())
-        raise OptionError(f"{named}: expected sizes of 1 to {_MOST_RANKS_ALONG}")
-    if sizes.etp not in (1, sizes.tp):
-        raise OptionError(
-            f"etp={sizes.etp}, tp={sizes.tp}: experts are divided among as many ranks as other layers, or not at all, "
-            "in this format here"
-        )
-    if sizes.vpp > 1 and sizes.pp == 1:
-        raise OptionError(f"vpp={sizes.vpp}: a pipeline of one stage has no virtual stages; give pp")
-    return sizes
-
-
-class StoredModel:
-    """A `torch_dist` checkpoint that is exported under the names of Megatron's modules, by its stored arguments."""
-
-    def __init__(self, index: CheckpointIndex, keys: Sequence[str]) -> None:
-        self.index = index
-        stored = stored_common_state(index)
-        if stored is None or stored.transforms:
-            raise OptionError(f"{index.path}: stores no common state (arguments, iteration), which this format has")
-        # Complete, with stand-ins for classes of packages that are not there.
-        self.common: Any = unwrapped(decode_state(stored.content, stored.where))
-        if not isinstance(self.common, dict):
-            raise CorruptCheckpointError(f"{stored.where}: expected a dict, got {type(self.common).__name__}")
-        given = self.common.get("args")
-        if not isinstance(given, Namespace):
-            raise OptionError(f"{index.path}: stores no arguments of Megatron, which say what the modules are called")
-        stored_bytes = sum(chunk.item.length for key in keys for chunk in index.tensors[key].chunks)
-        where = str(Path(index.path) / COMMON_FILE)
-        self.arguments = Arguments(vars(given), where, max(FEWEST, stored_bytes))
-        self.layers = self.arguments.count("num_layers")
-        self.experts = self.arguments.count("num_experts") if self.arguments.values.get("num_experts") else 0
-        self.is_grouped = self.experts > 0 and self.arguments.flag("moe_grouped_gemm")
-        self.is_tied = not self.arguments.flag("untie_embeddings_and_output_weights")
-        local = self.arguments.values.get("transformer_impl") == "local"
-        if self.is_grouped and (local or self.arguments.flag("moe_use_legacy_grouped_gemm")):
-            raise OptionError(
-                f"{index.path}: experts of the grouped GEMM before Transformer Engine's (--moe-grouped-gemm with local "
-                "layers, --moe-use-legacy-grouped-gemm) are not written in this format here"
-            )
-        self.stacking = Stacking(self.layers, self.experts, True, local and local_norms((), vars(given)))
-
-    def own_shape(self, key: str, lead: int) -> tuple[int, ...]:
-        """The shape of a parameter behind `lead` axes that count layers and experts; `CorruptCheckpointError`."""
-        shape, is_expert = self.index.tensors[key].shape, is_expert_key(key)
-        counts = (self.layers,) * (lead - is_expert) + (self.experts,) * min(lead, is_expert)
-        if shape[:lead] != counts:
-            raise CorruptCheckpointError(
-                f"{self.index.path}: {key} has the shape {list(shape)}, expected {list(counts)} first, by the stored "
-                "arguments"
-            )
-        return shape[lead:]
-
-
 class _Ranks:
     """All ranks' files, as they are going to be: `views` are the ranks' tensors, `rows` are for showing."""
 
-    def __init__(self, index: CheckpointIndex, keys: Sequence[str], sizes: _Sizes) -> None:
-        self._index, self.sizes, self._model = index, sizes, StoredModel(index, keys)
+    def __init__(self, index: CheckpointIndex, keys: Sequence[str], sizes: TargetLayout, vpp: int) -> None:
+        self._index, self._sizes, self._vpp = index, sizes, vpp
         self.left_out: list[str] = []
         self.notes: list[str] = []
         self.views: dict[str, TensorView] = {}
         self.rows: dict[tuple[str, str], KeyPlan] = {}
-        self._stored, self._layers, self._experts = self._model.arguments, self._model.layers, self._model.experts
-        self._per_chunk = self._checked_sizes()
+        self._common = self._common_state()
+        stored_bytes = sum(chunk.item.length for key in keys for chunk in index.tensors[key].chunks)
+        where = str(Path(index.path) / COMMON_FILE)
+        self._stored = stored = Arguments(vars(self._common["args"]), where, max(FEWEST, stored_bytes))
+        self._layers = stored.count("num_layers")
+        self._experts = stored.count("num_experts") if stored.values.get("num_experts") else 0
+        self._is_grouped = self._experts > 0 and stored.flag("moe_grouped_gemm")
+        local = stored.values.get("transformer_impl") == "local"
+        if self._is_grouped and (local or stored.flag("moe_use_legacy_grouped_gemm")):
+            raise OptionError(
+                f"{index.path}: experts of the grouped GEMM before Transformer Engine's (--moe-grouped-gemm with local "
+                "layers, --moe-use-legacy-grouped-gemm) are not written in this format here"
+            )
+        self._stacking = Stacking(self._layers, self._experts, True, local and local_norms((), stored.values))
+        self._per_chunk = self._layers_of_chunk()
         self._vocabulary = self._padded_rows()
-        self._partitioner = Partitioner(index, arguments=self._stored.values)
+        self._partitioner = Partitioner(index, arguments=stored.values)
         self.ranks = [rank for stage in range(sizes.pp) for rank in self._stage(stage, keys)]
-        random = [key for key in index.objects if key.startswith("rng_state/")]
-        self._has_random = bool(random) and all(self._random_state(rank) for rank in self.ranks)
+        random = [shard for full in index.objects if (shard := parse_object_key(full)) and shard.key == "rng_state"]
+        self._random = random[0].shape if random else ()
+        self._has_random = bool(random) and all(self._random_state(rank) in index.objects for rank in self.ranks)
         if random and not self._has_random:
             self.left_out.append("rng_state (of another number of ranks; a job has to be given --no-load-rng)")
 
-    def _checked_sizes(self) -> int:
+    def _common_state(self) -> dict[str, Any]:
+        """Complete, with arguments, and stand-ins for classes of packages that are not there."""
+        stored = stored_common_state(self._index)
+        common = None if stored is None or stored.transforms else decode_state(stored.content, stored.where)
+        common = unwrapped(common)
+        if not isinstance(common, dict) or not isinstance(common.get("args"), Namespace):
+            raise OptionError(f"{self._index.path}: stores no arguments of Megatron, which say what the modules are")
+        return common
+
+    def _layers_of_chunk(self) -> int:
         """Layers of one chunk of the model; raises `OptionError` for what cannot be divided so."""
-        sizes, stored, path = self.sizes, self._stored, self._index.path
-        per_chunk, left = divmod(self._layers, sizes.pp * sizes.vpp)
+        sizes, stored, path = self._sizes, self._stored, self._index.path
+        per_chunk, left = divmod(self._layers, sizes.pp * self._vpp)
         if left:
-            chunks = f"{sizes.pp} stages" + (f" of {sizes.vpp} chunks" if sizes.vpp > 1 else "")
+            chunks = f"{sizes.pp} stages" + (f" of {self._vpp} chunks" if self._vpp > 1 else "")
             raise OptionError(f"{self._layers} layers do not divide into {chunks}")
         if (self._experts or 1) % sizes.ep:
             raise OptionError(f"{self._experts} experts do not divide among {sizes.ep} expert parallel ranks")
@@ -487,70 +451,59 @@ class _Ranks:
 
     def _padded_rows(self) -> int:
         """Rows of the embedding, with those by which a job pads it."""
-        entry = self._index.tensors.get(EMBEDDING)
-        if entry is None or len(entry.shape) != 2:
-            return 0
-        padded = _rows_at(self._stored, entry.shape[0], self.sizes.tp)
+        entry, values = self._index.tensors.get(EMBEDDING), self._stored.values
+        rows = entry.shape[0] if entry is not None and len(entry.shape) == 2 else 0
+        padded = padded_vocabulary(values, self._sizes.tp)
         if padded is None:
-            self.notes.append(
-                f"the stored arguments do not tell the vocabulary's size: its {entry.shape[0]} rows stay; a job at "
-                "this size that pads it to fewer needs --use-checkpoint-args"
-            )
-        return entry.shape[0] if padded is None else padded
+            if rows:
+                self.notes.append(
+                    f"the stored arguments do not tell the vocabulary's size: its {rows} rows stay; a job at this "
+                    "size that pads it to fewer needs --use-checkpoint-args"
+                )
+            return rows
+        # A job that was given another number of rows is given it again.
+        stored_tp = self._stored.count("tensor_model_parallel_size", default=1)
+        return padded if padded_vocabulary(values, stored_tp) == rows else rows
 
-    def _arguments(self) -> Namespace:
-        """The arguments of a job that saves such files."""
-        sizes = self.sizes
-        changed: dict[str, Any] = {
+    def state(self, rank: _Rank) -> dict[str, Any]:
+        """What a rank's file holds."""
+        sizes, vpp = self._sizes, self._vpp
+        arguments: dict[str, Any] = {
+            **self._stored.values,
             "tensor_model_parallel_size": sizes.tp,
             "pipeline_model_parallel_size": sizes.pp,
-            "virtual_pipeline_model_parallel_size": sizes.vpp if sizes.vpp > 1 else None,
-            "num_layers_per_virtual_pipeline_stage": self._per_chunk if sizes.vpp > 1 else None,
+            "virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None,
+            "num_layers_per_virtual_pipeline_stage": self._per_chunk if vpp > 1 else None,
             "expert_model_parallel_size": sizes.ep,
-            "expert_tensor_parallel_size": sizes.etp,
+            "expert_tensor_parallel_size": sizes.expert_tp,
             "ckpt_format": "torch",
             "use_dist_ckpt": False,
             **{name: default for name, default in _UNEVEN.items() if name in self._stored.values},
             **({"padded_vocab_size": self._vocabulary} if self._vocabulary else {}),
         }
-        return Namespace(**{**self._stored.values, **changed})
-
-    def state(self, rank: _Rank) -> dict[str, Any]:
-        """What a rank's file holds."""
-        state = {"args": self._arguments(), **{k: v for k, v in self._model.common.items() if k not in _LEFT}}
-        several = len(rank.chunks) > 1
-        state |= {f"model{number}" if several else "model": chunk for number, chunk in enumerate(rank.chunks)}
-        random = self._random_state(rank)
-        if random is not None and self._has_random:
-            state["rng_state"] = self._object(random)
+        state = {"args": Namespace(**arguments), **{k: v for k, v in self._common.items() if k not in _LEFT}}
+        state |= {f"model{number}" if vpp > 1 else "model": chunk for number, chunk in enumerate(rank.chunks)}
+        if self._has_random:
+            state["rng_state"] = self._object(self._random_state(rank))
         return state
 
-    def _random_state(self, rank: _Rank) -> str | None:
-        """The object with a rank's random state, if it is stored for such ranks."""
-        sizes, objects = self.sizes, self._index.objects
-        if sizes.ep == 1:
-            key = object_key("rng_state", (rank.pp, rank.tp), (sizes.pp, sizes.tp))
-            return key if key in objects else None
-        # With experts on several ranks, there is one for each data parallel rank.
-        for full in objects:
-            shard = parse_object_key(full)
-            if shard is not None and shard.key == "rng_state" and len(shard.shape) == 3:
-                place = (rank.pp, rank.tp, rank.number // sizes.tp)
-                key = object_key("rng_state", place, (sizes.pp, sizes.tp, shard.shape[2]))
-                return key if key in objects else None
-        return None
+    def _random_state(self, rank: _Rank) -> str:
+        """The object with a rank's random state; with experts on several ranks, one for each data parallel rank."""
+        sizes = self._sizes
+        shape = (sizes.pp, sizes.tp, *(self._random[2:] or (0,))) if sizes.ep > 1 else (sizes.pp, sizes.tp)
+        return object_key("rng_state", (rank.pp, rank.tp, rank.number // sizes.tp)[: len(shape)], shape)
 
     def _stage(self, stage: int, keys: Sequence[str]) -> Iterator[_Rank]:
         """The ranks of a stage that have files of their own."""
-        sizes, known = self.sizes, set()
+        sizes, known = self._sizes, set()
         for number in range(sizes.stage_ranks):
-            tp, ep, etp = number % sizes.tp, number // sizes.etp % sizes.ep, number % sizes.etp
+            tp, ep, etp = number % sizes.tp, number // sizes.expert_tp % sizes.ep, number % sizes.expert_tp
             if (tp, ep) in known:
                 continue
             known.add((tp, ep))
             folder = f"mp_rank_{tp:02d}" + (f"_{stage:03d}" if sizes.pp > 1 else "")
             folder += f"_{ep:03d}" if sizes.ep > 1 else ""
-            rank = _Rank(tp, stage, ep, etp, number, folder, [{} for _ in range(sizes.vpp)])
+            rank = _Rank(tp, stage, ep, etp, number, folder, [{} for _ in range(self._vpp)])
             for key in keys:
                 for chunk, stored, place in self._names(rank, key, key, None):
                     self._add(rank, chunk, stored, key, place)
@@ -563,7 +516,8 @@ class _Ranks:
         """What a rank has of a sharded key: chunk of the model, name there, and index along counting axes. `index` is
         that of an object's shard; of a tensor, all indexes count. `where` is for messages.
         """
-        last = (self.sizes.pp - 1, self.sizes.vpp - 1)
+        last = (self._sizes.pp - 1, self._vpp - 1)
+        is_tied = not self._stored.flag("untie_embeddings_and_output_weights")
         layer = layer_of(key)
         if layer is not None and layer.before == "decoder.layers.":
             if holds_several(layer.rest):
@@ -575,7 +529,7 @@ class _Ranks:
             numbers = [layer.number] if layer.number is not None else range(self._layers)
             for number in numbers if index is None or not lead else [index[0]]:
                 block, local = divmod(number, self._per_chunk)
-                chunk, stage = divmod(block, self.sizes.pp)  # chunk after chunk, layers go through all stages
+                chunk, stage = divmod(block, self._sizes.pp)  # chunk after chunk, layers go through all stages
                 if stage != rank.pp:
                     continue
                 expert = None if index is None or len(index) == len(lead) else index[-1]
@@ -584,7 +538,7 @@ class _Ranks:
         elif key.startswith("embedding."):
             if rank.pp == 0:
                 yield 0, key, ()
-            if key == EMBEDDING and self._model.is_tied and self.sizes.pp > 1 and rank.pp == last[0]:
+            if key == EMBEDDING and is_tied and self._sizes.pp > 1 and rank.pp == last[0]:
                 yield last[1], OUTPUT, ()
         elif key.startswith(("decoder.final_layernorm.", "output_layer.")):
             if rank.pp == last[0]:
@@ -598,17 +552,17 @@ class _Ranks:
         """What a rank calls a layer's parameter, or those of its experts (of one alone: `number`)."""
         expert = expert_of(rest)
         if expert is None and not is_expert_key(f".{rest}"):
-            yield self._model.stacking.of_module(rest), ()
+            yield self._stacking.of_module(rest), ()
             return
         linear, _, leaf = ("", "", "") if expert is None else expert.rest.partition(".")
         if expert is None or expert.number is not None or linear not in ("linear_fc1", "linear_fc2") or "." in leaf:
             raise OptionError(f"{self._index.path}: {where}: experts in this form are not written in this format here")
-        count = self._experts // self.sizes.ep
+        count = self._experts // self._sizes.ep
         for own in range(count) if number is None else [number - rank.ep * count]:
             place = (rank.ep * count + own,)
             if not 0 <= own < count:
                 continue
-            if not self._model.is_grouped:
+            if not self._is_grouped:
                 yield f"{expert.before}.local_experts.{own}.{expert.rest}", place
             elif leaf != EXTRA_STATE:
                 yield f"{expert.before}.{expert.rest}{own}", place
@@ -618,10 +572,16 @@ class _Ranks:
     def _add(self, rank: _Rank, chunk: int, stored: str, key: str, index: tuple[int, ...]) -> None:
         """A rank's shard of a tensor."""
         entry, lead = self._index.tensors[key], len(index)
-        partition, own = self._partitioner.decide(key), list(self._model.own_shape(key, lead))
+        counts = (self._layers,) * (lead - is_expert_key(key)) + (self._experts,) * min(lead, is_expert_key(key))
+        if entry.shape[:lead] != counts:
+            raise CorruptCheckpointError(
+                f"{self._index.path}: {key} has the shape {list(entry.shape)}, expected {list(counts)} first, by the "
+                "stored arguments"
+            )
+        partition, own = self._partitioner.decide(key), list(entry.shape[lead:])
         if key in (EMBEDDING, OUTPUT) and entry.shape[0] == self._index.tensors[EMBEDDING].shape[0]:
             own[0] = self._vocabulary
-        count, number = (self.sizes.etp, rank.etp) if partition.expert else (self.sizes.tp, rank.tp)
+        count, number = (self._sizes.expert_tp, rank.etp) if partition.expert else (self._sizes.tp, rank.tp)
         if partition.decider == "whole" and count > 1:
             raise OptionError(f"{key}: nothing tells how it is divided among tensor parallel ranks")
         axis = None if partition.axis is None or count == 1 else partition.axis - lead
@@ -658,13 +618,13 @@ class _Ranks:
             if shard is None or not shard.key.endswith(f".{EXTRA_STATE}"):
                 continue
             for chunk, stored, place in self._names(rank, shard.key, full, shard.offset):
-                if self._model.is_grouped and is_expert_key(stored) and place and self._stored.values.get("fp8"):
+                if self._is_grouped and is_expert_key(stored) and place and self._stored.values.get("fp8"):
                     raise OptionError(
                         f"{self._index.path}: {full}: scales of grouped experts in FP8 are not joined here"
                     )
                 rank.chunks[chunk][stored] = self._object(full)
                 in_layers |= layer_of(shard.key) is not None
-        if rank.pp == self.sizes.pp - 1 and in_layers:
+        if rank.pp == self._sizes.pp - 1 and in_layers:
             rank.chunks[-1][f"output_layer.{EXTRA_STATE}"] = None
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  (lives as long as the export)
@@ -684,20 +644,3 @@ def _parts(mine: Box, key: str, index: tuple[int, ...], there: Box, stored: tupl
         sizes = (left, *mine.sizes[1:])
         yield Part(Box(mine.offsets, sizes), key, Box((*index, *there.offsets), (*lead, *sizes)))
     yield Part(Box((mine.offsets[0] + left, *mine.offsets[1:]), (mine.sizes[0] - left, *mine.sizes[1:])), None)
-
-
-def _rows_at(arguments: Arguments, rows: int, tp: int) -> int | None:
-    """To how many rows a job at `tp` pads a vocabulary, of which `rows` are stored; None if that is not known."""
-    stored_tp, values = arguments.count("tensor_model_parallel_size", default=1), arguments.values
-    if token_count(values) is not None:
-        # A job that was given another number of rows is given it again.
-        return padded_vocabulary(values, tp) if padded_vocabulary(values, stored_tp) == rows else rows
-    if not values.get("make_vocab_size_divisible_by"):
-        return rows
-    multiple = arguments.count("make_vocab_size_divisible_by")
-    unit, stored_unit = multiple * tp, multiple * stored_tp
-    if rows % stored_unit:
-        return rows
-    # The tokens end in the last unit that is stored.
-    fewest, most = (-(-tokens // unit) * unit for tokens in (rows - stored_unit + 1, rows))
-    return most if fewest == most else None

@@ -37,6 +37,7 @@ from mcore_ckpt.models._legacy_files import (
     file_range,
     read_ranks,
     reading,
+    stacks_layers,
 )
 from mcore_ckpt.models.options import ImportOptions
 from mcore_ckpt.reshard.conversion import Conversion, KeyPlan
@@ -49,14 +50,13 @@ from mcore_ckpt.reshard.partition import (
     ShardedName,
     Stacking,
     expert_of,
-    holds_several,
     is_expert_key,
     layer_of,
     local_norms,
     pattern_of,
     shard_slices,
 )
-from mcore_ckpt.reshard.plan import TargetLayout, target_dtype
+from mcore_ckpt.reshard.plan import target_dtype
 from mcore_ckpt.reshard.view import FilePayloads, FileRange, Part, TensorView
 from mcore_ckpt.reshard.weight_files import SavedTensor, encode_state
 from mcore_ckpt.storage.resolve import storage_at
@@ -133,22 +133,11 @@ class _Model:
             )
         known.shards.append(shard)
 
-    @property
-    def sizes(self) -> TargetLayout:
-        """The parallel sizes under which the files were saved."""
-        count = self.arguments.count
-        return TargetLayout(
-            count("tensor_model_parallel_size", "model_parallel_size"),
-            count("pipeline_model_parallel_size", default=1),
-            count("expert_model_parallel_size", default=1),
-            self.arguments.values.get("expert_tensor_parallel_size"),
-        )
-
     def shard_count(self, partition: Partition) -> int:
         """Among how many ranks a tensor is divided."""
         if not partition.expert:
-            return self.sizes.tp
-        tp, etp = self.sizes.tp, self.sizes.expert_tp
+            return self.arguments.layout.tp
+        tp, etp = self.arguments.layout.tp, self.arguments.layout.expert_tp
         if etp not in (1, tp):
             raise OptionError(
                 f"{self.arguments.where}: experts are divided among {etp} ranks, other layers among {tp}; only the "
@@ -170,12 +159,6 @@ def _chunks(rank: RankFiles) -> list[tuple[int, Mapping[str, Any]]]:
             continue
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
             raise CorruptCheckpointError(f"{rank.file}: {key}: expected parameters by name")
-        nested = [name for name, part in value.items() if isinstance(part, Mapping)]
-        if nested:
-            raise OptionError(
-                f"{rank.file}: {key}.{nested[0]}: holds further dicts, as models from before Megatron-Core do; load "
-                "it with the Megatron that made it, and save it from a model of Megatron-Core"
-            )
         found.append((int(matched.group(1) or 0), value))
     found.sort(key=lambda chunk: chunk[0])
     if [number for number, _ in found] != list(range(len(found))):
@@ -206,7 +189,7 @@ def _first_layers(model: _Model) -> tuple[dict[tuple[int, int], int], int]:
     for place in sorted(counts):
         found[place] = total
         total += counts[place][0]
-    layers = model.arguments.count("num_layers", "decoder_num_layers", "encoder_num_layers")
+    layers = model.arguments.count("num_layers")
     if total != layers:
         raise CorruptCheckpointError(
             f"{model.directory}: the files hold {total} layers, the stored arguments say {layers}; files are missing, "
@@ -215,31 +198,16 @@ def _first_layers(model: _Model) -> tuple[dict[tuple[int, int], int], int]:
     return found, total
 
 
-def _is_stacked(arguments: Arguments) -> bool:
-    """Whether Megatron-Core saves these layers in one tensor for each kind of parameter."""
-
-    def unlike(value: Any) -> bool:
-        return isinstance(value, list) or (isinstance(value, int) and value > 1)
-
-    values = arguments.values
-    return not (
-        unlike(values.get("moe_layer_freq", 1))
-        or unlike(values.get("linear_attention_freq"))
-        or values.get("heterogeneous_layers_config_path")
-        or values.get("heterogeneous_layers_config_encoded_json")
-    )
-
-
 def _read_model(model: _Model) -> list[_Parameter]:
     """Find all parameters, and the shards of the model's tensors that they are; and what layers keep for themselves."""
     arguments = model.arguments
     first_layers, layers = _first_layers(model)
     experts = 0 if arguments.values.get("num_experts") is None else arguments.count("num_experts")
-    local_experts, uneven = divmod(experts or 1, model.sizes.ep)
+    local_experts, uneven = divmod(experts or 1, model.arguments.layout.ep)
     if uneven:
         raise CorruptCheckpointError(f"{arguments.where}: {experts} experts do not divide among expert ranks")
     keys = [key for rank in model.ranks for _, state in _chunks(rank) for key in state]
-    stacking = Stacking(layers, experts, _is_stacked(arguments), local_norms(keys, arguments.values))
+    stacking = Stacking(layers, experts, stacks_layers(arguments.values), local_norms(keys, arguments.values))
     tied = not arguments.flag("untie_embeddings_and_output_weights")
     parameters = []
     for rank in model.ranks:
@@ -251,12 +219,6 @@ def _read_model(model: _Model) -> list[_Parameter]:
             ) -> ShardedName:
                 if not experts and expert_of(name) is not None:
                     raise CorruptCheckpointError(f"{where}: {name}: the stored arguments know of no experts")
-                if holds_several(name):
-                    raise OptionError(
-                        f"{where}: {name}: layers of Mamba and of linear attention are not put together here: "
-                        "torch_dist has what a rank keeps in this under several keys. Load the checkpoint once with "
-                        "Megatron, and save it as torch_dist"
-                    )
                 if name == OUTPUT and tied:
                     return ShardedName(EMBEDDING, (), ())
                 try:
@@ -453,7 +415,7 @@ def _settings(model: _Model, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     if step is not None:
         found["state"] = {"common_step": step}
     if "optimizer" in optimizer:
-        rest = ("optimizer", "fp32_from_fp16_params", "fp32_from_fp16")
+        rest = ("optimizer", "fp32_from_fp16_params")
         found = {"optimizer": found, **{key: taken(value) for key, value in optimizer.items() if key not in rest}}
     if is_distributed(optimizer):
         found["param_state_sharding_type"] = "fully_reshardable"
@@ -509,7 +471,7 @@ def _common_state(model: _Model) -> dict[str, Any]:
 
 def _random_states(model: _Model) -> dict[str, Any]:
     """The objects in which a job finds the random state of each rank."""
-    sizes, count = model.sizes, model.arguments.count
+    sizes, count = model.arguments.layout, model.arguments.count
     states = {
         (rank.pp, rank.tp, rank.ep): rank.taken(model.directory, rank.state["rng_state"])
         for rank in model.ranks
@@ -535,7 +497,7 @@ def _random_states(model: _Model) -> dict[str, Any]:
 # --- the optimizer's state in a rank's files
 
 # A buffer of the distributed optimizer begins each parameter at a multiple of so many elements.
-_ALIGNMENTS = (64, 1)
+_ALIGNMENT = 64
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_RANK = 40_000_000, 1_000_000
 _FLAT_STATES = ("param", "exp_avg", "exp_avg_sq")
 # What a state dict holds besides parameters.
@@ -623,7 +585,7 @@ def _group_members(
     is known distinguishes two groups.
     """
     experts_apart = arguments.count("expert_model_parallel_size", default=1) > 1
-    decoupled = any(_said(group, "is_decoupled_lr") for group in groups)
+    decoupled = any(group.get("is_decoupled_lr") for group in groups)
 
     def kind(parameter: _Parameter) -> tuple[bool, bool, bool]:
         name, shape = parameter.stored, parameter.tensor.shape
@@ -638,9 +600,9 @@ def _group_members(
     kinds: dict[tuple[bool, bool, bool], int] = {}
     for position, group in enumerate(groups):
         wanted = (
-            _said(group, "wd_mult") == 0.0,
-            bool(_said(group, "is_expert_parallel")),
-            bool(_said(group, "is_decoupled_lr")),
+            group.get("wd_mult") == 0.0,
+            bool(group.get("is_expert_parallel")),
+            bool(group.get("is_decoupled_lr")),
         )
         if wanted in kinds:
             raise _unknown(where, f"nothing tells apart the parameters of groups {kinds[wanted]} and {position}")
@@ -649,17 +611,13 @@ def _group_members(
     return found
 
 
-def _said(group: Mapping[str, Any], name: str) -> Any:
-    return group.get(name, group.get(f"pre_{name}"))
-
-
 def _plain_parts(
     rank: RankFiles, optimizer: Mapping[str, Any], groups: Sequence[Sequence[int]], parameters: Sequence[_Parameter]
 ) -> list[StatePart]:
     """State by number of the parameter."""
     inner, found = _inner(optimizer), []
     state = inner["state"]
-    mains = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
+    mains = optimizer.get("fp32_from_fp16_params")
     if not isinstance(state, dict) or (mains is not None and (type(mains) is not list or len(mains) != len(groups))):
         raise CorruptCheckpointError(f"{rank.file}: optimizer: expected state by number, and parameters by group")
     for position, (group, members) in enumerate(zip(inner["param_groups"], groups, strict=True)):
@@ -711,10 +669,7 @@ def _flat_parts(
     elif position:
         raise CorruptCheckpointError(f"{where}: holds the state of one optimizer, expected {position + 1}")
     if not isinstance(value, dict) or value.get("buckets_coalesced") is not True:
-        raise OptionError(
-            f"{where}: is in the form from before February 2024 (buckets that are not joined); load it with Megatron "
-            "by --ckpt-convert-update-legacy-dist-opt-format and save it again, or leave it out (--drop-optimizer)"
-        )
+        raise OptionError(f"{where}: expected joined buckets (buckets_coalesced); leave them out (--drop-optimizer)")
     buffers = _buffers(value, where)
     wanted = _buffer_members(members, parameters)
     if len(buffers) != len(wanted):
@@ -782,8 +737,10 @@ def _places_of(
     alone = {number for number in numbers if shared and parameters[number].stored in (EMBEDDING, OUTPUT)}
     sizes = {number: math.prod(parameters[number].tensor.shape) for number in numbers}
     totals = []
-    for alignment, bucket in _layouts(rank.pp, chunk, arguments, sum(sizes.values())):
-        starts, total = flat_places(sizes, alone, alignment, bucket)
+    first = rank.pp == 0 and chunk == 0
+    own_size = _bucket_elements(arguments, sum(sizes.values())) if first else None
+    for bucket in dict.fromkeys((own_size, None)):
+        starts, total = _flat_places(sizes, alone, bucket)
         if total == length:
             return starts
         totals.append(total)
@@ -794,22 +751,19 @@ def _places_of(
     )
 
 
-def _layouts(stage: int, chunk: int, arguments: Arguments, elements: int) -> Iterator[tuple[int, int | None]]:
-    """How a buffer may be laid out, as `flat_places` takes it, most likely first."""
-    sizes: list[int | None] = [None]
-    if arguments.flag("overlap_grad_reduce") and stage == 0 and chunk == 0:
-        ranks = arguments.count("data_parallel_size", default=1) * arguments.count("context_parallel_size", default=1)
-        size = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_RANK * ranks)
-        if arguments.values.get("ddp_num_buckets"):
-            size = max(1, elements // arguments.count("ddp_num_buckets"))
-        elif arguments.values.get("ddp_bucket_size"):
-            size = arguments.count("ddp_bucket_size")
-        sizes.insert(0, size)
-    return itertools.product(_ALIGNMENTS, sizes)
+def _bucket_elements(arguments: Arguments, elements: int) -> int | None:
+    """About how many elements a bucket of the first chunk has; None: there is one bucket."""
+    if not arguments.flag("overlap_grad_reduce"):
+        return None
+    if arguments.values.get("ddp_num_buckets"):
+        return max(1, elements // arguments.count("ddp_num_buckets"))
+    ranks = arguments.count("data_parallel_size", default=1) * arguments.count("context_parallel_size", default=1)
+    usual = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_OF_RANK * ranks)
+    return arguments.count("ddp_bucket_size", default=usual)
 
 
-def flat_places(
-    sizes: Mapping[int, int], alone: Collection[int], alignment: int, bucket_elements: int | None
+def _flat_places(
+    sizes: Mapping[int, int], alone: Collection[int], bucket_elements: int | None
 ) -> tuple[dict[int, int], int]:
     """The first element of each parameter in a buffer whose buckets (None: one) are joined without padding, and its
     length. `sizes`: elements in the model's order, which the buffer reverses; those of `alone` have their own buckets.
@@ -817,7 +771,7 @@ def flat_places(
     starts: dict[int, int] = {}
     bucket = inside = 0
     for number in reversed(list(sizes)):
-        inside = -(-inside // alignment) * alignment
+        inside = -(-inside // _ALIGNMENT) * _ALIGNMENT
         if number in alone and inside:
             bucket, inside = bucket + inside, 0
         starts[number] = bucket + inside
@@ -851,14 +805,14 @@ def legacy_import(directory: Path, options: ImportOptions) -> Conversion:
         return import_conversion(
             payloads,
             options,
-            layout_of(options, model.sizes),
+            layout_of(options, model.arguments.layout),
             vars(common["args"]),
             lambda _: encode_state(common),
             format="megatron-legacy",
             keys=lambda: (_row(model, key, partitions[key], view, options) for key, view in views.items()),
             tensors=views,
             objects=model.objects,
-            source_layout=str(model.sizes),
+            source_layout=str(model.arguments.layout),
             left_out=tuple(model.left_out),
         )
     except BaseException:

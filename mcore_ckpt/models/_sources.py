@@ -1,47 +1,27 @@
 """What there is to import: tensors in files of others, found, checked and described as the index of a checkpoint is.
 
-Safetensors, torch files, a DCP checkpoint; and a universal checkpoint of DeepSpeed's (`ds_to_universal`), which has a
-folder for each parameter, and in it a file for each state of it:
-
-    DIR/zero/NAME/fp32.pt            the parameter in float32: {"param": tensor, "cat_dim": ...}; of ZeRO 3 the elements
-    DIR/zero/NAME/exp_avg.pt         alone, one after another; the moments likewise
-    DIR/zero/NAME/exp_avg_sq.pt
-    DIR/zero/NAME/step.pt            a number, or a tensor of one
-    DIR/zero/optimizer_state.pt      groups of parameters
-    DIR/*model_states.pt             ranks' files: shapes, arguments, random states, weights in 16 bits
-    DIR/../latest_universal          which DIR it is
-
-By `deepspeed/checkpoint/ds_to_universal.py` and `universal_checkpoint.py` (DeepSpeed 0.19). Every file is read as a
-state file: nothing of DeepSpeed's is imported, and elements are read where they are needed.
-
-A NeMo 2 directory has every field of its model's configuration, defaults included, instead of Megatron's arguments:
-
-    DIR/weights/              a torch_dist checkpoint; its keys begin with `module.`, and no arguments are stored
-    DIR/context/model.yaml    {_target_: ...LlamaModel, config: {_target_: ...Llama31Config8B, num_layers: 32, ...}}
+Safetensors, torch files, a DCP checkpoint. Elements are read where they are needed.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
-from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.format.metadata_read import METADATA_FILE, NEMO_CONTEXT, NEMO_WEIGHTS, read_index, read_small_file
-from mcore_ckpt.format.state_file import StateFile
-from mcore_ckpt.format.tensor_pickle import DTYPES, FileTensor
+from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index, read_small_file
+from mcore_ckpt.format.tensor_pickle import DTYPES
 from mcore_ckpt.models._foreign import OptimizerSettings, others_than_settings, stored_settings
-from mcore_ckpt.models._legacy_files import carried_arguments, file_range, read_state, read_torch_file, reading
+from mcore_ckpt.models._legacy_files import read_torch_file
 from mcore_ckpt.reshard.options import RenameRule, rename_keys
 from mcore_ckpt.reshard.view import FilePayloads, FileRange
-from mcore_ckpt.reshard.weight_files import METADATA_KEY, SavedTensor, taken_over
+from mcore_ckpt.reshard.weight_files import METADATA_KEY
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
@@ -129,7 +109,7 @@ def _tensor(path: Path, name: str, key: str, fields: Any, first: int, size_bytes
     return FileRange(name, first + start, expected, dtype, shape)
 
 
-ImportFormat = Literal["safetensors", "torch", "dcp", "ucp"]
+ImportFormat = Literal["safetensors", "torch", "dcp"]
 
 # Of an index file, some hundred bytes for each key.
 _MAX_INDEX_BYTES = 256 * 1024**2
@@ -148,9 +128,6 @@ class Opened(NamedTuple):
 
 def open_model(directory: Path, rename: Sequence[RenameRule]) -> Opened:
     """A model of others, in whichever format it is; raises what `open_source` raises."""
-    if _is_universal(directory):
-        payloads, left_out, settings = _open_universal(directory, rename)
-        return Opened(directory, "ucp", payloads, left_out, settings)
     kind, stored, others = open_source(directory, rename)
     settings = stored_settings(stored, directory) if kind == "dcp" else OptimizerSettings()
     return Opened(directory, kind, stored, list(map(no_tensor, others_than_settings(others))), settings)
@@ -250,264 +227,3 @@ def _renamed(index: CheckpointIndex, names: dict[str, str]) -> CheckpointIndex:
         entry = index.tensors[old]
         tensors[new] = TensorEntry(new, entry.dtype, entry.shape, entry.chunks, entry.requires_grad)
     return CheckpointIndex(index.path, tensors, {})
-
-
-# --- universal checkpoints of DeepSpeed's
-
-_ZERO, _LATEST = "zero", "latest_universal"
-_MAX_NAME_BYTES = 4096
-_STATES = {"fp32": "{}", "exp_avg": "optim.state.{}.exp_avg", "exp_avg_sq": "optim.state.{}.exp_avg_sq"}
-_MODEL_STATES = "_model_states.pt"
-
-
-def universal_directory(source: Path) -> Path:
-    """`source`, or the checkpoint in it that `latest_universal` names."""
-    if not storage_at(source / _ZERO).is_directory() and storage_at(source).exists(_LATEST):
-        content = read_small_file(source, _LATEST, _MAX_NAME_BYTES).decode(errors="replace").strip()
-        if re.fullmatch(r"[\w.-]+", content) and not content.startswith("."):
-            return source / content
-    return source
-
-
-def _is_universal(source: Path) -> bool:
-    """Whether a directory is a universal checkpoint; raises `OptionError` for another one of DeepSpeed's."""
-    universal = storage_at(source / _ZERO).is_directory()
-    if not universal and any(name.endswith("_optim_states.pt") for name in storage_at(source).list()):
-        raise OptionError(
-            f"{source}: a checkpoint of DeepSpeed's as its ranks have saved it; make a universal one of it "
-            f"(`ds_to_universal.py --input_folder {source} --output_folder ...`), and import that"
-        )
-    return universal
-
-
-def _open_universal(source: Path, rename: Sequence[RenameRule]) -> tuple[FilePayloads, list[str], OptimizerSettings]:
-    """Parameters by their names, moments as `optim.state.NAME.exp_avg`; what is left out; settings of the
-    optimizer.
-    """
-    storage = storage_at(source)
-    tensors: dict[str, FileRange] = {}
-    left_out: list[str] = []
-    steps: list[float] = []
-    shapes: dict[str, tuple[int, ...]] | None = None
-    for name in _parameters(source):
-        for own_name in storage_at(source / _ZERO / name).list():
-            file, state = f"{_ZERO}/{name}/{own_name}", own_name.removesuffix(".pt")
-            if state == "step":
-                steps.append(_number(storage, file))
-                continue
-            if state not in _STATES or not own_name.endswith(".pt"):
-                left_out.append(f"{file} (no state of Adam's)")
-                continue
-            read = read_state(storage, file)
-            tensor = read.value.get("param") if isinstance(read.value, dict) else read.value
-            if type(tensor) is not FileTensor:
-                raise CorruptCheckpointError(
-                    f"{storage.path(file)}: expected a tensor, or a dict with one as `param`; got "
-                    f"{type(tensor).__name__}"
-                )
-            shape = tensor.shape
-            if type(read.value) is FileTensor and len(shape) == 1:
-                shapes = _shapes(storage) if shapes is None else shapes
-                shape = shapes.get(name, shape)
-                if math.prod(shape) != math.prod(tensor.shape):
-                    raise CorruptCheckpointError(
-                        f"{storage.path(file)}: {tensor.shape[0]} elements; the ranks' files say that {name} has the "
-                        f"shape {list(shape)}"
-                    )
-            tensors[_STATES[state].format(name)] = file_range(file, tensor, read)._replace(shape=shape)
-    ranks = "a rank's file: random states, schedules, the weights in 16 bits"
-    left_out += [f"{name} ({ranks})" for name in _rank_files(storage)]
-    names = rename_keys(tensors, rename)
-    if not any(not key.startswith("optim.state.") for key in names.values()):
-        raise OptionError(f"{source}: no parameter is left to import")
-    settings = OptimizerSettings(tuple(steps), tuple(_groups(storage, steps)))
-    if settings.groups and not steps:
-        settings = _with_inner_step(storage, settings)
-    return FilePayloads(source, {new: tensors[old] for old, new in names.items()}), left_out, settings
-
-
-def rank_state(source: Path) -> tuple[Mapping[str, Any], list[str]]:
-    """The state of the first rank's file that has Megatron's arguments, and what of these is of no class known here."""
-    storage = storage_at(source)
-    for name in _rank_files(storage):
-        read = read_state(storage, name)
-        given = read.value.get("args") if isinstance(read.value, dict) else None
-        if isinstance(given, Namespace):
-            arguments, left_out = carried_arguments(vars(given), reading(storage, name), name, read.records)
-            return {**read.value, "args": arguments}, left_out
-    return {}, []
-
-
-def _rank_files(storage: Storage) -> list[str]:
-    return [name for name in storage.list() if name.endswith(_MODEL_STATES)]
-
-
-def _parameters(source: Path) -> list[str]:
-    zero = storage_at(source / _ZERO)
-    found = sorted({*zero.folders()} - {*zero.links()})
-    if not found:
-        raise CheckpointNotFoundError(
-            f"{source / _ZERO}: holds no folders of parameters; make a universal checkpoint of DeepSpeed's by its "
-            "`ds_to_universal.py`"
-        )
-    return found
-
-
-def _number(storage: Storage, file: str) -> float:
-    """A number in a file, or in a tensor of one element in it."""
-    read = read_state(storage, file)
-    number = _plain_number(storage, file, read, read.value)
-    if number is None:
-        raise CorruptCheckpointError(f"{storage.path(file)}: expected a number, got {type(read.value).__name__}")
-    return number
-
-
-def _plain_number(storage: Storage, file: str, read: StateFile, value: Any) -> float | None:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not FileTensor or value.nbytes > 8:
-        return None
-    taken: SavedTensor = taken_over(value, reading(storage, file), str(storage.path(file)), read.records)
-    return taken.number
-
-
-def _shapes(storage: Storage) -> dict[str, tuple[int, ...]]:
-    """Shapes of parameters, from the ranks' files: ZeRO 3 writes elements without any."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name in _rank_files(storage):
-        value = read_state(storage, name).value
-        stated = value.get("param_shapes") if isinstance(value, dict) else None
-        for group in stated if isinstance(stated, list) else [stated]:
-            for key, shape in group.items() if isinstance(group, dict) else ():
-                if isinstance(shape, tuple) and all(isinstance(size, int) for size in shape):
-                    found[str(key)] = tuple(shape)
-    return found
-
-
-def _groups(storage: Storage, steps: Sequence[float]) -> Iterator[Mapping[str, Any]]:
-    file = f"{_ZERO}/optimizer_state.pt"
-    if not storage.exists(file):
-        return
-    value = read_state(storage, file).value
-    for group in value.get("param_groups") or () if isinstance(value, dict) else ():
-        if isinstance(group, dict):
-            yield {name: group[name] for name in ("lr", "betas", "eps", "weight_decay") if name in group}
-
-
-def _with_inner_step(storage: Storage, settings: OptimizerSettings) -> OptimizerSettings:
-    """ZeRO 3 writes no steps next to its parameters; they stay in the optimizer's own state, for each flat group."""
-    file = f"{_ZERO}/optimizer_state.pt"
-    read = read_state(storage, file)
-    inner = read.value.get("optimizer_state_dict") if isinstance(read.value, dict) else None
-    states = inner.get("state") if isinstance(inner, dict) else None
-    found = []
-    for state in states.values() if isinstance(states, dict) else ():
-        number = _plain_number(storage, file, read, state.get("step")) if isinstance(state, dict) else None
-        found += [] if number is None else [number]
-    return OptimizerSettings(tuple(found), settings.groups)
-
-
-# --- NeMo
-
-_MAX_YAML_BYTES = 16 * 1024**2
-# NeMo's and Megatron-Core's name of what a job calls otherwise.
-_RENAMED = {
-    "num_moe_experts": "num_experts",
-    "layernorm_epsilon": "norm_epsilon",
-    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
-    "bias_activation_fusion": "bias_gelu_fusion",
-    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
-    "seq_length": "max_position_embeddings",
-}
-_PLAIN = (bool, int, float, str)
-# What Megatron-Core's `rope_scaling` has built in, by NeMo's names.
-_LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "old_context_len": 8192}
-
-
-def nemo_arguments(checkpoint: Path) -> dict[str, Any]:
-    """Megatron's arguments for the model of a NeMo directory, whose `weights` are `checkpoint`; empty without a
-    `context/model.yaml`. Raises `OptionError` for what no job has arguments for, or `CorruptCheckpointError`.
-    """
-    path = checkpoint.parent / NEMO_CONTEXT / "model.yaml"
-    if checkpoint.name != NEMO_WEIGHTS or not storage_at(path.parent, follow_links=True).exists(path.name):
-        return {}
-    document = _parse(read_small_file(path.parent, path.name, _MAX_YAML_BYTES, follow_links=True), path)
-    config = document.get("config") if isinstance(document, dict) else None
-    if not isinstance(config, dict) or not isinstance(config.get("num_layers"), int):
-        raise CorruptCheckpointError(f"{path}: expected a model with a `config` that says how many layers it has")
-    plain = {name: _said(value) for name, value in config.items() if value is not None}
-    arguments = {**plain, **{new: plain[old] for old, new in _RENAMED.items() if old in plain}}
-    groups = plain.get("num_query_groups")
-    arguments |= {
-        "group_query_attention": groups is not None and groups != plain.get("num_attention_heads"),
-        "untie_embeddings_and_output_weights": not plain.get("share_embeddings_and_output_weights", True),
-        **_activation(config, path),
-        **_rope_scaling(plain, path),
-    }
-    return arguments
-
-
-def _said(value: Any) -> Any:
-    """A setting; for what is no plain value, its name in brackets, which no model's computation is described by."""
-    if isinstance(value, dict) and value.get("_target_") in ("builtins.tuple", "builtins.list"):
-        parts = value.get("_args_")
-        value = parts[0] if isinstance(parts, list) and len(parts) == 1 else value
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, (list, tuple)) and all(isinstance(part, _PLAIN) for part in value):
-        return value
-    return f"<{value.get('_target_', 'settings')}>" if isinstance(value, dict) else f"<{type(value).__name__}>"
-
-
-def _parse(content: bytes, path: Path) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise OptionError(
-            f"{path}: reading it takes PyYAML, which is not installed (pip install pyyaml); or give the model's "
-            "config.json (--hf-config DIR)"
-        ) from None
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Plain values only: what a tag would build is its name."""
-
-    Loader.add_multi_constructor("", lambda loader, tag, node: f"<{tag}>")
-    Loader.add_constructor(
-        "tag:yaml.org,2002:python/tuple", lambda loader, node: tuple(loader.construct_sequence(node, deep=True))
-    )
-    try:
-        return yaml.load(content, Loader)
-    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
-        raise CorruptCheckpointError(f"{path}: is no YAML ({type(error).__name__}: {error!s:.200})") from error
-
-
-def _activation(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    function = config.get("activation_func")
-    name = function.get("_target_") if isinstance(function, dict) else function
-    last = name.rpartition(".")[2] if isinstance(name, str) else ""
-    gated = bool(config.get("gated_linear_unit"))
-    if gated and last == "silu":
-        return {"swiglu": True, "squared_relu": False}
-    if gated and last == "quick_gelu":
-        return {"swiglu": False, "squared_relu": False, "quick_geglu": True}
-    if last in ("gelu", "fast_gelu", "openai_gelu"):
-        # All but the first are the approximation, and so is what Megatron-Core has fused of that.
-        approximate = last != "gelu" or bool(config.get("bias_activation_fusion"))
-        return {"swiglu": False, "squared_relu": False, "gated_linear_unit": gated, "bias_gelu_fusion": approximate}
-    if not gated and last == "squared_relu":
-        return {"swiglu": False, "squared_relu": True}
-    raise OptionError(
-        f"{path}: activation {name!r:.120}, {'gated' if gated else 'not gated'}: expected a gated silu or "
-        "quick_gelu, or gelu; give the model's config.json (--hf-config DIR)"
-    )
-
-
-def _rope_scaling(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """NeMo's Llama 3.1 has fields of its own for what Megatron-Core calls `rope_scaling`."""
-    if config.get("scale_factor") is None or "old_context_len" not in config:
-        scaling = bool(config.get("rope_scaling"))
-        return {"use_rope_scaling": scaling, "rope_scaling_factor": config.get("rope_scaling_factor") or 8.0}
-    for name, fixed in _LLAMA3_SCALING.items():
-        if config.get(name) != fixed:
-            raise OptionError(f"{path}: rotary scaling with {name}={config.get(name)!r:.40}: expected {fixed}")
-    return {"use_rope_scaling": True, "rope_scaling_factor": float(config["scale_factor"])}

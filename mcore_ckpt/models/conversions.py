@@ -1,17 +1,17 @@
 """The front door: checkpoints to the formats of others, and from them.
 
 Each kind of source or target is thought through to a `Conversion` by a module of its own: those that know models
-(`_huggingface`, `_megatron_named`, `_legacy_import`, `_legacy_files`), and here those that carry tensors under their
+(`_huggingface`, `_megatron_fsdp`, `_legacy_import`, `_legacy_files`), and here those that carry tensors under their
 keys: safetensors, torch files, plain DCP checkpoints.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Literal
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import checkpoint_path
@@ -22,9 +22,8 @@ from mcore_ckpt.models._foreign import import_conversion, layout_of
 from mcore_ckpt.models._huggingface import export_model, import_model
 from mcore_ckpt.models._legacy_files import legacy_export
 from mcore_ckpt.models._legacy_import import legacy_import
-from mcore_ckpt.models._megatron_fsdp import FSDP_DTENSOR, fsdp_export
-from mcore_ckpt.models._megatron_named import import_named
-from mcore_ckpt.models._sources import open_model, open_source, universal_directory
+from mcore_ckpt.models._megatron_fsdp import import_fsdp
+from mcore_ckpt.models._sources import open_model, open_source
 from mcore_ckpt.models.options import ExportOptions, ImportOptions
 from mcore_ckpt.reshard.conversion import (
     Conversion,
@@ -35,7 +34,7 @@ from mcore_ckpt.reshard.conversion import (
     run_conversion,
     shadow_note,
 )
-from mcore_ckpt.reshard.options import ConversionOptions, PartitionRule, RenameRule, rename_keys
+from mcore_ckpt.reshard.options import rename_keys
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, TargetPlan, make_plan
 from mcore_ckpt.reshard.target_directory import refuse_target
@@ -45,10 +44,8 @@ from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
 from mcore_ckpt.tools.runs import places_of
 
-TargetKind = Literal["safetensors", "torch", "dcp", "hf", "fsdp_dtensor", "megatron-legacy"]
-SourceKind = Literal["files", "hf", "dcp", "ucp", "megatron-legacy"]
-
-_LOADED_BY_JOBS: Final = (FSDP_DTENSOR, "megatron-legacy")
+TargetKind = Literal["safetensors", "torch", "dcp", "hf", "megatron-legacy"]
+SourceKind = Literal["files", "hf", "dcp", "megatron-legacy"]
 
 
 def export_checkpoint(
@@ -56,73 +53,49 @@ def export_checkpoint(
     target: str | os.PathLike[str],
     *,
     to: TargetKind = "safetensors",
-    max_shard_bytes: int | str = 5 * 1000**3,
-    rename: str | os.PathLike[str] | Sequence[RenameRule] = (),
-    only: str | None = None,
-    arch: str = "auto",
-    hf_config: str | os.PathLike[str] | None = None,
-    tp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
-    etp: int | None = None,
-    vpp: int = 1,
-    dtype: str | None = None,
-    drop_optimizer: bool = False,
-    workers: int = 2,
-    memory_bytes: int | str = 1024**3,
-    verify: bool = True,
-    restart: bool = False,
     dry_run: bool = False,
     progress: bool | None = False,
+    **options: Any,
 ) -> ConversionReport:
     """Write a checkpoint in the format of others.
 
     Args:
         source: directory of a checkpoint, or of a run whose tracker file names one; never written to.
         target: directory to make, a path or a URL; it must not exist, or be empty. It appears when it is complete.
-            For kinds that a job of Megatron loads, a run becomes a run, as with `reshard_checkpoint`.
+            Of a run, `megatron-legacy` makes a run, as `reshard_checkpoint` does.
         to: `"safetensors"`, `"torch"` (files of `torch.save`) and `"dcp"` (one rank's plain DCP checkpoint): all
             tensors under their keys. `"hf"`: the model, as `AutoModelForCausalLM.from_pretrained` loads it.
-            `"fsdp_dtensor"`: model and optimizer, as a job with Megatron-FSDP and that `--ckpt-format` loads them.
             `"megatron-legacy"`: the model, as a job with `--ckpt-format torch` loads it.
-        max_shard_bytes: no file holds more, unless one tensor is larger; also as text. `safetensors`, `torch`, `hf`.
-        rename: rules, or a file of lines: key pattern (regular expression), replacement or `-` to drop the key.
-            `safetensors`, `torch`, `dcp`.
-        only: keys to carry (shell pattern, or a part of the key). `safetensors`, `torch`, `dcp`.
-        arch: the model's family; `auto`: as arguments or `config.json` say. `hf`.
-        hf_config: directory to take `config.json` and tokenizer files from; checked against shapes. `hf`.
-        tp, pp, ep, etp, vpp: parallel sizes of the files; `etp` is 1 or as `tp` (None), `vpp` how many chunks of the
-            model each pipeline stage has. `megatron-legacy`.
-        dtype, drop_optimizer, workers, memory_bytes, verify, restart, dry_run, progress: as for `reshard_checkpoint`.
+        dry_run, progress: as for `reshard_checkpoint`.
+        options: fields of `ExportOptions`, such as `dtype="bf16"`; `mcore-ckpt export --help` says what each does, and
+            which formats take it.
 
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError, ChecksumError: the source cannot be read, or is damaged.
         CheckpointExistsError: there is something at the target.
         OptionError: the format, the family or the parallel sizes have no place for what is stored.
         SaveError: it cannot be written; what is done is kept for the next run.
+        TypeError: there is no such option.
     """
-    given = locals()
-    options = ExportOptions(**{option.name: given[option.name] for option in fields(ExportOptions)})
-    _refuse_others(options, to, TargetKind, "--to")
+    how = ExportOptions(**options)
+    how.refuse_others(to, "--to")
     places = places_of(source, target, same_format=False)
-    if to not in _LOADED_BY_JOBS:
+    if to != "megatron-legacy":
         places = replace(places, target=checkpoint_path(target))
     stored = read_index(places.source)
     index = stored.without_shadow_copies()
     if not dry_run:
         refuse_target(places.source, places.target)
     if to == "hf":
-        conversion = export_model(index, options)
+        conversion = export_model(index, how)
     elif to == "megatron-legacy":
-        conversion = legacy_export(index, options)
-    elif to == FSDP_DTENSOR:
-        conversion = fsdp_export(index, options)
+        conversion = legacy_export(index, how)
     else:
-        conversion = _export_tensors(to, index, options)
+        conversion = _export_tensors(to, index, how)
     if notes := shadow_note(stored):
         report = conversion.report
         conversion = replace(conversion, report=replace(report, notes=(*report.notes, *notes)))
-    return run_conversion(conversion, places, options, dry_run=dry_run, progress=progress)
+    return run_conversion(conversion, places, how, dry_run=dry_run, progress=progress)
 
 
 def import_checkpoint(
@@ -130,27 +103,9 @@ def import_checkpoint(
     target: str | os.PathLike[str],
     *,
     kind: SourceKind = "files",
-    tp: int | None = None,
-    pp: int | None = None,
-    ep: int | None = None,
-    etp: int | None = None,
-    rename: str | os.PathLike[str] | Sequence[RenameRule] = (),
-    rules: str | os.PathLike[str] | Sequence[PartitionRule] = (),
-    common: str | os.PathLike[str] | None = None,
-    hf_config: str | os.PathLike[str] | None = None,
-    arch: str = "auto",
-    transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine",
-    numbered_layers: bool = False,
-    vocabulary_multiple: int = 128,
-    global_batch_size: int | None = None,
-    dtype: str | None = None,
-    drop_optimizer: bool = False,
-    workers: int = 2,
-    memory_bytes: int | str = 1024**3,
-    verify: bool = True,
-    restart: bool = False,
     dry_run: bool = False,
     progress: bool | None = False,
+    **options: Any,
 ) -> ConversionReport:
     """Make a `torch_dist` checkpoint of what others have written.
 
@@ -160,48 +115,25 @@ def import_checkpoint(
             run becomes a run, as with `reshard_checkpoint`. One called `release` or `iter_0001000` gets a tracker file
             next to it, unless one there names a later iteration.
         kind: `"files"`: tensors of safetensors, torch files or a DCP checkpoint under their own keys. `"hf"`: a Hugging
-            Face model. `"dcp"`, `"ucp"`: a checkpoint of FSDP2, Megatron-FSDP, DeepSpeed or Megatron-DeepSpeed, with
-            Hugging Face's names where `hf_config` is given, otherwise with Megatron's. `"megatron-legacy"`: what a
-            job has saved with `--ckpt-format torch`.
-        tp, pp, ep, etp: parallel sizes of the target's files, which a job loads under others, too. None: 1, of
-            `megatron-legacy` those of the source; `etp` as `tp`, and not with `files`.
-        rename: rules, or a file of lines: key pattern (regular expression), replacement or `-` to drop the key.
-            `files`, `dcp`, `ucp`.
-        rules: partition rules, as for `reshard_checkpoint`; they see the new keys. `files`.
-        common: a `common.pt` to take along; None: an empty one. `files`.
-        hf_config: directory with the model's `config.json`; None: `source`. `hf`, `dcp`, `ucp`, as all that follow:
-        arch: the model's family; `auto`: as `config.json` says.
-        transformer_impl: as of the job, whose layers call some parameters differently.
-        numbered_layers: a tensor for each layer, where Megatron stacks layers.
-        vocabulary_multiple: the job's `--make-vocab-size-divisible-by`.
-        global_batch_size: of the job that resumes with the optimizer's state, where no samples are stored: it resumes
-            at the optimizer's step, behind as many samples.
-        dtype, drop_optimizer, workers, memory_bytes, verify, restart, dry_run, progress: as for `reshard_checkpoint`.
+            Face model. `"dcp"`: a checkpoint of FSDP2 with Hugging Face's names, where `hf_config` is given, otherwise
+            one of Megatron-FSDP. `"megatron-legacy"`: what a job has saved with `--ckpt-format torch`.
+        dry_run, progress: as for `reshard_checkpoint`.
+        options: fields of `ImportOptions`, such as `tp=4`; `mcore-ckpt import --help` says what each does, and which
+            kinds take it. Parallel sizes are those of the target's files, which a job loads under others, too.
 
     Raises:
         CheckpointNotFoundError: there is nothing to import.
         CorruptCheckpointError, ChecksumError: it contradicts itself, is damaged, or is not all there.
         UnsafePickleError: a file holds more than tensors and plain values.
         OptionError: it is of no family known here, or has settings, keys or shapes that Megatron-Core has not.
-        CheckpointExistsError, SaveError: as for `reshard_checkpoint`.
+        CheckpointExistsError, SaveError, TypeError: as for `export_checkpoint`.
     """
-    given = locals()
-    options = ImportOptions(**{option.name: given[option.name] for option in fields(ImportOptions)})
-    _refuse_others(options, kind, SourceKind, "--from")
+    how = ImportOptions(**options)
+    how.refuse_others(kind, "--from")
     places = places_of(source, target, same_format=False)
-    if kind in ("hf", "dcp", "ucp"):
-        places = replace(places, source=universal_directory(places.source))
     if not dry_run:
         refuse_target(_folder_of(places.source, kind), places.target)
-    conversion = _import(kind, places.source, options)
-    return run_conversion(conversion, places, options, dry_run=dry_run, progress=progress)
-
-
-def _refuse_others(options: ConversionOptions, kind: str, kinds: Any, direction: str) -> None:
-    """Raise `OptionError` for a kind of conversion that there is not, or an option that it does not take."""
-    if kind not in get_args(kinds):
-        raise OptionError(f"{direction} {kind}: expected one of {', '.join(get_args(kinds))}")
-    options.refuse_others(kind, direction)
+    return run_conversion(_import(kind, places.source, how), places, how, dry_run=dry_run, progress=progress)
 
 
 def _folder_of(source: Path, kind: SourceKind) -> Path:
@@ -215,20 +147,14 @@ def _import(kind: SourceKind, directory: Path, options: ImportOptions) -> Conver
         return _import_tensors(directory, options)
     if kind == "megatron-legacy":
         return legacy_import(directory, options)
-    named = kind != "hf" and options.hf_config is None
-    if named and (options.arch, options.transformer_impl, options.numbered_layers, options.vocabulary_multiple) != (
-        ImportOptions().arch,
-        ImportOptions().transformer_impl,
-        False,
-        ImportOptions().vocabulary_multiple,
-    ):
-        raise OptionError(
-            f"--arch, --transformer-impl, --numbered-layers and --make-vocab-size-divisible-by need --hf-config with "
-            f"--from {kind}: without it, {directory} has Megatron's own names"
-        )
+    named = kind == "dcp" and options.hf_config is None
+    usual = ImportOptions()
+    for name in "arch transformer_impl numbered_layers vocabulary_multiple".split() if named else ():
+        if getattr(options, name) != getattr(usual, name):
+            raise OptionError(f"{name}: needs --hf-config with --from dcp: without it, names are Megatron's own")
     opened = open_model(directory, options.rename)
     try:
-        return import_named(opened, options) if named else import_model(opened, options)
+        return import_fsdp(opened, options) if named else import_model(opened, options)
     except BaseException:
         opened.payloads.close()
         raise

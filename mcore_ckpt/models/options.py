@@ -28,7 +28,6 @@ class ImportOptions(ConversionOptions):
         "files": "dtype rename rules common",
         "hf": f"etp {_MODEL}",
         "dcp": f"etp rename {_MODEL}",
-        "ucp": f"etp rename {_MODEL}",
         "megatron-legacy": "etp dtype drop_optimizer",
     }
 
@@ -45,7 +44,7 @@ class ImportOptions(ConversionOptions):
     common: str | None = option(None, "common.pt to take along (default: an empty one)", metavar="FILE")
     hf_config: str | None = option(
         None,
-        "directory with the model's config.json (default: SRC; dcp and ucp without it have Megatron's own names)",
+        "directory with the model's config.json (default: SRC; dcp without it has Megatron's own names)",
         metavar="DIR",
     )
     arch: str = option("auto", "the model's family; auto: as config.json says", metavar="FAMILY")
@@ -79,7 +78,6 @@ class ExportOptions(ConversionOptions):
         "torch": "dtype rename only max_shard_bytes",
         "dcp": "dtype rename only",
         "hf": "dtype max_shard_bytes arch hf_config",
-        "fsdp_dtensor": "",
         "megatron-legacy": "tp pp ep etp vpp",
     }
 

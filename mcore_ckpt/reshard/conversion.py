@@ -111,8 +111,8 @@ class ConversionReport:
 
     Attributes:
         source, target: directories.
-        format: of the side that is not `torch_dist`: `safetensors`, `torch`, `dcp`, `ucp`, `hf`, `fsdp_dtensor`,
-            `megatron-legacy`; of a reshard `torch_dist`.
+        format: of the side that is not `torch_dist`: `safetensors`, `torch`, `dcp`, `hf`, `megatron-legacy`; of a
+            reshard `torch_dist`.
         family: of the model, where one was found.
         source_layout, target_layout: parallel sizes, for showing; empty where a side is not divided.
         keys: row by row; with `dry_run` alone.

@@ -201,7 +201,9 @@ class ConversionOptions:
         }
 
     def refuse_others(self, kind: str, direction: str) -> None:
-        """Raise `OptionError` for an option that a kind of conversion does not take."""
+        """Raise `OptionError` for a kind of conversion that there is not, or an option that it does not take."""
+        if kind not in self.TAKES:
+            raise OptionError(f"{direction} {kind}: expected one of {', '.join(self.TAKES)}")
         for described in fields(self):
             kinds = [known for known, names in self.TAKES.items() if described.name in names.split()]
             if kinds and kind not in kinds and getattr(self, described.name) != described.default:

@@ -163,6 +163,8 @@ class Stacking:
         if layer.before != "decoder.layers." or layer.number is None:
             raise _unknown(name, "layers other than those of a decoder (`decoder.layers.N`)")
         number, rest = first_layer + layer.number, layer.rest
+        if holds_several(rest):
+            raise _unknown(name, "layers of Mamba and of linear attention")
         for local, fused in _LOCAL_NORMS if self.local_norms else ():
             if rest.startswith(local):
                 rest = fused + rest.removeprefix(local)

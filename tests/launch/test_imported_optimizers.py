@@ -1,4 +1,4 @@
-"""A launch goes on with the optimizer that an import or export has brought, with the losses of one that never ended."""
+"""A launch goes on with the optimizer that an import has brought, with the losses of one that never ended."""
 
 from __future__ import annotations
 
@@ -94,30 +94,3 @@ def test_an_imported_optimizer_goes_on_as_if_it_had_never_stopped(launches: Path
             load = ["--load", str(place / f"{name}-imported"), *more]
             on = launch(side, 2, [*arguments, *load], place / f"{name}-{side}")  # type: ignore[arg-type]
             assert on.losses == later, (name, side)
-
-
-def test_megatron_fsdp_goes_on_from_an_export_and_comes_back(launches: Path) -> None:
-    """What it has saved is, imported and exported again, the same tensors, and a job without it goes on from them."""
-    place, arguments = launches / "megatron-fsdp", [*_ARGUMENTS.split(), "--bf16", "--swiglu"]
-    arguments.append("--untie-embeddings-and-output-weights")
-    saving = ["--tensor-model-parallel-size", "2", "--save", str(place / "saved"), "--save-interval", "2"]
-    whole = launch("stock", 2, [*arguments, *saving], place / "run")
-    mcore_ckpt.export_checkpoint(
-        place / "saved" / "iter_0000002", place / "exported" / "iter_0000002", to="fsdp_dtensor"
-    )
-    sharded = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
-    sharded += " --no-gradient-reduce-div-fusion --no-load-rng --train-iters 6 --exit-interval 4"
-    sharded += f" --load {place / 'exported'} --save {place / 'sharded'} --save-interval 4"
-    # It refuses the one connection that other launches are given.
-    on = launch("stock", 2, [*arguments, *sharded.split()], place / "on", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
-    assert on.losses == pytest.approx({iteration: whole.losses[iteration] for iteration in (3, 4)}, rel=2e-5)
-
-    imported, again = place / "imported" / "iter_0000004", place / "again" / "iter_0000004"
-    mcore_ckpt.import_checkpoint(place / "sharded" / "iter_0000004", imported, kind="dcp", dtype="bf16")
-    mcore_ckpt.export_checkpoint(imported, again, to="fsdp_dtensor")
-    report = mcore_ckpt.diff_checkpoints(place / "sharded" / "iter_0000004", again)
-    assert len(report.tensors) > 150
-    assert all(tensor.same for tensor in report.tensors)
-    assert {key.split(".")[0] for key in report.only_in_a} <= {"rng_state", "rerun_state_machine", "optimizer"}
-    back = launch("ours", 2, [*arguments, "--load", str(imported.parent)], place / "back")
-    assert back.losses == pytest.approx({iteration: whole.losses[iteration] for iteration in (5, 6)}, rel=5e-5)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,9 +12,6 @@ from tests.support.cpu_megatron import pretend_cuda
 from tests.support.hf_models import build_from_arguments, megatron_logits, run_model
 from tests.support.models import Parallel
 from tests.support.shared_groups import share_groups
-
-if TYPE_CHECKING:
-    from argparse import Namespace
 
 __all__ = ["fsdp_to_megatron", "load_and_run", "save_and_run"]
 
@@ -52,62 +48,16 @@ def save_and_run(
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 parameter.mul_(5.0 if "norm" not in key else 1.0)
-        if naming == "nemo":
-            _save_as_nemo(rank, model, common["args"], target)
-            logits = run_model(model, common["args"], vocabulary)
-            if logits is not None:
-                found[name, naming] = logits
-            continue
         numbered = naming == "numbered"
         metadata: dict[str, Any] = {"non_homogeneous_layers": numbered, "singleton_local_shards": numbered}
         state = {"model": model.sharded_state_dict(metadata=metadata), "args": common["args"], "iteration": 3}
+        if naming == "nemo":  # `module.` before all keys, and no arguments
+            state = {"global_step": 3, "sharded": model.sharded_state_dict(prefix="module.")}
         dist_checkpointing.save(state, str(target))
         logits = run_model(model, common["args"], vocabulary)
         if logits is not None:
             found[name, naming] = logits
     return found
-
-
-def _save_as_nemo(rank: int, model: Any, arguments: Namespace, target: Path) -> None:
-    """A directory as NeMo 2 makes it: `module.` before all keys, no arguments, every field of the configuration."""
-    import yaml
-    from megatron.core import dist_checkpointing
-
-    if rank == 0:
-        (target / "weights").mkdir()
-        (target / "context").mkdir()
-        (target / "context" / "model.yaml").write_text(
-            yaml.safe_dump({"config": _nemo_config(model.config, arguments)})
-        )
-    torch.distributed.barrier()
-    state = {"state_dict": {}, "global_step": 3, "sharded": model.sharded_state_dict(prefix="module.")}
-    dist_checkpointing.save(state, str(target / "weights"))
-
-
-def _nemo_config(config: Any, arguments: Namespace) -> dict[str, Any]:
-    """The fields of a model's configuration as NeMo writes them."""
-
-    def shown(value: Any) -> Any:
-        if callable(value) or isinstance(value, torch.dtype):
-            name = getattr(value, "__name__", str(value))
-            return {"_target_": f"torch.nn.functional.{name}", "_call_": False}
-        return value if isinstance(value, (bool, int, float, str, list, tuple, type(None))) else None
-
-    fields = {name: shown(getattr(config, name)) for name in type(config).__dataclass_fields__}
-    if isinstance(config.activation_func, functools.partial):  # GELU and whether it is the approximation
-        fields["activation_func"] = shown(torch.nn.functional.gelu)
-        fields["bias_activation_fusion"] = config.activation_func.keywords["approximate"] == "tanh"
-    names = "position_embedding_type rotary_base rotary_percent make_vocab_size_divisible_by".split()
-    scaling = {"scale_factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "old_context_len": 8192}
-    return {
-        **fields,
-        **{name: getattr(arguments, name, None) for name in names},
-        **(scaling if getattr(arguments, "use_rope_scaling", False) else {}),
-        "seq_len_interpolation_factor": getattr(arguments, "rotary_seq_len_interpolation_factor", None),
-        "seq_length": arguments.max_position_embeddings,
-        "share_embeddings_and_output_weights": not arguments.untie_embeddings_and_output_weights,
-        "vocab_size": None,
-    }
 
 
 def fsdp_to_megatron(
