@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.core.console import Progress
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError
 from mcore_ckpt.directory.publish import bind_common_file
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index
@@ -202,9 +202,9 @@ def _write(conversion: Conversion, target: Path, options: ConversionOptions, pro
     named = [] if plan.index_file is None else [plan.index_file[0]]
     with target_folder(target, plan.fingerprint(payloads, source.states), restart=options.restart) as made:
         files, folder, journal = made.files, made.files.folder, made.journal
-        resumed = bool(journal.done)
+        resumed = bool(journal.written)
         made.note((*plan.sizes, *conversion.carried, *named))
-        files.begin(plan.sizes, resumed=resumed)
+        files.begin(plan.sizes)
         started, total = time.monotonic(), plan.payload_bytes
         try:
             with Progress("copy", total, shown=progress) as bar:
@@ -220,12 +220,8 @@ def _write(conversion: Conversion, target: Path, options: ConversionOptions, pro
         verified = content is not None and options.verify
         if verified and content is not None:
             written = parse_index(content, str(folder))
-            try:
-                with Progress("verify", total, shown=progress) as bar:
-                    check_all(plan, payloads, written, journal, workers=options.workers, advance=bar.advance)
-            except CorruptCheckpointError:
-                journal.forget()  # the next run is not to resume what was written
-                raise
+            with Progress("verify", total, shown=progress) as bar:
+                check_all(plan, payloads, written, journal, workers=options.workers, advance=bar.advance)
         checked = time.monotonic()
         conversion.carry(files)
         source.refuse_changes()

@@ -5,9 +5,12 @@ summed on both sides: what is read is compared with its stored CRC-32, what is w
 After every gibibyte or so, and when it is interrupted, a worker makes its files durable and records in the journal how
 far it has come.
 
-A walk (`tools.regrid`) reads every chunk front to back, and what it reads next is known before it begins. It announces
-that to a `ReadAhead`, whose threads read it in that order, in large aligned blocks, into a bounded number of buffers.
-What was not announced, could not be read, or does not lie plainly in a file, is read when it is asked for.
+A tensor passes slab by slab (`tools.regrid`), so every chunk is read front to back, and what is read next is known
+before it begins: threads read it into a bounded number of buffers (`read_ahead`). What does not lie plainly in a file
+is computed when its turn comes.
+
+A run that resumes another compares what lies in the slots with what the journal says of them, and writes the tensor
+again where that is not there.
 
 The comparison does not read the source again. The target is read back and divided again into the chunks of the source.
 Each must have the CRC-32 that is stored with the source's chunk, or where none is stored, the one that the writer
@@ -19,233 +22,195 @@ chunks are columns, and compares them with the stored fingerprints; the checksum
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, NamedTuple, Protocol
 
-from mcore_ckpt.core.boxes import Box, Stretch
-from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError
+from mcore_ckpt.core.boxes import Box, Stretch, relative, runs
+from mcore_ckpt.core.crc import crc32, crc32_combine
+from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.fingerprints import StridedSums, part_of_run
 from mcore_ckpt.core.process import Crew, Task, in_parallel
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
+from mcore_ckpt.format.integrity import RunningSum
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.load.files import OpenFiles, padded_range
 from mcore_ckpt.load.records import ItemCheck, check_item, global_shape, stretch_of
-from mcore_ckpt.reshard.plan import TargetPlan, TensorMove, another_fingerprint, source_sums
-from mcore_ckpt.reshard.target_files import (
-    FileStream,
-    Journal,
-    Streams,
-    StreamSink,
-    Sums,
-    TargetFiles,
-)
+from mcore_ckpt.reshard.plan import TargetPlan, TensorMove, another_fingerprint, in_shares, source_sums
+from mcore_ckpt.reshard.target_files import FileStream, Journal, Streams, Sums, TargetFiles, Written
 from mcore_ckpt.reshard.view import check_sum
 from mcore_ckpt.storage import direct_io
-from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeWriter
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeWriter, align_up
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
-from mcore_ckpt.tools.regrid import Block, CrcSink, Walk, blocks, reads_of
+from mcore_ckpt.tools.regrid import SLAB_BYTES, Block, assembled, blocks, slabs_of
 
-_Step = TypeVar("_Step")
+# --- what is read next is on its way
 
-_BLOCK_BYTES: Final = 4 * 1024 * 1024
-_BUFFER_BYTES: Final = _BLOCK_BYTES + 2 * ALIGNMENT_BYTES
-# Less is read when it is asked for: handing it over would take longer.
-_MIN_BYTES: Final = 256 * 1024
+_READS: Final = 2
+# Reads of this length and longer are whole pages of the file, and of the buffer.
+_MIN_PADDED_BYTES: Final = 256 * 1024
+_BUFFER_BYTES: Final = SLAB_BYTES + 3 * ALIGNMENT_BYTES * (SLAB_BYTES // _MIN_PADDED_BYTES)
 
 
-@dataclass(slots=True, eq=False)
-class _Block:
-    """Bytes `[start, stop)` of a file for steps up to `step`; the bytes before `given` have been copied."""
+class Division(NamedTuple):
+    """A tensor on its way: the chunks of `entry` are read, and divided into `targets`, block by block."""
 
-    file: str
+    entry: TensorEntry
+    targets: Sequence[Box]
+    blocks: Sequence[Block]
+
+
+class Read(NamedTuple):
+    """Bytes of a chunk: the chunk's position, and the part of the tensor that they are."""
+
+    number: int
+    part: Box
+    payload: StoredPayload
     start: int
-    stop: int
-    step: int
-    given: int = 0
-    buffer: memoryview = field(default_factory=lambda: memoryview(b""))
-    content: memoryview | None = None
-    task: Task[None] | None = None
+    nbytes: int
+
+    @property
+    def is_plain(self) -> bool:
+        """They lie in a file as they are."""
+        return self.payload.decoded is None and not self.payload.computed
 
 
-class ReadAhead:
-    """Reads for one thread what it is going to ask for, into `buffers` of 4 MiB; a context manager."""
+class Step(NamedTuple):
+    """A slab: what is read of it, and what its targets get."""
 
-    def __init__(self, files: OpenFiles, buffers: int = 4, threads: int = 2) -> None:
-        self._files = files
-        self._crew = Crew(threads, "mcore_ckpt-ahead")
-        self._is_open = False
-        self._waiting: deque[_Block] = deque()
-        self._begun: list[_Block] = []
-        self._free: list[memoryview] = []
-        self._lent: _Block | None = None
-        self._unmade_buffers = buffers
-        self._enough_bytes = buffers * _BLOCK_BYTES
+    reads: list[Read]
+    targets: list[tuple[int, Box]]
+    located: dict[int, StoredPayload]  # all chunks of the block
+    elem_bytes: int
+    is_last: bool  # of its block
 
-    def steps(
-        self, steps: Iterable[_Step], asked: Callable[[_Step], Iterable[tuple[StoredPayload, int, int]]]
-    ) -> Iterator[_Step]:
-        """The steps, one after another; the reads of each step, and of the next few, have begun when it is returned.
-        `asked` gives payload, first byte and number of bytes of all that a step reads, in its order.
-        """
-        taken: deque[tuple[int, int, _Step]] = deque()
-        left, announced = iter(enumerate(steps)), 0
-        failure: Exception | None = None
-        is_over = False
-        while taken or not is_over:
-            nbytes: int | None = 0
-            try:
-                number, step = next(left)
-                nbytes = self._announce(number, asked(step))
-                taken.append((number, nbytes or 0, step))
-                announced += nbytes or 0
-            except StopIteration:
-                is_over = True
-            except Exception as error:  # noqa: BLE001  (raised when the steps before it are done)
-                failure, is_over = error, True
-            while taken and (is_over or nbytes is None or announced - taken[0][1] >= self._enough_bytes):
-                done, own, step = taken.popleft()
-                yield step
-                announced -= own
-                self._forget(done)
-        if failure is not None:
-            raise failure
-
-    def _announce(self, step: int, asked: Iterable[tuple[StoredPayload, int, int]]) -> int | None:
-        """Begin a step's reads; returns how many bytes they count as, None if no later step may be taken yet. A small
-        step is passed over while reads are in progress; none is taken behind elements in memory.
-        """
-        if not self._is_open:
-            return None
-        announced, in_memory = 0, False
-        for payload, start, nbytes in asked:
-            if payload.decoded is not None or payload.computed:
-                in_memory = True
-            elif nbytes >= _MIN_BYTES:
-                announced += nbytes
-                self._append(payload.file, payload.offset + start, payload.offset + start + nbytes, step)
-        self._begin_reads()
-        if announced or in_memory:
-            return None if in_memory else announced
-        return self._enough_bytes // 8 if self._waiting or self._begun else None
-
-    def _append(self, file: str, start: int, stop: int, step: int) -> None:
-        """Blocks end on pages of the file, so that no page is read twice except at the ends of a range."""
-        while start < stop:
-            last = self._waiting[-1] if self._waiting else None
-            if last is None or (last.file, last.stop) != (file, start) or _block_end(last.start) == start:
-                last = _Block(file, start, start, step, given=start)
-                self._waiting.append(last)
-            last.step, last.stop = step, min(stop, _block_end(last.start))
-            start = last.stop
-
-    def _begin_reads(self) -> None:
-        """Read into all buffers that are free."""
-        while self._waiting and (self._free or self._unmade_buffers):
-            if not self._free:
-                self._unmade_buffers -= 1
-                self._free.append(memoryview(direct_io.aligned_buffer(_BUFFER_BYTES)))
-            block = self._waiting.popleft()
-            block.buffer = self._free.pop()
-            self._begun.append(block)
-            block.task = self._crew.submit(lambda block=block: self._read(block))  # type: ignore[misc]
-
-    def _read(self, block: _Block) -> None:
-        try:
-            with self._files.reader(block.file) as reader:
-                first, stop = padded_range(block.start, block.stop, reader.size_bytes)
-                reader.read_into(first, block.buffer[: stop - first])
-            block.content = block.buffer[block.start - first : block.stop - first]
-        except Exception:  # noqa: BLE001  (the caller that asks for the bytes reads them, and raises the error)
-            block.content = None
-
-    def _forget(self, step: int) -> None:
-        """What the steps up to this one have not asked for is not read any more."""
-        self._settle()
-        while self._waiting and self._waiting[0].step <= step:
-            self._waiting.popleft()
-        for block in [block for block in self._begun if block.step <= step]:
-            self._drop(block)
-
-    def _drop(self, block: _Block) -> None:
-        self._begun.remove(block)
-        assert block.task is not None
-        self._crew.result(block.task)  # its memory is used again
-        self._free.append(block.buffer)
-        self._begin_reads()
-
-    def read_into(self, file: str, start: int, view: memoryview) -> None:
-        """Fill `view` with bytes of a file from `start` on; raises as `RangeReader.read_into`."""
-        while len(view):
-            content = self.lend(file, start, len(view))
-            if content is None:
-                content = view[:_BLOCK_BYTES]
-                with self._files.reader(file) as reader:
-                    reader.read_into(start, content)
-            else:
-                direct_io.copy_bytes(view[: len(content)], content)
-            start, view = start + len(content), view[len(content) :]
-
-    def lend(self, file: str, start: int, nbytes: int) -> memoryview | None:
-        """At most `nbytes` of a file from `start` on, valid until the next call; None if they are not being read."""
-        self._settle()
-        block = next((block for block in self._begun if block.file == file and block.given == start), None)
-        if block is None:
-            return None
-        assert block.task is not None
-        self._crew.result(block.task)
-        if block.content is None:
-            self._drop(block)
-            return None
-        self._lent = block
-        block.given = min(block.stop, start + nbytes)
-        return block.content[start - block.start : block.given - block.start]
-
-    def _settle(self) -> None:
-        """What was lent is not in use any more."""
-        if self._lent is not None and self._lent.given == self._lent.stop:
-            self._drop(self._lent)
-        self._lent = None
-
-    def __enter__(self) -> ReadAhead:
-        self._crew.__enter__()
-        self._is_open = True
-        return self
-
-    def __exit__(self, *ended: Any) -> None:
-        self._is_open = False
-        self._crew.__exit__(*ended)
+    @property
+    def is_decoded(self) -> bool:
+        """Some of it was decoded, and is in memory already."""
+        return any(read.payload.decoded is not None for read in self.reads)
 
 
-def _block_end(start: int) -> int:
-    return (start + _BLOCK_BYTES) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+Ahead = Iterator[tuple[Step, list[memoryview]]]
+"""All slabs in order, with the bytes of their reads, which are valid until the next one."""
 
 
-class AheadSource:
-    """A stored chunk as a source for `tools.regrid`, of which some may have been read already."""
+def _steps(payloads: StoredPayloads, divisions: Iterable[Division]) -> Iterator[Step]:
+    for entry, targets, found in divisions:
+        sources = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+        elem_bytes = element_bytes(entry.dtype)
+        for block in found:
+            located = {n: payloads.locate(entry, entry.chunks[n]) for n in block.sources}
+            for slab in slabs_of(block, sources, targets, elem_bytes):
+                reads = []
+                for n, part in slab.sources:
+                    first = runs(sources[n].sizes, relative(part, sources[n].offsets), elem_bytes).first_byte
+                    reads.append(Read(n, part, located[n], first, math.prod(part.sizes) * elem_bytes))
+                yield Step(reads, slab.targets, located, elem_bytes, slab.is_last)
 
-    __slots__ = ("_ahead", "_payload", "_payloads")
 
-    def __init__(self, ahead: ReadAhead, payloads: StoredPayloads, payload: StoredPayload) -> None:
-        self._ahead, self._payloads, self._payload = ahead, payloads, payload
+def _batches(steps: Iterable[Step]) -> Iterator[list[Step]]:
+    """Steps that are read into one buffer; one that was decoded ends a batch."""
+    batch: list[Step] = []
+    nbytes = 0
+    for step in steps:
+        own = sum(read.nbytes for read in step.reads)
+        if batch and nbytes + own > SLAB_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(step)
+        nbytes += own
+        if step.is_decoded:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
 
-    def read_into(self, start: int, view: memoryview) -> None:
-        """Bytes from `start` on."""
-        payload = self._payload
-        if payload.decoded is not None or payload.computed:
-            self._payloads.read_into(payload, start, view)
-        else:
-            self._ahead.read_into(payload.file, payload.offset + start, view)
 
-    def lend(self, start: int, nbytes: int) -> memoryview | None:
-        """Some of them in memory, if they are there or on the way."""
-        payload = self._payload
-        if payload.decoded is not None or payload.computed:
-            return None
-        return self._ahead.lend(payload.file, payload.offset + start, nbytes)
+def read_ahead(payloads: StoredPayloads, divisions: Iterable[Division], crew: Crew, buffers: int) -> Ahead:
+    """The slabs of these tensors; while one is in use, the crew reads the next ones into the other buffers."""
+    free: list[memoryview] = []
+    waiting: deque[tuple[list[Step], memoryview, Task[list[memoryview]]]] = deque()
+    batches = _batches(_steps(payloads, divisions))
+    while True:
+        while len(waiting) < buffers and not (waiting and waiting[-1][0][-1].is_decoded):
+            batch = next(batches, None)
+            if batch is None:
+                break
+            buffer = free.pop() if free else direct_io.aligned_buffer(_BUFFER_BYTES)
+            waiting.append((batch, buffer, crew.submit(partial(_read_files, payloads, batch, buffer))))
+        if not waiting:
+            return
+        batch, buffer, task = waiting.popleft()
+        read_views = crew.result(task)
+        views = iter(read_views)
+        for step in batch:
+            contents = [next(views) for _ in step.reads]
+            for read, view in zip(step.reads, contents, strict=True):
+                if not read.is_plain:
+                    payloads.read_into(read.payload, read.start, view)
+            yield step, contents
+        free.append(buffer)
+
+
+def _read_files(payloads: StoredPayloads, batch: Sequence[Step], buffer: memoryview) -> list[memoryview]:
+    """Where in a buffer each read goes; what lies plainly in a file is there."""
+    views, at = [], 0
+    for read in (read for step in batch for read in step.reads):
+        start = first = read.payload.offset + read.start
+        stop = start + read.nbytes
+        if read.is_plain:
+            with payloads.files.reader(read.payload.file) as reader:
+                if read.nbytes >= _MIN_PADDED_BYTES:
+                    at = align_up(at)
+                    first, stop = padded_range(start, stop, reader.size_bytes)
+                reader.read_into(first, buffer[at : at + stop - first])
+        views.append(buffer[at + start - first :][: read.nbytes])
+        at += stop - first
+    return views
+
+
+# From this size on, a second sum of the same bytes is cheaper derived from the first than computed.
+_MIN_COMBINED_BYTES: Final = 512 * 1024
+
+
+class Sink(Protocol):
+    """Where the bytes of one target go, front to back; `crc32` is that of what has come."""
+
+    crc32: int
+
+    def feed(self, view: memoryview, /) -> None:
+        """The next bytes."""
+
+
+def move_block(ahead: Ahead, sinks: Mapping[int, Sink]) -> Iterator[tuple[int, StoredPayload, int]]:
+    """Give the targets of one block their elements; then position, payload and CRC-32 of each source."""
+    crcs: dict[int, int] = {}
+    for step, contents in ahead:
+        found = list(zip(step.reads, contents, strict=True))
+        summed = set()
+        for number, part in step.targets:
+            sink = sinks[number]
+            same = next(((read.number, content) for read, content in found if read.part == part), None)
+            if same is None:
+                sink.feed(assembled(part, step.elem_bytes, [(read.part, content) for read, content in found]))
+                continue
+            source, content = same
+            before = sink.crc32
+            sink.feed(content)
+            if len(content) >= _MIN_COMBINED_BYTES:
+                # From another beginning the same bytes lead to another sum, by what became of the difference.
+                crcs[source] = crc32_combine(before ^ crcs.get(source, 0), sink.crc32, len(content))
+                summed.add(source)
+        for read, content in found:
+            if read.number not in summed:
+                crcs[read.number] = crc32(content, crcs.get(read.number, 0))
+        if step.is_last:
+            return ((n, payload, crcs.get(n, 0)) for n, payload in step.located.items())
+    raise AssertionError("a block has a last slab")
 
 
 _SYNC_BYTES: Final = 1024**3
@@ -269,6 +234,7 @@ class _Run:
     payloads: StoredPayloads
     files: TargetFiles
     journal: Journal
+    there: OpenFiles  # the target's files as they are
     memory_bytes: int
     advance: Callable[[int], None]
     crew: Crew
@@ -289,8 +255,9 @@ def write_all(
     workers = [w for w in range(len(plan.work)) if plan.work[w] or (plan.blobs and not w)]
     _allow_open_files(2 * len(plan.sizes) + _OTHER_FILES)
     memory_bytes //= max(1, len(workers))
-    with Crew(max(1, len(workers)), "mcore_ckpt-target") as crew:
-        run = _Run(plan, payloads, files, journal, memory_bytes, advance, crew)
+    there = OpenFiles(files.storage, "auto", None)
+    with contextlib.closing(there), Crew(max(1, len(workers)), "mcore_ckpt-target") as crew:
+        run = _Run(plan, payloads, files, journal, there, memory_bytes, advance, crew)
         for number in workers:
             crew.submit(_Worker(run, number).work)
 
@@ -303,12 +270,18 @@ def _allow_open_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-class _Located(NamedTuple):
-    """A block of a tensor, and where its source chunks lie."""
+class _SlotSink(RunningSum):
+    """A slot's elements on their way into its file; sums them."""
 
-    move: TensorMove
-    block: Block
-    found: list[StoredPayload]
+    __slots__ = ("stream",)
+
+    def __init__(self, stream: FileStream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def feed(self, view: memoryview) -> None:
+        super().feed(view)
+        self.stream.write(view)
 
 
 class _Worker:
@@ -320,42 +293,69 @@ class _Worker:
         self._moves = run.plan.work[number]
         self._files: set[str] = set()
         self._mains: dict[str, FileStream] = {}
-        self._walk = Walk()
-        self._ahead = ReadAhead(run.payloads.files, 4 if run.memory_bytes >= _MUCH_MEMORY_BYTES else 2)
-        self._blocks: Iterator[_Located] = iter(())
-        self._crcs: dict[str, list[int]] = {}
-        self._sums: dict[str, list[Sums]] = {}
+        self._written: dict[str, Written] = {}
         self._unsynced_bytes = 0
 
     def work(self) -> None:
-        """Do all that is not done yet."""
+        """Write all that is not there yet."""
         run = self._run
-        done = run.journal.done.get(self._number, 0)
-        for move in self._moves[:done]:
-            run.advance(move.payload_bytes)
+        left = []
+        for move in self._moves:
+            if self._is_there(move):
+                run.advance(move.payload_bytes)
+            else:
+                left.append(move)
         files = run.plan.files_at_once or len({slot.file for move in self._moves for slot in move.slots}) + 1
         buffer_bytes, count = _buffers(run.memory_bytes, files)
-        with Crew(_WRITES, "mcore_ckpt-write") as crew, self._ahead:
+        ahead_buffers = 4 if run.memory_bytes >= _MUCH_MEMORY_BYTES else 2
+        with Crew(_WRITES, "mcore_ckpt-write") as crew, Crew(_READS, "mcore_ckpt-ahead") as readers:
             streams = Streams(crew, buffer_bytes, count)
-            self._blocks = self._ahead.steps(self._located(done), self._reads)
-            if not self._number and self._number not in run.journal.done:
+            if not self._number:
                 self._write_blobs(streams)
-            for position in range(done, len(self._moves)):
+            divisions = (Division(move.entry, [slot.slice for slot in move.slots], move.blocks) for move in left)
+            ahead = read_ahead(run.payloads, divisions, readers, ahead_buffers)
+            for move in left:
                 if run.crew.failed:
                     break
-                self._write_tensor(streams, self._moves[position])
-                done = position + 1
+                self._write_tensor(streams, ahead, move)
                 if self._unsynced_bytes >= _SYNC_BYTES:
-                    self._sync(streams, done)
-            self._sync(streams, done)
+                    self._sync(streams)
+            self._sync(streams)
 
-    def _sync(self, streams: Streams, done: int) -> None:
+    def _is_there(self, move: TensorMove) -> bool:
+        """Whether an earlier run has written a tensor, and its slots hold what that run has noted."""
+        known = self._run.journal.written.get(move.key)
+        if known is None:
+            return False
+        window = memoryview(bytearray(min(SLAB_BYTES, move.payload_bytes)))
+        sums: list[Sums] = []
+        try:
+            for number, slot in enumerate(move.slots):
+                frame, found = self._run.plan.frame(move, number), RunningSum()
+                left = math.prod(slot.slice.sizes) * element_bytes(move.entry.dtype)
+                at = slot.offset + len(frame.head)
+                with self._run.there.reader(slot.file) as reader:
+                    is_same = reader.read(slot.offset, len(frame.head)) == frame.head
+                    while left:
+                        view = window[:left]
+                        reader.read_into(at, view)
+                        found.feed(view)
+                        at, left = at + len(view), left - len(view)
+                    tail = frame.tail_with(found.crc32)
+                    if not is_same or reader.read(at, len(tail)) != tail:
+                        return False
+                sums.append((found.crc32, found.blocks))
+        except LoadError:
+            return False
+        return sums == known.sums
+
+    def _sync(self, streams: Streams) -> None:
         streams.flush()
         streams.crew.drain()
         for name in self._files:
             self._file(name).sync()
-        self._run.journal.record(self._number, done, self._crcs, self._sums)
-        self._crcs, self._sums = {}, {}
+        self._run.journal.record(self._written)
+        self._written = {}
         self._unsynced_bytes = 0
 
     def _main(self, streams: Streams, name: str, position: int) -> FileStream:
@@ -364,7 +364,7 @@ class _Worker:
         if stream is None:
             stream = self._mains[name] = streams.open(self._file(name), position)
         elif self._run.plan.filled_gaps and 0 <= position - stream.position <= _MAX_PADDING_BYTES:
-            stream.pad_to(position)
+            stream.write(bytes(position - stream.position))
         else:
             stream.seek(position)
         return stream
@@ -382,91 +382,46 @@ class _Worker:
             item = blob.content.item
             with self._run.payloads.files.reader(item.file) as reader:
                 check_item(ItemCheck(blob.content.fqn, item), reader)
-                done = 0
-                while done < item.length:
-                    space = stream.space(min(_OBJECT_PART_BYTES, item.length - done))
-                    reader.read_into(item.offset + done, space)
-                    stream.filled(space)
-                    done += len(space)
+                for done in range(0, item.length, _OBJECT_PART_BYTES):
+                    stream.write(reader.read(item.offset + done, min(_OBJECT_PART_BYTES, item.length - done)))
 
-    def _located(self, first: int) -> Iterator[_Located]:
-        """All blocks of the tensors from this one on."""
-        locate = self._run.payloads.locate
-        for move in self._moves[first:]:
-            for block in move.blocks:
-                yield _Located(move, block, [locate(move.entry, move.entry.chunks[n]) for n in block.sources])
-
-    def _reads(self, located: _Located) -> Iterator[tuple[StoredPayload, int, int]]:
-        """What is going to be read of a block, in order."""
-        move, block, found = located
-        source_boxes = [Box(*move.entry.chunks[n][:2]) for n in block.sources]
-        target_boxes = [move.slots[n].slice for n in block.targets]
-        for n, start, nbytes in reads_of(source_boxes, target_boxes, element_bytes(move.entry.dtype)):
-            yield found[n], start, nbytes
-
-    def _write_tensor(self, streams: Streams, move: TensorMove) -> None:
-        entry = move.entry
+    def _write_tensor(self, streams: Streams, ahead: Ahead, move: TensorMove) -> None:
+        run, entry = self._run, move.entry
         crcs = [0] * len(entry.chunks)
         sums: list[Sums] = [(0, [])] * len(move.slots)
-        source_boxes = move.source_boxes
-        self._walk.elem_bytes = element_bytes(entry.dtype)
         keep_crcs = False
-        written = set()
+        empty = set(range(len(move.slots)))
         for block in move.blocks:
-            found = next(self._blocks).found
-            keep_crcs |= any(payload.crc32 is None for payload in found)
-            written.update(block.targets)
-            self._write_block(streams, move, block, found, source_boxes, crcs, sums)
-        for number in sorted(set(range(len(move.slots))) - written):  # slots without elements
-            frame = self._run.plan.frame(move, number)
-            self._main(streams, move.slots[number].file, move.slots[number].offset).write(
-                frame.head + frame.tail_with(0)
-            )
-        if keep_crcs and self._run.plan.index is not None:
-            self._crcs[entry.fqn] = crcs
-        self._sums[move.key] = sums
-        self._run.advance(move.payload_bytes)
-        self._unsynced_bytes += move.payload_bytes
-
-    def _write_block(
-        self,
-        streams: Streams,
-        move: TensorMove,
-        block: Block,
-        found: Sequence[StoredPayload],
-        source_boxes: Sequence[Box],
-        crcs: list[int],
-        sums: list[Sums],
-    ) -> None:
-        payloads, plan = self._run.payloads, self._run.plan
-        opened: list[FileStream] = []
-        sinks: list[StreamSink] = []
-        used: set[str] = set()
-        for number in block.targets:
+            sinks: dict[int, _SlotSink] = {}
+            used: set[str] = set()
+            for number in block.targets:
+                name, offset, _ = move.slots[number]
+                # A file's second slot in the same block is written next to the first: its stream is for this block.
+                is_second = name in used
+                stream = streams.open(self._file(name), offset) if is_second else self._main(streams, name, offset)
+                used.add(name)
+                stream.write(run.plan.frame(move, number).head)
+                sinks[number] = _SlotSink(stream)
+            for n, payload, value in move_block(ahead, sinks):
+                check_sum(payload, value)
+                crcs[n] = value
+                keep_crcs |= payload.crc32 is None
+                run.payloads.was_read(entry, entry.chunks[n], value)
+            for number, sink in sinks.items():
+                sums[number] = (sink.crc32, sink.blocks)
+                sink.stream.write(run.plan.frame(move, number).tail_with(sink.crc32))
+                main = self._mains[move.slots[number].file]
+                if sink.stream is not main:
+                    sink.stream.flush()
+                    main.seek(sink.stream.position)
+            empty -= sinks.keys()
+        for number in sorted(empty):
+            frame = run.plan.frame(move, number)
             name, offset, _ = move.slots[number]
-            # A file's second slot in the same block is written next to the first: its stream is for this block only.
-            stream = streams.open(self._file(name), offset) if name in used else self._main(streams, name, offset)
-            used.add(name)
-            stream.write(plan.frame(move, number).head)
-            opened.append(stream)
-            sinks.append(StreamSink(stream))
-        read = self._walk.move(
-            [source_boxes[n] for n in block.sources],
-            [AheadSource(self._ahead, payloads, payload) for payload in found],
-            [move.slots[n].slice for n in block.targets],
-            sinks,
-        )
-        for n, payload, value in zip(block.sources, found, read, strict=True):
-            check_sum(payload, value)
-            crcs[n] = value
-            payloads.was_read(move.entry, move.entry.chunks[n], value)
-        for number, stream, sink in zip(block.targets, opened, sinks, strict=True):
-            sums[number] = (sink.sums.crc32, sink.sums.blocks)
-            stream.write(plan.frame(move, number).tail_with(sink.sums.crc32))
-            main = self._mains[move.slots[number].file]
-            if stream is not main:
-                stream.flush()
-                main.seek(stream.position)
+            self._main(streams, name, offset).write(frame.head + frame.tail_with(0))
+        self._written[move.key] = Written(sums, crcs if keep_crcs and run.plan.index is not None else None)
+        run.advance(move.payload_bytes)
+        self._unsynced_bytes += move.payload_bytes
 
 
 def _buffers(memory_bytes: int, streams: int) -> tuple[int, int]:
@@ -474,11 +429,6 @@ def _buffers(memory_bytes: int, streams: int) -> tuple[int, int]:
     wanted = streams + 4
     size = min(_MAX_BUFFER_BYTES, max(_MIN_BUFFER_BYTES, memory_bytes // wanted // 4096 * 4096))
     return size, max(4, min(wanted, memory_bytes // size))
-
-
-_WINDOW_BYTES = 4 * 1024 * 1024
-# Less is read where it is compared: threads and buffers would cost more than they save.
-_MIN_AHEAD_BYTES = 16 * 1024 * 1024
 
 
 def check_all(
@@ -494,15 +444,20 @@ def check_all(
     `CorruptCheckpointError`. `advance` is called with payload bytes that have been compared.
     """
     with StoredPayloads(target) as written:
-        threads = threading.local()
 
-        def check(move: TensorMove) -> None:
-            if not hasattr(threads, "window"):
-                threads.window = memoryview(bytearray(_WINDOW_BYTES))
-            _check_tensor(move, payloads, written, journal, threads.window)
-            advance(move.payload_bytes)
+        def check(moves: Sequence[TensorMove]) -> None:
+            divisions = []
+            for move in moves:
+                entry = target.tensors[move.key]
+                stored = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+                divisions.append(Division(entry, move.source_boxes, list(blocks(stored, move.source_boxes))))
+            with Crew(_READS, "mcore_ckpt-ahead") as crew:
+                ahead = read_ahead(written, divisions, crew, 4)
+                for move, division in zip(moves, divisions, strict=True):
+                    _check_tensor(move, division, ahead, source_sums(move, journal, payloads), payloads.index, target)
+                    advance(move.payload_bytes)
 
-        in_parallel(sorted(plan.moves, key=lambda move: move.slots[:1]), check, workers)
+        in_parallel(in_shares(sorted(plan.moves, key=lambda move: move.slots[:1]), workers), check, workers)
         for fqn, entry in target.objects.items():  # objects keep their keys
             item, origin = entry.item, payloads.index.objects[fqn].item
             with written.files.reader(item.file) as copy, payloads.files.reader(origin.file) as original:
@@ -514,44 +469,27 @@ def check_all(
 
 
 def _check_tensor(
-    move: TensorMove, payloads: StoredPayloads, written: StoredPayloads, journal: Journal, window: memoryview
+    move: TensorMove,
+    division: Division,
+    ahead: Ahead,
+    expected: Sequence[int | None],
+    source: CheckpointIndex,
+    target: CheckpointIndex,
 ) -> None:
-    entry = written.index.tensors[move.key]
-    stored = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-    expected = [crc or 0 for crc in source_sums(move, journal, payloads)]
-    sums = _sums_of_columns(move, entry, payloads.index, written.index)
-    walk = Walk(element_bytes(entry.dtype))
-    source_boxes = move.source_boxes
-
-    def locate(block: Block) -> tuple[Block, list[StoredPayload]]:
-        return block, [written.locate(entry, entry.chunks[n]) for n in block.sources]
-
-    def reads(located: tuple[Block, list[StoredPayload]]) -> Iterator[tuple[StoredPayload, int, int]]:
-        block, found = located
-        targets = [source_boxes[n] for n in block.targets]
-        for n, start, nbytes in reads_of([stored[n] for n in block.sources], targets, walk.elem_bytes):
-            yield found[n], start, nbytes
-
-    ahead = ReadAhead(written.files)
-    with ahead if move.payload_bytes >= _MIN_AHEAD_BYTES else contextlib.nullcontext():
-        for block, found in ahead.steps(map(locate, blocks(stored, source_boxes)), reads):
-            sinks = [CrcSink(window) if sums is None else sums.sink(n, window) for n in block.targets]
-            read = walk.move(
-                [stored[n] for n in block.sources],
-                [AheadSource(ahead, written, payload) for payload in found],
-                [source_boxes[n] for n in block.targets],
-                sinks,
-            )
-            for payload, value in zip(found, read, strict=True):
-                if payload.crc32 != value:
-                    raise _wrong(payload.where, payload.crc32, value)
-            for n, sink in zip(block.targets, sinks, strict=True):
-                if sink.crc32 != expected[n]:
-                    where = f"{entry.fqn}: the source's chunk at {list(source_boxes[n].offsets)}, put together from the"
-                    raise _wrong(f"{where} target", expected[n], sink.crc32)
-    known = written.index.fingerprints.get(move.key)
+    entry = division.entry
+    sums = _sums_of_columns(move, entry, source, target)
+    for block in division.blocks:
+        sinks: dict[int, Sink] = {n: RunningSum() if sums is None else sums.sink(n) for n in block.targets}
+        for _, payload, value in move_block(ahead, sinks):
+            if payload.crc32 != value:
+                raise _wrong(payload.where, payload.crc32, value)
+        for n, sink in sinks.items():
+            if sink.crc32 != (expected[n] or 0):
+                where = f"{entry.fqn}: the source's chunk at {list(division.targets[n].offsets)}, put together from the"
+                raise _wrong(f"{where} target", expected[n], sink.crc32)
+    known = target.fingerprints.get(move.key)
     if sums is not None and known is not None:
-        total = sums.fingerprint(expected)
+        total = sums.fingerprint([crc or 0 for crc in expected])
         if total != known:
             raise another_fingerprint(move.key, total, known)
 
@@ -563,10 +501,10 @@ class _ColumnSums:
         self._stretches = stretches
         self._strided = StridedSums()
 
-    def sink(self, number: int, window: memoryview) -> CrcSink:
+    def sink(self, number: int) -> Sink:
         """For the chunk of that number."""
         stretch = self._stretches[number]
-        return _StridedSink(window, self._strided, number, stretch) if _is_strided(stretch) else CrcSink(window)
+        return _StridedSink(self._strided, number, stretch) if _is_strided(stretch) else RunningSum()
 
     def fingerprint(self, crcs: Sequence[int]) -> int:
         """Of the tensor, when all chunks have come, whose CRC-32s are these."""
@@ -578,16 +516,14 @@ class _ColumnSums:
         return total
 
 
-class _StridedSink(CrcSink):
+class _StridedSink:
     """Sums rows, too."""
 
-    __slots__ = ("_done", "_number", "_stretch", "_sums")
-
-    def __init__(self, window: memoryview, sums: StridedSums, number: int, stretch: Stretch) -> None:
-        super().__init__(window)
+    def __init__(self, sums: StridedSums, number: int, stretch: Stretch) -> None:
+        self.crc32 = 0
         self._sums, self._number, self._stretch, self._done = sums, number, stretch, 0
 
-    def filled(self, view: memoryview) -> None:
+    def feed(self, view: memoryview) -> None:
         self.crc32 = self._sums.feed(self._number, self._stretch, view, self._done, self.crc32)[-1]
         self._done += len(view)
 

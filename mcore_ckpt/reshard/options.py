@@ -180,7 +180,7 @@ class ConversionOptions:
         None, "convert the model's floating-point tensors: bf16, fp16, fp32, or torch's names", metavar="TYPE"
     )
     drop_optimizer: bool = option(False, "leave the optimizer's state out")
-    workers: int = option(2, "threads, and tensors in progress at once", metavar="N")
+    workers: int = option(2, "threads, tensors in progress at once, and files of each rank", metavar="N")
     memory_bytes: int = option(1024**3, "memory to stay within, e.g. 512MiB", flag="--memory", metavar="SIZE")
     verify: bool = option(True, "compare DST with SRC by checksum before it appears, if DST is a checkpoint")
     restart: bool = option(False, "throw away what an interrupted run has left, instead of resuming it")
@@ -212,22 +212,15 @@ class ConversionOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardOptions(ConversionOptions):
-    """What to make of a checkpoint. Without `tp` and `pp` the layout of `like`, or the one it has, is taken over."""
-
-    TAKES: ClassVar[Mapping[str, str]] = {}
+    """What to make of a checkpoint. Without `tp` and `pp` its layout stays."""
 
     tp: int | None = option(None, "tensor parallel size", metavar="N")
     pp: int | None = option(None, "pipeline parallel size", metavar="N")
     ep: int = option(1, "expert parallel size", metavar="N")
     etp: int | None = option(None, "tensor parallel size of experts (default: as --tp)", metavar="N")
-    dp: int | None = option(None, "spread chunks over so many data parallel ranks", metavar="N")
-    like: str | None = option(
-        None, "take axes (without --tp and --pp: chunks and files) from this checkpoint", metavar="CKPT"
-    )
     rules: tuple[PartitionRule, ...] = option(
         (), "file of lines: key pattern (regular expression), axis or `whole`, [x2] for two halves", metavar="FILE"
     )
-    merge: bool = option(False, "one file for each rank, instead of one for each rank and worker")
     only: str | None = option(None, "keys to carry (shell pattern, or a part of the key)", metavar="PATTERN")
     optimizer_layout: str | None = option(
         None,

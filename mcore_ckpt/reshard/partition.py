@@ -1,8 +1,7 @@
 """Along which axis a tensor is divided among ranks: the decision for each tensor of a checkpoint, and who says so.
 
-In this order: a checkpoint that has the layout already (`like`), a rules file, the chunks that the source itself has,
-and a table of Megatron-Core's layers. A tensor that none of these knows is not divided. Optimizer state follows its
-parameter. Pure: keys, shapes and chunks only.
+In this order: a rules file, the chunks that the source itself has, and a table of Megatron-Core's layers. A tensor that
+none of these knows is not divided. Optimizer state follows its parameter. Pure: keys, shapes and chunks only.
 
 Megatron-Core stacks: with homogeneous layers the leading axis counts layers (`decoder.layers.mlp...`), with experts the
 next one counts experts (`...experts.experts...`). Such axes are stored one index a chunk, and say which pipeline stage
@@ -214,7 +213,7 @@ def _unknown(name: str, what: str) -> OptionError:
     )
 
 
-Decider = Literal["like", "rules", "grid", "table", "whole", "stored"]
+Decider = Literal["rules", "grid", "table", "whole", "stored"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +227,7 @@ class Partition:
     decider: Decider = "whole"
     guess: bool = False  # the decision comes from a name or a shape alone
     note: str = ""
-    # The chunks themselves, where they are taken over from another checkpoint or the source as they are.
+    # The chunks themselves, where they stay as they are in the source.
     boxes: tuple[Box, ...] | None = None
 
 
@@ -268,30 +267,22 @@ _VOCABULARY = re.compile(r"(?:^|\.)(?:word_embeddings|output_layer)\.(?:weight|b
 
 class Partitioner:
     """Decides for each tensor of one checkpoint, with Megatron's stored `arguments`; the first of `rules` that matches
-    wins.
-
-    `like` is the index of a checkpoint that has the requested layout, or shows the axes; `exact_like`: take its chunks
-    over as they are. `chunks_tell`: whether the chunks of the source are those of ranks; of a view they are not.
+    wins. `chunks_tell`: whether the chunks of the source are those of ranks; of a view they are not.
     """
 
     def __init__(
         self,
         index: CheckpointIndex,
         *,
-        like: CheckpointIndex | None = None,
         rules: Iterable[PartitionRule] = (),
         arguments: Mapping[str, Any] | None = None,
-        exact_like: bool = False,
         chunks_tell: bool = True,
     ) -> None:
         self._index = index
-        self._like = like
         self._rules = tuple(rules)
         self._arguments = arguments or {}
-        self._exact_like = exact_like
         self._chunks_tell = chunks_tell
-        self._source_sizes = {expert: _group_size(index, expert) for expert in (False, True)}
-        self._like_sizes = {expert: _group_size(like, expert) if like else None for expert in (False, True)}
+        self._group_sizes = {expert: _group_size(index, expert) for expert in (False, True)}
         self._decided: dict[str, Partition] = {}
 
     def decide(self, fqn: str) -> Partition:
@@ -308,30 +299,14 @@ class Partitioner:
             return Partition(None, decider="stored", note="flattened shards keep their chunks", boxes=boxes)
         key = model_key(fqn)
         expert = is_expert_key(key)
-        if self._like is not None:
-            found = self._from_like(entry, expert)
-            if found is not None:
-                return found
         for rule in self._rules:
             if rule.pattern.search(fqn):
                 return self._from_rule(entry, rule, expert)
         parameter = self._index.tensors.get(key)
         if key != fqn and parameter is not None and parameter.shape == entry.shape:
             return self.decide(key)
-        found = self._from_grid(entry, self._source_sizes[expert], expert, "grid") if self._chunks_tell else None
+        found = self._from_grid(entry, expert) if self._chunks_tell else None
         return found if found is not None else self._from_table(entry, expert)
-
-    def _from_like(self, entry: TensorEntry, expert: bool) -> Partition | None:
-        assert self._like is not None
-        other = self._like.tensors.get(entry.fqn) or self._like.tensors.get(model_key(entry.fqn))
-        if other is None:
-            return None
-        if self._exact_like and other.shape == entry.shape:
-            boxes = tuple(Box(chunk.offsets, chunk.sizes) for chunk in other.chunks)
-            return Partition(None, expert=expert, decider="like", boxes=boxes)
-        if len(other.shape) != len(entry.shape):
-            return None
-        return self._from_grid(other, self._like_sizes[expert], expert, "like")
 
     def _from_rule(self, entry: TensorEntry, rule: PartitionRule, expert: bool) -> Partition:
         rank = len(entry.shape)
@@ -344,16 +319,15 @@ class Partitioner:
             )
         return Partition(axis, rule.parts, expert, "rules")
 
-    def _from_grid(
-        self, entry: TensorEntry, group_size: int | None, expert: bool, decider: Decider
-    ) -> Partition | None:
+    def _from_grid(self, entry: TensorEntry, expert: bool) -> Partition | None:
         """What the chunks show: an axis, or, where the others of its kind are divided, that this one is not."""
+        group_size = self._group_sizes[expert]
         stacked = stacked_axes(entry.fqn, entry.shape)
         divisions = _divisions(entry, stacked.own)
         divided = [axis for axis, count in divisions.items() if count > 1]
         if not divided:
             if group_size is not None and group_size > 1:
-                return Partition(None, expert=expert, decider=decider)
+                return Partition(None, expert=expert, decider="grid")
             return None
         axis = max(divided, key=lambda axis: divisions[axis])
         parts, sure = 1, len(divided) == 1
@@ -361,7 +335,7 @@ class Partitioner:
         if undivided_halves or self._is_gated(entry, axis):
             parts = 2
         note = "" if sure else f"divided along axes {divided}; the most divided one is taken"
-        return Partition(axis, parts, expert, decider, not sure, note)
+        return Partition(axis, parts, expert, "grid", not sure, note)
 
     def _from_table(self, entry: TensorEntry, expert: bool) -> Partition:
         key = model_key(entry.fqn)

@@ -162,20 +162,16 @@ class TargetPlan:
         for worker in self.work:
             found.update(b"worker")
             for move in worker:
-                found.update(
-                    f"{move.entry.fqn} {move.key} {move.entry.dtype} {move.slots}\n".encode("utf-8", "surrogatepass")
-                )
+                found.update(f"{move.entry} {move.key} {move.slots}\n".encode("utf-8", "surrogatepass"))
         for blob in self.blobs:
             content = blob.content if isinstance(blob.content, bytes) else repr(blob.content).encode()
             found.update(f"{blob.file} {blob.offset}\n".encode("utf-8", "surrogatepass") + content)
-        for line in payloads.recipe():
-            found.update(line.encode("utf-8", "surrogatepass"))
         return found.hexdigest()
 
 
 def source_sums(move: TensorMove, journal: Journal, payloads: StoredPayloads) -> Sequence[int | None]:
     """The CRC-32s of a tensor's chunks in the source: stored, or as they were read."""
-    found = journal.crcs.get(move.entry.fqn)
+    found = journal.written[move.key].crcs
     return [payloads.locate(move.entry, chunk).crc32 for chunk in move.entry.chunks] if found is None else found
 
 
@@ -220,7 +216,7 @@ class _TorchDistPlan(TargetPlan):
             end, table_crc = self.footers[name].fill(save_id, size_bytes, sorted(objects[name]))
             files.write_end(name, end)
             listed[name] = ManifestFile(size_bytes, table_crc, save_id)
-        sums = [known for key in self.index.tensors for known in journal.sums[key]]
+        sums = [known for key in self.index.tensors for known in journal.written[key].sums]
         crcs = array("I", [crc for crc, _ in sums])
         for key in self.index.objects:
             item = payloads.index.objects[key].item
@@ -248,7 +244,7 @@ class _TorchDistPlan(TargetPlan):
         fingerprints = {}
         for move in self.moves:
             entry = self.index.tensors[move.key]
-            told = fingerprint_from_sums(self.index, entry, [crc for crc, _ in journal.sums[move.key]])
+            told = fingerprint_from_sums(self.index, entry, [crc for crc, _ in journal.written[move.key].sums])
             if told is None:
                 told = fingerprint_from_sums(payloads.index, move.entry, source_sums(move, journal, payloads))
             known = payloads.index.fingerprints.get(move.entry.fqn)
@@ -381,25 +377,19 @@ _SHOWN_KINDS = 5
 class TargetLayout:
     """Parallel sizes of the target; `etp` are tensor-parallel ranks of experts.
 
-    Ranks count as Megatron's do: tensor parallel fastest, then data, then pipeline. Chunks are spread over `dp` ranks.
+    Ranks count as Megatron's do: tensor parallel fastest, then data, then pipeline.
     """
 
     tp: int
     pp: int
     ep: int = 1
     etp: int | None = None
-    dp: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "ep", "etp", "dp"):
+        for name in ("tp", "pp", "ep", "etp"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= _MOST_RANKS:
                 raise OptionError(f"{name}={value}: expected at least 1, and at most {_MOST_RANKS}")
-        if self.dp is not None and (self.tp * self.dp) % (self.expert_tp * self.ep):
-            raise OptionError(
-                f"tp={self.tp} x dp={self.dp} ranks in a pipeline stage cannot be divided into etp={self.expert_tp} x "
-                f"ep={self.ep}; choose dp so that tp * dp is a multiple of {self.expert_tp * self.ep}"
-            )
 
     @property
     def expert_tp(self) -> int:
@@ -408,9 +398,7 @@ class TargetLayout:
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of one pipeline stage; without `dp`, the fewest that hold both groupings."""
-        if self.dp is not None:
-            return self.tp * self.dp
+        """Ranks of one pipeline stage: the fewest that hold both groupings."""
         return math.lcm(self.tp, self.expert_tp * self.ep)
 
     @property
@@ -444,10 +432,8 @@ class _Owners:
 
     index: CheckpointIndex
     layout: TargetLayout
-    like: CheckpointIndex | None
     layer_counts: dict[str, int] = field(default_factory=dict)
     expert_counts: dict[str, int] = field(default_factory=dict)
-    loads: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for fqn in self.index.tensors:
@@ -474,10 +460,9 @@ class _Owners:
 
     def of_chunks(self, entry: TensorEntry, partition: Partition, boxes: Sequence[Box]) -> list[int]:
         """The rank of each target chunk."""
-        if partition.decider == "like" and partition.boxes is not None and self.like is not None:
-            return self._as_in(self.like.tensors.get(entry.fqn) or self.like.tensors[model_key(entry.fqn)], boxes)
         if partition.decider == "stored":
-            return self._as_in(entry, boxes)
+            stored = {chunk.offsets: data_file_rank(chunk.item.file) or 0 for chunk in entry.chunks}
+            return [stored[box.offsets] % self.layout.ranks for box in boxes]
         stacked = stacked_axes(entry.fqn, entry.shape)
         experts = None if stacked.expert is None else entry.shape[stacked.expert]
         tensor_ranks = self.layout.expert_tp if partition.expert else self.layout.tp
@@ -497,24 +482,8 @@ class _Owners:
             elif partition.expert:
                 expert_rank = self._expert_of_key(entry.fqn)
             within = tensor_rank + tensor_ranks * expert_rank if partition.expert else tensor_rank
-            groups = self.layout.stage_ranks // (tensor_ranks * (self.layout.ep if partition.expert else 1))
-            ranks.append(self._spread(stage, within, groups, math.prod(box.sizes) * element_bytes(entry.dtype)))
+            ranks.append(stage * self.layout.stage_ranks + within)
         return ranks
-
-    def _spread(self, stage: int, within: int, groups: int, nbytes: int) -> int:
-        """Of the data parallel ranks that could write a chunk, the first, or with `dp` the one that has least."""
-        first = stage * self.layout.stage_ranks + within
-        if self.layout.dp is None or groups == 1:
-            choice = first
-        else:
-            step = self.layout.stage_ranks // groups
-            choice = min((first + step * n for n in range(groups)), key=lambda rank: (self.loads.get(rank, 0), rank))
-        self.loads[choice] = self.loads.get(choice, 0) + nbytes
-        return choice
-
-    def _as_in(self, other: TensorEntry, boxes: Sequence[Box]) -> list[int]:
-        ranks = {chunk.offsets: data_file_rank(chunk.item.file) or 0 for chunk in other.chunks}
-        return [ranks.get(box.offsets, 0) % self.layout.ranks for box in boxes]
 
     def _expert_of_key(self, fqn: str) -> int:
         found = expert_of(fqn)
@@ -545,19 +514,16 @@ def make_plan(
     layout: TargetLayout,
     partitioner: Partitioner,
     *,
-    like: CheckpointIndex | None = None,
     keys: Iterable[str] | None = None,
     object_keys: Iterable[str] | None = None,
     workers: int = 1,
     arguments: Mapping[str, Any] | None = None,
     rename: Mapping[str, str] | None = None,
 ) -> ReshardPlan:
-    """Plan the complete target. `like` is the checkpoint whose chunks the partitioner took over, `keys` and
-    `object_keys` what is carried, `workers` the files of each rank, `rename` new keys of tensors; others stay.
+    """Plan the complete target. `keys` and `object_keys` are what is carried, `workers` the files of each rank,
+    `rename` new keys of tensors; others stay.
     """
-    if workers < 1:
-        raise OptionError(f"workers={workers}: expected at least 1")
-    owners = _Owners(index, layout, like)
+    owners = _Owners(index, layout)
     vocabulary = padded_vocabulary(arguments or {}, layout.tp)
     decisions = []
     for fqn in index.tensors if keys is None else keys:
@@ -570,13 +536,8 @@ def make_plan(
         ranks = tuple(owners.of_chunks(entry, partition, slices))
         decisions.append(DividedTensor(entry, (rename or {}).get(fqn, fqn), slices, ranks, partition))
     notes = (*_uneven_layers(owners, layout), *_undivided(decisions, layout, arguments or {}, vocabulary))
-    chosen = index.objects if object_keys is None else {key: index.objects[key] for key in object_keys}
-    target = plan_torch_dist(
-        index,
-        decisions,
-        [(entry, owners.of_object(entry)) for entry in chosen.values()],
-        workers,
-    )
+    chosen = [index.objects[key] for key in (index.objects if object_keys is None else object_keys)]
+    target = plan_torch_dist(index, decisions, [(entry, owners.of_object(entry)) for entry in chosen], workers)
     return ReshardPlan(layout, tuple(decisions), notes, target)
 
 

@@ -48,9 +48,8 @@ from mcore_ckpt.reshard.target_directory import refuse_target
 from mcore_ckpt.reshard.target_files import TargetFiles
 from mcore_ckpt.reshard.view import ViewPayloads
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.tools.inspection import checkpoint_directory, index_version
+from mcore_ckpt.tools.inspection import index_version
 from mcore_ckpt.tools.keys import (
-    data_file_rank,
     is_optimizer_key,
     key_filter,
     layout_of_arguments,
@@ -72,10 +71,7 @@ def reshard_checkpoint(
     pp: int | None = None,
     ep: int = 1,
     etp: int | None = None,
-    dp: int | None = None,
-    like: str | os.PathLike[str] | None = None,
     rules: str | os.PathLike[str] | Sequence[PartitionRule] = (),
-    merge: bool = False,
     only: str | None = None,
     optimizer_layout: Literal["fully_reshardable"] | None = None,
     dtype: str | None = None,
@@ -89,7 +85,7 @@ def reshard_checkpoint(
 ) -> ConversionReport:
     """Make `target`, the checkpoint in `source` under another parallel layout.
 
-    Without `tp` and `pp` the layout of `like`, or the one that the checkpoint has, is taken over.
+    With `optimizer_layout`, and without `tp` and `pp`, the layout that the checkpoint has is taken over.
 
     Args:
         source: directory of a checkpoint, or of a run whose tracker file names one; never written to.
@@ -100,15 +96,12 @@ def reshard_checkpoint(
         pp: pipeline parallel size.
         ep: expert parallel size.
         etp: tensor parallel size of experts; None: as `tp`.
-        dp: spread chunks over so many data parallel ranks.
-        like: take axes (without `tp` and `pp`: chunks and files) from this checkpoint.
         rules: partition rules, or a file of lines: key pattern (regular expression), axis or `whole`, `x2` for halves.
-        merge: one file for each rank, instead of one for each rank and worker.
         only: keys to carry (shell pattern, or a part of the key).
         optimizer_layout: give the optimizer's state this layout, which loads under any division of the model.
         dtype: convert the model's floating-point tensors: `bf16`, `fp16`, `fp32`, or torch's names.
         drop_optimizer: leave the optimizer's state out.
-        workers: threads, and tensors in progress at once.
+        workers: threads, tensors in progress at once, and files of each rank.
         memory_bytes: memory to stay within; also as text, such as `512MiB`.
         verify: compare the target with the source by checksum before it appears.
         restart: throw away what an interrupted run has left, instead of resuming it.
@@ -193,11 +186,11 @@ def _target_layout(options: ReshardOptions) -> TargetLayout | None:
     if (tp is None) != (pp is None):
         raise OptionError("--tp and --pp belong together: give both (1 is a size too)")
     if tp is not None and pp is not None:
-        return TargetLayout(tp, pp, options.ep, options.etp, options.dp)
-    if options.like is None and options.optimizer_layout is None:
-        raise OptionError("no target layout: give --tp N --pp M, or --like CKPT")
-    if options.ep != 1 or options.etp is not None or options.dp is not None:
-        raise OptionError("--ep, --etp and --dp need --tp and --pp: --like alone takes its layout over as it is")
+        return TargetLayout(tp, pp, options.ep, options.etp)
+    if options.optimizer_layout is None:
+        raise OptionError("no target layout: give --tp N --pp M")
+    if options.ep != 1 or options.etp is not None:
+        raise OptionError("--ep and --etp need --tp and --pp: without them the layout stays as it is")
     return None
 
 
@@ -210,10 +203,7 @@ def _plan(
     *,
     fixed: bool,
 ) -> ReshardPlan:
-    like = read_index(checkpoint_directory(options.like)).without_shadow_copies() if options.like else None
-    exact = like if layout is None else None
-    if layout is None:
-        layout = _saved_layout(source, common) if like is None else _layout_of(like)
+    layout = layout or _saved_layout(source, common)
     wanted = key_filter(options.only)
 
     def kept(key: str) -> bool:
@@ -231,16 +221,9 @@ def _plan(
         if any(map(is_optimizer_key, keys)):
             _refuse_fixed_optimizer(source, common, layout)
     arguments = arguments_of(common)
-    partitioner = Partitioner(index, like=like, rules=options.rules, arguments=arguments, exact_like=exact is not None)
+    partitioner = Partitioner(index, rules=options.rules, arguments=arguments)
     return make_plan(
-        index,
-        layout,
-        partitioner,
-        like=exact,
-        keys=keys,
-        object_keys=objects,
-        workers=1 if options.merge else options.workers,
-        arguments=arguments,
+        index, layout, partitioner, keys=keys, object_keys=objects, workers=options.workers, arguments=arguments
     )
 
 
@@ -259,15 +242,6 @@ def _saved_layout(source: CheckpointIndex, common: Mapping[str, Any]) -> TargetL
     """The layout under which a checkpoint was saved, as far as it is known."""
     saved = layout_of_arguments(common) or layout_of_chunks(source)
     return TargetLayout(saved.tp or 1, saved.pp or 1, saved.ep or 1, saved.etp)
-
-
-def _layout_of(like: CheckpointIndex) -> TargetLayout:
-    """Sizes of a checkpoint whose chunks are taken over: what its chunks show, and room for all its ranks."""
-    shown = layout_of_chunks(like)
-    files = {chunk.item.file for entry in like.tensors.values() for chunk in entry.chunks}
-    ranks = 1 + max((data_file_rank(file) or 0 for file in files), default=0)
-    tp, pp = shown.tp or 1, shown.pp or 1
-    return TargetLayout(tp, pp, dp=max(1, -(-ranks // (tp * pp))))
 
 
 def _refuse_fixed_optimizer(source: CheckpointIndex, common: Mapping[str, Any], layout: TargetLayout) -> None:

@@ -1,13 +1,11 @@
 """A target's directory: it appears by one rename, when everything in it is complete, and replaces nothing.
 
-    TARGET.partial/<id>/          the files, while they are written
-    TARGET.partial/<id>.journal   how far they are; the lock on it shows that a run is at work
-    TARGET                        a rename of the folder, which fails where there is something already
+    TARGET.partial            the files, while they are written
+    TARGET.partial.journal    which tensors are durable there; the lock on it shows that a run is at work
+    TARGET                    a rename of the folder, which fails where there is something already
 
-A run locks its journal before it makes its folder, and removes the journal after the rename. So a folder whose journal
-is missing or not locked belongs to a run that has ended. The next run resumes it, if it is the same work, or removes
-it. A folder is renamed before it is removed: if its run is at work after all (another host, no locks), that run finds
-nothing to give the target's name to.
+A run locks the journal before it makes the folder, and removes the journal after the rename. So a folder whose journal
+is not locked belongs to a run that has ended. The next run resumes it, if it is the same work, or removes it.
 
 In an object store, where nothing can be renamed, the files are written at their place, next to the note of a save.
 None appears before all bytes of all of them are there; then they do one by one, and last the file that names the others
@@ -20,10 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -49,7 +44,6 @@ from mcore_ckpt.storage.resolve import path_in_file_system, storage_at
 
 _logger = logger_of(__name__)
 
-_ENTRY = re.compile(r"(?P<id>[0-9a-f]{16})(?P<kind>\.journal|\.gone)?")
 # In the note in a store: files of the target that is being made there.
 _NOTED: Final = "target"
 _EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
@@ -67,7 +61,7 @@ class Target:
 
 def partial_directory(target: Path) -> Path:
     """Where a target is written until it is complete."""
-    return target.with_name(target.name + PARTIAL)
+    return target.parent / (target.name + PARTIAL)
 
 
 def refuse_target(source: Path, target: Path) -> None:
@@ -126,34 +120,36 @@ def target_folder(target: Path, fingerprint: str, *, restart: bool = False) -> A
 @contextmanager
 def _renamed(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
     target = path_in_file_system(target)
-    folder, journal = _open(target, fingerprint, restart=restart)
+    folder = partial_directory(target)
 
     def publish(name: str, content: bytes) -> None:
         storage = storage_at(folder)
         storage.sync()
         storage.publish(name, content)
 
-    with journal:
+    with contextlib.closing(_open(target, folder, fingerprint, restart=restart)) as journal:
+        own = folder.stat()
         kept = False
         try:
             with contextlib.closing(TargetFiles(folder, resumable=True)) as files:
                 yield Target(files, journal, publish, lambda _: None)
             storage_at(folder).sync()
-            _appear(folder, target)
+            _appear(folder, own, target)
         except CheckpointError as error:
-            kept = bool(journal.done) and isinstance(error, SaveError) and not isinstance(error, CheckpointExistsError)
+            kept = (
+                bool(journal.written) and isinstance(error, SaveError) and not isinstance(error, CheckpointExistsError)
+            )
             raise
         except BaseException as error:
-            kept = bool(journal.done)
+            kept = bool(journal.written)
             if kept and isinstance(error, KeyboardInterrupt):
-                raise KeyboardInterrupt(f"{folder.parent} keeps what is done; the same command resumes it") from error
+                raise KeyboardInterrupt(f"{folder} keeps what is done; the same command resumes it") from error
             raise
         finally:
             if not kept:
                 shutil.rmtree(folder, ignore_errors=True)
-                journal.remove()
-                with contextlib.suppress(OSError):
-                    folder.parent.rmdir()
+                if not folder.exists():
+                    journal.remove()
 
 
 @contextmanager
@@ -260,100 +256,45 @@ def _remove_files(storage: Storage, names: Iterable[str]) -> None:
             storage.delete(name)
 
 
-def _open(target: Path, fingerprint: str, *, restart: bool) -> tuple[Path, FileJournal]:
-    """The folder and the journal of this run; of two runs that begin at once, the second sees the first."""
+def _open(target: Path, folder: Path, fingerprint: str, *, restart: bool) -> FileJournal:
+    """The journal of this run, and its folder; of two runs that begin at once, the second sees the first."""
     try:
         _refuse_existing(target)
-        partial = partial_directory(target)
-        with _alone_in(partial):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        journal = FileJournal(folder.with_name(f"{folder.name}.journal"))
+        try:
             _refuse_existing(target)
-            found = _left(partial, fingerprint, restart=restart)
-            if found is None:
-                folder = partial / secrets.token_hex(8)
-                found = folder, FileJournal(folder.with_suffix(".journal"))
-            folder, journal = found
-            try:
-                if not journal.fingerprint:
-                    journal.begin(fingerprint)
-                folder.mkdir(exist_ok=True)
-            except BaseException:  # the lock must not outlive the attempt: the next one would take it for a run
-                if not journal.done:
-                    journal.remove()
-                journal.close()
-                raise
-            return found
-    except OSError as error:
-        raise SaveError(f"{target}.partial: the directory cannot be made: {error.strerror or error}") from error
-
-
-@contextmanager
-def _alone_in(partial: Path) -> Iterator[None]:
-    """No other run looks at the temporary directory meanwhile, where directories can be locked."""
-    while True:
-        partial.mkdir(parents=True, exist_ok=True)
-        try:
-            fd = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue
-        try:
-            with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            try:
-                if not os.path.samestat(os.fstat(fd), partial.stat()):
-                    continue
-            except FileNotFoundError:  # a run that has finished has removed it
-                continue
-            yield
-            return
-        finally:
-            os.close(fd)
-
-
-def _left(partial: Path, fingerprint: str, *, restart: bool) -> tuple[Path, FileJournal] | None:
-    """The folder of an earlier run that is resumed; what other runs have left is removed, or refused."""
-    names = sorted(path.name for path in partial.iterdir())
-    foreign = [name for name in names if not _ENTRY.fullmatch(name)]
-    if foreign:
-        raise OptionError(
-            f"{partial}: holds {foreign[0]}, which no command of mcore-ckpt has left there; remove that, or choose "
-            "another name for the target"
-        )
-    resumed: tuple[Path, FileJournal] | None = None
-    try:
-        for name in sorted({name[:16] for name in names}):
-            folder = partial / name
-            journal = FileJournal(folder.with_suffix(".journal"))
-            is_same = journal.fingerprint == fingerprint
-            is_begun = bool(journal.done) and not restart and folder.is_dir()
-            if is_begun and is_same and resumed is None:
-                resumed = folder, journal
-                continue
-            with journal:
-                if is_begun and not is_same:
+            if journal.is_new and folder.is_dir() and any(folder.iterdir()):
+                raise OptionError(
+                    f"{folder}: holds what no command of mcore-ckpt has left there; remove that, or choose another "
+                    "name for the target"
+                )
+            if restart or journal.fingerprint != fingerprint or not folder.is_dir():
+                if journal.written and folder.is_dir() and not restart:
                     raise OptionError(
                         f"{folder}: left by a run with another source, layout or set of options; repeat that command "
                         "to finish it, or throw its work away with --restart"
                     )
-                _remove(folder)
+                if folder.exists():
+                    shutil.rmtree(folder)
+                journal.begin(fingerprint)
+                storage_at(folder.parent).sync()
+            folder.mkdir(exist_ok=True)
+        except BaseException:  # the lock must not outlive the attempt: the next one would take it for a run
+            if journal.is_new:
                 journal.remove()
-    except BaseException:
-        if resumed is not None:
-            resumed[1].close()
-        raise
-    return resumed
+            journal.close()
+            raise
+        return journal
+    except OSError as error:
+        raise SaveError(f"{folder}: the directory cannot be made: {error.strerror or error}") from error
 
 
-def _remove(folder: Path) -> None:
-    gone = folder.with_suffix(".gone")
-    shutil.rmtree(gone, ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):
-        folder.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
-
-
-def _appear(folder: Path, target: Path) -> None:
+def _appear(folder: Path, own: os.stat_result, target: Path) -> None:
     """Give a complete directory its name, durably; a directory that is renamed replaces at most an empty one."""
     try:
+        if not os.path.samestat(own, folder.stat()):
+            raise SaveError(f"{folder}: another run has replaced the directory; run the command again")
         folder.rename(target)
     except OSError as error:
         if error.errno in _EXISTS:

@@ -24,11 +24,11 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.process import Crew
-from mcore_ckpt.format.integrity import RunningSum
 from mcore_ckpt.format.metadata_read import read_small_file
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeWriter, align_up
@@ -99,38 +99,23 @@ class FileStream:
         self._flushed = 0  # of the buffer: bytes before it belong to another stream, or were written before
         self._filled = 0
 
-    def space(self, nbytes: int) -> memoryview:
-        """Memory for the next bytes of the file: `nbytes` of them or fewer, but at least one."""
-        if self._buffer is None:
-            self._buffer = self._streams.take(self)
-            # Buffer and file are aligned together, so that whole pages can be written from where they lie.
-            self._flushed = self._filled = self.position % ALIGNMENT_BYTES
-        else:
-            self._streams.used(self)
-        return self._buffer[self._filled : self._filled + nbytes]
-
-    def filled(self, view: memoryview) -> None:
-        """`view`, which `space` gave, holds the bytes."""
-        self._filled += len(view)
-        self.position += len(view)
-        if self._filled == self._streams.buffer_bytes:
-            self.flush()
-
     def write(self, content: bytes | memoryview) -> None:
         """Append a copy."""
         view = memoryview(content)
         while len(view):
-            space = self.space(len(view))
-            space[:] = view[: len(space)]
-            self.filled(space)
+            if self._buffer is None:
+                self._buffer = self._streams.take(self)
+                # Buffer and file are aligned together, so that whole pages can be written from where they lie.
+                self._flushed = self._filled = self.position % ALIGNMENT_BYTES
+            else:
+                self._streams.used(self)
+            space = self._buffer[self._filled : self._filled + len(view)]
+            direct_io.copy_bytes(space, view[: len(space)])
+            self._filled += len(space)
+            self.position += len(space)
+            if self._filled == self._streams.buffer_bytes:
+                self.flush()
             view = view[len(space) :]
-
-    def pad_to(self, position: int) -> None:
-        """Zeros up to a position of the file."""
-        while self.position < position:
-            space = self.space(position - self.position)
-            space[:] = bytes(len(space))
-            self.filled(space)
 
     def seek(self, position: int) -> None:
         """Go on somewhere else: what lies between is written by others."""
@@ -170,28 +155,6 @@ def _page_cuts(start: int, stop: int) -> list[tuple[int, int]]:
     return [(a, b) for a, b in ((start, first), (first, last), (last, stop)) if a < b]
 
 
-class StreamSink:
-    """A tensor's payload on its way into a stream; sums it."""
-
-    __slots__ = ("stream", "sums")
-
-    def __init__(self, stream: FileStream) -> None:
-        self.stream = stream
-        self.sums = RunningSum()
-
-    @property
-    def crc32(self) -> int:
-        """CRC-32 of what has gone through."""
-        return self.sums.crc32
-
-    def space(self, nbytes: int) -> memoryview:
-        return self.stream.space(nbytes)
-
-    def filled(self, view: memoryview) -> None:
-        self.sums.feed(view)
-        self.stream.filled(view)
-
-
 class TargetFiles:
     """The files of one target, in `folder`, each written at any offset by any number of workers.
 
@@ -206,10 +169,10 @@ class TargetFiles:
         self._sizes: Mapping[str, int] = {}
         self._writers: dict[str, RangeWriter] = {}
 
-    def begin(self, sizes: Mapping[str, int], *, resumed: bool) -> None:
+    def begin(self, sizes: Mapping[str, int]) -> None:
         """Which files there will be, of these lengths; raises `SaveError` if there is no room for them."""
         self._sizes = sizes
-        if not self._resumable or resumed:
+        if not self._resumable:
             return
         needed_bytes = sum(sizes.values())
         for name, size in sizes.items():
@@ -268,7 +231,6 @@ class TargetFiles:
 Sums = tuple[int, list[int]]
 """Of the elements in one slot: their CRC-32, and the cumulative CRC-32s of their blocks."""
 
-_VERSION = 5
 # A line for each gibibyte or so, of some bytes for each tensor and MiB.
 _MAX_BYTES: Final = 1024**3
 _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
@@ -276,50 +238,46 @@ _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errn
 _FRESH_S: Final = 24 * 3600.0
 
 
+class Written(NamedTuple):
+    """A tensor that is durable: the sums of its slots; and the CRC-32s of its chunks in the source, if not stored."""
+
+    sums: list[Sums]
+    crcs: list[int] | None
+
+
 class Journal:
-    """What is known of the target so far."""
+    """What is durable of a target, by the tensors' keys there."""
 
     def __init__(self) -> None:
-        self.done: dict[int, int] = {}  # for each worker, how many of its tensors are durable
-        # CRC-32s of source chunks that are stored nowhere else: key in the source -> by position.
-        self.crcs: dict[str, list[int]] = {}
-        self.sums: dict[str, list[Sums]] = {}  # of the target's slots: key at the target -> by position
+        self.written: dict[str, Written] = {}
 
-    def record(self, worker: int, done: int, crcs: dict[str, list[int]], sums: dict[str, list[Sums]]) -> None:
-        """The first `done` tensors of a worker are durable."""
-        self.done[worker] = done
-        self.crcs.update(crcs)
-        self.sums.update(sums)
-
-    def forget(self) -> None:
-        """Nothing is done: the next run writes everything again."""
-        self.done, self.crcs, self.sums = {}, {}, {}
+    def record(self, written: Mapping[str, Written]) -> None:
+        """These tensors are durable."""
+        self.written.update(written)
 
 
 class FileJournal(Journal):
-    """One line for each stretch of a worker's tensors that is durable; a context manager.
-
-    The first line names the plan by its fingerprint, so that a later run resumes only the same work. A torn last line
-    is ignored. The lock (flock) on the file is the sign of life of a run.
+    """Lines of JSON behind their CRC-32: the fingerprint of the plan, so that a later run resumes only the same work,
+    then tensors by key. A torn line is the end. The lock (flock) on the file is the sign of life of a run.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._path, self._lock = path, threading.Lock()
-        self.fingerprint: str | None = ""  # of the plan; empty in a new journal, None in one that cannot be read
-        is_new = not path.exists()
+        self.path, self._lock = path, threading.Lock()
+        self.fingerprint = ""
+        self.is_new = not path.exists()
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise SaveError(f"{path}: cannot be opened: {error.strerror}") from error
         try:
-            self._take_lock(is_new=is_new)
+            self._take_lock()
             self._read()
         except BaseException:
             os.close(self._fd)
             raise
 
-    def _take_lock(self, *, is_new: bool) -> None:
+    def _take_lock(self) -> None:
         problem = ""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -329,76 +287,61 @@ class FileJournal(Journal):
             age_s = time.time() - os.fstat(self._fd).st_mtime
             if error.errno not in _NO_LOCKS:
                 problem = "is at work there; wait for it, or end it"
-            elif not is_new and age_s < _FRESH_S:
+            elif not self.is_new and age_s < _FRESH_S:
                 problem = (
                     f"may be at work there: it was written {age_s / 60:.0f} minutes ago, and this file system has no "
                     "locks that would tell. If none is, remove this file and the folder next to it, or wait for a day"
                 )
         if problem:
-            raise SaveError(f"another command is making this target: {self._path}: a command {problem}")
+            raise SaveError(f"another command is making this target: {self.path}: a command {problem}")
 
     def _read(self) -> None:
-        content = read_small_file(self._path.parent, self._path.name, _MAX_BYTES)
-        complete = content[: content.rfind(b"\n") + 1]
-        if len(complete) < len(content):
-            os.ftruncate(self._fd, len(complete))
-        try:
-            lines = [json.loads(line) for line in complete.splitlines()]
-            if not lines:
-                return
-            head = dict(lines[0])
-            done = {int(line["worker"]): int(line["done"]) for line in lines[1:]}
-            crcs = {key: list(map(int, found)) for line in lines[1:] for key, found in line["crcs"].items()}
-            sums = {
-                key: [(int(crc), list(map(int, running))) for crc, running in found]
-                for line in lines[1:]
-                for key, found in line["sums"].items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            self.fingerprint = None
-            return
-        if head.get("version") != _VERSION:
-            self.fingerprint = None
-            return
-        self.fingerprint, self.done, self.crcs, self.sums = str(head.get("fingerprint")), done, crcs, sums
+        nbytes = 0
+        for line in read_small_file(self.path.parent, self.path.name, _MAX_BYTES).splitlines(keepends=True):
+            if _framed(line[_SUM_BYTES:]) != line:
+                break
+            found = json.loads(line[_SUM_BYTES:])
+            if nbytes:
+                self.written.update(
+                    {key: Written([(crc, blocks) for crc, blocks in sums], crcs) for key, (sums, crcs) in found.items()}
+                )
+            else:
+                self.fingerprint = found
+            nbytes += len(line)
+        os.ftruncate(self._fd, nbytes)
 
     def begin(self, fingerprint: str) -> None:
-        """Name the plan of a new journal."""
-        self.fingerprint = fingerprint
-        self._append({"version": _VERSION, "fingerprint": fingerprint})
+        """Forget what was written, and name the plan."""
+        self.fingerprint, self.written = fingerprint, {}
+        os.ftruncate(self._fd, 0)
+        self._append(fingerprint)
 
-    def record(self, worker: int, done: int, crcs: dict[str, list[int]], sums: dict[str, list[Sums]]) -> None:
-        super().record(worker, done, crcs, sums)
-        self._append({"worker": worker, "done": done, "crcs": crcs, "sums": sums})
-
-    def forget(self) -> None:
-        super().forget()
-        with self._lock:
-            first = os.pread(self._fd, 1 << 16, 0)
-            os.ftruncate(self._fd, first.index(b"\n") + 1)
-            os.fsync(self._fd)
+    def record(self, written: Mapping[str, Written]) -> None:
+        super().record(written)
+        self._append(written)
 
     def remove(self) -> None:
         """Remove the file; the lock stays until it is closed."""
         with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
+            self.path.unlink()
 
-    def _append(self, line: dict[str, Any]) -> None:
-        left = json.dumps(line).encode() + b"\n"
+    def _append(self, content: Any) -> None:
+        left = _framed(json.dumps(content).encode() + b"\n")
         try:
             with self._lock:
                 while left:
                     left = left[os.write(self._fd, left) :]
                 os.fsync(self._fd)
         except OSError as error:
-            raise SaveError(f"{self._path}: the journal cannot be written: {error}") from error
+            raise SaveError(f"{self.path}: the journal cannot be written: {error}") from error
 
     def close(self) -> None:
         """Give the lock up."""
         os.close(self._fd)
 
-    def __enter__(self) -> FileJournal:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+_SUM_BYTES: Final = 9
+
+
+def _framed(text: bytes) -> bytes:
+    return b"%08x " % crc32(text) + text

@@ -399,9 +399,6 @@ class DerivedPayloads(StoredPayloads):
         self._sums.check_rest()
         self.base.check_rest()
 
-    def recipe(self) -> Iterable[str]:
-        return self.base.recipe()
-
     def close(self) -> None:
         """Close the files."""
         self.base.close()
@@ -440,10 +437,6 @@ class CastPayloads(DerivedPayloads):
             view[:] = converted[start - first * to_bytes :][: len(view)]
 
         return self.computed(entry, chunk, fill)
-
-    def recipe(self) -> Iterable[str]:
-        yield from self.base.recipe()
-        yield from (f"{key} from {self.base.index.tensors[key].dtype} to {to}" for key, to in self._dtypes.items())
 
 
 def cast_payloads(base: StoredPayloads, dtype_of: Callable[[TensorEntry], str]) -> StoredPayloads:
@@ -516,12 +509,6 @@ class ViewPayloads(DerivedPayloads):
 
     def base_chunk(self, entry: TensorEntry, chunk: StoredChunk) -> None:
         """As `DerivedPayloads.base_chunk`: chunks of a view are parts of others."""
-
-    def recipe(self) -> Iterable[str]:
-        yield from self.base.recipe()
-        for (key, offsets), origin in self._slices.items():
-            if origin.chunk is not None:
-                yield f"{key} {offsets} {origin.chunk.item[:2]} {origin.slice} {origin.order}"
 
     def _locate(self, entry: TensorEntry, chunk: StoredChunk) -> StoredPayload:
         origin = self._slices[entry.fqn, chunk.offsets]
@@ -725,6 +712,3 @@ class FilePayloads(StoredPayloads):
     def check_rest(self) -> None:
         """Of records that were read in part, read and compare the rest (padding); raises `ChecksumError`."""
         self._sums.check_rest()
-
-    def recipe(self) -> Iterable[str]:
-        return (f"{key} {at.offset} {at.dtype} {at.shape}" for key, at in self._tensors.items())

@@ -326,7 +326,7 @@ class _TorchPlan(TargetPlan):
 
     def finish(self, files: TargetFiles, journal: Journal, payloads: StoredPayloads, *, is_compared: bool) -> None:
         for name, archive in self.archives.items():
-            crcs = [known if isinstance(known, int) else journal.sums[known][0][0] for known in archive.sums]
+            crcs = [known if isinstance(known, int) else journal.written[known].sums[0][0] for known in archive.sums]
             files.write_end(name, archive.layout.end(crcs))
 
 

@@ -172,10 +172,6 @@ class StoredPayloads:
     def check_rest(self) -> None:
         """Told that nothing more is going to be read: what was read of chunks in parts is compared now."""
 
-    def recipe(self) -> Iterable[str]:
-        """What the elements depend on, besides the index and its files."""
-        return ()
-
     def close(self) -> None:
         """Close the files."""
         self.files.close()

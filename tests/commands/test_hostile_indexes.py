@@ -106,7 +106,7 @@ def test_a_command_ends_with_an_answer_or_an_error_of_ours(
 
 
 def test_more_ranks_than_there_are_machines(base: CheckpointIndex, directory: Path) -> None:
-    words = ["reshard", base.path, str(directory / "out"), "--tp", "1", "--pp", "1", "--dp", "9999999999"]
+    words = ["reshard", base.path, str(directory / "out"), "--tp", "1", "--pp", "1", "--ep", "9999999999"]
     code, said = run_bounded(words, directory / "log")
     assert code == 2
     assert "at most 1000000" in said

@@ -8,7 +8,6 @@ time. What is found belongs into `corpus/<target>/`, and into a test with a name
 from __future__ import annotations
 
 import io
-import json
 import os
 import random
 import shutil
@@ -33,7 +32,6 @@ from mcore_ckpt.format.state_file import read_plain
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.megatron.serialization import load_common
 from mcore_ckpt.models._sources import read_safetensors
-from mcore_ckpt.reshard.target_files import FileJournal
 from mcore_ckpt.reshard.weight_files import safetensors_header
 from tests.support.encoded_items import encode_tensor
 from tests.support.stored_layouts import rewritten
@@ -79,18 +77,9 @@ def _as_file(name: str, read: Callable[[Path], Any]) -> Callable[[bytes, Path], 
     return write_and_read
 
 
-def _read_journal(directory: Path) -> None:
-    with FileJournal(directory / "1.journal"):
-        pass
-
-
 def _seeds() -> dict[str, list[bytes]]:
     tensor = torch.arange(15.0).view(3, 5)
     header, _ = safetensors_header([("a", "float32", (2, 3)), ("b", "int64", (4,))], {"format": "pt"})
-    journal: list[dict[str, Any]] = [
-        {"version": 3, "fingerprint": "f"},
-        {"worker": 0, "done": 3, "crcs": {"a": [1, 2]}, "sums": {"a": [[1, [2, 3]]]}, "unproved": False},
-    ]
     return {
         "index": [path.read_bytes() for path in sorted((HERE / "golden").glob("*/.metadata"))],
         "item": [
@@ -103,7 +92,6 @@ def _seeds() -> dict[str, list[bytes]]:
         "common": [saved({"iteration": 7, "args": Namespace(lr=0.5)})],
         "config": [encode_config()],
         "safetensors": [header + bytes(56)],
-        "journal": [b"".join(json.dumps(line).encode() + b"\n" for line in journal)],
     }
 
 
@@ -115,7 +103,6 @@ TARGETS: dict[str, Callable[[bytes, Path], Any]] = {
     "common": _as_file("common.pt", load_common),
     "config": _as_file("metadata.json", read_config),
     "safetensors": _as_file("x.safetensors", lambda directory: read_safetensors(directory, "x.safetensors")),
-    "journal": _as_file("1.journal", _read_journal),
 }
 _NUMBERS = (b"\0", b"\xff", b"\x7f", b"\x80", b"\xff" * 4, b"\0\0\0\x80", b"\xff\xff\xff\x7f", b"\x94", b"9" * 30)
 _OPCODES = (

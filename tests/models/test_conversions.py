@@ -28,7 +28,7 @@ from mcore_ckpt.format.index import StoredChunk, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.models import _sources
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
-from mcore_ckpt.reshard import conversion, copying
+from mcore_ckpt.reshard import conversion
 from mcore_ckpt.reshard.options import parse_rename_rules
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.payloads import StoredPayloads
@@ -305,26 +305,28 @@ class _Evil:
         return print, ("never",)
 
 
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
 def test_an_interrupted_export_is_resumed_by_the_same_command(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any
 ) -> None:
-    located: list[bool] = []
-    original = StoredPayloads.locate
+    """What was written and has come to harm is not published: it is written again."""
 
-    def locate(self: StoredPayloads, *arguments: Any) -> Any:
-        located.append(True)
-        if len(located) == 12:
-            raise KeyboardInterrupt
-        return original(self, *arguments)
+    def stop(_: StoredPayloads) -> None:
+        raise KeyboardInterrupt
 
+    options = {"to": to, "max_shard_bytes": 20_000}
     with monkeypatch.context() as patched:
-        patched.setattr(StoredPayloads, "locate", locate)
-        patched.setattr(copying, "_SYNC_BYTES", 1)
+        patched.setattr(StoredPayloads, "check_rest", stop)
         with pytest.raises(KeyboardInterrupt):
-            export_checkpoint(checkpoint, tmp_path / "t", max_shard_bytes=20_000)
+            export_checkpoint(checkpoint, tmp_path / "t", **options)
     assert not (tmp_path / "t").exists()
-    assert export_checkpoint(checkpoint, tmp_path / "t", max_shard_bytes=20_000).resumed
-    export_checkpoint(checkpoint, tmp_path / "alone", max_shard_bytes=20_000)
+    first, second, *_ = sorted((tmp_path / "t.partial").iterdir())
+    content = bytearray(first.read_bytes())
+    content[len(content) // 2] ^= 4
+    first.write_bytes(content)
+    second.unlink()
+    assert export_checkpoint(checkpoint, tmp_path / "t", **options).resumed
+    export_checkpoint(checkpoint, tmp_path / "alone", **options)
     assert contents(tmp_path / "t") == contents(tmp_path / "alone")
     assert not (tmp_path / "t.partial").exists()
 

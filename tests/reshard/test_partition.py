@@ -84,12 +84,10 @@ def test_the_sources_own_chunks_are_no_guess(
 
 
 class TestOrder:
-    def test_like_then_rules_then_grid_then_table(self) -> None:
+    def test_rules_then_grid_then_table(self) -> None:
         key = LAYER + "self_attention.linear_proj.weight"
-        whole, columns, rows = entry(key, (32, 32)), halves(key, (32, 32), 1), halves(key, (32, 32), 0)
+        whole, rows = entry(key, (32, 32)), halves(key, (32, 32), 0)
         rules = parse_partition_rules(f"{key}$ whole", "rules")
-        assert Partitioner(index(rows), like=index(columns), rules=rules).decide(key).decider == "like"
-        assert Partitioner(index(rows), like=index(whole), rules=rules).decide(key).decider == "rules"
         assert Partitioner(index(rows), rules=rules).decide(key).axis is None
         assert Partitioner(index(rows)).decide(key).axis == 0
         assert Partitioner(index(whole)).decide(key).decider == "table"

@@ -78,8 +78,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "options",
     [
         {"tp": 8, "pp": 2, "workers": 3},
-        {"tp": 1, "pp": 2, "dp": 4},
-        {"tp": 2, "pp": 1, "merge": True},
+        {"tp": 1, "pp": 2},
+        {"tp": 2, "pp": 1, "workers": 1},
         {"tp": 4, "pp": 1, "verify": False, "memory_bytes": 384 * 1024**2},
     ],
     ids=str,
@@ -122,17 +122,6 @@ def test_each_rank_finds_its_shards_whole_in_its_own_files(source: Path, tmp_pat
         assert grid(index, f"{prefix}.mlp.linear_fc1.layer_norm_weight") == [((0,), (16,), stage)]
     assert [rank for _, _, rank in grid(index, "embedding.word_embeddings.weight")] == [0, 1, 2, 3]
     assert [rank for _, _, rank in grid(index, "output_layer.weight")] == [4, 5, 6, 7]
-    reshard_checkpoint(source, tmp_path / "spread", tp=2, pp=1, dp=3)
-    assert {int(file[2]) for file in read_files(tmp_path / "spread")} == set(range(6))
-
-
-def test_like_takes_over_chunks_and_files(source: Path, tmp_path: Path) -> None:
-    write_model(tmp_path / "like", tp=4, tensors=model_tensors(seed=5))
-    reshard_checkpoint(source, tmp_path / "t", like=str(tmp_path / "like"))
-    target, like = read_index(tmp_path / "t"), read_index(tmp_path / "like")
-    for key in like.tensors:
-        assert grid(target, key) == grid(like, key)
-    assert_same(read_all(tmp_path / "t"), model_tensors())
 
 
 def test_only_and_drop(source: Path, tmp_path: Path) -> None:
@@ -213,7 +202,7 @@ class TestRefusals:
         tensors = {**model_tensors(optimizer=False), key: torch.randn(100)}
         arguments = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
         write_model(tmp_path / "s", tensors=tensors, arguments=arguments)
-        reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=2, pp=1, dp=2)
+        reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=2, pp=1)
         assert_same(read_all(tmp_path / "t"), tensors)
         with pytest.raises(OptionError, match="--optimizer-layout fully_reshardable"):
             reshard_checkpoint(tmp_path / "s", tmp_path / "u", tp=1, pp=1)
@@ -317,6 +306,22 @@ class TestInterruption:
         assert not reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, restart=True).resumed
         assert_same(read_all(tmp_path / "t"), big)
 
+    @pytest.mark.parametrize("fault", ["cut", "changed", "removed"])
+    def test_what_has_come_to_harm_meanwhile_is_written_again(
+        self, tmp_path: Path, big: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, fault: str
+    ) -> None:
+        self.interrupt(tmp_path, monkeypatch)
+        file = tmp_path / "t.partial" / "__0_1.distcp"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 4
+        if fault == "removed":
+            file.unlink()
+        else:
+            file.write_bytes(content[: len(content) // 2] if fault == "cut" else content)
+        assert reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, verify=False).resumed
+        assert_same(read_all(tmp_path / "t"), big)
+        assert verify_checkpoint(tmp_path / "t").whole
+
     @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT], ids=lambda stop: stop.name)
     def test_a_process_that_is_stopped(
         self,
@@ -330,7 +335,7 @@ class TestInterruption:
             "import sys, time\nfrom mcore_ckpt.reshard import copying\n"
             "copying._SYNC_BYTES = 4 * 1024**2\n"
             "original = copying._Worker._write_tensor\n"
-            "def slow(self, streams, move):\n    time.sleep(0.05)\n    original(self, streams, move)\n"
+            "def slow(*given):\n    time.sleep(0.05)\n    original(*given)\n"
             "copying._Worker._write_tensor = slow\n"
             "from mcore_ckpt.commands.cli import main\nsys.exit(main(sys.argv[1:]))"
         )
@@ -343,7 +348,7 @@ class TestInterruption:
             text=True,
         )
         deadline = time.monotonic() + 60
-        while not any(path.read_text().count("\n") > 2 for path in (tmp_path / "t.partial").glob("*.journal")):
+        while not any(path.read_text().count("\n") > 2 for path in tmp_path.glob("t.partial.journal")):
             assert running.poll() is None, running.communicate()[1]
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -435,7 +440,7 @@ def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
         key: StoredTensor(tensor, [Box((0,) * tensor.dim(), tuple(tensor.shape))]) for key, tensor in tensors.items()
     }
     write_checkpoint(tmp_path / "s", stored)
-    for name, sizes in (("a", {"tp": 1, "pp": 1}), ("b", {"tp": 4, "pp": 2, "ep": 2, "dp": 4})):
+    for name, sizes in (("a", {"tp": 1, "pp": 1}), ("b", {"tp": 4, "pp": 2, "ep": 2})):
         reshard_checkpoint(tmp_path / "s", tmp_path / name, **sizes)
         assert_same(read_all(tmp_path / name), tensors)
         assert verify_checkpoint(tmp_path / name).whole

@@ -6,26 +6,28 @@ import errno
 import fcntl
 import os
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError, OptionError, SaveError
 from mcore_ckpt.reshard.target_directory import target_folder
-from mcore_ckpt.reshard.target_files import FileJournal
+from mcore_ckpt.reshard.target_files import FileJournal, Written
 
 WORK = "the fingerprint of some work"
+WRITTEN = {"key": Written([(7, [])], None)}
 
 
-def left_by(target: Path, work: str, done: int = 1, name: str = "0123456789abcdef") -> Path:
+def left_by(target: Path, work: str, *, is_begun: bool = True) -> Path:
     """What a run that was killed has left."""
-    folder = target.with_name(target.name + ".partial") / name
-    folder.mkdir(parents=True)
+    folder = target.with_name(f"{target.name}.partial")
+    folder.mkdir()
     (folder / "half").write_bytes(b"half of it")
-    with FileJournal(folder.with_suffix(".journal")) as journal:
+    with closing(FileJournal(folder.with_name(f"{folder.name}.journal"))) as journal:
         journal.begin(work)
-        if done:
-            journal.record(0, done, {}, {"key": [(7, [])]})
+        if is_begun:
+            journal.record(WRITTEN)
     return folder
 
 
@@ -37,10 +39,10 @@ def make(target: Path, work: str = WORK, *, restart: bool = False) -> list[str]:
     """Make a target; returns what was in its folder at first."""
     with target_folder(target, work, restart=restart) as made:
         found = names(made.files.folder)
-        assert bool(found) is bool(made.journal.done)
+        assert bool(found) is bool(made.journal.written)
         (made.files.folder / "all").write_bytes(b"all of it")
-    assert names(target.parent) == sorted({target.name} | set(names(target.parent)) - {f"{target.name}.partial"})
     assert "all" in names(target)
+    assert [name for name in names(target.parent) if name.startswith(f"{target.name}.")] == []
     return found
 
 
@@ -64,19 +66,20 @@ def test_a_link_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     assert names(tmp_path) == ["t"]
 
 
-def test_the_same_work_is_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [b"deadbeef {", b'deadbeef {"other": [[], null]}\n'], ids=["torn", "damaged"])
+def test_the_same_work_is_resumed(tmp_path: Path, end: bytes) -> None:
     folder = left_by(tmp_path / "t", WORK)
-    with folder.with_suffix(".journal").open("ab") as file:
-        file.write(b'{"worker": 1, "done"')  # torn
+    journal = tmp_path / "t.partial.journal"
+    journal.write_bytes(journal.read_bytes() + end)
     with target_folder(tmp_path / "t", WORK) as made:
         assert made.files.folder == folder
-        assert (made.journal.done, made.journal.sums) == ({0: 1}, {"key": [(7, [])]})
+        assert made.journal.written == WRITTEN
     assert names(tmp_path / "t") == ["half"]
 
 
 def test_other_work_is_refused_unless_it_is_to_be_thrown_away(tmp_path: Path) -> None:
     folder = left_by(tmp_path / "t", "other work")
-    with pytest.raises(OptionError, match=r"0123456789abcdef: left by a run with another source.*--restart"):
+    with pytest.raises(OptionError, match=r"t\.partial: left by a run with another source.*--restart"):
         make(tmp_path / "t")
     assert (folder / "half").exists()
     assert make(tmp_path / "t", restart=True) == []
@@ -86,27 +89,28 @@ def test_other_work_is_refused_unless_it_is_to_be_thrown_away(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["nothing done", "damaged journal", "no folder"])
 def test_what_is_of_no_use_goes(tmp_path: Path, kind: str) -> None:
-    folder = left_by(tmp_path / "t", WORK, done=0 if kind == "nothing done" else 1)
-    journal = folder.with_suffix(".journal")
+    folder = left_by(tmp_path / "t", WORK, is_begun=kind != "nothing done")
     if kind == "damaged journal":
-        journal.write_text('{"version": 4, "fingerprint": 5}\n{"worker": "x"}\n')
+        (tmp_path / "t.partial.journal").write_text('{"version": 4, "fingerprint": 5}\n{"worker": "x"}\n')
     elif kind == "no folder":
         (folder / "half").unlink()
         folder.rmdir()
-    assert make(tmp_path / "t") == []
+    found = make(tmp_path / "t", "other work" if kind == "nothing done" else WORK)
+    assert found == []
 
 
 def test_what_no_command_has_left_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "t.partial").mkdir()
-    (tmp_path / "t.partial" / "0123456789abcdef.gone0").write_bytes(b"hours of work")
-    with pytest.raises(OptionError, match=r"holds 0123456789abcdef\.gone0, which no command"):
-        make(tmp_path / "t", restart=True)
-    assert names(tmp_path / "t.partial") == ["0123456789abcdef.gone0"]
+    (tmp_path / "t.partial" / "file").write_bytes(b"hours of work")
+    for _ in range(2):
+        with pytest.raises(OptionError, match=r"t\.partial: holds what no command"):
+            make(tmp_path / "t", restart=True)
+    assert names(tmp_path / "t.partial") == ["file"]
 
 
 def test_the_second_run_is_refused_while_the_first_is_at_work(tmp_path: Path) -> None:
     with target_folder(tmp_path / "t", WORK) as made:
-        made.journal.record(0, 1, {}, {})
+        made.journal.record(WRITTEN)
         for restart in (False, True):
             with pytest.raises(SaveError, match="another command is making this target"):
                 make(tmp_path / "t", restart=restart)
@@ -115,18 +119,31 @@ def test_the_second_run_is_refused_while_the_first_is_at_work(tmp_path: Path) ->
         make(tmp_path / "t", restart=True)
 
 
+def test_a_folder_that_is_not_the_runs_own_does_not_appear(tmp_path: Path) -> None:
+    """Where two hosts see no locks of each other, one may throw away what the other is making."""
+
+    def be_replaced() -> None:
+        with target_folder(tmp_path / "t", WORK):
+            (tmp_path / "t.partial").rename(tmp_path / "gone")
+            (tmp_path / "t.partial").mkdir()
+
+    with pytest.raises(SaveError, match="another run has replaced"):
+        be_replaced()
+    assert not (tmp_path / "t").exists()
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SaveError("the disk is full"), CorruptCheckpointError("bad")])
 def test_what_is_done_stays_if_it_can_be_resumed(tmp_path: Path, error: BaseException) -> None:
     def end_early() -> None:
         with target_folder(tmp_path / "t", WORK) as made:
             (made.files.folder / "half").write_bytes(b"half")
-            made.journal.record(0, 1, {}, {})
+            made.journal.record(WRITTEN)
             raise error
 
     with pytest.raises(type(error)):
         end_early()
     resumed = not isinstance(error, CorruptCheckpointError)  # what is of a damaged source is of no use
-    assert names(tmp_path) == (["t.partial"] if resumed else [])
+    assert names(tmp_path) == (["t.partial", "t.partial.journal"] if resumed else [])
     assert make(tmp_path / "t") == (["half"] if resumed else [])
 
 
@@ -134,7 +151,7 @@ def test_what_is_done_stays_if_it_can_be_resumed(tmp_path: Path, error: BaseExce
 def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path, kind: str) -> None:
     def be_overtaken() -> None:
         with target_folder(tmp_path / "t", WORK) as made:
-            made.journal.record(0, 1, {}, {})
+            made.journal.record(WRITTEN)
             if kind == "file":
                 (tmp_path / "t").write_text("somebody's")
             else:
@@ -152,10 +169,10 @@ def test_without_locks_only_what_is_old_is_touched(tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    folder = left_by(tmp_path / "t", WORK)
+    left_by(tmp_path / "t", WORK)
     with pytest.raises(SaveError, match="this file system has no locks"):
         make(tmp_path / "t")
-    assert names(tmp_path / "t.partial") == [folder.name, f"{folder.name}.journal"]
+    assert names(tmp_path) == ["t.partial", "t.partial.journal"]
     day_ago = time.time() - 25 * 3600
-    os.utime(folder.with_suffix(".journal"), (day_ago, day_ago))
+    os.utime(tmp_path / "t.partial.journal", (day_ago, day_ago))
     assert make(tmp_path / "t") == ["half"]
