@@ -12,7 +12,6 @@ numpy floats, and back; numpy has no bfloat16 and no 8-bit floats. Conversions r
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
