@@ -348,11 +348,7 @@ class MCoreLoadPlanner(DefaultLoadPlanner):
             UnsafePickleError: the object contains a class outside the allow-list.
         """
         key = read_item.dest_index.fqn
-        loaded = load_object(
-            value,
-            self._options.allowed_classes,
-            where=key,
-        )
+        loaded = load_object(value.read(), self._options.allowed_classes, where=key)
         shards = self._objects.get(key)
         if shards is None:
             if self.flatten_state_dict:

@@ -14,12 +14,13 @@ import math
 import re
 import struct
 from array import array
-from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain, islice, repeat
 from typing import Any, Final, NamedTuple
 
+from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format.integrity import NO_FINGERPRINT, Columns, Manifest, column_bytes, deflated, text_bytes
 
 
@@ -338,7 +339,7 @@ def parse_object_key(fqn: str) -> ObjectShard | None:
     if not all(text.isascii() and text.isdigit() and len(text) < 20 for text in (*offset_text, *shape_text)):
         return None
     offset, shape = tuple(map(int, offset_text)), tuple(map(int, shape_text))
-    if len(offset) > _MAX_AXES:  # no grid of shards
+    if len(offset) > MAX_AXES:  # no grid of shards
         return None
     if len(shape) + 1 == len(offset):
         shape = (*shape, -1)
@@ -359,8 +360,8 @@ def of_different_offsets(chunks: Sequence[StoredChunk]) -> list[int]:
 
 _TENSOR_HEAD: Final = struct.Struct("<QQQQQ")
 _OBJECT_HEAD: Final = struct.Struct("<QQQ")
-_MAX_OFFSET: Final = 2**63 - 1
-_MAX_AXES: Final = 64
+MAX_OFFSET: Final = 2**63 - 1
+MAX_AXES: Final = 64
 _MAX_DETAILS_BYTES: Final = 1024 * 1024
 
 
@@ -560,7 +561,7 @@ def _check_places(
         return
     if max(file_numbers) >= file_count:
         raise columns.wrong("an item in a file that is not there")
-    if min(offsets) < 0 or min(lengths) < 0 or max(map(int.__add__, offsets, lengths)) > _MAX_OFFSET:
+    if min(offsets) < 0 or min(lengths) < 0 or max(map(int.__add__, offsets, lengths)) > MAX_OFFSET:
         raise columns.wrong("an item that does not end within 2**63 bytes")
 
 
@@ -577,7 +578,7 @@ def _forms(
         first = at + 3 + axes
         stop = first + 2 * axes * chunks
         chunk_count -= chunks
-        if kind >= len(kinds) or axes > _MAX_AXES or chunk_count < 0 or stop > end or len(forms) == tensor_count:
+        if kind >= len(kinds) or axes > MAX_AXES or chunk_count < 0 or stop > end or len(forms) == tensor_count:
             raise columns.wrong("a form of tensors that cannot be")
         shape = tuple(words[at + 3 : first])
         parts = [tuple(words[n : n + axes]) for n in range(first, stop, axes)] if axes else [()] * (2 * chunks)
@@ -591,9 +592,9 @@ def _forms(
 def _check_form(
     columns: Columns, shape: tuple[int, ...], starts: tuple[tuple[int, ...], ...], sizes: tuple[tuple[int, ...], ...]
 ) -> None:
-    if max(shape, default=0) > _MAX_OFFSET:
+    if max(shape, default=0) > MAX_OFFSET:
         raise columns.wrong("shapes that nobody has")
-    if 0 in shape and math.prod(filter(None, shape)) > _MAX_OFFSET:
+    if 0 in shape and math.prod(filter(None, shape)) > MAX_OFFSET:
         raise columns.wrong("a shape whose axes cannot be multiplied")
     if len(starts) == 1 and sizes[0] == shape and not any(starts[0]):
         return
@@ -611,7 +612,7 @@ def _noted(columns: Columns, words: list[int], keys: Sequence[str]) -> dict[str,
     while at < len(words):
         number, axes = words[at : at + 2] if at + 2 <= len(words) else (len(keys), 0)
         stop = at + 1 + max(axes, 1)
-        if number >= len(keys) or axes > _MAX_AXES + 1 or stop > len(words):
+        if number >= len(keys) or axes > MAX_AXES + 1 or stop > len(words):
             raise columns.wrong("a note of no tensor")
         noted[keys[number]] = {ORIGINAL_SHAPE: tuple(words[at + 2 : stop])} if axes else {}
         at = stop
@@ -655,3 +656,47 @@ def _details(columns: Columns, text: bytes) -> tuple[dict[str, Any] | None, str 
 
 
 _IDS: Final = ("checkpoint_id", "save_id", "load_id")
+
+
+# ------------------------------------------------------------------------------------------------ whoever describes it
+
+
+def named_blocks(
+    manifest: Manifest, file: str, names: Iterable[str], item_at: Callable[[int], StoredItem]
+) -> dict[tuple[str, int], array[int]]:
+    """The cumulative CRCs of a manifest by place; `names`: of the files of all items, `item_at`: an item by number.
+    Raises `CorruptCheckpointError` if it does not list them all.
+    """
+    unlisted = set(names) - manifest.files.keys()
+    if unlisted:
+        raise CorruptCheckpointError(
+            f"{file}: the manifest: expected an entry for each file, {min(unlisted)!r} among them, got "
+            f"{len(manifest.files)}. The index is damaged; restore it from another copy, or load an earlier checkpoint."
+        )
+    items = ((item_at(number), sums) for number, sums in manifest.running())
+    return {(item.file, item.offset): sums for item, sums in items}
+
+
+def check_file_name(file: str, fqn: str, name: str) -> None:
+    """Raise `CorruptCheckpointError` if the index in `file` says of `fqn` that it lies outside the checkpoint."""
+    problem = file_name_problem(name)
+    if problem:
+        raise CorruptCheckpointError(
+            f"{file}: {fqn!r:.200} is said to lie in the file {name!r:.200}, whose name {problem}. A checkpoint only "
+            "names files inside its own directory; do not load this one unless you know who changed it."
+        )
+
+
+def file_name_problem(name: str) -> str | None:
+    """Why `name` cannot be a data file of a checkpoint, or None: it must stay inside the directory on any system."""
+    if not name:
+        return "is empty"
+    if len(name) > 4096:
+        return "is longer than 4096 characters"
+    if not name.isprintable():
+        return "holds control characters"
+    if "\\" in name or ":" in name:
+        return "holds a backslash or colon, which some systems read as a path"
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        return "leaves the checkpoint's directory, or is not in its shortest form"
+    return None

@@ -1,45 +1,43 @@
-"""The pickle of an index, unpickled with inert stand-ins for all that it names.
+"""The pickle of an index, unpickled with inert stand-ins for all that it names, each field of which is checked.
 
 What is allowed, and under which names, was found by reading the planners and writers of torch 2.1 to 2.15 and of
 megatron-core 0.12 to 0.19, and by loading what they wrote (`tests/format`). A stand-in keeps what pickle puts into it
-and does nothing; it is built in C by pickle's NEWOBJ and BUILD, so that it costs less than the class it stands for.
-
-`pickle.Unpickler`, the one in C, does as a pickle says: it would number an object in its memo as asked, at 16 bytes for
-each number below, and hash a tuple that nests without end as the key of a dict, until the C stack overflows. So all
-opcodes are looked at before (`_check_opcodes`), in about the time that unpickling takes.
+and does nothing; it is built in C by pickle's NEWOBJ and BUILD, so that it costs less than the class it stands for. A
+chunk costs about ten microseconds in all; where the code is less plain than it could be, that is why.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import operator
 import pickle
 import re
-from typing import Any, NoReturn
+import reprlib
+from array import array
+from collections.abc import Iterable
+from itertools import repeat
+from pathlib import Path
+from typing import Any, NoReturn, cast
 
-from mcore_ckpt.core.errors import UnsafePickleError
-from mcore_ckpt.format.tensor_pickle import (
-    DTYPE_NAMES,
+from mcore_ckpt.core.errors import CorruptCheckpointError, UnsafePickleError
+from mcore_ckpt.format.index import (
     MAX_AXES,
-    MAX_KEY_DEPTH,
-    NotUnderstoodError,
-    WrongArgumentsError,
-    as_read_errors,
-    checked_size,
+    MAX_OFFSET,
+    CheckpointIndex,
+    ObjectEntry,
+    StoredChunk,
+    StoredItem,
+    TensorEntry,
+    check_file_name,
+    named_blocks,
 )
+from mcore_ckpt.format.integrity import Manifest
+from mcore_ckpt.format.tensor_pickle import DTYPE_NAMES, WrongArgumentsError, checked_size
+from mcore_ckpt.format.unpickler import NotUnderstoodError, ReadOnly, as_read_errors, check_opcodes
 
 
-class _ReadOnly(type):
-    """Metaclass whose classes cannot be changed: a pickle's BUILD can set attributes on any object it can name."""
-
-    def __setattr__(cls, name: str, value: object) -> None:
-        raise TypeError(f"{cls.__name__} is read-only")
-
-    def __delattr__(cls, name: str) -> None:
-        raise TypeError(f"{cls.__name__} is read-only")
-
-
-class MetadataState(metaclass=_ReadOnly):
+class MetadataState(metaclass=ReadOnly):
     """`Metadata`; Megatron's `MCoreMetadata`."""
 
     state_dict_metadata: Any = None
@@ -50,7 +48,7 @@ class MetadataState(metaclass=_ReadOnly):
     mcore_data: Any = None
 
 
-class IndexState(metaclass=_ReadOnly):
+class IndexState(metaclass=ReadOnly):
     """`MetadataIndex`. Hashed by identity: cheaper than by value, and a hostile value cannot make it slow."""
 
     fqn: Any = None
@@ -58,7 +56,7 @@ class IndexState(metaclass=_ReadOnly):
     index: Any = None
 
 
-class TensorEntryState(metaclass=_ReadOnly):
+class TensorEntryState(metaclass=ReadOnly):
     """`TensorStorageMetadata`."""
 
     properties: Any = None
@@ -66,18 +64,18 @@ class TensorEntryState(metaclass=_ReadOnly):
     chunks: Any = None
 
 
-class BytesEntryState(metaclass=_ReadOnly):
+class BytesEntryState(metaclass=ReadOnly):
     """`BytesStorageMetadata`."""
 
 
-class ChunkState(metaclass=_ReadOnly):
+class ChunkState(metaclass=ReadOnly):
     """`ChunkStorageMetadata`."""
 
     offsets: Any = None
     sizes: Any = None
 
 
-class StorageInfoState(metaclass=_ReadOnly):
+class StorageInfoState(metaclass=ReadOnly):
     """`_StorageInfo`; `transform_descriptors` came with torch 2.7, and None is left out of the state since."""
 
     relative_path: Any = None
@@ -86,7 +84,7 @@ class StorageInfoState(metaclass=_ReadOnly):
     transform_descriptors: Any = None
 
 
-class StorageMetaState(metaclass=_ReadOnly):
+class StorageMetaState(metaclass=ReadOnly):
     """`StorageMeta`."""
 
     checkpoint_id: Any = None
@@ -95,7 +93,7 @@ class StorageMetaState(metaclass=_ReadOnly):
     modules: Any = None
 
 
-class PropertiesState(metaclass=_ReadOnly):
+class PropertiesState(metaclass=ReadOnly):
     """`TensorProperties`: pickled as (dtype, layout, requires_grad, memory format, pin_memory), and since torch 2.15
     its strides (a tuple, or None). What a later torch appends is read over if it is plain.
     """
@@ -122,14 +120,14 @@ class PropertiesState(metaclass=_ReadOnly):
                     )
 
 
-class PathState(metaclass=_ReadOnly):
+class PathState(metaclass=ReadOnly):
     """`pathlib` paths, as the checkpoint id in `StorageMeta`."""
 
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
 
 
-class OtherPathState(metaclass=_ReadOnly):
+class OtherPathState(metaclass=ReadOnly):
     """The path of a multi-storage client, which is pickled as its attributes: its text, and a path in the storage."""
 
     text = ""
@@ -147,7 +145,7 @@ class DtypeName(str):
     __slots__ = ()
 
 
-class _Inert(metaclass=_ReadOnly):
+class _Inert(metaclass=ReadOnly):
     """What is allowed to be there but is not used: takes any arguments and any state."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -157,15 +155,15 @@ class _Inert(metaclass=_ReadOnly):
         pass
 
 
-# What the three below return is as shallow as `_check_opcodes` takes it to be.
-class _Size(metaclass=_ReadOnly):
+# What the three below return is as shallow as `check_opcodes` takes it to be.
+class _Size(metaclass=ReadOnly):
     """`torch.Size`, as a tuple of ints."""
 
     def __new__(cls, values: Any = ()) -> Any:
         return checked_size(values)
 
 
-class _Ordered(dict[Any, Any], metaclass=_ReadOnly):
+class _Ordered(dict[Any, Any], metaclass=ReadOnly):
     """`OrderedDict`, which is filled after it was made."""
 
     def __init__(self, *pairs: Any) -> None:
@@ -176,7 +174,7 @@ class _Ordered(dict[Any, Any], metaclass=_ReadOnly):
         pass
 
 
-class _Slice(metaclass=_ReadOnly):
+class _Slice(metaclass=ReadOnly):
     """`slice`, of ints."""
 
     def __new__(cls, *bounds: Any) -> Any:
@@ -239,7 +237,7 @@ def unpickle_index(data: bytes, where: str) -> Any:
     `UnsafePickleError`, `NewerFormatError` or `CorruptCheckpointError`.
     """
     with as_read_errors(where, len(data)):
-        _check_opcodes(data)
+        check_opcodes(data)
         return _Unpickler(data, where).load()
 
 
@@ -289,114 +287,263 @@ def _differ_in_one(text: str, other: str) -> bool:
     return len(text) == len(other) and sum(map(operator.ne, text, other)) == 1
 
 
-# ------------------------------------------------------------------------------------------------------- what fits to C
+# ------------------------------------------------------------------------------------------ from stand-ins to index
+
+_DTYPES = {DtypeName(name): name for name in DTYPE_NAMES}  # stand-in -> one str for all entries
+_ZEROS = tuple((0,) * dimensions for dimensions in range(MAX_AXES + 1))
 
 
-# Bytes of the opcodes, with their arguments, that push a value which holds nothing.
-_PUSHES = {
-    **dict.fromkeys(b"N\x88\x89]}\x8f)", 1),  # NONE, NEWTRUE, NEWFALSE, empty list, dict, set and tuple
-    **dict(zip(b"KMJG", (2, 3, 5, 9), strict=True)),  # BININT1, BININT2, BININT, BINFLOAT
-}
-# Bytes of the length before a LONG1, a SHORT_BINUNICODE, a BINUNICODE and so on.
-_TEXTS = dict(zip(b"\x8a\x8cX\x8dCB\x8e", (1, 1, 4, 8, 1, 4, 8), strict=True))
-# TUPLE, SETITEMS, APPENDS, ADDITEMS, FROZENSET, POP_MARK
-_FROM_MARK = frozenset(b"tue\x90\x911")
-# Most opcodes of an index belong to one of these two: an instance that is to get attributes, and a shape.
-_GET = rb"(?:h.|j.{4})"
-_INT = rb"(?:K.|M..|J.{4}|\x8a\x05.{5})"
-_INSTANCE = re.compile(_GET + rb"\)\x81\x94}\x94\(", re.DOTALL)
-_TUPLE = rb"(?:%(int)b(?:\x85|%(int)b(?:\x86|%(int)b\x87))|\((?:%(int)b){4,64}t)" % {b"int": _INT}
-_SHAPE = re.compile(_GET + _TUPLE + rb"\x94\x85\x94R\x94", re.DOTALL)
+_PLANS_NAME = b"all_local_plans"
+# The name as a key in the pickled state of Metadata, as protocol 4 and later write it.
+_PLANS_KEY = b"\x8c\x0f" + _PLANS_NAME + b"\x94"
 
 
-def _check_opcodes(data: bytes) -> None:
-    """Follow a pickle, as far as it goes about tuples: how deep each nests. Raises `WrongArgumentsError` for keys that
-    nest tuples deep and for opcodes that no writer of an index uses; any other error where it ends too soon.
-    """
-    # CPython's unpickler refuses what takes more from the stack than lies above the last mark; so this need not.
-    stack: list[int] = []  # of each value, how deep it nests tuples
-    marks: list[int] = []  # heights of the stack
-    memo: list[int] = []
-    at = 0
-    while True:
-        opcode = data[at]
-        if opcode in b"hj":
-            if found := _INSTANCE.match(data, at):
-                memo += (1, 0)
-                stack += (1, 0)
-                marks.append(len(stack))
-                at = found.end()
-            elif found := _SHAPE.match(data, at):
-                memo += (1, 2, 1)
-                stack.append(1)
-                at = found.end()
+def _metadata_of(data: bytes, file: str) -> MetadataState:
+    """The pickled Metadata, without `all_local_plans` where that can be skipped."""
+    # The plans come last and are half of the file. Cut at their key, the closed state (SETITEMS, BUILD, STOP) is a
+    # complete Metadata. Where the key's bytes mean something else, the cut pickle fails or lacks storage data.
+    cut = data.find(_PLANS_KEY)
+    if cut > 0:
+        shortened = bytearray(data)
+        shortened[cut : cut + 3] = b"ub."  # the rest stays, behind STOP, to fill the frame that was announced
+        try:
+            state: Any = unpickle_index(bytes(shortened), file)
+        except CorruptCheckpointError:
+            state = None
+        # Megatron 0.12 to 0.15 also wrote `mcore_data`, before the plans; where it is only behind them, nothing is cut.
+        whole = type(state) is MetadataState and type(state.storage_data) is dict
+        if whole and (state.mcore_data is not None or data.find(b"mcore_data", cut) < 0):
+            return cast("MetadataState", state)
+    state = unpickle_index(data, file)
+    if type(state) is not MetadataState:
+        raise CorruptCheckpointError(
+            f"{file}: expected a pickled torch.distributed.checkpoint Metadata, got {type(state).__name__}. "
+            "The file is not the index of a checkpoint."
+        )
+    return state
+
+
+def index_of_pickle(data: bytes, path: str, file: str, strict: bool, manifest: Manifest | None) -> CheckpointIndex:
+    """The index that the pickle in `data` describes; arguments and errors as of `parse_index`."""
+    return _IndexBuilder(path, file, strict, manifest).build(_metadata_of(data, file), _PLANS_NAME in data)
+
+
+class _IndexBuilder:
+    """Checks the stand-ins of one `.metadata` and makes the index of them."""
+
+    def __init__(self, path: str, file: str, strict: bool, manifest: Manifest | None) -> None:
+        self._path, self._file, self._strict, self._manifest = path, file, strict, manifest
+        self._blocks: dict[tuple[str, int], array[int]] = {}
+        self._problems: list[str] = []
+        self._safe_names: set[str] = set()
+
+    def build(self, state: MetadataState, has_local_plans: bool) -> CheckpointIndex:
+        """The index that `state` describes."""
+        tensors, objects = self._entries(state)
+        return CheckpointIndex(
+            self._path,
+            tensors,
+            objects,
+            planner_data=self._plain(state.planner_data, "planner_data"),
+            mcore_data=self._mcore_data(state.mcore_data),
+            storage_meta=self._storage_meta(state.storage_meta),
+            version=state.version if type(state.version) is str else None,
+            has_local_plans=has_local_plans,
+            problems=tuple(self._problems),
+            manifest=self._manifest,
+            blocks=self._blocks,
+        )
+
+    def _entries(self, state: MetadataState) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
+        items = self._items(state.storage_data)
+        if type(state.state_dict_metadata) is not dict:
+            raise self._wrong("state_dict_metadata", "a dict", state.state_dict_metadata)
+        tensors: dict[str, TensorEntry] = {}
+        objects: dict[str, ObjectEntry] = {}
+        for fqn, entry in state.state_dict_metadata.items():
+            if type(fqn) is not str:
+                raise self._wrong("a key of state_dict_metadata", "a str", fqn)
+            if type(entry) is TensorEntryState:
+                tensors[fqn] = self._tensor(fqn, entry, items)
+            elif type(entry) is BytesEntryState:
+                item = items.get((fqn, None))
+                if item is None:
+                    self._problem(f"object {fqn!r} is in the index, but no file holds it")
+                else:
+                    objects[fqn] = ObjectEntry(fqn, item)
             else:
-                end = at + (2 if opcode == 0x68 else 5)
-                stack.append(memo[int.from_bytes(data[at + 1 : end], "little")])
-                at = end
-            continue
-        if opcode == 0x94:
-            memo.append(stack[-1])
-            at += 1
-        elif (nbytes := _PUSHES.get(opcode)) is not None:
-            stack.append(0)
-            at += nbytes
-        elif 0x85 <= opcode <= 0x87:  # TUPLE1 to TUPLE3
-            members = stack[0x84 - opcode :]
-            stack[0x84 - opcode :] = [1 + max(members)]
-            at += 1
-        elif opcode in _FROM_MARK:
-            height = marks.pop()
-            members = stack[height:]
-            del stack[height:]
-            if opcode == 0x74:  # TUPLE
-                stack.append(1 + max(members, default=0))
-            elif opcode == 0x75:  # SETITEMS
-                _check_keys(members[::2])
-            elif opcode != 0x65 and opcode != 0x31:  # of a set, neither APPENDS nor POP_MARK
-                _check_keys(members)
-                stack += [0] * (opcode == 0x91)  # FROZENSET
-            at += 1
-        elif opcode == 0x28:  # MARK
-            marks.append(len(stack))
-            at += 1
-        elif opcode in b"ab":  # APPEND, BUILD
-            stack.pop()
-            at += 1
-        elif (nbytes := _TEXTS.get(opcode)) is not None:
-            at += 1 + nbytes + int.from_bytes(data[at + 1 : at + 1 + nbytes], "little")
-            stack.append(0)
-        elif opcode in b"R\x81\x93":  # REDUCE, NEWOBJ, STACK_GLOBAL
-            stack.pop()
-            stack[-1] = 1
-            at += 1
-        elif opcode == 0x73:  # SETITEM
-            _check_keys(stack[-2:-1])
-            del stack[-2:]
-            at += 1
-        elif opcode in b"q" or opcode in b"r":  # BINPUT, LONG_BINPUT
-            end = at + (2 if opcode == 0x71 else 5)
-            number = int.from_bytes(data[at + 1 : end], "little")
-            if number > len(memo):
-                raise WrongArgumentsError(f"object {number} of {len(memo)}")
-            memo[number : number + 1] = [stack[-1]]
-            at = end
-        elif opcode == 0x63:  # GLOBAL
-            at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
-            stack.append(0)
-        elif opcode == 0x30:  # POP
-            (marks if marks and marks[-1] == len(stack) else stack).pop()
-            at += 1
-        elif opcode in b"\x80\x95":  # PROTO, FRAME
-            at += 2 if opcode == 0x80 else 9
-        elif opcode == 0x51:  # BINPERSID
-            at += 1
-        elif opcode == 0x2E:  # STOP
-            return
-        else:
-            raise WrongArgumentsError(f"something by opcode {opcode:#x}, which no writer of an index uses")
+                raise self._wrong(f"{fqn!r}", "TensorStorageMetadata or BytesStorageMetadata", entry)
+        return tensors, objects
+
+    def _items(self, storage_data: Any) -> dict[tuple[str, tuple[int, ...] | None], StoredItem]:
+        """Where each (fqn, chunk offsets) lies; offsets are None for objects."""
+        if type(storage_data) is not dict:
+            raise self._wrong("storage_data", "a dict (is the checkpoint unfinished?)", storage_data)
+        items: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
+        safe_names = self._safe_names
+        manifest = self._manifest
+        if manifest is not None and len(manifest.crcs) != len(storage_data):
+            raise self._wrong("the manifest's number of items", str(len(storage_data)), len(manifest.crcs))
+        sums: Iterable[int | None] = repeat(None) if manifest is None else manifest.crcs
+        for (key, info), crc in zip(storage_data.items(), sums, strict=False):
+            if type(key) is not IndexState or type(key.fqn) is not str:
+                raise self._wrong("a key of storage_data", "a MetadataIndex with a str fqn", key)
+            fqn, offsets = key.fqn, key.offset
+            if offsets is not None and (offsets := _checked_sizes(offsets)) is None:
+                raise self._wrong(f"offset of {fqn!r}", "non-negative ints", key.offset)
+            if type(info) is not StorageInfoState:
+                raise self._wrong(f"place of {fqn!r}", "a _StorageInfo", info)
+            name, offset, length = info.relative_path, info.offset, info.length
+            if type(name) is not str or name not in safe_names:
+                if type(name) is not str:
+                    raise self._wrong(f"file of {fqn!r}", "a str", name)
+                check_file_name(self._file, fqn, name)
+                safe_names.add(name)
+            if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+                raise self._wrong(f"place of {fqn!r} in {name!r}", "non-negative offset and length", (offset, length))
+            if offset + length > MAX_OFFSET:
+                raise self._wrong(f"end of {fqn!r} in {name!r}", "less than 2**63 bytes", offset + length)
+            transforms = info.transform_descriptors
+            items[fqn, offsets] = (
+                StoredItem(name, offset, length, (), crc)
+                if transforms is None
+                else StoredItem(name, offset, length, self._transforms(fqn, transforms), crc)
+            )
+        if len(items) != len(storage_data):
+            raise self._wrong("storage_data", "each key and offset once", len(items))
+        if manifest is not None:
+            self._blocks = named_blocks(manifest, self._file, safe_names, list(items.values()).__getitem__)
+        return items
+
+    def _tensor(
+        self, fqn: str, entry: TensorEntryState, items: dict[tuple[str, tuple[int, ...] | None], StoredItem]
+    ) -> TensorEntry:
+        properties, shape = entry.properties, _checked_sizes(entry.size)
+        if type(properties) is not PropertiesState or type(properties.dtype) is not DtypeName:
+            raise self._wrong(f"properties of {fqn!r}", "TensorProperties with a dtype", properties)
+        if shape is None:
+            raise self._wrong(f"shape of {fqn!r}", f"at most {MAX_AXES} non-negative ints", entry.size)
+        if type(entry.chunks) is not list:
+            raise self._wrong(f"chunks of {fqn!r}", "a list", entry.chunks)
+        if 0 in shape and math.prod(filter(None, shape)) > MAX_OFFSET:
+            raise self._wrong(f"shape of {fqn!r}", "axes that can be multiplied", shape)
+        chunks = []
+        zeros = _ZEROS[len(shape)]
+        for chunk in entry.chunks:
+            if type(chunk) is not ChunkState:
+                raise self._wrong(f"a chunk of {fqn!r}", "ChunkStorageMetadata", chunk)
+            offsets, sizes = chunk.offsets, chunk.sizes
+            if offsets == zeros and sizes == shape:
+                offsets, sizes = zeros, shape  # stored whole, most often; these two are known to be tuples of ints
+            elif type(offsets) is not tuple or type(sizes) is not tuple or not _inside(offsets, sizes, shape):
+                raise self._wrong(f"a chunk of {fqn!r}", f"a box inside the shape {list(shape)}", (offsets, sizes))
+            item = items.get((fqn, offsets))
+            if item is None:
+                self._problem(f"tensor {fqn!r}: no file holds the chunk at {list(offsets)} of sizes {list(sizes)}")
+            else:
+                chunks.append(StoredChunk(offsets, sizes, item))
+        return TensorEntry(fqn, _DTYPES[properties.dtype], shape, tuple(chunks), properties.requires_grad is True)
+
+    def _transforms(self, fqn: str, descriptors: Any) -> tuple[str, ...]:
+        if type(descriptors) not in (list, tuple) or not all(type(text) is str for text in descriptors):
+            raise self._wrong(f"transform_descriptors of {fqn!r}", "a sequence of str", descriptors)
+        return tuple(descriptors)
+
+    def _mcore_data(self, value: Any) -> dict[str, dict[str, Any]]:
+        plain = self._plain(value, "mcore_data")
+        if plain is None:
+            return {}
+        if type(plain) is not dict or not all(type(k) is str and type(v) is dict for k, v in plain.items()):
+            raise self._wrong("mcore_data", "a dict of dicts", value)
+        return plain
+
+    def _storage_meta(self, value: Any) -> dict[str, Any] | None:
+        if type(value) is not StorageMetaState:
+            return None
+        fields = {name: getattr(value, name) for name in ("checkpoint_id", "save_id", "load_id", "modules")}
+        plain = {name: self._plain(part, f"storage_meta.{name}") for name, part in fields.items()}
+        return {**plain, "modules": plain["modules"] or []}  # came with torch 2.7
+
+    def _plain(self, value: Any, what: str) -> Any:
+        """`value` with stand-ins turned into plain values; each container once, so that shared references cost
+        no more.
+        """
+        done: dict[int, Any] = {}
+
+        def convert(part: Any) -> Any:
+            kind = type(part)
+            if part is None or kind in (str, int, float, bool, bytes):
+                return part
+            if kind is DtypeName:
+                return str(part)
+            if id(part) in done:
+                return done[id(part)]
+            if isinstance(part, dict):
+                result: Any = {}
+                done[id(part)] = result
+                result.update((convert(key), convert(item)) for key, item in dict.items(part))
+                return result
+            if kind is list:
+                result = done[id(part)] = []
+                result.extend(map(convert, part))
+                return result
+            if kind is tuple:
+                result = tuple(map(convert, part))
+            elif kind in (set, frozenset):
+                result = kind(map(convert, part))
+            elif kind is PathState:
+                result = str(Path(*map(str, part.parts)))
+            elif kind is OtherPathState:
+                result = part.text
+            elif kind is slice:
+                result = part
+            else:
+                raise self._wrong(what, "plain containers, numbers and strings", part)
+            done[id(part)] = result
+            return result
+
+        try:
+            return convert(value)
+        except (RecursionError, TypeError) as error:
+            raise self._wrong(what, "plain containers, numbers and strings", value) from error
+
+    def _problem(self, text: str) -> None:
+        if self._strict:
+            raise CorruptCheckpointError(
+                f"{self._file}: {text:.500}. The save that wrote it did not finish; load an earlier checkpoint, or "
+                f"list all that is missing with `mcore-ckpt verify {self._path}`."
+            )
+        self._problems.append(text)
+
+    def _wrong(self, what: str, expected: str, got: Any) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"{self._file}: {what:.300}: expected {expected}, got {_SHORT.repr(got)}. The index is damaged; restore it "
+            "from another copy, or load an earlier checkpoint."
+        )
 
 
-def _check_keys(depths: list[int]) -> None:
-    if max(depths, default=0) > MAX_KEY_DEPTH:
-        raise WrongArgumentsError(f"a key of a dict or set with tuples more than {MAX_KEY_DEPTH} deep in it")
+# Of values in messages: never long, and never a walk through something huge or nested without end.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxtuple, _SHORT.maxstring = 2, 16, 200
+
+
+def _checked_sizes(values: Any) -> tuple[int, ...] | None:
+    """`values` as a tuple of ints from 0 to 2**63 - 1, or None if it is anything else."""
+    if type(values) is not tuple or len(values) > MAX_AXES:
+        return None
+    zeros = _ZEROS[len(values)]
+    if values == zeros:
+        return zeros  # equal need not mean ints: 0.0 == 0
+    for value in values:
+        if type(value) is not int or not 0 <= value <= MAX_OFFSET:
+            return None
+    return values
+
+
+def _inside(offsets: tuple[Any, ...], sizes: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
+    if not len(offsets) == len(sizes) == len(shape):
+        return False
+    for start, size, whole in zip(offsets, sizes, shape):  # noqa: B905  (lengths compared above; strict= costs time)
+        if type(start) is not int or type(size) is not int or start < 0 or size < 0 or start + size > whole:
+            return False
+    return True

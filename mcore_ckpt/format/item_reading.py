@@ -17,12 +17,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mcore_ckpt.core.crc import crc32
+from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.format.tensor_pickle import (
     MAX_PICKLE_BYTES,
-    MalformedPickleError,
+    FileTensor,
     NotPlainTensorError,
-    PickledTensor,
+    WrongArgumentsError,
     read_tensor_pickle,
 )
 from mcore_ckpt.format.zip_records import (
@@ -207,17 +208,14 @@ def _parsed(item: ItemBytes) -> LocatedTensor:
             raise NotRangeable(f"{item.where}: written on a big-endian machine")
         if order != b"little":
             raise item.corrupt("expected byte order little or big", repr(order))
-    record = archive.record(f"data/{pickled.storage_key}")
-    record_offset = archive.start(record)
+    record = archive.record(f"data/{pickled.record}")
+    start = archive.start(record)
     if record.stored_bytes != pickled.storage_bytes:
         raise item.corrupt(f"a storage of {pickled.storage_bytes} bytes", f"its record has {record.stored_bytes}")
     record_crc32 = record.crc32 if archive.has_checksums else None
-    crc = record_crc32 if pickled.payload_bytes == pickled.storage_bytes else None
-    offset = record_offset + pickled.first_byte
-    record_bytes = pickled.storage_bytes
-    return LocatedTensor(
-        pickled.dtype, pickled.shape, offset, pickled.payload_bytes, crc, record_offset, record_bytes, record_crc32
-    )
+    crc = record_crc32 if pickled.nbytes == pickled.storage_bytes else None
+    place = start + pickled.first_byte, pickled.nbytes, crc
+    return LocatedTensor(pickled.dtype, pickled.shape, *place, start, pickled.storage_bytes, record_crc32)
 
 
 def _content(archive: Archive, record: ZipRecord) -> bytes:
@@ -227,10 +225,16 @@ def _content(archive: Archive, record: ZipRecord) -> bytes:
     return archive.content(record)
 
 
-def _read_pickle(archive: Archive, record: ZipRecord) -> PickledTensor:
+def _read_pickle(archive: Archive, record: ZipRecord) -> FileTensor:
+    pickled = _content(archive, record)
     try:
-        return read_tensor_pickle(_content(archive, record))
+        usual = read_tensor_pickle(pickled)
+        if usual is not None:
+            return usual
+        from mcore_ckpt.format.state_file import tensor_of
+
+        return tensor_of(pickled)
     except NotPlainTensorError as error:
         raise NotRangeable(f"{archive.item.where}: not the pickle of one plain tensor: {error}") from error
-    except MalformedPickleError as error:
+    except (WrongArgumentsError, CorruptCheckpointError) as error:
         raise archive.item.corrupt("expected the pickle of a tensor", str(error)) from error

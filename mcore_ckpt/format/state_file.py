@@ -1,11 +1,12 @@
 """Files of `torch.save` that are looked at: nothing is imported for them, and their tensors are not made.
 
     read_state_file(read, ...)   a state dict; each tensor becomes a note of where its elements lie
-    read_plain(content, ...)     a stored object; every class becomes an inert `Opaque`; without torch
+    read_tensor_outline(...)     an item that holds one tensor, of any form
+    read_plain(content, ...)     a stored object; every class stays an inert `Opaque`; without torch
 
 A state dict may name what stored objects may (`safe_pickle.py`), but for one thing, since such files hold the arguments
-of a job and anything that its user added: a class that is not known becomes an `Opaque` instead of an error; the caller
-leaves it out. Classes of packages that are not imported become `Unavailable`.
+of a job and anything that its user added: what is not known, or not imported, stays an `Opaque` instead of an error;
+the caller leaves it out.
 """
 
 from __future__ import annotations
@@ -13,52 +14,24 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
-from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, LoadError, UnsafePickleError
+from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, LoadError
 from mcore_ckpt.format.safe_pickle import ObjectRules, archive_of, plain_content
 from mcore_ckpt.format.tensor_pickle import (
-    TENSOR_NAMES,
+    DTYPES,
+    STORAGE_KINDS,
     FileTensor,
-    Maker,
     NotPlainTensorError,
+    StorageReference,
     WrongArgumentsError,
-    check_keys,
-    inert_maker,
+    contiguous,
+    described,
     stored_storage,
-    unpickle,
 )
+from mcore_ckpt.format.unpickler import Maker, Opaque, Rules, check_hashable, opaque_kind, unpickle
 from mcore_ckpt.format.zip_records import Archive, ItemBytes, ZipRecord
-
-
-class Opaque:
-    """Something in a pickle that is not a plain value; inert. Each class that a pickle names gets a subclass with its
-    `name`. `arguments` is what it would have been called with, `state` its attributes, items or members.
-    """
-
-    name = ""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments: tuple[Any, ...] = arguments
-        self.state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if not isinstance(self.state, dict):
-            self.state = {}
-        self.state[key] = value
-
-    def append(self, value: Any) -> None:
-        """A member, if the class was a kind of list."""
-        if not isinstance(self.state, list):
-            self.state = []
-        self.state.append(value)
-
-    def __repr__(self) -> str:
-        return f"<{self.name}>"
-
 
 # ------------------------------------------------------------------------------------------------------- state dicts
 
@@ -82,36 +55,49 @@ class StateFile:
     records: dict[str, StateRecord]
 
 
-class _Rules(ObjectRules):
+class _TensorNotes(ObjectRules):
     """As for stored objects; tensors are noted, and what is not known is inert."""
 
-    def __init__(self, where: str, records: dict[str, StateRecord]) -> None:
-        super().__init__(where, (), False, lambda _key, nbytes: bytearray(nbytes))
-        self._records = records
-        self._unknown: dict[str, tuple[Any, Maker | None]] = {}
+    advice = ""
 
-    def named(self, module: str, name: str) -> tuple[Any, Maker | None]:
-        full_name = f"{module}.{name}"
-        known = TENSOR_NAMES.get(full_name) or self._unknown.get(full_name)
-        if known is not None:
-            return known
+    def __init__(self, where: str = "", records: dict[str, StateRecord] | None = None) -> None:
+        super().__init__(import_classes=False)
+        self._where, self._records = where, records
+
+    def named(self, full_name: str) -> tuple[Any, Maker | None] | None:
         try:
-            return super().named(module, name)
-        except UnsafePickleError:
-            stand_in = type("StandIn", (Opaque,), {"name": full_name})
-            self._unknown[full_name] = found = stand_in, inert_maker(stand_in)
-            return found
+            return super().named(full_name)
+        except KeyError:
+            return None
 
-    def referred(self, reference: Any) -> Any:
+    def referred(self, reference: Any) -> StorageReference:
         storage = stored_storage(reference)
-        record = self._records.get(storage.record)
-        if record is None or record.nbytes != storage.nbytes:
-            held = "none" if record is None else f"{record.nbytes} bytes"
-            raise CorruptCheckpointError(
-                f"{self._where}: storage {storage.record:.40} of {storage.nbytes} bytes: the archive holds {held}; the "
-                "file is truncated or damaged. Restore it from another copy, or take an earlier checkpoint"
-            )
+        if self._records is not None:
+            record = self._records.get(storage.record)
+            if record is None or record.nbytes != storage.nbytes:
+                held = "none" if record is None else f"{record.nbytes} bytes"
+                raise CorruptCheckpointError(
+                    f"{self._where}: storage {storage.record:.40} of {storage.nbytes} bytes: the archive holds {held}; "
+                    "the file is truncated or damaged. Restore it from another copy, or take an earlier checkpoint"
+                )
         return storage
+
+    def _tensor(
+        self, storage: Any, dtype: Any, place: tuple[Any, Any, Any], grad: Any, hooks: Any, flags: Any
+    ) -> FileTensor:
+        if type(grad) is not bool or hooks or flags:
+            raise NotPlainTensorError("a tensor with hooks or flags (conjugated, negated)")
+        kind = type(dtype)  # a dtype of torch's, or its name; nothing else is printed, since it may be without end
+        is_dtype = kind is _DtypeName or kind is str or (kind.__module__, kind.__name__) == ("torch", "dtype")
+        return described(storage, str(dtype).removeprefix("torch.") if is_dtype else f"a {kind.__name__}", *place)
+
+    def _parameter(self, data: Any, *_: Any) -> FileTensor:
+        if type(data) is not FileTensor:
+            raise WrongArgumentsError("a parameter of a tensor")
+        return data
+
+    def _attributed(self, tensor: Any, kind: Any, state: Any) -> Any:
+        return tensor  # without attributes of Megatron's on it (`tensor_model_parallel`, ...)
 
 
 def read_state_file(read: Callable[[int, int], bytes], file_bytes: int, where: str) -> StateFile:
@@ -130,7 +116,7 @@ def read_state_file(read: Callable[[int, int], bytes], file_bytes: int, where: s
                 crc = record.crc32 if archive.has_checksums else None
                 records[number] = StateRecord(archive.start(record), record.stored_bytes, crc)
         pickled = _content(archive, archive.record("data.pkl"), _MAX_PICKLE_BYTES)
-        return StateFile(unpickle(pickled, _Rules(where, records), where), records)
+        return StateFile(unpickle(pickled, _TensorNotes(where, records), where), records)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged archive can fail in any way
@@ -170,26 +156,45 @@ def read_tensor_outline(read: Callable[[int, int], bytes], item_bytes: int, wher
     )
 
 
+class _DtypeName(str):
+    __slots__ = ()
+
+
+_BESIDE_TENSORS: Final[dict[str, tuple[Any, Maker | None]]] = {
+    **{f"torch.{name}": (_DtypeName(name), None) for name in DTYPES},
+    **{name: (name, None) for name in ("torch.Tensor", "torch.nn.parameter.Parameter")},
+    "collections.OrderedDict": (dict, Maker(dict)),
+}
+
+
+class _OneTensor(_TensorNotes):
+    """Rules for the pickle of one tensor, without torch."""
+
+    def named(self, full_name: str) -> tuple[Any, Maker | None] | None:
+        if full_name in self._functions or full_name in STORAGE_KINDS:
+            return super().named(full_name)
+        if full_name not in _BESIDE_TENSORS:
+            raise NotPlainTensorError(f"call of {full_name:.200}")
+        return _BESIDE_TENSORS[full_name]
+
+
+@lru_cache(maxsize=4096)
+def tensor_of(pickle: bytes) -> FileTensor:
+    """The tensor of a pickle of any form; raises `NotPlainTensorError`, where decoding may help, `WrongArgumentsError`
+    for a tensor that cannot be, or `CorruptCheckpointError`.
+    """
+    try:
+        tensor = unpickle(pickle, _OneTensor(), "its pickle")
+    except CheckpointError as error:
+        if isinstance(error.__cause__, WrongArgumentsError):
+            raise error.__cause__ from None
+        raise
+    if type(tensor) is not FileTensor:
+        raise NotPlainTensorError(f"it holds {type(tensor).__name__}, not a tensor")
+    return contiguous(tensor)
+
+
 # ----------------------------------------------------------------------------------------------------- stored objects
-
-
-class _Opaques:
-    """Rules under which every class becomes a subclass of `Opaque`, but for the few that are plain containers."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[Any, Maker | None]] = dict(_PLAIN_CONTAINERS)
-
-    def named(self, module: str, name: str) -> tuple[Any, Maker | None]:
-        full_name = f"{module}.{name}"
-        if module == "signal" and name in signal.Signals.__members__:  # Python 3.10 pickles signals by their names
-            return self.named(module, "Signals")[0](signal.Signals[name].value), None
-        if full_name not in self._known:
-            stand_in = type("StandIn", (Opaque,), {"name": full_name})
-            self._known[full_name] = stand_in, inert_maker(stand_in)
-        return self._known[full_name]
-
-    def referred(self, reference: Any) -> Any:
-        return "<storage>"
 
 
 def _plain_members(kind: Any) -> Maker:
@@ -198,18 +203,15 @@ def _plain_members(kind: Any) -> Maker:
         if type(members) not in (list, tuple, set, frozenset, dict):
             raise WrongArgumentsError(f"expected the members of a {kind.__name__}")
         if kind is not list and type(members) is not dict:
-            check_keys(members if kind is not dict else (key for key, _ in members))
+            check_hashable(members if kind is not dict else (key for key, _ in members))
         return kind(members)
 
-    return Maker(make, lambda made, _state: made)
+    return Maker(make, lambda made, _state: made, takes_members=True)
 
 
-_PLAIN_CONTAINERS = {
+_PLAIN_CONTAINERS: Final[dict[str, tuple[Any, Maker | None]]] = {
     "collections.OrderedDict": (dict, _plain_members(dict)),
-    "builtins.dict": (dict, _plain_members(dict)),
-    "builtins.list": (list, _plain_members(list)),
-    "builtins.set": (set, _plain_members(set)),
-    "builtins.frozenset": (frozenset, _plain_members(frozenset)),
+    **{f"builtins.{kind.__name__}": (kind, _plain_members(kind)) for kind in (dict, list, set, frozenset)},
 }
 
 
@@ -221,15 +223,24 @@ class StoredStorage:
     content: bytes  # its bytes
 
 
-class _Described(_Opaques):
-    """As `_Opaques`; and a `StoredStorage` for each storage, of which all of one record share its bytes."""
+class _Opaques(Rules):
+    """Every class stays an `Opaque`, but for the few that are plain containers; with an archive, each storage becomes a
+    `StoredStorage`, and all of one record share its bytes.
+    """
 
-    def __init__(self, archive: Archive) -> None:
-        super().__init__()
+    def __init__(self, archive: Archive | None) -> None:
         self._archive = archive
         self._contents: dict[str, bytes] = {}
 
+    def named(self, full_name: str) -> tuple[Any, Maker | None] | None:
+        module, _, name = full_name.rpartition(".")
+        if module == "signal" and name in signal.Signals.__members__:  # Python 3.10 pickles signals by their names
+            return opaque_kind("signal.Signals")(signal.Signals[name].value), None
+        return _PLAIN_CONTAINERS.get(full_name)
+
     def referred(self, reference: Any) -> Any:
+        if self._archive is None:
+            return "<storage>"
         if type(reference) is not tuple or len(reference) < 3 or reference[0] != "storage":
             raise WrongArgumentsError("a reference to something else than a storage")
         kind, key = reference[1:3]
@@ -246,8 +257,7 @@ def read_plain(content: bytes, where: str, *, with_storages: bool = False) -> An
     """
     try:
         archive = archive_of(content, where)
-        rules = _Described(archive) if with_storages else _Opaques()
-        return unpickle(plain_content(archive, "data.pkl"), rules, where)
+        return unpickle(plain_content(archive, "data.pkl"), _Opaques(archive if with_storages else None), where)
     except LoadError:
         raise
     except Exception as error:  # a damaged archive can fail in any way

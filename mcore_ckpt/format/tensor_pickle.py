@@ -1,41 +1,21 @@
-"""The pickles of `torch.save`: the restricted unpickler, the dtypes of torch, and the one pickle that most items have.
+"""The dtypes of torch, and the one pickle that most tensor items have.
 
-**The unpickler** builds plain values, and calls nothing but the constructors that it is given. What a pickle names is
-looked up by `Rules`, which hand out a value and, if it may be called, its `Maker`: a constructor that checks its
-arguments. What no rule knows is refused, and so is every opcode that nothing saved under protocol 2 or later has. State
-is set, once, on objects that this pickle has made. It is `pickle._Unpickler`, the one in Python, of which each opcode
-can be replaced. The one in C, which indexes go through (`index_pickle.py`), asks `find_class` and nothing else: BUILD
-would change objects that the process shares, and a deeply nested tuple as a key would overflow the C stack.
-
-**A tensor's** pickle (`data.pkl`) is a short program that calls `_rebuild_tensor_v2` (dtypes that have a legacy storage
+A tensor's pickle (`data.pkl`) is a short program that calls `_rebuild_tensor_v2` (dtypes that have a legacy storage
 class) or `_rebuild_tensor_v3` (all newer ones) with the storage, offset, sizes and strides. To emit it is
-concatenation. A regular expression reads the usual one; the unpickler runs any other, with constructors that note the
-arguments (`TENSOR_NAMES`). Nothing of torch is imported or called.
+concatenation. A regular expression reads the usual one; any other goes through the restricted unpickler
+(`state_file.py`). Nothing of torch is imported or called.
 """
 
 from __future__ import annotations
 
-import io
-import itertools
 import math
-import pickle
 import re
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
-from mcore_ckpt.core.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
-    LoadError,
-    NewerFormatError,
-    UnsafePickleError,
-    text_of,
-)
+from mcore_ckpt.core.errors import CheckpointError
 
 MAX_AXES: Final = 64
 """Axes of a shape; torch and numpy have no more."""
@@ -43,72 +23,9 @@ MAX_AXES: Final = 64
 MAX_SIZE: Final = 2**63 - 1
 """The largest size, stride or offset."""
 
-MAX_KEY_DEPTH: Final = 2
-"""Tuples inside one another in a key of a dict or a member of a set: each is hashed by the C stack."""
-
-
-class Maker(NamedTuple):
-    """What a pickle may do with something that it names."""
-
-    # Called with the pickled arguments, for REDUCE and NEWOBJ; checks them.
-    make: Callable[..., Any]
-    # Called with the object and its pickled state, once, for BUILD; returns the object that takes its place. Only an
-    # object that `make` has returned in this run, and has not shared, is built.
-    build: Callable[[Any, Any], Any] | None = None
-    takes_members: bool = False  # instances have `append` or `__setitem__`
-    new: Callable[..., Any] | None = None  # called instead for NEWOBJ, if that is something else
-    is_vouched: bool = False  # the user has allowed the class: what it raises says nothing of the bytes
-
 
 class WrongArgumentsError(Exception):
     """Raised by a constructor for arguments that nothing that was saved has; the message says which."""
-
-
-class NotUnderstoodError(Exception):
-    """Raised for what only a newer writer can have written; the message says what it is, and what was expected."""
-
-
-class NotRebuiltError(Exception):
-    """Raised for what code that the user allows has raised; the message says what that was."""
-
-    @classmethod
-    def of(cls, error: Exception, what: str) -> NotRebuiltError:
-        """For an error of that code, which rebuilds `what`."""
-        return cls(f"this process cannot rebuild {what:.200} ({type(error).__name__}: {text_of(error):.200})")
-
-    def as_load_error(self, where: str) -> LoadError:
-        """What is raised to the caller of a load."""
-        return LoadError(
-            f"{where}: {self}. Nothing shows that the file is damaged. Load it with the code that saved it, or with "
-            "one that takes what that code has saved"
-        )
-
-
-class Rules(Protocol):
-    """What names and references in a pickle stand for."""
-
-    def named(self, module: str, name: str) -> tuple[Any, Maker | None]:
-        """The value that a name stands for, and what may be done with it; `UnsafePickleError` if it is not allowed."""
-
-    def referred(self, reference: Any) -> Any:
-        """The value of a persistent id."""
-
-
-@contextmanager
-def rebuilding(cls: Any) -> Iterator[None]:
-    """Code of a class that the user allows runs within: what it raises becomes a `NotRebuiltError`."""
-    try:
-        yield
-    except Exception as error:
-        name = f"{cls.__module__}.{getattr(cls, '__qualname__', cls)}"
-        raise NotRebuiltError.of(error, f"an object of {name}") from error
-
-
-def name_today(module: str, name: str) -> tuple[str, str]:
-    """The name that Python 3 has for what a pickle of protocol 2 or below names as Python 2 did."""
-    if (module, name) in NAME_MAPPING:
-        return NAME_MAPPING[module, name]
-    return IMPORT_MAPPING.get(module, module), name
 
 
 def checked_size(values: Any) -> tuple[int, ...]:
@@ -119,253 +36,6 @@ def checked_size(values: Any) -> tuple[int, ...]:
         if type(value) is not int or not 0 <= value <= MAX_SIZE:
             raise WrongArgumentsError("expected sizes from 0 to 2**63 - 1")
     return tuple(values)
-
-
-def check_keys(keys: Iterable[Any], depth: int = 0) -> None:
-    """Refuse keys of a dict, or members of a set, that nest tuples so deep that to hash them takes long, or crashes."""
-    for key in keys:
-        if isinstance(key, tuple):
-            if depth == MAX_KEY_DEPTH:
-                raise WrongArgumentsError(f"a key of a dict or set with tuples more than {MAX_KEY_DEPTH} deep in it")
-            check_keys(key, depth + 1)
-
-
-def inert_maker(cls: type) -> Maker:
-    """For a class whose instances only keep what is put into them."""
-
-    def build(instance: Any, state: Any) -> Any:
-        setter = getattr(instance, "__setstate__", None)
-        if setter is not None:
-            setter(state)
-        elif type(state) is list:  # of a frozen dataclass with slots: the values alone
-            raise NotUnderstoodError(f"a {cls.__name__} of {len(state)} values; expected its attributes by name")
-        else:
-            if type(state) is tuple and len(state) == 2 and state[0] is None:  # of a dataclass with slots
-                state = state[1]
-            if type(state) is not dict or not all(type(name) is str for name in state):
-                raise WrongArgumentsError(f"expected the attributes of a {cls.__name__}")
-            instance.__dict__.update(state)
-        return instance
-
-    return Maker(lambda *arguments: cls(*arguments), build, takes_members=hasattr(cls, "append"))
-
-
-_DICTS = (dict, OrderedDict, Counter)
-# Opcodes of protocols 2 to 5. Missing: those of protocols 0 and 1, copyreg's registry of extensions, buffers.
-_OPCODES: Final = frozenset(
-    getattr(pickle, name)[0]
-    for name in (
-        *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "DUP", "NONE", "NEWTRUE", "NEWFALSE"),
-        *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
-        *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "BINSTRING", "SHORT_BINSTRING"),
-        *("TUPLE", "EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"),
-        *("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "FROZENSET", "GLOBAL", "STACK_GLOBAL"),
-        *("REDUCE", "NEWOBJ", "NEWOBJ_EX", "BUILD", "BINPERSID"),
-        *("MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
-    )
-)
-
-
-class _Unpickler(pickle._Unpickler):  # noqa: SLF001  (the standard unpickler in Python, which can be extended)
-    """One run of a pickle; bytes after its end are not looked at."""
-
-    dispatch: ClassVar[dict[int, Any]] = {}
-    stack: list[Any]
-    memo: dict[int, Any]
-    proto: int
-    read: Callable[[int], bytes]
-    pop_mark: Callable[[], list[Any]]
-
-    def __init__(self, data: bytes, rules: Rules, where: str) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8")
-        self._rules, self._where, self._length = rules, where, len(data)
-        # By identity; the values are kept alive as well, so that an identity stays theirs.
-        self._makers: dict[int, Maker] = {}
-        self._fresh: dict[int, Maker] = {}
-        self._kept: list[Any] = []
-
-    def persistent_load(self, reference: Any) -> Any:
-        """The value of a persistent id."""
-        return self._rules.referred(reference)
-
-    def find_class(self, module: Any, name: Any) -> Any:
-        """What a name stands for."""
-        if self.proto < 3:
-            module, name = name_today(module, name)
-        value, maker = self._rules.named(module, name)
-        if maker is not None:
-            self._makers[id(value)] = maker
-            self._kept.append(value)
-        return value
-
-    # ------------------------------------------------------------------------------------------------ calls and states
-
-    def _load_reduce(self) -> None:
-        arguments = self.stack.pop()
-        self.stack[-1] = self._made(self.stack[-1], arguments, new=False)
-
-    def _load_newobj(self) -> None:
-        arguments = self.stack.pop()
-        self.stack[-1] = self._made(self.stack[-1], arguments, new=True)
-
-    def _load_newobj_ex(self) -> None:
-        keywords, arguments = self.stack.pop(), self.stack.pop()
-        maker = self._makers.get(id(self.stack[-1]))
-        if keywords and (maker is None or not maker.takes_members or maker.is_vouched):
-            raise WrongArgumentsError("a call with keywords")
-        self.stack[-1] = self._made(self.stack[-1], arguments, new=True)
-
-    def _made(self, function: Any, arguments: Any, *, new: bool) -> Any:
-        maker = self._makers.get(id(function))
-        if maker is None or type(arguments) is not tuple:
-            raise UnsafePickleError(
-                f"{self._where}: the pickle calls a {type(function).__name__}, which is not among the constructors "
-                "that a checkpoint may use; nothing was called. The file is damaged, was made to do harm, or was "
-                "written by something else; do not load it."
-            )
-        value = (maker.new if new and maker.new is not None else maker.make)(*arguments)
-        if maker.build is not None or maker.takes_members:
-            self._fresh[id(value)] = maker
-            self._kept.append(value)
-        return value
-
-    def _load_build(self) -> None:
-        state = self.stack.pop()
-        instance = self.stack[-1]
-        maker = self._fresh.pop(id(instance), None)
-        if maker is None or maker.build is None:
-            raise UnsafePickleError(
-                f"{self._where}: the pickle sets the state of a {type(instance).__name__}, which does not belong to "
-                "the checkpoint alone; nothing was changed. The file is damaged or was made to do harm; do not load it."
-            )
-        built = maker.build(instance, state)
-        if built is not instance:
-            self.stack[-1] = built
-            # It was numbered when it was made, and its state since then.
-            for slot in itertools.islice(reversed(self.memo), 64):
-                if self.memo[slot] is instance:
-                    self.memo[slot] = built
-                    break
-
-    # ------------------------------------------------------------------------------------------------------- containers
-
-    def _load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set_items([key], [value])
-
-    def _load_setitems(self) -> None:
-        pairs = self.pop_mark()
-        self._set_items(pairs[::2], pairs[1::2])
-
-    def _set_items(self, keys: list[Any], values: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) not in _DICTS and not self._takes_members(target):
-            raise TypeError(f"items of a {type(target).__name__}")
-        check_keys(keys)
-        with self._rebuilding(target):
-            for key, value in zip(keys, values, strict=True):
-                target[key] = value
-
-    def _load_append(self) -> None:
-        member = self.stack.pop()
-        self._append([member])
-
-    def _load_appends(self) -> None:
-        self._append(self.pop_mark())
-
-    def _append(self, members: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is list:
-            target.extend(members)
-        elif self._takes_members(target):
-            with self._rebuilding(target):
-                for member in members:
-                    target.append(member)
-        else:
-            raise TypeError(f"members of a {type(target).__name__}")
-
-    def _load_additems(self) -> None:
-        members = self.pop_mark()
-        if type(self.stack[-1]) is not set:
-            raise TypeError("members of something that is no set")
-        check_keys(members)
-        self.stack[-1].update(members)
-
-    def _load_frozenset(self) -> None:
-        members = self.pop_mark()
-        check_keys(members)
-        self.stack.append(frozenset(members))
-
-    def _takes_members(self, target: Any) -> bool:
-        maker = self._fresh.get(id(target))
-        return maker is not None and maker.takes_members
-
-    def _rebuilding(self, instance: Any) -> AbstractContextManager[None]:
-        maker = self._fresh.get(id(instance))
-        return rebuilding(type(instance)) if maker is not None and maker.is_vouched else nullcontext()
-
-    def _load_bytearray8(self) -> None:
-        length = int.from_bytes(self.read(8), "little")
-        if length > self._length:
-            raise EOFError(f"{length} bytes in a pickle of {self._length}")
-        self.stack.append(bytearray(self.read(length)))
-
-    def _refuse_opcode(self) -> None:
-        raise UnsafePickleError(
-            f"{self._where}: the pickle has an opcode that nothing has which is saved under protocol 2 or later. The "
-            "file is damaged or was made to do harm; do not load it."
-        )
-
-    dispatch |= dict.fromkeys(range(256), _refuse_opcode)
-    dispatch |= {code: load for code, load in pickle._Unpickler.dispatch.items() if code in _OPCODES}  # noqa: SLF001
-    dispatch |= {
-        pickle.REDUCE[0]: _load_reduce,
-        pickle.NEWOBJ[0]: _load_newobj,
-        pickle.NEWOBJ_EX[0]: _load_newobj_ex,
-        pickle.BUILD[0]: _load_build,
-        pickle.SETITEM[0]: _load_setitem,
-        pickle.SETITEMS[0]: _load_setitems,
-        pickle.APPEND[0]: _load_append,
-        pickle.APPENDS[0]: _load_appends,
-        pickle.ADDITEMS[0]: _load_additems,
-        pickle.FROZENSET[0]: _load_frozenset,
-        pickle.BYTEARRAY8[0]: _load_bytearray8,
-    }
-
-
-def unpickle(data: bytes, rules: Rules, where: str) -> Any:
-    """The value of the pickle in `data`; bytes after its end are ignored. `UnsafePickleError`: it names what no rule
-    allows. `NewerFormatError`, `CorruptCheckpointError`: a newer writer's, or no pickle.
-    """
-    with as_read_errors(where, len(data)):
-        return _Unpickler(data, rules, where).load()
-
-
-@contextmanager
-def as_read_errors(where: str, nbytes: int) -> Iterator[None]:
-    """A pickle of `nbytes` bytes is unpickled within: whatever fails becomes one of our errors."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except WrongArgumentsError as error:
-        raise UnsafePickleError(
-            f"{where}: the pickle makes what is not read: {error}. The file is damaged, was made to do harm, or holds "
-            "an object of a kind that checkpoints may not hold."
-        ) from error
-    except NotUnderstoodError as error:
-        raise NewerFormatError(
-            f"{where}: written by a newer torch, Megatron-Core or mcore_ckpt: {error}. Nothing shows that the file is "
-            "damaged. Load it with a newer mcore_ckpt, or save it again with an older torch."
-        ) from error
-    except NotRebuiltError as error:
-        raise error.as_load_error(where) from error
-    # Damaged bytes fail in any way that an unpickler and constructors can.
-    except Exception as error:
-        raise CorruptCheckpointError(
-            f"{where}: not a readable pickle of {nbytes} bytes ({type(error).__name__}: {error!s:.200}). The file "
-            "is truncated or damaged; restore it from another copy, or load an earlier checkpoint."
-        ) from error
 
 
 class UnsupportedDtypeError(CheckpointError, ValueError):
@@ -568,69 +238,25 @@ def numbers_at(pickle: bytes, position: int) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-class PickledTensor(NamedTuple):
-    """A C-contiguous tensor, as its pickle describes it; it lies inside its storage."""
-
-    dtype: str  # a key of `DTYPES`
-    shape: tuple[int, ...]  # sizes, in elements
-    storage_key: str  # the bytes are in record `data/<storage_key>`
-    storage_bytes: int  # size of that record
-    first_byte: int  # where in it the tensor starts
-    payload_bytes: int  # size of the tensor
-
-
 class NotPlainTensorError(WrongArgumentsError):
     """The pickle is of something else than one C-contiguous tensor; the message says of what."""
 
 
-class MalformedPickleError(Exception):
-    """No pickle at all, or a tensor that cannot be; the message says why."""
-
-
 # A checkpoint has many tensors of the same dtype and shape.
 @lru_cache(maxsize=4096)
-def read_tensor_pickle(pickle: bytes) -> PickledTensor:
-    """The tensor of a pickle, in bounded time and memory.
-
-    Raises `NotPlainTensorError`, where decoding may help, or `MalformedPickleError`.
+def read_tensor_pickle(pickle: bytes) -> FileTensor | None:
+    """The tensor of a pickle as `torch.save` usually writes it; None for any other. Raises `NotPlainTensorError`, where
+    decoding may help, or `WrongArgumentsError` for a tensor that cannot be.
     """
     if len(pickle) > MAX_PICKLE_BYTES:
         raise NotPlainTensorError(f"it has {len(pickle)} bytes, more than any tensor needs")
     usual = _USUAL.fullmatch(pickle)
-    known = _read_usual(usual) if usual is not None else None
-    if known is not None:
-        return known
-    return _run(pickle)
-
-
-def _plain(
-    dtype: str, storage_key: str, storage_bytes: int, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> PickledTensor:
-    """Check a tensor against its storage; `offset` and `strides` are in elements."""
-    numbers = (offset, *shape, *strides)
-    # Looked at before they are multiplied: ints may have 255 bytes, and a pickle refer to one thousands of times.
-    if len(shape) != len(strides) or len(shape) > MAX_AXES or min(numbers) < 0 or max(numbers) > MAX_SIZE:
-        raise MalformedPickleError(f"{len(shape)} sizes and {len(strides)} strides, not all from 0 to 2**63 - 1")
-    width = DTYPES[dtype].element_bytes
-    payload_bytes = math.prod(shape) * width
-    if payload_bytes == 0:
-        return PickledTensor(dtype, shape, storage_key, storage_bytes, 0, 0)
-    contiguous = contiguous_strides(shape)
-    if strides != contiguous and any(  # the stride of an axis of one element says nothing
-        size != 1 and stride != expected for size, stride, expected in zip(shape, strides, contiguous, strict=True)
-    ):
-        raise NotPlainTensorError("its strides are not those of a contiguous tensor")
-    first_byte = offset * width
-    if first_byte + payload_bytes > storage_bytes:
-        raise MalformedPickleError(
-            f"{payload_bytes} bytes of elements from byte {first_byte} on, in a storage of {storage_bytes}"
-        )
-    return PickledTensor(dtype, shape, storage_key, storage_bytes, first_byte, payload_bytes)
+    return None if usual is None else _read_usual(usual)
 
 
 # ---------------------------------------------------------------------------------------- the program torch.save writes
 
-# A regular expression reads the usual program five times as fast as the stack machine, which keeps loads of many small
+# A regular expression reads the usual program several times as fast as the unpickler, which keeps loads of many small
 # tensors of other writers fast. Every opcode of a number fixes its length, so a match is a parse.
 _NUMBER = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7}|\x8a\x08.{8})"
 _NUMBERS = rb"(?:\)|(?:" + _NUMBER + rb"){1,3}[\x85-\x87]q.|\((?:" + _NUMBER + rb"){4,64}tq.)"
@@ -645,7 +271,7 @@ _USUAL = re.compile(
 )
 
 
-def _read_usual(match: re.Match[bytes]) -> PickledTensor | None:
+def _read_usual(match: re.Match[bytes]) -> FileTensor | None:
     """The tensor of a program that `_USUAL` matches; None if its parts do not fit each other."""
     version, module, storage_class, key, length, offset, sizes, strides, name = match.groups()
     if (version, module) == (b"2", b"") and name is None:
@@ -661,11 +287,11 @@ def _read_usual(match: re.Match[bytes]) -> PickledTensor | None:
         if 1 <= len(numbers) <= 3 and program[-3] != 0x84 + len(numbers):
             return None
     (count,), (first,) = numbers_at(length, 0), numbers_at(offset, 0)
-    storage_bytes = count * (1 if name else DTYPES[dtype].element_bytes)
-    return _plain(dtype, key.decode(), storage_bytes, first, shape, steps)
+    storage = StorageReference(key.decode(), dtype, count * (1 if name else DTYPES[dtype].element_bytes))
+    return contiguous(described(storage, dtype, first, shape, steps))
 
 
-# ------------------------------------------------------------------------------------------------ any other program
+# ------------------------------------------------------------------------------------------------ tensors in storages
 
 
 class FileTensor(NamedTuple):
@@ -676,6 +302,7 @@ class FileTensor(NamedTuple):
     offset: int  # of the first element, in elements of the storage
     shape: tuple[int, ...]  # sizes, in elements
     strides: tuple[int, ...] = ()  # in elements, where the elements do not follow one another in C order
+    storage_bytes: int = 0  # of the storage
 
     @property
     def nbytes(self) -> int:
@@ -702,10 +329,6 @@ class StorageReference(NamedTuple):
     nbytes: int
 
 
-class _DtypeName(str):
-    __slots__ = ()
-
-
 def stored_storage(reference: Any) -> StorageReference:
     """A storage, as torch refers to it; raises `WrongArgumentsError` for anything else."""
     if type(reference) is not tuple or len(reference) not in (5, 6) or reference[0] != "storage":
@@ -719,12 +342,10 @@ def stored_storage(reference: Any) -> StorageReference:
     return StorageReference(record, kind.dtype, count * width)
 
 
-def _described(storage: Any, dtype: str, offset: Any, size: Any, stride: Any, rest: tuple[Any, ...]) -> FileTensor:
-    """The tensor of one call; `rest` is whether it requires a gradient, its hooks, and perhaps flags."""
+def described(storage: Any, dtype: str, offset: Any, size: Any, stride: Any) -> FileTensor:
+    """The tensor of one call; raises `WrongArgumentsError` if it does not lie inside its storage."""
     if type(storage) is not StorageReference or dtype not in DTYPES:
         raise WrongArgumentsError(f"a tensor of {dtype:.40} in a storage")
-    if not 2 <= len(rest) <= 3 or type(rest[0]) is not bool or rest[1] or rest[2:] not in ((), (None,), ({},)):
-        raise NotPlainTensorError("a tensor with hooks or flags (conjugated, negated)")
     (offset,), size, stride = checked_size((offset,)), checked_size(size), checked_size(stride)
     if len(stride) != len(size):
         raise WrongArgumentsError(f"a tensor of {len(size)} axes in {len(stride)} steps")
@@ -735,102 +356,19 @@ def _described(storage: Any, dtype: str, offset: Any, size: Any, stride: Any, re
     # The stride of an axis of one element says nothing.
     steps = zip(size, stride, contiguous_strides(size), strict=True)
     strided = last >= 0 and any(n > 1 and step != plain for n, step, plain in steps)
-    return FileTensor(storage.record, dtype, offset if last >= 0 else 0, size, stride if strided else ())
+    at = offset if last >= 0 else 0
+    return FileTensor(storage.record, dtype, at, size, stride if strided else (), storage.nbytes)
 
 
-def _dtype_name(dtype: Any) -> str:
-    # Nothing else is printed: tuples of tuples that share their members would be without end.
-    kind = type(dtype)
-    known = kind is _DtypeName or (kind.__module__, kind.__name__) == ("torch", "dtype")
-    return str(dtype).removeprefix("torch.") if known else f"a {kind.__name__}"
-
-
-def _rebuild_v2(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> FileTensor:
-    dtype = storage.dtype if type(storage) is StorageReference else None
-    return _described(storage, dtype or "no dtype", offset, size, stride, rest)
-
-
-def _rebuild_v3(
-    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *flags: Any
-) -> FileTensor:
-    return _described(storage, _dtype_name(dtype), offset, size, stride, (grad, hooks, *flags))
-
-
-def _parameter(data: Any, *_rest: Any) -> FileTensor:
-    if type(data) is not FileTensor:
-        raise WrongArgumentsError("a parameter of a tensor")
-    return data
-
-
-def _with_attributes(function: Any, _kind: Any, arguments: Any, _state: Any) -> FileTensor:
-    """A tensor with attributes of Megatron's on it (`tensor_model_parallel`, ...), which are dropped."""
-    if function not in (_rebuild_v2, _rebuild_v3, _parameter) or type(arguments) is not tuple:
-        raise WrongArgumentsError("a tensor with attributes")
-    found: FileTensor = function(*arguments)
-    return found
-
-
-STORAGE_KINDS: Final[Mapping[str, tuple[Any, Maker | None]]] = {
-    **{f"torch.{name}": (StorageKind(dtype), None) for name, dtype in DTYPE_OF_STORAGE.items()},
-    **{f"{module}.UntypedStorage": (StorageKind(None), None) for module in ("torch", "torch.storage")},
-}
-TENSOR_NAMES: Final[Mapping[str, tuple[Any, Maker | None]]] = {
-    **STORAGE_KINDS,
-    "torch._utils._rebuild_tensor_v2": (_rebuild_v2, Maker(_rebuild_v2)),
-    "torch._utils._rebuild_tensor_v3": (_rebuild_v3, Maker(_rebuild_v3)),
-    "torch._utils._rebuild_parameter": (_parameter, Maker(_parameter)),
-    "torch._utils._rebuild_parameter_with_state": (_parameter, Maker(_parameter)),
-    "torch._tensor._rebuild_from_type_v2": (_with_attributes, Maker(_with_attributes)),
-}
-"""What makes a `FileTensor` of the pickle of a tensor, for `Rules.named`; `stored_storage` is for `Rules.referred`."""
-
-
-def _no_hooks() -> dict[str, Any]:
-    return {}
-
-
-_OF_ONE_TENSOR: Final[Mapping[str, tuple[Any, Maker | None]]] = {
-    **TENSOR_NAMES,
-    **{f"torch.{name}": (_DtypeName(name), None) for name in DTYPES},
-    "torch.Tensor": ("torch.Tensor", None),
-    "torch.nn.parameter.Parameter": ("torch.nn.parameter.Parameter", None),
-    "collections.OrderedDict": (_no_hooks, Maker(_no_hooks)),
-}
-
-
-class _OneTensor:
-    """Rules for the pickle of one tensor."""
-
-    def __init__(self) -> None:
-        self.storage_bytes = 0
-
-    def named(self, module: str, name: str) -> tuple[Any, Maker | None]:
-        try:
-            return _OF_ONE_TENSOR[f"{module}.{name}"]
-        except KeyError:
-            raise NotPlainTensorError(f"call of {module:.100}.{name:.100}") from None
-
-    def referred(self, reference: Any) -> StorageReference:
-        storage = stored_storage(reference)
-        self.storage_bytes = storage.nbytes
-        return storage
-
-
-def _run(pickle: bytes) -> PickledTensor:
-    rules = _OneTensor()
-    try:
-        tensor = unpickle(pickle, rules, "its pickle")
-    except CheckpointError as error:
-        cause = error.__cause__
-        if isinstance(cause, NotPlainTensorError):
-            raise cause from None
-        if isinstance(error, CorruptCheckpointError) and cause is None:  # an opcode or a call that no tensor needs
-            raise NotPlainTensorError(str(error)) from error
-        raise MalformedPickleError(str(cause)) from error
-    if type(tensor) is not FileTensor:
-        raise NotPlainTensorError(f"it holds {type(tensor).__name__}, not a tensor")
+def contiguous(tensor: FileTensor) -> FileTensor:
+    """A tensor whose elements follow one another; raises `NotPlainTensorError`."""
     if tensor.strides:
         raise NotPlainTensorError("its strides are not those of a contiguous tensor")
-    return PickledTensor(
-        tensor.dtype, tensor.shape, tensor.record, rules.storage_bytes, tensor.first_byte, tensor.nbytes
-    )
+    return tensor
+
+
+STORAGE_KINDS: Final[Mapping[str, StorageKind]] = {
+    **{f"torch.{name}": StorageKind(dtype) for name, dtype in DTYPE_OF_STORAGE.items()},
+    **{f"{module}.UntypedStorage": StorageKind(None) for module in ("torch", "torch.storage")},
+}
+"""By the name of their class."""

@@ -58,7 +58,8 @@ from mcore_ckpt.format.metadata_read import (
     read_index,
     read_small_file,
 )
-from mcore_ckpt.format.safe_pickle import NotRebuiltError, load_object
+from mcore_ckpt.format.safe_pickle import load_object
+from mcore_ckpt.format.unpickler import NotRebuiltError
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._joint_calls import (
     SaveIdentity,

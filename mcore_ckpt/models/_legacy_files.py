@@ -23,8 +23,9 @@ from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafePickleError
 from mcore_ckpt.format.index import CheckpointIndex, object_key, parse_object_key
 from mcore_ckpt.format.metadata_read import COMMON_FILE
-from mcore_ckpt.format.state_file import Opaque, StateFile, StateRecord, read_state_file
+from mcore_ckpt.format.state_file import StateFile, StateRecord, read_state_file
 from mcore_ckpt.format.tensor_pickle import FileTensor
+from mcore_ckpt.format.unpickler import Opaque
 from mcore_ckpt.models.options import ExportOptions
 from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, SourceFiles
 from mcore_ckpt.reshard.partition import (

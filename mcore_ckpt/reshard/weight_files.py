@@ -28,9 +28,10 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.item_layout import ArchiveLayout, element_bytes
-from mcore_ckpt.format.safe_pickle import Unavailable
-from mcore_ckpt.format.state_file import Opaque, StateRecord, read_state_file
+from mcore_ckpt.format.safe_pickle import MEGATRON_CLASSES
+from mcore_ckpt.format.state_file import StateRecord, read_state_file
 from mcore_ckpt.format.tensor_pickle import DTYPES, FileTensor, contiguous_strides, dtype_entry
+from mcore_ckpt.format.unpickler import Opaque
 from mcore_ckpt.reshard.plan import Blob, Frame, TargetPlan, TensorMove, all_in_one, in_shares
 from mcore_ckpt.reshard.target_files import Journal, TargetFiles
 from mcore_ckpt.tools.payloads import StoredPayloads
@@ -199,7 +200,7 @@ class _StatePickler(_Pickler):  # type: ignore[misc]
             return self._tensor(value)
         if isinstance(value, _Global):
             return value.name
-        if isinstance(value, Unavailable):
+        if isinstance(value, Opaque):
             made = type(value), value.arguments
             return made if value.state is None else (*made, value.state)
         return NotImplemented
@@ -225,8 +226,8 @@ class _StatePickler(_Pickler):  # type: ignore[misc]
         """Write a name, without importing what it stands for."""
         if isinstance(value, _Global):
             module, qualified = value.module, value.name
-        elif isinstance(value, type) and issubclass(value, Unavailable):
-            module, _, qualified = value.class_name.rpartition(".")
+        elif isinstance(value, type) and issubclass(value, Opaque):
+            module, _, qualified = value.name.rpartition(".")
         else:
             super().save_global(value, name)
             return
@@ -294,7 +295,8 @@ def taken_over(value: Any, read: Callable[[int, int], bytes], where: str, record
     def take(part: Any) -> Any:
         if type(part) is FileTensor:
             return tensor(part)
-        if isinstance(part, Opaque) or (isinstance(part, type) and issubclass(part, Opaque)):
+        is_stand_in = isinstance(part, Opaque) or (isinstance(part, type) and issubclass(part, Opaque))
+        if is_stand_in and part.name not in MEGATRON_CLASSES:
             raise OptionError(f"{where}: holds a {part.name:.200}, a class that is not known here")
         if isinstance(part, dict):
             return type(part)((take(key) if type(key) is tuple else key, take(item)) for key, item in part.items())
@@ -302,7 +304,7 @@ def taken_over(value: Any, read: Callable[[int, int], bytes], where: str, record
             return type(part)(take(item) for item in part)
         if isinstance(part, Namespace):
             return Namespace(**{name: take(item) for name, item in vars(part).items()})
-        if isinstance(part, Unavailable):
+        if isinstance(part, Opaque):
             part.arguments, part.state = take(part.arguments), take(part.state)
         return part
 

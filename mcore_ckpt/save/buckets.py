@@ -39,6 +39,7 @@ from mcore_ckpt.format.index import (
     StoredChunk,
     StoredItem,
     TensorEntry,
+    file_name_problem,
     of_different_offsets,
     parse_shadow_key,
 )
@@ -51,7 +52,6 @@ from mcore_ckpt.format.integrity import (
     with_id,
 )
 from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes, place, tensor_template
-from mcore_ckpt.format.metadata_read import file_name_problem
 from mcore_ckpt.format.metadata_write import ChunkFactors, MetadataEncoder
 
 if TYPE_CHECKING:

@@ -33,8 +33,9 @@ from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, T
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import verify_records
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.format.state_file import Opaque, StoredStorage, read_plain
+from mcore_ckpt.format.state_file import StoredStorage, read_plain
 from mcore_ckpt.format.tensor_pickle import DTYPE_OF_STORAGE, DTYPES
+from mcore_ckpt.format.unpickler import Opaque
 from mcore_ckpt.load.records import check_apart, global_shape, part_of_chunk
 from mcore_ckpt.storage.base import FileVersion
 from mcore_ckpt.tools.inspection import checkpoint_directory, index_version

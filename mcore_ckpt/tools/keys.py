@@ -20,7 +20,8 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.directory.in_force import common_file_in_force, read_common_file, with_common_files
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, ObjectEntry, TensorEntry, is_flat_bucket
 from mcore_ckpt.format.integrity import data_file_of
-from mcore_ckpt.format.state_file import Opaque, read_plain
+from mcore_ckpt.format.state_file import read_plain
+from mcore_ckpt.format.unpickler import Opaque
 from mcore_ckpt.load.files import FileFooters
 from mcore_ckpt.load.records import check_records, checksum_error
 from mcore_ckpt.storage.resolve import storage_at

@@ -17,13 +17,8 @@ import torch
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
 from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor, locate_tensor_in, verify_records
-from mcore_ckpt.format.tensor_pickle import (
-    MalformedPickleError,
-    NotPlainTensorError,
-    PickledTensor,
-    read_tensor_pickle,
-    tensor_pickle,
-)
+from mcore_ckpt.format.state_file import tensor_of
+from mcore_ckpt.format.tensor_pickle import FileTensor, WrongArgumentsError, read_tensor_pickle, tensor_pickle
 from mcore_ckpt.format.zip_records import NotRangeable
 from tests.support.encoded_items import encode_tensor
 from tests.support.stored_layouts import rewritten
@@ -152,10 +147,10 @@ def tensor_program(
     return HEAD + length + b"tQ" + offset + sizes + strides + HOOKS
 
 
-def interpreted(program: bytes) -> tuple[PickledTensor | None, str]:
+def interpreted(program: bytes) -> tuple[FileTensor | None, str]:
     try:
-        return read_tensor_pickle(program), ""
-    except (NotPlainTensorError, MalformedPickleError) as error:
+        return read_tensor_pickle(program) or tensor_of(program), ""
+    except (WrongArgumentsError, CorruptCheckpointError) as error:
         return None, str(error)
 
 
@@ -184,7 +179,7 @@ def interpreted(program: bytes) -> tuple[PickledTensor | None, str]:
 def test_programs_that_are_not_a_tensors_are_refused_and_never_run(program: bytes) -> None:
     tensor, problem = interpreted(program)
     assert len(problem) < 1000
-    assert tensor is None or (tensor.storage_key, tensor.storage_bytes) != ("0", 48), "it fits the record"
+    assert tensor is None or (tensor.record, tensor.storage_bytes) != ("0", 48), "it fits the record"
     item = rewritten(ITEMS["torch"], lambda name, old: program if name == "data.pkl" else old)
     for outcome in locations(item):
         assert isinstance(outcome, NotRangeable | CorruptCheckpointError)

@@ -113,7 +113,7 @@ def test_objects_load_safely(name: str) -> None:
 def test_common_state_loads_safely(name: str) -> None:
     file = GOLDEN / name / "common.pt"
     if file.exists():
-        common = load_object(file)
+        common = load_object(file.read_bytes())
     else:
         (common,) = load_object(item_bytes(name, read_index(GOLDEN / name).objects["common_state/shard_0_1"].item))
     assert common["iteration"] == 7

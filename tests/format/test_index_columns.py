@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CorruptCheckpointError
-from mcore_ckpt.format import metadata_read
+from mcore_ckpt.format import index_pickle
 from mcore_ckpt.format.index import (
     CheckpointIndex,
     ObjectEntry,
@@ -49,7 +49,7 @@ def sealed(index: CheckpointIndex, plans: list[Any] | None = None) -> bytes:
 def read(data: bytes) -> CheckpointIndex:
     """By the columns alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metadata_read, "unpickle_index", None)
+        patch.setattr(index_pickle, "unpickle_index", None)
         return parse_index(data, "a")
 
 

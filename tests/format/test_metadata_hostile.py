@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, UnsafePickleError
-from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.index import CheckpointIndex, file_name_problem
 from mcore_ckpt.format.index_pickle import PropertiesState
-from mcore_ckpt.format.metadata_read import file_name_problem, parse_index, read_index
+from mcore_ckpt.format.metadata_read import parse_index, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.models._sources import read_safetensors
 
