@@ -21,7 +21,7 @@ from itertools import accumulate, chain, islice, repeat
 from typing import Any, Final, NamedTuple
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
-from mcore_ckpt.format.integrity import NO_FINGERPRINT, Columns, Manifest, column_bytes, deflated, text_bytes
+from mcore_ckpt.format.integrity import NO_FINGERPRINT, Columns, Manifest, Section, column_bytes, deflated, text_bytes
 
 
 # These three are named tuples, not dataclasses: there is one of each for every tensor or chunk, and a tuple is made in
@@ -247,29 +247,6 @@ class CheckpointIndex:
         return {key: copied for key in self.tensors if (copied := parse_shadow_key(key)) is not None}
 
 
-class StoredFingerprints(Mapping[str, int]):
-    """Fingerprints by key, as a manifest lists them for tensors of these keys; looked up when one is asked for."""
-
-    def __init__(self, keys: Iterable[str], column: Sequence[int]) -> None:
-        self._keys, self._column = keys, column
-        self._found: dict[str, int] | None = None
-
-    def _known(self) -> dict[str, int]:
-        if self._found is None:
-            pairs = zip(self._keys, self._column, strict=True)
-            self._found = {key: value for key, value in pairs if value != NO_FINGERPRINT}
-        return self._found
-
-    def __getitem__(self, key: str) -> int:
-        return self._known()[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._known())
-
-    def __len__(self) -> int:
-        return len(self._known())
-
-
 class ShadowKey(NamedTuple):
     """What the key of a shadow copy says: the rank that wrote the copy, and the tensor that it copies.
 
@@ -286,13 +263,8 @@ _SHADOW_PREFIX = "__shadow_"
 _SHADOW_KEY = re.compile(re.escape(_SHADOW_PREFIX) + r"(\d{1,9})__(.+)", re.ASCII | re.DOTALL)
 
 
-def shadow_key(rank: int, fqn: str) -> str:
-    """The key under which a rank stores its copy of a tensor."""
-    return f"{_SHADOW_PREFIX}{rank}__{fqn}"
-
-
 def parse_shadow_key(key: str) -> ShadowKey | None:
-    """What `shadow_key` was made of; None for all other keys."""
+    """What the key of a shadow copy says; None for all other keys."""
     if not key.startswith(_SHADOW_PREFIX):
         return None
     found = _SHADOW_KEY.fullmatch(key)
@@ -365,54 +337,48 @@ MAX_AXES: Final = 64
 _MAX_DETAILS_BYTES: Final = 1024 * 1024
 
 
-class TensorSection(NamedTuple):
-    """The columns of the tensors: deflated, their length before that, and the files, as the columns number them."""
-
-    packed: bytes
-    unpacked_bytes: int
-    files: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls, tensors: Iterable[TensorEntry], mcore_data: Mapping[str, Mapping[str, Any]] | None = None
-    ) -> TensorSection | None:
-        """Put the columns of an index together; None if they cannot say all of it (stream transforms)."""
-        kinds: dict[tuple[str, bool], int] = {}
-        forms: dict[bytes, int] = {}
-        files: dict[str, int] = {}
-        keys, own_forms, items = [], array("I"), []
-        for key, dtype, shape, chunks, requires_grad in tensors:
-            form = [kinds.setdefault((dtype, requires_grad), len(kinds)), len(shape), len(chunks), *shape]
-            for starts, sizes, item in chunks:
-                form += starts
-                form += sizes
-                items.append(item)
-            keys.append(text_bytes(key))
-            own_forms.append(forms.setdefault(column_bytes(array("Q", form)), len(forms)))
-        if any(item.transforms for item in items):
-            return None
-        for item in items:
-            files.setdefault(item.file, len(files))
-        notes = _notes({key: number for number, key in enumerate(keys)}, mcore_data or {})
-        if notes is None:
-            return None
-        dtypes = [text_bytes(dtype) for dtype, _ in kinds]
-        form_bytes = b"".join(forms)
-        body = (
-            _TENSOR_HEAD.pack(len(keys), len(kinds), len(items), len(form_bytes) // 8, len(notes)),
-            column_bytes(array("I", map(len, dtypes))),
-            column_bytes(array("I", [grad for _, grad in kinds])),
-            column_bytes(array("I", map(len, keys))),
-            column_bytes(own_forms),
-            column_bytes(array("I", [files[item.file] for item in items])),
-            column_bytes(array("Q", [item.offset for item in items])),
-            column_bytes(array("Q", [item.length for item in items])),
-            form_bytes,
-            column_bytes(notes),
-            *dtypes,
-            *keys,
-        )
-        return cls(*deflated(body), tuple(files))
+def tensor_section(
+    tensors: Iterable[TensorEntry], mcore_data: Mapping[str, Mapping[str, Any]]
+) -> tuple[Section, tuple[str, ...]] | None:
+    """The columns of the tensors, and the files, as they number them; None if they cannot say all of it (stream
+    transforms).
+    """
+    kinds: dict[tuple[str, bool], int] = {}
+    forms: dict[bytes, int] = {}
+    files: dict[str, int] = {}
+    keys, own_forms, items = [], array("I"), []
+    for key, dtype, shape, chunks, requires_grad in tensors:
+        form = [kinds.setdefault((dtype, requires_grad), len(kinds)), len(shape), len(chunks), *shape]
+        for starts, sizes, item in chunks:
+            form += starts
+            form += sizes
+            items.append(item)
+        keys.append(text_bytes(key))
+        own_forms.append(forms.setdefault(column_bytes(array("Q", form)), len(forms)))
+    if any(item.transforms for item in items):
+        return None
+    for item in items:
+        files.setdefault(item.file, len(files))
+    notes = _notes({key: number for number, key in enumerate(keys)}, mcore_data)
+    if notes is None:
+        return None
+    dtypes = [text_bytes(dtype) for dtype, _ in kinds]
+    form_bytes = b"".join(forms)
+    body = (
+        _TENSOR_HEAD.pack(len(keys), len(kinds), len(items), len(form_bytes) // 8, len(notes)),
+        column_bytes(array("I", map(len, dtypes))),
+        column_bytes(array("I", [grad for _, grad in kinds])),
+        column_bytes(array("I", map(len, keys))),
+        column_bytes(own_forms),
+        column_bytes(array("I", [files[item.file] for item in items])),
+        column_bytes(array("Q", [item.offset for item in items])),
+        column_bytes(array("Q", [item.length for item in items])),
+        form_bytes,
+        column_bytes(notes),
+        *dtypes,
+        *keys,
+    )
+    return deflated(body), tuple(files)
 
 
 def _notes(numbers: Mapping[bytes, int], mcore_data: Mapping[str, Mapping[str, Any]]) -> array[int] | None:
@@ -429,39 +395,33 @@ def _notes(numbers: Mapping[bytes, int], mcore_data: Mapping[str, Mapping[str, A
     return notes
 
 
-class ObjectSection(NamedTuple):
-    """The columns of the objects, and what else an index says."""
-
-    packed: bytes
-    unpacked_bytes: int
-
-    @classmethod
-    def of(
-        cls,
-        objects: Mapping[str, ObjectEntry],
-        files: Mapping[str, int],
-        tensor_keys: Iterable[str],
-        planner_data: Any,
-        details: Mapping[str, Any],
-    ) -> ObjectSection | None:
-        """Put the columns of one save together; None if they cannot say all of it. `files`: numbers in the manifest."""
-        items = [entry.item for entry in objects.values()]
-        keys = [text_bytes(key) for key in objects]
-        paths = _path_lengths([*tensor_keys, *objects] if planner_data is not None else (), planner_data)
-        text = json.dumps(details).encode()
-        if paths is None or len(text) > _MAX_DETAILS_BYTES or any(item.transforms for item in items):
-            return None
-        body = (
-            _OBJECT_HEAD.pack(len(keys), len(paths), len(text)),
-            column_bytes(array("I", map(len, keys))),
-            column_bytes(array("I", [files[item.file] for item in items])),
-            column_bytes(array("Q", [item.offset for item in items])),
-            column_bytes(array("Q", [item.length for item in items])),
-            column_bytes(paths),
-            *keys,
-            text,
-        )
-        return cls(*deflated(body))
+def object_section(
+    objects: Mapping[str, ObjectEntry],
+    files: Mapping[str, int],
+    tensor_keys: Iterable[str],
+    planner_data: Any,
+    details: Mapping[str, Any],
+) -> Section | None:
+    """The columns of the objects, and what else an index says; None if they cannot say all of it. `files`: numbers in
+    the manifest.
+    """
+    items = [entry.item for entry in objects.values()]
+    keys = [text_bytes(key) for key in objects]
+    paths = _path_lengths([*tensor_keys, *objects] if planner_data is not None else (), planner_data)
+    text = json.dumps(details).encode()
+    if paths is None or len(text) > _MAX_DETAILS_BYTES or any(item.transforms for item in items):
+        return None
+    body = (
+        _OBJECT_HEAD.pack(len(keys), len(paths), len(text)),
+        column_bytes(array("I", map(len, keys))),
+        column_bytes(array("I", [files[item.file] for item in items])),
+        column_bytes(array("Q", [item.offset for item in items])),
+        column_bytes(array("Q", [item.length for item in items])),
+        column_bytes(paths),
+        *keys,
+        text,
+    )
+    return deflated(body)
 
 
 def _path_lengths(keys: Sequence[str], planner_data: Any) -> array[int] | None:
@@ -482,31 +442,17 @@ def _path_lengths(keys: Sequence[str], planner_data: Any) -> array[int] | None:
     return lengths
 
 
-class IndexColumns(NamedTuple):
-    """What the columns say; see `CheckpointIndex`."""
-
-    tensors: PackedTensors
-    objects: dict[str, ObjectEntry]
-    planner_data: dict[str, tuple[str | int, ...]] | None
-    mcore_data: dict[str, dict[str, Any]]
-    storage_meta: dict[str, Any] | None
-    version: str | None
-    has_local_plans: bool
-
-
-def read_columns(
-    sections: Sequence[tuple[bytes, int]],
-    files: Sequence[str],
-    crcs: Sequence[int],
-    dtypes: Collection[str],
-    where: str,
-) -> IndexColumns:
-    """Read the two sections of a manifest with these files and CRC-32s; `dtypes`: the names that there are. Raises
-    `CorruptCheckpointError` if they cannot be right.
+def read_columns(manifest: Manifest, path: str, file: str, dtypes: Collection[str]) -> CheckpointIndex:
+    """The index in the columns of a manifest; `dtypes`: the names that there are. Raises `CorruptCheckpointError` if
+    they cannot be right.
     """
-    of_tensors, of_objects = (Columns.inflated(*section, where) for section in sections)
+    assert manifest.columns is not None
+    files, crcs = list(manifest.files), manifest.crcs
+    what = f"{file}: the index in its manifest"
+    of_tensors, of_objects = (Columns.inflated(*section, what) for section in manifest.columns)
     tensors, mcore_data = _read_tensors(of_tensors, files, crcs, {name: name for name in dtypes})
-    chunks = len(tensors.places.crcs)
+    places = tensors.places
+    chunks = len(places.crcs)
     count, path_count, text_bytes_count = _OBJECT_HEAD.unpack(of_objects.bytes(_OBJECT_HEAD.size))
     key_lengths, file_numbers = of_objects.column("I", count), of_objects.column("I", count)
     offsets, lengths = of_objects.column("q", count), of_objects.column("q", count)
@@ -517,12 +463,16 @@ def read_columns(
     if chunks + count != len(crcs):
         raise of_objects.wrong(f"{chunks} chunks and {count} objects, and checksums of {len(crcs)} items")
     _check_places(of_objects, file_numbers, offsets, lengths, len(files))
-    items = map(StoredItem, map(files.__getitem__, file_numbers), offsets, lengths, [()] * count, crcs[chunks:])
+    items = list(map(StoredItem, map(files.__getitem__, file_numbers), offsets, lengths, [()] * count, crcs[chunks:]))
     objects = {key: ObjectEntry(key, item) for key, item in zip(keys, items, strict=True)}
     if len(objects) != count or tensors.keys() & objects.keys():
         raise of_objects.wrong("a key is there twice")
+    for number in {*places.file_numbers, *file_numbers}:
+        check_file_name(file, "a file", files[number])
     planner_data = _paths(of_objects, paths, [*tensors.names, *keys]) if paths else None
-    return IndexColumns(tensors, objects, planner_data, mcore_data, *_details(of_objects, bytes(text)))
+    details = _details(of_objects, bytes(text))
+    blocks = named_blocks(manifest, lambda n: places.item(n) if n < chunks else items[n - chunks])
+    return CheckpointIndex(path, tensors, objects, planner_data, mcore_data, *details, manifest=manifest, blocks=blocks)
 
 
 def _read_tensors(
@@ -661,18 +611,8 @@ _IDS: Final = ("checkpoint_id", "save_id", "load_id")
 # ------------------------------------------------------------------------------------------------ whoever describes it
 
 
-def named_blocks(
-    manifest: Manifest, file: str, names: Iterable[str], item_at: Callable[[int], StoredItem]
-) -> dict[tuple[str, int], array[int]]:
-    """The cumulative CRCs of a manifest by place; `names`: of the files of all items, `item_at`: an item by number.
-    Raises `CorruptCheckpointError` if it does not list them all.
-    """
-    unlisted = set(names) - manifest.files.keys()
-    if unlisted:
-        raise CorruptCheckpointError(
-            f"{file}: the manifest: expected an entry for each file, {min(unlisted)!r} among them, got "
-            f"{len(manifest.files)}. The index is damaged; restore it from another copy, or load an earlier checkpoint."
-        )
+def named_blocks(manifest: Manifest, item_at: Callable[[int], StoredItem]) -> dict[tuple[str, int], array[int]]:
+    """The cumulative CRCs of a manifest by place; `item_at`: an item by its number."""
     items = ((item_at(number), sums) for number, sums in manifest.running())
     return {(item.file, item.offset): sums for item, sums in items}
 

@@ -409,10 +409,12 @@ class _IndexBuilder:
                 if transforms is None
                 else StoredItem(name, offset, length, self._transforms(fqn, transforms), crc)
             )
-        if len(items) != len(storage_data):
-            raise self._wrong("storage_data", "each key and offset once", len(items))
         if manifest is not None:
-            self._blocks = named_blocks(manifest, self._file, safe_names, list(items.values()).__getitem__)
+            if len(items) != len(storage_data):
+                raise self._wrong("storage_data", "each key and offset once", len(items))
+            if unlisted := safe_names - manifest.files.keys():
+                raise self._wrong("the manifest", f"an entry for {min(unlisted)!r}", len(manifest.files))
+            self._blocks = named_blocks(manifest, list(items.values()).__getitem__)
         return items
 
     def _tensor(

@@ -92,7 +92,7 @@ _TIME, _DATE = 0, 0x0021  # 1980-01-01 00:00, the first moment that zip can name
 _UTF8 = 0x0800
 _UTF8_AND_DESCRIPTOR = 0x0808  # sizes and CRC of the payload follow it
 
-_PICKLE_NAME, _PAYLOAD_NAME = b"archive/data.pkl", b"archive/data/0"
+_PICKLE_NAME = b"archive/data.pkl"
 _CONSTANTS = ((b"archive/version", b"3\n"), (b"archive/byteorder", b"little"))
 
 
@@ -115,41 +115,6 @@ def _zip64_extra(*values: int) -> bytes:
     return struct.pack(f"<HH{len(values)}Q", _ZIP64_EXTRA, 8 * len(values), *values)
 
 
-def _payload_header(payload_bytes: int, padding_bytes: int, zip64: bool) -> bytes:
-    """Local header of the payload; `padding_bytes` of padding at its end move the payload to where it belongs."""
-    padding = struct.pack("<HH", _PADDING_EXTRA, padding_bytes) + b"Z" * padding_bytes
-    if zip64:  # this extra field is also what makes the data descriptor one of 8-byte sizes
-        extra = _zip64_extra(payload_bytes, payload_bytes) + padding
-        return _local_header(_PAYLOAD_NAME, _VERSION_45, _UTF8_AND_DESCRIPTOR, 0, _MAX_32, len(extra)) + extra
-    return _local_header(_PAYLOAD_NAME, _VERSION_20, _UTF8_AND_DESCRIPTOR, 0, 0, len(padding)) + padding
-
-
-def _tail(pickle: bytes, pickle_crc: int, head_bytes: int, payload_bytes: int, zip64: bool) -> bytes:
-    """Everything after the payload, zeros for its CRC-32."""
-    descriptor = DESCRIPTOR64 if zip64 else DESCRIPTOR
-    parts = [descriptor.pack(_DESCRIPTOR_MARK, 0, payload_bytes, payload_bytes)]
-    payload_at = LOCAL_HEADER.size + len(_PICKLE_NAME) + len(pickle)
-    directory = [_central_entry(_PICKLE_NAME, _VERSION_20, _UTF8, pickle_crc, len(pickle), 0)]
-    payload_entry = (_PAYLOAD_NAME, _VERSION_45 if zip64 else _VERSION_20, _UTF8_AND_DESCRIPTOR, 0)
-    if zip64:
-        sizes = _zip64_extra(payload_bytes, payload_bytes)
-        directory.append(_central_entry(*payload_entry, _MAX_32, payload_at, sizes))
-    else:
-        directory.append(_central_entry(*payload_entry, payload_bytes, payload_at))
-    position = head_bytes + payload_bytes + len(parts[0])
-    for name, content in _CONSTANTS:
-        record = (name, _VERSION_20, _UTF8, zlib.crc32(content), len(content))
-        parts.append(_local_header(*record) + content)
-        if zip64:
-            directory.append(_central_entry(*record, _MAX_32, _zip64_extra(position)))
-        else:
-            directory.append(_central_entry(*record, position))
-        position += len(parts[-1])
-    parts += directory
-    parts.append(_end_records(len(directory), sum(map(len, directory)), position, zip64))
-    return b"".join(parts)
-
-
 def _end_records(count: int, directory_bytes: int, directory_at: int, zip64: bool) -> bytes:
     if not zip64:
         return END.pack(_END_MARK, 0, 0, count, count, directory_bytes, directory_at, 0)
@@ -163,45 +128,12 @@ def _end_records(count: int, directory_bytes: int, directory_at: int, zip64: boo
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- templates
+# ---------------------------------------------------------------------------------------------------------- archives
 
-_CONSTANT_RECORD_BYTES = sum(LOCAL_HEADER.size + len(name) + len(content) for name, content in _CONSTANTS)
-
-# Where the payload's CRC-32 stands in the tail: in the data descriptor, and in the second entry of the directory.
-_DESCRIPTOR_CRC, _CENTRAL_CRC = 4, 16
-_SECOND_ENTRY_AT = _CONSTANT_RECORD_BYTES + DIRECTORY_ENTRY.size + len(_PICKLE_NAME)
-_CRC_POSITIONS = (_DESCRIPTOR_CRC, 16 + _SECOND_ENTRY_AT + _CENTRAL_CRC)
-_ZIP64_CRC_POSITIONS = (_DESCRIPTOR_CRC, 24 + _SECOND_ENTRY_AT + _CENTRAL_CRC)
-
-# The end of the tail may pass 4 GiB although the payload does not.
+# The end of an archive may pass 4 GiB although no payload does.
 _ZIP64_FROM_BYTES = _MAX_32 - 64 * 1024
 _MAX_PAYLOAD_BYTES = (1 << 63) - 1024 * 1024
-
-
-# 4096 templates take about 5 MB; more would eat into what a save is allowed to take.
-@lru_cache(maxsize=4096)
-def tensor_template(dtype: str, shape: tuple[int, ...]) -> TensorTemplate:
-    """The bytes around the payload of a C-contiguous tensor of `shape`, in elements.
-
-    Raises `UnsupportedDtypeError`, or `ValueError` for a negative size or a tensor of 2**63 bytes.
-    """
-    element_count = math.prod(shape)
-    payload_bytes = element_count * dtype_entry(dtype).element_bytes
-    if payload_bytes > _MAX_PAYLOAD_BYTES or (shape and min(shape) < 0):
-        raise ValueError(f"shape {list(shape)} of a {dtype} tensor: expected sizes >= 0 and less than 2**63 bytes")
-    pickle = tensor_pickle(dtype, shape, element_count)
-    pickle_crc = zlib.crc32(pickle)
-    zip64 = payload_bytes >= _ZIP64_FROM_BYTES
-    begin = _local_header(_PICKLE_NAME, _VERSION_20, _UTF8, pickle_crc, len(pickle)) + pickle
-    padding = -(len(begin) + len(_payload_header(0, 0, zip64))) % ITEM_ALIGNMENT
-    head = begin + _payload_header(payload_bytes, padding, zip64)
-    tail = _tail(pickle, pickle_crc, len(head), payload_bytes, zip64)
-    crc_positions = _ZIP64_CRC_POSITIONS if zip64 else _CRC_POSITIONS
-    alignment = PAGE_BYTES if payload_bytes >= LARGE_TENSOR_BYTES else ITEM_ALIGNMENT
-    return TensorTemplate(head, payload_bytes, tail, crc_positions, alignment)
-
-
-# ---------------------------------------------------------------------------------------------------- several tensors
+_MOST_OF_AN_ENTRY = 128  # of the directory, in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +143,17 @@ class PayloadFrame:
     head: bytes
     payload_bytes: int
     zip64: bool
+
+    @classmethod
+    def of(cls, number: int, nbytes: int, offset: int) -> PayloadFrame:
+        """Of a payload whose header begins there; padding at its end moves the payload to a multiple of 64."""
+        name, zip64 = _payload_name(number), nbytes >= _ZIP64_FROM_BYTES
+        # (This extra field is also what makes the data descriptor one of 8-byte sizes.)
+        large = _zip64_extra(nbytes, nbytes) if zip64 else b""
+        padding_bytes = -(offset + LOCAL_HEADER.size + len(name) + len(large) + 4) % ITEM_ALIGNMENT
+        extra = large + struct.pack("<HH", _PADDING_EXTRA, padding_bytes) + b"Z" * padding_bytes
+        version, size = (_VERSION_45, _MAX_32) if zip64 else (_VERSION_20, 0)
+        return cls(_local_header(name, version, _UTF8_AND_DESCRIPTOR, 0, size, len(extra)) + extra, nbytes, zip64)
 
     def tail_with(self, payload_crc32: int) -> bytes:
         """The descriptor of a payload that has this CRC-32."""
@@ -224,8 +167,7 @@ class ArchiveLayout:
     Attributes:
         begin: the file up to the header of the first storage.
         offsets: of each storage's header; header, payload and descriptor follow one another (`frame`), and so do all
-            storages. Payloads start on multiples of 64.
-        size_bytes: of the file.
+            storages.
     """
 
     def __init__(self, pickled: bytes, storage_bytes: Sequence[int]) -> None:
@@ -235,51 +177,71 @@ class ArchiveLayout:
         offsets, position = [], len(self.begin)
         for number, nbytes in enumerate(storage_bytes):
             offsets.append(position)
-            frame = _payload_frame(number, nbytes, position)
+            frame = PayloadFrame.of(number, nbytes, position)
             position += len(frame.head) + nbytes + len(frame.tail_with(0))
         self.offsets = tuple(offsets)
         self._end_at = position
-        self.size_bytes = position + len(self.end([0] * len(storage_bytes)))
+        end_at = position + _MOST_OF_AN_ENTRY * (len(offsets) + 4)
+        self._zip64 = max(storage_bytes, default=0) >= _ZIP64_FROM_BYTES or end_at >= _MAX_32 or len(offsets) > 0xFFF0
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file."""
+        return self._end_at + len(self.end([0] * len(self._storage_bytes)))
 
     def frame(self, number: int) -> PayloadFrame:
         """What is around the payload of a storage."""
-        return _payload_frame(number, self._storage_bytes[number], self.offsets[number])
+        return PayloadFrame.of(number, self._storage_bytes[number], self.offsets[number])
 
     def end(self, crcs: Sequence[int]) -> bytes:
         """The file behind the last storage, for payloads that have these CRC-32s."""
         directory = [_central_entry(*self._pickle, 0)]
         for number, (nbytes, offset, crc) in enumerate(zip(self._storage_bytes, self.offsets, crcs, strict=True)):
-            directory.append(_large_entry(_payload_name(number), _UTF8_AND_DESCRIPTOR, crc, nbytes, offset))
+            values = [nbytes, nbytes] if nbytes >= _ZIP64_FROM_BYTES else []
+            size = _MAX_32 if values else nbytes
+            if offset >= _MAX_32:
+                values.append(offset)
+            version, extra = (_VERSION_45, _zip64_extra(*values)) if values else (_VERSION_20, b"")
+            entry = _payload_name(number), version, _UTF8_AND_DESCRIPTOR, crc, size
+            directory.append(_central_entry(*entry, min(offset, _MAX_32), extra))
         content = b""
         for name, record in _CONSTANTS:
             fields = (name, _VERSION_20, _UTF8, zlib.crc32(record), len(record))
-            directory.append(_large_entry(name, _UTF8, fields[3], len(record), self._end_at + len(content)))
+            at = self._end_at + len(content)
+            place = (_MAX_32, _zip64_extra(at)) if self._zip64 else (at, b"")
+            directory.append(_central_entry(*fields, *place))
             content += _local_header(*fields) + record
         listed = b"".join(directory)
-        at, count = self._end_at + len(content), len(directory)
-        zip64 = at + len(listed) >= _MAX_32 or count >= 0xFFFF
-        return content + listed + _end_records(count, len(listed), at, zip64)
+        return content + listed + _end_records(len(directory), len(listed), self._end_at + len(content), self._zip64)
 
 
 def _payload_name(number: int) -> bytes:
     return b"archive/data/%d" % number
 
 
-def _payload_frame(number: int, nbytes: int, offset: int) -> PayloadFrame:
-    name, zip64 = _payload_name(number), nbytes >= _ZIP64_FROM_BYTES
-    large = _zip64_extra(nbytes, nbytes) if zip64 else b""
-    padding_bytes = -(offset + LOCAL_HEADER.size + len(name) + len(large) + 4) % ITEM_ALIGNMENT
-    extra = large + struct.pack("<HH", _PADDING_EXTRA, padding_bytes) + b"Z" * padding_bytes
-    version, size = (_VERSION_45, _MAX_32) if zip64 else (_VERSION_20, 0)
-    return PayloadFrame(_local_header(name, version, _UTF8_AND_DESCRIPTOR, 0, size, len(extra)) + extra, nbytes, zip64)
+# ---------------------------------------------------------------------------------------------------------- templates
+
+# Where the payload's CRC-32 stands in the tail: in the data descriptor, and in the second entry of the directory.
+_DESCRIPTOR_CRC, _CENTRAL_CRC = 4, 16
+_SECOND_ENTRY_AT = sum(LOCAL_HEADER.size + len(name) + len(content) for name, content in _CONSTANTS)
+_SECOND_ENTRY_AT += DIRECTORY_ENTRY.size + len(_PICKLE_NAME)
 
 
-def _large_entry(name: bytes, flags: int, crc: int, nbytes: int, offset: int) -> bytes:
-    """A central entry, with zip64 fields for what 32 bits cannot hold."""
-    values = [nbytes, nbytes] if nbytes >= _ZIP64_FROM_BYTES else []
-    size = _MAX_32 if values else nbytes
-    if offset >= _MAX_32:
-        values.append(offset)
-        offset = _MAX_32
-    version = _VERSION_45 if values else _VERSION_20
-    return _central_entry(name, version, flags, crc, size, offset, _zip64_extra(*values) if values else b"")
+# 4096 templates take about 5 MB; more would eat into what a save is allowed to take.
+@lru_cache(maxsize=4096)
+def tensor_template(dtype: str, shape: tuple[int, ...]) -> TensorTemplate:
+    """The bytes around the payload of a C-contiguous tensor of `shape`, in elements.
+
+    Raises `UnsupportedDtypeError`, or `ValueError` for a negative size or a tensor of 2**63 bytes.
+    """
+    element_count = math.prod(shape)
+    payload_bytes = element_count * dtype_entry(dtype).element_bytes
+    if payload_bytes > _MAX_PAYLOAD_BYTES or (shape and min(shape) < 0):
+        raise ValueError(f"shape {list(shape)} of a {dtype} tensor: expected sizes >= 0 and less than 2**63 bytes")
+    layout = ArchiveLayout(tensor_pickle(dtype, shape, element_count), (payload_bytes,))
+    frame = layout.frame(0)
+    descriptor = frame.tail_with(0)
+    crc_positions = (_DESCRIPTOR_CRC, len(descriptor) + _SECOND_ENTRY_AT + _CENTRAL_CRC)
+    alignment = PAGE_BYTES if payload_bytes >= LARGE_TENSOR_BYTES else ITEM_ALIGNMENT
+    head, tail = layout.begin + frame.head, descriptor + layout.end((0,))
+    return TensorTemplate(head, payload_bytes, tail, crc_positions, alignment)

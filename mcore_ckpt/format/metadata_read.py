@@ -19,16 +19,18 @@ from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.index import (
     CheckpointIndex,
-    IndexColumns,
     ObjectEntry,
-    StoredFingerprints,
-    StoredItem,
     TensorEntry,
-    check_file_name,
-    named_blocks,
     read_columns,
 )
-from mcore_ckpt.format.integrity import FOOTER_BYTES, FileFooter, Manifest, check_footer, decode_footer, split_metadata
+from mcore_ckpt.format.integrity import (
+    FOOTER_BYTES,
+    NO_FINGERPRINT,
+    FileFooter,
+    check_footer,
+    decode_footer,
+    split_metadata,
+)
 from mcore_ckpt.format.tensor_pickle import DTYPE_NAMES
 from mcore_ckpt.storage.base import RangeReader
 from mcore_ckpt.storage.resolve import storage_at
@@ -89,9 +91,7 @@ def parse_index(data: bytes, where: str, *, strict: bool = True, name: str = MET
 
             index = index_of_pickle(pickled, where, file, strict, manifest)
         else:
-            what = f"{file}: the index in its manifest"
-            columns = read_columns(manifest.columns, list(manifest.files), manifest.crcs, DTYPE_NAMES, what)
-            index = _index_of_columns(columns, where, file, manifest)
+            index = read_columns(manifest, where, file, DTYPE_NAMES)
         fingerprints = None if manifest is None else manifest.fingerprints
         if fingerprints is None:
             return index
@@ -99,20 +99,8 @@ def parse_index(data: bytes, where: str, *, strict: bool = True, name: str = MET
             raise CorruptCheckpointError(
                 f"{file}: {len(fingerprints)} fingerprints of {len(index.tensors)} tensors; {IF_DAMAGED}"
             )
-        return index.with_fingerprints(StoredFingerprints(index.tensors, fingerprints))
-
-
-def _index_of_columns(columns: IndexColumns, where: str, file: str, manifest: Manifest) -> CheckpointIndex:
-    places, objects = columns.tensors.places, [entry.item for entry in columns.objects.values()]
-    names = {*map(places.files.__getitem__, set(places.file_numbers)), *(item.file for item in objects)}
-    for name in names:
-        check_file_name(file, "a file", name)
-    chunks = len(places.crcs)
-
-    def item_at(number: int) -> StoredItem:
-        return places.item(number) if number < chunks else objects[number - chunks]
-
-    return CheckpointIndex(where, *columns, manifest=manifest, blocks=named_blocks(manifest, file, names, item_at))
+        known = {key: crc for key, crc in zip(index.tensors, fingerprints, strict=True) if crc != NO_FINGERPRINT}
+        return index.with_fingerprints(known)
 
 
 def checked_footer(index: CheckpointIndex, name: str, reader: RangeReader) -> FileFooter | None:

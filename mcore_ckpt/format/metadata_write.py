@@ -28,7 +28,14 @@ from itertools import chain
 from struct import Struct
 from typing import Any, NamedTuple
 
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, ObjectSection, StoredItem, TensorEntry, TensorSection
+from mcore_ckpt.format.index import (
+    CheckpointIndex,
+    ObjectEntry,
+    StoredItem,
+    TensorEntry,
+    object_section,
+    tensor_section,
+)
 from mcore_ckpt.format.integrity import Manifest, ManifestFile, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 
@@ -165,7 +172,7 @@ class MetadataEncoder:
         self._memo_count = memo.count
         self._planner_data = index.planner_data
         self._keys = list(index.tensors) if index.planner_data is not None else []
-        self._columns = TensorSection.of(index.tensors.values(), index.mcore_data)
+        self._columns = tensor_section(index.tensors.values(), index.mcore_data)
 
     def encode(
         self,
@@ -228,16 +235,16 @@ class MetadataEncoder:
     ) -> Manifest:
         """The manifest with the index in columns, if they can say all of it."""
         of_tensors = self._columns
-        own = [] if of_tensors is None else [rename(name) for name in of_tensors.files]
+        own = [] if of_tensors is None else [rename(name) for name in of_tensors[1]]
         named = {*own, *(entry.item.file for entry in objects.values())}
         if of_tensors is None or not named <= manifest.files.keys():
             return manifest
         files = {name: manifest.files[name] for name in own} | dict(manifest.files)  # as the columns number them
         numbers = dict(zip(files, range(len(files)), strict=True))
-        of_objects = ObjectSection.of(objects, numbers, self._keys, self._planner_data, details)
+        of_objects = object_section(objects, numbers, self._keys, self._planner_data, details)
         if of_objects is None:
             return manifest
-        return replace(manifest, files=files, columns=(of_tensors[:2], of_objects))
+        return replace(manifest, files=files, columns=(of_tensors[0], of_objects))
 
     def _emit_names(self, memo: _Memo, tensors: Iterable[TensorEntry]) -> bytes:
         """Memoize (and pop) everything that has a name and is used again and again."""
