@@ -156,8 +156,8 @@ MUTANTS: Final = (
     Mutant(
         "a data file is not synced",
         "storage/direct_io.py",
-        "            os.fsync(fd)\n            if self._unsynced or self._buffered_fd is not None:",
-        "            if self._unsynced or self._buffered_fd is not None:",
+        "                os.fsync(fd)\n                if self._unsynced or self._buffered_fd is not None:",
+        "                if self._unsynced or self._buffered_fd is not None:",
         "storage/test_local.py directory/test_other_file_systems.py",
     ),
     Mutant(

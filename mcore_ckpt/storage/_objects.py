@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.process import run_concurrently
 from mcore_ckpt.storage._object_client import ABSENT, Listing, ObjectClient, ObjectState, UndecidedError, Upload
 from mcore_ckpt.storage.base import (
@@ -33,6 +33,7 @@ from mcore_ckpt.storage.base import (
     check_name,
     open_error,
     save_error,
+    saving,
 )
 
 
@@ -79,23 +80,18 @@ class ObjectWriter(RangeWriter):
         self._last = content
 
     def _send(self, offset: int, content: bytes) -> None:
-        try:
-            if self._upload is None and len(self._first_part) + len(content) <= self._part_bytes:
-                self._first_part += content
-                return
-            if self._upload is None:
-                self._upload = self._begun()
-                self._upload.write(bytes(self._first_part))
+        if self._upload is None and len(self._first_part) + len(content) <= self._part_bytes:
+            self._first_part += content
+            return
+        with saving(f"writing bytes [{offset}, {offset + len(content)})", self.name):
+            upload = self._upload
+            if upload is None:
+                begin = partial(self._client.upload, self._key, self._part_bytes, self._put_id)
+                upload, _ = run_concurrently(2, begin, self._look_for_others)
+                self._upload = upload
+                upload.write(bytes(self._first_part))
                 self._first_part.clear()
-            self._upload.write(content)
-        except OSError as error:
-            raise save_error(f"writing bytes [{offset}, {offset + len(content)})", self.name, error) from error
-
-    def _begun(self) -> Upload:
-        upload, _ = run_concurrently(
-            2, partial(self._client.upload, self._key, self._part_bytes, self._put_id), self._look_for_others
-        )
-        return upload
+            upload.write(content)
 
     def _look_for_others(self) -> None:
         if self._client.head(self._key) is not None:
@@ -112,7 +108,7 @@ class ObjectWriter(RangeWriter):
             before_bytes = self._taken_bytes - len(self._last)
             last = self._last[: size_bytes - before_bytes]
             self._send(before_bytes, last + bytes(size_bytes - before_bytes - len(last)))
-            try:
+            with saving("finishing it", self.name):
                 version = None
                 if self._upload is None:
                     version = self._client.put(self._key, bytes(self._first_part), ABSENT)
@@ -120,8 +116,6 @@ class ObjectWriter(RangeWriter):
                     self._complete(self._upload)
                 self._made = True
                 self._compare(size_bytes, version)
-            except OSError as error:
-                raise save_error("finishing it", self.name, error) from error
 
     def _complete(self, upload: Upload) -> None:
         self._look_for_others()
@@ -145,11 +139,9 @@ class ObjectWriter(RangeWriter):
         upload, self._upload, made, self._made = self._upload, None, self._made, False
         if upload is not None and not made:
             upload.abandon()
-        try:
-            if made:
+        if made:
+            with saving("removing it", self.name):
                 self._client.delete(self._key)
-        except OSError as error:
-            raise save_error("removing it", self.name, error) from error
 
 
 def _ended() -> OSError:
@@ -220,13 +212,8 @@ class ObjectStorage(Storage):
     @contextlib.contextmanager
     def _saving(self, what: str, name: str) -> Iterator[str]:
         """Yields the key; errors name what was to be done."""
-        key = self._key(name)
-        try:
-            yield key
-        except OSError as error:
-            if isinstance(error, (SaveError, LoadError)):
-                raise
-            raise save_error(what, self.path(name), error) from error
+        with saving(what, self.path(name)):
+            yield self._key(name)
 
     @contextlib.contextmanager
     def _loading(self, name: str) -> Iterator[str]:
@@ -234,8 +221,6 @@ class ObjectStorage(Storage):
         try:
             yield key
         except OSError as error:
-            if isinstance(error, LoadError):
-                raise
             raise _load_error(self.path(name), error) from error
 
     # Looking and reading

@@ -3,14 +3,10 @@
 A `Storage` is one directory of a checkpoint, or whatever a back-end has instead. Names in it are relative, separated
 by `/`, and checked by `check_name`, since many of them come from a `.metadata` file that nobody vouches for.
 
-Bytes go in by two doors. Data files are written through a `RangeWriter`: at any offset, from several threads, under a
-name that no file has or had, and not durable before `finish`. Small files that make other files valid (`.metadata`
-above all) go through `publish`: complete, atomically and durably, or not at all. The two make a commit protocol: finish
-the data files, `sync`, `publish`.
-
-What a back-end needs is little: ranged reads, writing a new file, creating a small file unless there is one, replacing
-and copying small files atomically, listing, deleting. A local one has renames and fsync for that; an object store has
-conditional puts. Nothing here asks for an append, or for the rename of a large file.
+Data files are written through a `RangeWriter`: at any offset, from several threads, under a name that no file has or
+had, and not durable before `finish`. Small files that make other files valid (`.metadata` above all) go through
+`publish`: complete, atomically and durably, or not at all. The two make a commit protocol: finish the data files,
+`sync`, `publish`. Nothing here asks for an append, or for the rename of a large file.
 
 Errors of the operating system leave as `SaveError` (writes) or `LoadError` (reads) that name file, byte range and
 errno, with the `OSError` as cause. A file that ends early is a `CorruptCheckpointError`. A file that is not there is a
@@ -25,7 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Literal, NamedTuple, TypeVar
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
+from mcore_ckpt.core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LoadError,
+    SaveError,
+)
 
 T = TypeVar("T")
 DirectIo = Literal["auto", "off", "keep"]
@@ -58,6 +60,17 @@ def save_error(what: str, path: str, error: OSError) -> SaveError:
     """What a failed write is told as."""
     code = errno.errorcode.get(error.errno or 0, "no errno")
     return SaveError(f"{path}: {what} failed: {error.strerror or error} ({code}); {_advice(error.errno)}")
+
+
+@contextmanager
+def saving(what: str, path: str) -> Iterator[None]:
+    """Errors of the system within leave as `SaveError`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise save_error(what, path, error) from error
 
 
 def _advice(code: int | None) -> str:

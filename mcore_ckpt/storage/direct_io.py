@@ -44,15 +44,13 @@ from mcore_ckpt.storage.base import (
     RangeWriter,
     align_up,
     check_name,
-    save_error,
+    saving,
 )
 
 # What a file system answers that does not know a call, as opposed to a call that failed.
 _NOT_SUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EPERM})
 
-_SYNC_FILE_RANGE_WAIT_BEFORE = 1
-_SYNC_FILE_RANGE_WRITE = 2
-_SYNC_FILE_RANGE_WAIT_AFTER = 4
+_SYNC_WRITE, _SYNC_WRITE_AND_WAIT = 2, 7  # flags of sync_file_range
 
 MADV_POPULATE_WRITE: Final = 23  # <linux/mman.h>, which the mmap module does not name
 
@@ -169,16 +167,19 @@ def preallocate(fd: int, nbytes: int) -> None:
     """Reserve space for bytes `[0, nbytes)` and set the file's length, where the file system can (where it cannot,
     `os.posix_fallocate` would write into every block). Raises `OSError`, above all ENOSPC.
     """
-    fallocate = getattr(_libc(), "fallocate", None)
-    if fallocate is None or nbytes <= 0:
-        return
-    while fallocate(fd, 0, 0, nbytes) != 0:
+    if nbytes > 0:
+        _advise("fallocate", fd, 0, 0, nbytes)
+
+
+def _advise(name: str, *arguments: int) -> None:
+    """A call of the C library that it or the file system may lack; raises `OSError` if it fails otherwise."""
+    function = getattr(_libc(), name, None)
+    while function is not None and function(*arguments) != 0:
         code = ctypes.get_errno()
-        if code == errno.EINTR:
-            continue
         if code in _NOT_SUPPORTED:
             return
-        raise OSError(code, os.strerror(code))
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
 
 
 def write_all(fd: int, view: memoryview, offset: int, granule: int = 1) -> None:
@@ -201,19 +202,7 @@ def write_back(fd: int, offset: int, nbytes: int, *, wait: bool) -> None:
     """Start writing dirty pages of a range to the device, and wait for them if asked. Raises `OSError` if the device
     failed: the kernel reports it once.
     """
-    sync_file_range = getattr(_libc(), "sync_file_range", None)
-    if sync_file_range is None:
-        return
-    flags = _SYNC_FILE_RANGE_WRITE
-    if wait:
-        flags |= _SYNC_FILE_RANGE_WAIT_BEFORE | _SYNC_FILE_RANGE_WAIT_AFTER
-    while sync_file_range(fd, offset, nbytes, flags) != 0:
-        code = ctypes.get_errno()
-        if code == errno.EINTR:
-            continue
-        if code in _NOT_SUPPORTED:
-            return
-        raise OSError(code, os.strerror(code))
+    _advise("sync_file_range", fd, offset, nbytes, _SYNC_WRITE_AND_WAIT if wait else _SYNC_WRITE)
 
 
 def write_from(fd: int, address: int, nbytes: int, offset: int) -> None:
@@ -323,26 +312,6 @@ def open_regular(root: str | os.PathLike[str], name: str, flags: int = 0, *, fol
     `os.open`, beyond those for reading. Raises `CorruptCheckpointError` for anything else, and for a link on the way
     unless `follow_links`, or `OSError`.
     """
-    # It is looked at before it is opened: a pipe would block, and a device may act. (O_NONBLOCK, against the first,
-    # makes file systems that keep files on tape refuse those.)
-    with looked_at(root, name, follow_links) as (entry, folder, _):
-        no_link = 0 if follow_links else os.O_NOFOLLOW
-        fd = os.open(entry, os.O_RDONLY | os.O_CLOEXEC | no_link | flags, dir_fd=folder)
-    try:
-        _check_regular(os.path.join(root, name), os.fstat(fd).st_mode)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-@contextmanager
-def looked_at(
-    root: str | os.PathLike[str], name: str, follow_links: bool
-) -> Iterator[tuple[str, int | None, os.stat_result]]:
-    """What leads to a regular file: its name, the descriptor of the folder to start from (None: the working directory),
-    and its status. Raises as `open_regular`.
-    """
     path = os.path.join(root, check_name(name))
     with contextlib.ExitStack() as opened:
         entry, folder = path, None
@@ -355,9 +324,17 @@ def looked_at(
                     raise _link_error(path, f"it lies behind the symbolic link {part!r}")
                 folder = _open_folder(part, os.O_CLOEXEC | os.O_NOFOLLOW, folder)
                 opened.callback(os.close, folder)
-        status = os.stat(entry, dir_fd=folder, follow_symlinks=follow_links)
-        _check_regular(path, status.st_mode)
-        yield entry, folder, status
+        # It is looked at before it is opened: a pipe would block, and a device may act. (O_NONBLOCK, against the first,
+        # makes file systems that keep files on tape refuse those.)
+        _check_regular(path, os.stat(entry, dir_fd=folder, follow_symlinks=follow_links).st_mode)
+        no_link = 0 if follow_links else os.O_NOFOLLOW
+        fd = os.open(entry, os.O_RDONLY | os.O_CLOEXEC | no_link | flags, dir_fd=folder)
+    try:
+        _check_regular(path, os.fstat(fd).st_mode)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _open_folder(path: str, flags: int, folder: int | None = None) -> int:
@@ -476,10 +453,7 @@ class LocalReader(RangeReader):
             raise
 
     def read_into(self, offset: int, view: memoryview, arrived: _Arrived | None = None) -> None:
-        self._read(offset, view, arrived or _ignore)
-
-    def _read(self, offset: int, view: memoryview, arrived: _Arrived) -> None:
-        view = view.cast("B")
+        arrived, view = arrived or _ignore, view.cast("B")
         self.check_range(offset, len(view))
         if self._fd is None:
             raise ValueError(f"{self.name}: the reader is closed")
@@ -543,34 +517,27 @@ class LocalReader(RangeReader):
 
     def _read_direct(self, offset: int, view: memoryview, arrived: _Arrived) -> None:
         """Read with O_DIRECT, straight into `view` where its address allows it."""
-        stop = offset + len(view)
-        position = offset
-        straight = (
-            len(view) > _MAX_COPIED_BYTES
-            and (address(view) - offset) % ALIGNMENT_BYTES == 0  # memory and file are aligned together
-        )
+        done = 0
+        # Memory and file are aligned together.
+        straight = len(view) > _MAX_COPIED_BYTES and (address(view) - offset) % ALIGNMENT_BYTES == 0
         try:
-            while position < stop:
-                if not straight:
-                    position += self._read_copied(position, view[position - offset :], arrived)
-                elif position % ALIGNMENT_BYTES:
-                    to_boundary = align_up(position) - position
-                    position += self._read_copied(position, view[position - offset :][:to_boundary], arrived)
-                elif stop - position < ALIGNMENT_BYTES:
-                    position += self._read_copied(position, view[position - offset :], arrived)
-                else:
-                    whole_bytes = (stop - position) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-                    space = view[position - offset :][:whole_bytes]
-                    got = os.preadv(self._direct(), [space], position)
+            while done < len(view):
+                position, left = offset + done, view[done:]
+                whole_bytes = len(left) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+                if straight and position % ALIGNMENT_BYTES == 0 and whole_bytes:
+                    got = os.preadv(self._direct(), [left[:whole_bytes]], position)
                     if got == 0:
                         self._ended_early(position, offset, len(view))
-                    arrived(space[:got])
-                    position += got
+                    arrived(left[:got])
+                    done += got
+                else:
+                    ragged = left[: align_up(position) - position] if straight and position % ALIGNMENT_BYTES else left
+                    done += self._read_copied(position, ragged, arrived)
         except OSError as error:
             # The file system takes the flag and not the read, or asks for more alignment than any known to us.
             if error.errno != errno.EINVAL or self._fd is None:
                 raise
-            self._read_buffered(self._fd, position, view[position - offset :], arrived)
+            self._read_buffered(self._fd, offset + done, view[done:], arrived)
 
     def _direct(self) -> int:
         if self._direct_fd is None:
@@ -624,7 +591,6 @@ class LocalWriter(RangeWriter):
     def __init__(self, path: str, size_bytes: int | None, direct: DirectIo, *, resumed: bool = False) -> None:
         self.name = path
         self.direct = False
-        self._keep = False
         self._lock = threading.Lock()
         self._buffered_fd: int | None = None
         self._unsynced: deque[tuple[int, int]] = deque()
@@ -643,7 +609,7 @@ class LocalWriter(RangeWriter):
 
     def write(self, offset: int, view: memoryview) -> None:
         view = memoryview(view).cast("B")
-        try:
+        with saving(f"writing bytes [{offset}, {offset + len(view)})", self.name):
             with self._lock:
                 fd = self._open_fd()
                 self._writes_in_progress += 1
@@ -654,8 +620,6 @@ class LocalWriter(RangeWriter):
                     self._writes_in_progress -= 1
                     if self._aborted and self._writes_in_progress == 0:
                         self._close(suppress=True)
-        except OSError as error:
-            raise save_error(f"writing bytes [{offset}, {offset + len(view)})", self.name, error) from error
 
     def _write(self, fd: int, offset: int, view: memoryview) -> None:
         if not self.direct:
@@ -693,30 +657,26 @@ class LocalWriter(RangeWriter):
             drop_cached(fd, *oldest)
 
     def finish(self, size_bytes: int) -> None:
-        try:
-            fd = self._open_fd()
-            if os.fstat(fd).st_size != size_bytes:
-                os.ftruncate(fd, size_bytes)
-            if self._buffered_fd is not None:
-                os.fsync(self._buffered_fd)  # a failed write-back is reported to the fd that was open then
-            os.fsync(fd)
-            if self._unsynced or self._buffered_fd is not None:
-                drop_cached(fd)
-        except OSError as error:
-            self._close(suppress=True)
-            raise save_error(f"finishing the file at {size_bytes} bytes", self.name, error) from error
-        try:
+        with saving(f"finishing the file at {size_bytes} bytes", self.name):
+            try:
+                fd = self._open_fd()
+                if os.fstat(fd).st_size != size_bytes:
+                    os.ftruncate(fd, size_bytes)
+                if self._buffered_fd is not None:
+                    os.fsync(self._buffered_fd)  # a failed write-back is reported to the fd that was open then
+                os.fsync(fd)
+                if self._unsynced or self._buffered_fd is not None:
+                    drop_cached(fd)
+            except OSError:
+                self._close(suppress=True)
+                raise
             self._close()
-        except OSError as error:
-            raise save_error("closing the file", self.name, error) from error
 
     def sync(self) -> None:
-        try:
+        with saving("making it durable", self.name):
             for fd in (self._buffered_fd, self._fd):
                 if fd is not None:
                     os.fsync(fd)
-        except OSError as error:
-            raise save_error("making it durable", self.name, error) from error
 
     def leave(self) -> None:
         self._close(suppress=True)

@@ -30,6 +30,7 @@ from mcore_ckpt.storage.base import (
     check_name,
     open_error,
     save_error,
+    saving,
 )
 from mcore_ckpt.storage.direct_io import FILE_MODE, BouncePool, LocalReader, LocalWriter, open_regular
 
@@ -200,21 +201,18 @@ class LocalStorage(Storage):
         return False
 
     def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
-        try:
-            fd = open_regular(self.root, name, os.O_RDWR)
-        except (CorruptCheckpointError, FileNotFoundError):
-            return False
-        except OSError as error:
-            raise save_error("opening it", self.path(name), error) from error
-        try:
-            direct_io.write_all(fd, memoryview(content), offset)
-            if is_end:
-                os.ftruncate(fd, offset + len(content))
-            os.fsync(fd)
-        except OSError as error:
-            raise save_error(f"writing bytes [{offset}, {offset + len(content)})", self.path(name), error) from error
-        finally:
-            os.close(fd)
+        with saving(f"writing bytes [{offset}, {offset + len(content)})", self.path(name)):
+            try:
+                fd = open_regular(self.root, name, os.O_RDWR)
+            except (CorruptCheckpointError, FileNotFoundError):
+                return False
+            try:
+                direct_io.write_all(fd, memoryview(content), offset)
+                if is_end:
+                    os.ftruncate(fd, offset + len(content))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
         return True
 
     def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
@@ -237,11 +235,9 @@ class LocalStorage(Storage):
         self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", resumed: bool = False
     ) -> RangeWriter:
         path = self._own(name)
-        try:
+        with saving("creating the file", path):
             self._make_folders(name, path)
             return LocalWriter(path, size_bytes, direct, resumed=resumed)
-        except OSError as error:
-            raise save_error("creating the file", path, error) from error
 
     def _make_folders(self, name: str, path: str) -> None:
         if "/" in name:
@@ -249,30 +245,22 @@ class LocalStorage(Storage):
 
     def publish(self, name: str, content: bytes) -> None:
         path = self._own(name)
-        try:
+        with saving("publishing it", path):
             self._make_folders(name, path)
             replace_durably(path, content)
-        except OSError as error:
-            raise save_error("publishing it", path, error) from error
 
     def create(self, name: str, content: bytes) -> None:
         path = self._own(name)
-        try:
+        with saving("creating the file", path):
             write_new(path, content)
-        except OSError as error:
-            raise save_error("creating the file", path, error) from error
 
     def claim(self, name: str, owner: str) -> str:
         path = self.path(name)
-        try:
-            os.symlink(owner, path)  # it is there with what it says, or not at all
-        except FileExistsError:
+        with saving("claiming the directory (by a symbolic link)", path):
             try:
+                os.symlink(owner, path)  # it is there with what it says, or not at all
+            except FileExistsError:
                 return os.readlink(path)  # one's own, if over NFS the answer was lost and the request sent again
-            except OSError as error:
-                raise save_error("reading the claim", path, error) from error
-        except OSError as error:
-            raise save_error("claiming the directory (by a symbolic link)", path, error) from error
         return owner
 
     def claimed(self, name: str) -> str | None:
@@ -318,29 +306,24 @@ class LocalStorage(Storage):
         return os.path.realpath(self.root)
 
     def move(self, source: str, name: str) -> None:
-        try:
+        with saving(f"renaming it to {name}", self.path(source)):
             os.replace(self._own(source), self._own(name))
-        except OSError as error:
-            raise save_error(f"renaming it to {name}", self.path(source), error) from error
 
     def delete(self, name: str, missing_ok: bool = True) -> None:
         path = self._own(name)
-        try:
-            os.unlink(path)
-        except FileNotFoundError as error:
-            if not missing_ok:
-                raise save_error("deleting it", path, error) from error
-        except OSError as error:
-            raise save_error("deleting it", path, error) from error
+        with saving("deleting it", path):
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                if not missing_ok:
+                    raise
 
     def made_by(self, *, renamed: T, in_place: T) -> T:
         return renamed
 
     def ensure(self) -> None:
-        try:
+        with saving("making the directory", str(self.root)):
             make_directories(str(self.root.absolute()))
-        except OSError as error:
-            raise save_error("making the directory", str(self.root), error) from error
 
     def sync(self, *, parents: bool = False) -> None:
         place = os.path.realpath(self.root)
