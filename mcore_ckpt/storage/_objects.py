@@ -87,8 +87,8 @@ class ObjectWriter(RangeWriter):
             upload = self._upload
             if upload is None:
                 begin = partial(self._client.upload, self._key, self._part_bytes, self._put_id)
-                upload, _ = run_concurrently(2, begin, self._look_for_others)
-                self._upload = upload
+                begun, _ = run_concurrently(2, begin, self._look_for_others)
+                upload = self._upload = begun
                 upload.write(bytes(self._first_part))
                 self._first_part.clear()
             upload.write(content)
