@@ -125,14 +125,6 @@ class GcsDirectory:
         key = quote(f"{self.prefix}/", safe="") + name.replace("/", "%2F")
         self._request("POST", f"/upload/storage/v1/b/{self.bucket}/o?uploadType=media&name={key}", content)
 
-    def keeps(self, name: str, content: bytes) -> bool:
-        """Make an object; False if the server refuses that key, or makes another one of it."""
-        try:
-            self.put(name, content)
-        except urllib.error.HTTPError:
-            return False
-        return name in self.names()
-
     def get(self, name: str) -> bytes:
         """The content of an object."""
         return self._request("GET", f"{self._target(name)}?alt=media")

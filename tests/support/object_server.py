@@ -20,7 +20,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -144,14 +144,6 @@ class S3Directory:
         """Make an object."""
         self._request("PUT", f"/{self.prefix}/{name}", content)
 
-    def keeps(self, name: str, content: bytes) -> bool:
-        """Make an object; False if the server refuses that key, or makes another one of it."""
-        try:
-            self.put(name, content)
-        except urllib.error.HTTPError:
-            return False
-        return name in self.names()
-
     def get(self, name: str) -> bytes:
         """The content of an object."""
         return self._request("GET", f"/{self.prefix}/{name}")
@@ -226,18 +218,6 @@ class Request:
             return self.method == "GET" and "/o/" in self.path and not self.reads
         return self.method == "HEAD"
 
-    @property
-    def lists(self) -> bool:
-        """Whether it asks for the names of objects."""
-        if self._of_google:
-            return self.method == "GET" and self.path.endswith("/o")
-        return "list-type" in self.query
-
-    @property
-    def deletes(self) -> bool:
-        """Whether it deletes an object."""
-        return self.method == "DELETE" and "uploadId" not in self.query
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -245,11 +225,11 @@ class Fault:
 
     `"status"`: the proxy answers so, and passes nothing on; `"forgotten"`: it passes it on before; `"reset"`: it cuts
     the connection in the midst of the request's body; `"lost"`: the server gets all, and the answer is cut off;
-    `"truncated"`: half of the answer's body comes; `"stall"`: no answer comes for `seconds`; `"late"`: it is passed on
-    then; `"damaged"`: a byte of the request's body is changed; `"pretended"`: the proxy answers 200 and a version.
+    `"truncated"`: half of the answer's body comes; `"stall"`: no answer comes for `seconds`; `"damaged"`: a byte of the
+    request's body is changed; `"pretended"`: the proxy answers 200 and a version.
     """
 
-    kind: Literal["status", "reset", "lost", "forgotten", "truncated", "stall", "late", "damaged", "pretended"]
+    kind: Literal["status", "reset", "lost", "forgotten", "truncated", "stall", "damaged", "pretended"]
     status: int = 503
     seconds: float = 0.0
     then: Callable[[], None] = field(default=lambda: None)
@@ -327,15 +307,14 @@ class Proxy:
             handler.close_connection = True
             return
         body = head or handler.rfile.read(length)
-        if fault is not None and kind in ("late", "stall"):
+        if fault is not None and kind == "stall":
             self._stopped.wait(fault.seconds)
             fault.then()
-            if kind == "stall":
-                handler.close_connection = True
-                return
+            handler.close_connection = True
+            return
         if fault is not None and kind in ("status", "forgotten"):
             if kind == "forgotten":
-                self.pass_on(handler, body)
+                self._pass_on(handler, body)
             fault.then()
             told = {"error": {"code": fault.status, "message": f"Injected{fault.status}"}}
             said = f"<Error><Code>Injected{fault.status}</Code></Error>"
@@ -350,7 +329,7 @@ class Proxy:
         if kind == "damaged":
             at = len(body) // 2
             body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
-        status, headers, content = self.pass_on(handler, body)
+        status, headers, content = self._pass_on(handler, body)
         if kind == "lost":
             self._strike(fault)
             handler.connection.shutdown(socket.SHUT_RDWR)
@@ -365,18 +344,12 @@ class Proxy:
             handler.connection.shutdown(socket.SHUT_RDWR)
             handler.close_connection = True
 
-    def pass_on(self, handler: BaseHTTPRequestHandler, body: bytes) -> tuple[int, dict[str, str], bytes]:
+    def _pass_on(self, handler: BaseHTTPRequestHandler, body: bytes) -> tuple[int, dict[str, str], bytes]:
         """What the server answers: status, headers, content."""
         headers = {name: value for name, value in handler.headers.items() if name.lower() != "connection"}
-        return self.ask(handler.command, handler.path, headers, body)
-
-    def ask(
-        self, method: str, target: str, headers: Mapping[str, str] | None = None, body: bytes = b""
-    ) -> tuple[int, dict[str, str], bytes]:
-        """A request to the server."""
         connection = http.client.HTTPConnection(self._upstream, timeout=60)
         try:
-            connection.request(method, target, body=body, headers=dict(headers or {}))
+            connection.request(handler.command, handler.path, body=body, headers=headers)
             answer = connection.getresponse()
             return answer.status, dict(answer.getheaders()), answer.read()
         finally:
