@@ -107,10 +107,8 @@ class PackedTensors(Mapping[str, TensorEntry]):
         self._entries: dict[str, TensorEntry] | None = None
 
     @classmethod
-    def of(cls, tensors: Mapping[str, TensorEntry], *, with_sums: bool = True) -> PackedTensors | None:
-        """The same tensors in columns; None if an item of theirs goes through transforms, or has no checksum
-        (`with_sums`).
-        """
+    def of(cls, tensors: Mapping[str, TensorEntry]) -> PackedTensors | None:
+        """The same tensors in columns; None if an item of theirs goes through transforms, or has no checksum."""
         forms: dict[TensorForm, TensorForm] = {}
         files: dict[str, int] = {}
         places = StoredPlaces([], array("I"), array("q"), array("q"), array("I"))
@@ -119,13 +117,12 @@ class PackedTensors(Mapping[str, TensorEntry]):
             form = TensorForm(dtype, requires_grad, shape, tuple([c[0] for c in chunks]), tuple([c[1] for c in chunks]))
             own.append(forms.setdefault(form, form))
             for _, _, (file, offset, length, transforms, crc) in chunks:
-                if transforms or (crc is None) == with_sums:
+                if transforms or crc is None:
                     return None
                 places.file_numbers.append(files.setdefault(file, len(files)))
                 places.offsets.append(offset)
                 places.lengths.append(length)
-                if crc is not None:
-                    places.crcs.append(crc)
+                places.crcs.append(crc)
         return cls(list(tensors), own, places._replace(files=list(files)))
 
     def __getitem__(self, key: str) -> TensorEntry:

@@ -12,12 +12,13 @@ the caller leaves it out.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, LoadError
+from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
 from mcore_ckpt.format.safe_pickle import ObjectRules, archive_of, plain_content
 from mcore_ckpt.format.tensor_pickle import (
     DTYPES,
@@ -31,12 +32,9 @@ from mcore_ckpt.format.tensor_pickle import (
     stored_storage,
 )
 from mcore_ckpt.format.unpickler import Maker, Opaque, Rules, check_hashable, opaque_kind, unpickle
-from mcore_ckpt.format.zip_records import Archive, ItemBytes, ZipRecord
+from mcore_ckpt.format.zip_records import Archive, ItemBytes
 
 # ------------------------------------------------------------------------------------------------------- state dicts
-
-# What describes the tensors of one rank: some hundred bytes for each.
-_MAX_PICKLE_BYTES = 256 * 1024**2
 
 
 class StateRecord(NamedTuple):
@@ -104,10 +102,10 @@ def read_state_file(read: Callable[[int, int], bytes], file_bytes: int, where: s
     """Read what `torch.save` wrote, all but the elements of its tensors; `read(offset, length)` gives bytes of it.
     Raises `UnsafePickleError` for what nobody saves, `CorruptCheckpointError` if it is damaged or no such file.
     """
-    try:
+    with _archive_errors(where):
         archive = Archive(ItemBytes(read, file_bytes, where))
         byte_order = archive.find("byteorder")
-        if byte_order is not None and _content(archive, byte_order, 16) == b"big":
+        if byte_order is not None and archive.content(byte_order) == b"big":
             raise CorruptCheckpointError(f"{where}: was written on a big-endian machine, which is not read here")
         records = {}
         for name, record in archive.records.items():
@@ -115,8 +113,14 @@ def read_state_file(read: Callable[[int, int], bytes], file_bytes: int, where: s
             if data:
                 crc = record.crc32 if archive.has_checksums else None
                 records[number] = StateRecord(archive.start(record), record.stored_bytes, crc)
-        pickled = _content(archive, archive.record("data.pkl"), _MAX_PICKLE_BYTES)
+        pickled = archive.content(archive.record("data.pkl"))
         return StateFile(unpickle(pickled, _TensorNotes(where, records), where), records)
+
+
+@contextmanager
+def _archive_errors(where: str) -> Iterator[None]:
+    try:
+        yield
     except CheckpointError:
         raise
     except Exception as error:  # a damaged archive can fail in any way
@@ -124,14 +128,6 @@ def read_state_file(read: Callable[[int, int], bytes], file_bytes: int, where: s
             f"{where}: not a readable file of torch.save ({type(error).__name__}: {error!s:.200}); restore it from "
             "another copy"
         ) from error
-
-
-def _content(archive: Archive, record: ZipRecord, at_most: int) -> bytes:
-    if record.stored_bytes > at_most:
-        raise archive.item.corrupt(
-            f"expected at most {at_most} bytes in {record.name:.100}", f"got {record.stored_bytes}"
-        )
-    return archive.content(record)
 
 
 def read_tensor_outline(read: Callable[[int, int], bytes], item_bytes: int, where: str) -> FileTensor | None:
@@ -255,13 +251,6 @@ def read_plain(content: bytes, where: str, *, with_storages: bool = False) -> An
     """What `torch.save` wrote, to look at: each class becomes an `Opaque`. Tensors are read to compare them only
     (`with_storages`). Raises `LoadError`.
     """
-    try:
+    with _archive_errors(where):
         archive = archive_of(content, where)
         return unpickle(plain_content(archive, "data.pkl"), _Opaques(archive if with_storages else None), where)
-    except LoadError:
-        raise
-    except Exception as error:  # a damaged archive can fail in any way
-        raise CorruptCheckpointError(
-            f"{where}: not a readable archive of torch.save ({type(error).__name__}: {error!s:.200}); restore it from "
-            "another copy"
-        ) from error
