@@ -605,7 +605,7 @@ def _details(columns: Columns, text: bytes) -> tuple[dict[str, Any] | None, str 
 _IDS: Final = ("checkpoint_id", "save_id", "load_id")
 
 
-# ------------------------------------------------------------------------------------------------ whoever describes it
+# ------------------------------------------------------------------------------------------------ of columns and pickle
 
 
 def named_blocks(manifest: Manifest, item_at: Callable[[int], StoredItem]) -> dict[tuple[str, int], array[int]]:
