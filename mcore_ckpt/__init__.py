@@ -19,9 +19,14 @@ if TYPE_CHECKING:
     from mcore_ckpt.dcp.writer import FileSystemWriterAsync
     from mcore_ckpt.directory.retention import PruneReport, prune_run
     from mcore_ckpt.load.reader import FileSystemReader
-    from mcore_ckpt.megatron.install import get_strategy, install, register_strategy, uninstall
+    from mcore_ckpt.megatron.install import install, uninstall
     from mcore_ckpt.megatron.optimizer_state import load_sharded_optimizer_state
-    from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
+    from mcore_ckpt.megatron.strategy import (
+        TorchDistLoadStrategy,
+        TorchDistSaveStrategy,
+        get_strategy,
+        register_strategy,
+    )
     from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
     from mcore_ckpt.reshard.conversion import ConversionReport
     from mcore_ckpt.reshard.reshard import reshard_checkpoint
@@ -59,14 +64,14 @@ _HOME = {
     "diff_checkpoints": "tools.diff",
     "export_checkpoint": "models.conversions",
     "fingerprint": "state.shards",
-    "get_strategy": "megatron.install",
+    "get_strategy": "megatron.strategy",
     "import_checkpoint": "models.conversions",
     "install": "megatron.install",
     "list_run": "tools.runs",
     "load_sharded_optimizer_state": "megatron.optimizer_state",
     "open_checkpoint": "tools.checkpoint",
     "prune_run": "directory.retention",
-    "register_strategy": "megatron.install",
+    "register_strategy": "megatron.strategy",
     "repair_checkpoint": "tools.repair",
     "reshard_checkpoint": "reshard.reshard",
     "summarize_checkpoint": "tools.inspection",

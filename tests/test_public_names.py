@@ -73,7 +73,7 @@ PUBLIC = [
     "uninstall",
     "verify_checkpoint",
 ]
-NEED_MEGATRON = {"TorchDistLoadStrategy", "TorchDistSaveStrategy"}
+NEED_MEGATRON = {"TorchDistLoadStrategy", "TorchDistSaveStrategy", "get_strategy", "register_strategy"}
 GOLDEN = Path(__file__).parent / "format" / "golden" / "ours-0.1.0"
 
 WITHOUT_MEGATRON = """

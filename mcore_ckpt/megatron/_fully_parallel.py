@@ -33,7 +33,7 @@ from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
 from mcore_ckpt.megatron._joint_calls import save_call
-from mcore_ckpt.megatron._versions import MegatronErrors, megatron_module, patches
+from mcore_ckpt.megatron._versions import MegatronErrors, megatron_module
 from mcore_ckpt.state.shards import is_main_replica, is_sharded_tensor, leaves
 
 _WHAT = "distribute the save over the ranks"
@@ -56,15 +56,6 @@ _agreed: weakref.WeakKeyDictionary[Any, _Agreed] = weakref.WeakKeyDictionary()
 _found: ContextVar[Any] = ContextVar("_found", default=None)
 
 
-def replace_wrappers() -> None:
-    """Put ours where Megatron's wrapper asks who saves what."""
-    module = megatron_module("strategies.fully_parallel")
-    determining = _determining(module.determine_main_replica_uniform_distribution)
-    patches.set(module, "determine_main_replica_uniform_distribution", determining)
-    saves = module.FullyParallelSaveStrategyWrapper
-    patches.set(saves, "apply_saving_parallelization", _applying(saves.apply_saving_parallelization))
-
-
 def _served_group(wrapper: Any) -> Callable[[], RankGroup] | None:
     """The ranks over which a wrapper distributes a save in the way of this package; None if it does so in another way.
     To be called by all of them.
@@ -82,7 +73,9 @@ def _served_group(wrapper: Any) -> Callable[[], RankGroup] | None:
 # --- what Megatron calls ----------------------------------------------------------------------------------------------
 
 
-def _determining(stock: Any) -> Any:
+def as_agreed(stock: Any) -> Any:
+    """A `determine_main_replica_uniform_distribution` that returns what the ranks have agreed on, if they have."""
+
     @functools.wraps(stock)
     def determine_main_replica_uniform_distribution(*args: Any, **kwargs: Any) -> Any:
         found = _found.get()
@@ -91,7 +84,9 @@ def _determining(stock: Any) -> Any:
     return determine_main_replica_uniform_distribution
 
 
-def _applying(stock: Any) -> Any:
+def distributing(stock: Any) -> Any:
+    """An `apply_saving_parallelization` of Megatron's wrapper ahead of which its ranks agree."""
+
     @functools.wraps(stock)
     def apply_saving_parallelization(self: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         group_of, call = _served_group(self), save_call()

@@ -40,7 +40,7 @@ from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import Manifest, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.load.records import replaced_error
-from mcore_ckpt.megatron._versions import CHECKPOINTING, MegatronErrors, differences, megatron_module, patches
+from mcore_ckpt.megatron._versions import CHECKPOINTING, MegatronErrors, differences, megatron_module
 from mcore_ckpt.save.plan_check import Accesses, check_requests
 from mcore_ckpt.save.planner import Validation
 from mcore_ckpt.storage.resolve import storage_at
@@ -82,7 +82,7 @@ class JointLoad:
 
 _joint_load: ContextVar[JointLoad | None] = ContextVar("_joint_load", default=None)
 # Of each directory whose common state the load in progress has read: which save that was of. None outside of a load.
-_common_of: ContextVar[dict[str, SaveIdentity] | None] = ContextVar("_common_of", default=None)
+_common_of: ContextVar[dict[str, Identity] | None] = ContextVar("_common_of", default=None)
 
 
 def joint_load() -> JointLoad | None:
@@ -145,10 +145,16 @@ def join(options: LoadOptions, goes_back: bool, arguments: dict[str, Any]) -> Jo
     return joint
 
 
-def is_ours(strategy: Any) -> bool:
-    """Whether a strategy of this package loads, behind a wrapper or not; None: the one that Megatron takes."""
+def unwrapped(strategy: Any) -> Any:
+    """A strategy without the fully parallel wrappers around it."""
     while hasattr(strategy, "base_strategy"):
         strategy = strategy.base_strategy
+    return strategy
+
+
+def is_ours(strategy: Any) -> bool:
+    """Whether a strategy of this package loads, behind a wrapper or not; None: the one that Megatron takes."""
+    strategy = unwrapped(strategy)
     return strategy is None or isinstance(getattr(strategy, "options", None), LoadOptions)
 
 
@@ -169,10 +175,8 @@ def _check_all_agree(goes_back: bool, options: LoadOptions, group: RankGroup) ->
             )
 
 
-def sync_wrapped_loads() -> None:
-    """Have the ranks come together ahead of what Megatron's fully parallel wrapper gathers for a load."""
-    wrapper = megatron_module("strategies.fully_parallel").FullyParallelLoadStrategyWrapper
-    stock = wrapper.load
+def synced_load(stock: Any) -> Any:
+    """`load` of Megatron's fully parallel wrapper, ahead of which the ranks come together: it gathers."""
 
     @functools.wraps(stock)
     def load(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +184,7 @@ def sync_wrapped_loads() -> None:
             joint.sync()
         return stock(self, *args, **kwargs)
 
-    patches.set(wrapper, "load", load)
+    return load
 
 
 # --- validation -------------------------------------------------------------------------------------------------------
@@ -195,8 +199,7 @@ class SaveCall:
 
     Attributes:
         meets_in: the ranks of a wrapper's group, if an exchange between them comes ahead of any of all ranks, and is
-        still
-            to come.
+            still to come.
         accesses, common: what Megatron has asked to be validated.
         mains_are_saved: a fully parallel wrapper has chosen others to save the main replicas of its group, each once.
     """
@@ -250,9 +253,7 @@ def one_save(strategy: Any, strategy_class: type) -> Iterator[None]:
     """A call of Megatron's `save` with that strategy: what it asks to be validated is noted for the strategy. What this
     rank raises before the first exchange, all ranks raise.
     """
-    meets_in = _first_group(strategy)
-    while hasattr(strategy, "base_strategy"):
-        strategy = strategy.base_strategy
+    meets_in, strategy = _first_group(strategy), unwrapped(strategy)
     is_served = strategy is None or type(strategy) is strategy_class
     call = SaveCall(meets_in) if is_served else None
     options = getattr(strategy, "options", None) or SaveOptions.from_environment()
@@ -343,17 +344,9 @@ class _Ungathered:
         return iter(self._gather()[1])
 
 
-def replace_validation() -> None:
-    """Put ours where Megatron's `save` and `load` ask for theirs; every other caller still gets that."""
-    validation = megatron_module("validation")
-    metadata_of, check = validation.determine_global_metadata, validation.validate_sharding_integrity
-    for name in ("state_dict_utils", "strategies.fully_parallel", "serialization"):
-        patches.set(megatron_module(name), "determine_global_metadata", _noting(metadata_of))
-    for name in ("state_dict_utils", "strategies.fully_parallel", "validation"):
-        patches.set(megatron_module(name), "validate_sharding_integrity", _checking(check))
+def noting(stock: Any) -> Any:
+    """A `determine_global_metadata` that gathers nothing within a save or load of this package, but notes."""
 
-
-def _noting(stock: Any) -> Any:
     @functools.wraps(stock)
     def determine_global_metadata(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         call = save_call()
@@ -368,7 +361,9 @@ def _noting(stock: Any) -> Any:
     return determine_global_metadata
 
 
-def _checking(stock: Any) -> Any:
+def checking(stock: Any) -> Any:
+    """A `validate_sharding_integrity` that checks in the way of this package what was noted so."""
+
     @functools.wraps(stock)
     def validate_sharding_integrity(global_metadata: Any, common_state_dict: Any = None) -> None:
         if not isinstance(global_metadata, _Ungathered):
@@ -395,28 +390,17 @@ def _check_load(requested: _Ungathered) -> None:
 # --- one save ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SaveIdentity:
-    """Which save something was read of: its id (empty where `.metadata` has no manifest), and the version of that
-    `.metadata`.
-    """
+Identity = bytes | tuple[int, ...]
+"""Which save something was read of: its id, or the version of `.metadata`, where that has no manifest."""
 
-    save_id: bytes
-    version: tuple[int, ...]
 
-    @classmethod
-    def of(cls, manifest: Manifest | None, version: tuple[int, ...]) -> SaveIdentity:
-        """What was read by a `.metadata` of that manifest and version."""
-        return cls(b"" if manifest is None else manifest.save_id, version)
+def identity_of(manifest: Manifest | None, version: tuple[int, ...]) -> Identity:
+    """That of what was read by a `.metadata` of this manifest and version."""
+    return version if manifest is None or not manifest.save_id else manifest.save_id
 
-    def is_same(self, other: SaveIdentity) -> bool:
-        """Whether both are of one save."""
-        if self.save_id or other.save_id:
-            return self.save_id == other.save_id
-        return self.version == other.version
 
-    def __str__(self) -> str:
-        return f"save {shown_id(self.save_id)}" if self.save_id else "a .metadata without a manifest"
+def _shown(save: Identity) -> str:
+    return f"save {shown_id(save)}" if isinstance(save, bytes) else "a .metadata without a manifest"
 
 
 def metadata_version(directory: Path) -> tuple[int, ...]:
@@ -428,13 +412,13 @@ def metadata_version(directory: Path) -> tuple[int, ...]:
     return () if found is None else tuple(found)
 
 
-def note_common(directory: Path, source: SaveIdentity) -> None:
+def note_common(directory: Path, source: Identity) -> None:
     """The common state was read, and is of that save."""
     if (noted := _common_of.get()) is not None:
         noted[str(directory.absolute())] = source
 
 
-def check_common(directory: Path, source: SaveIdentity, index: CheckpointIndex) -> None:
+def check_common(directory: Path, source: Identity, index: CheckpointIndex) -> None:
     """Raise `LoadError` if tensors and the common state that the same load has read are of two saves. Without
     `install()` Megatron-Core has read `common.pt` by itself: then that file is compared with the manifest.
     """
@@ -444,13 +428,13 @@ def check_common(directory: Path, source: SaveIdentity, index: CheckpointIndex) 
             read_common_file(storage_at(directory), COMMON_FILE, index.manifest)
         return
     common = noted.get(str(directory.absolute()))
-    if common is not None and not common.is_same(source):
-        raise replaced_error(directory, f"the common state was read of {common}, the tensors of {source}")
+    if common is not None and common != source:
+        said = f"the common state was read of {_shown(common)}, the tensors of {_shown(source)}"
+        raise replaced_error(directory, said)
 
 
-def check_ranks(directory: Path, first_ranks: Mapping[bytes, int]) -> None:
-    """Raise `LoadError` if ranks have opened several saves; of each id the first rank that has."""
+def check_ranks(directory: Path, first_ranks: Mapping[Identity, int]) -> None:
+    """Raise `LoadError` if ranks have opened several saves; of each the first rank that has."""
     if len(first_ranks) > 1:
-        (rank, save_id), (other, other_id) = sorted((rank, save_id) for save_id, rank in first_ranks.items())[:2]
-        first, second = SaveIdentity(save_id, ()), SaveIdentity(other_id, ())
-        raise replaced_error(directory, f"rank {rank} has read {first}, rank {other} {second}")
+        (rank, save), (other, another) = sorted((rank, save) for save, rank in first_ranks.items())[:2]
+        raise replaced_error(directory, f"rank {rank} has read {_shown(save)}, rank {other} {_shown(another)}")

@@ -48,7 +48,6 @@ class Differences:
     common_state_is_an_object: bool  # it lies in the data files; before that in `common.pt`
     # Every rank takes part in a load, so that an error can reach them all; later ones let some ranks load alone.
     all_ranks_load: bool
-    calls_numpy_product: bool  # which numpy 2 does not have
 
 
 def differences() -> Differences:
@@ -58,7 +57,6 @@ def differences() -> Differences:
         has_registry=version <= (0, 16),
         common_state_is_an_object=version >= (0, 19),
         all_ranks_load=version <= (0, 17),
-        calls_numpy_product=version <= (0, 15),
     )
 
 
@@ -90,11 +88,11 @@ class Patches:
         self._changes.append(_Change(owner, name, original, replacement))
         self._originals[_dotted(owner, name)] = None if original is _ABSENT else original
 
-    def replace(self, module: ModuleType, name: str, replacement: Any) -> None:
-        """Replace a module's global, and the globals of all other modules that hold the same object."""
-        original = vars(module)[name]
-        self.set(module, name, replacement)
-        for other, alias in _globals_holding(original):
+    def replace(self, owner: Any, name: str, replacement: Any) -> None:
+        """Set an attribute of a class; of a module, also the globals of all other modules that hold the same object."""
+        original = vars(owner)[name]
+        self.set(owner, name, replacement)
+        for other, alias in _globals_holding(original) if isinstance(owner, ModuleType) else ():
             setattr(other, alias, replacement)
             self._changes.append(_Change(other, alias, original, replacement))
 
@@ -311,7 +309,7 @@ class MegatronErrors(contextlib.AbstractContextManager[None]):
             if isinstance(error, SaveError) and is_first_rank():
                 # Rank 0's log is where people and scripts look for these words of Megatron's.
                 error.args = (f"Worker failure: {error}",)
-            raise as_megatron_error(error) from error.__cause__
+            as_megatron_error(error)
 
 
 def is_first_rank() -> bool:
@@ -321,78 +319,37 @@ def is_first_rank() -> bool:
 
 
 def as_megatron_error(error: Exception) -> Exception:
-    """The same error, as an instance of Megatron's `CheckpointingException` and of DCP's `CheckpointException`, too. It
-    pickles.
+    """Make the error an instance of Megatron's `CheckpointingException` and DCP's `CheckpointException`, too. It stays
+    what it was, and pickles.
     """
-    theirs: Any = _checkpointing_exception()
-    kind: Any = type(error)
-    if issubclass(kind, theirs):
-        return error
-    cls = _in_all_trees(kind, theirs)
-    same: Exception = cls.__new__(cls, *error.args)
-    same.__dict__.update(error.__dict__)
-    if isinstance(error, OSError) and isinstance(same, OSError):
-        for name in ("errno", "strerror", "filename", "filename2"):
-            # A file name that is set to None is shown as "None", in place of the message.
-            if (value := getattr(error, name)) is not None:
-                setattr(same, name, value)
-    same.args = error.args
-    same.__cause__ = error.__cause__
-    same.__context__ = error.__context__
-    same.__suppress_context__ = error.__suppress_context__
-    same.__traceback__ = error.__traceback__
-    return same
+    own: Any = type(error)
+    if not isinstance(error, theirs := _checkpointing_exception()):
+        error.__class__ = _in_all_trees(own, theirs)
+    return error
 
 
 def _checkpointing_exception() -> Any:
-    return import_module("megatron.core.dist_checkpointing.core").CheckpointingException
+    return megatron_module("core").CheckpointingException
 
 
 @functools.cache
 def _in_all_trees(ours: Any, theirs: Any) -> Any:
-    def reduce(self: Any) -> tuple[Any, ...]:
-        return as_megatron_error, (ours(*self.args),)
-
     members = {
         "__module__": ours.__module__,
         "__doc__": ours.__doc__,
         "__str__": ours.__str__,  # that of CheckpointException lists ranks, and nothing else
-        "__reduce__": reduce,
+        "__reduce__": lambda self: (as_megatron_error, (ours(*self.args),)),
         "_failures": {},
     }
     return type(ours.__name__, (ours, theirs, CheckpointException), members)
 
 
-# --- numpy 2 ----------------------------------------------------------------------------------------------------------
+# --- numpy 2, and no CUDA ---------------------------------------------------------------------------------------------
 
-
-MODULES_CALLING_PRODUCT = ("exchange_utils", "mapping", "validation")
-
-
-class _NumpyWithProduct(ModuleType):
-    """`numpy`, with the function that it lost in 2.0 and that `dist_checkpointing` of 0.12 to 0.15 calls."""
-
-    def __init__(self) -> None:
-        super().__init__("numpy", numpy.__doc__)
-        self.product = numpy.prod
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(numpy, name)
-
-
-def serve_with_numpy_2(patches: Patches, modules: Iterable[ModuleType]) -> None:
-    """Let Megatron's modules that call `np.product` run with a numpy that has none."""
-    if not hasattr(numpy, "product"):
-        for module in modules:
-            if vars(module).get("np") is numpy:
-                patches.set(module, "np", _NumpyWithProduct())
-
-
-# --- no CUDA ----------------------------------------------------------------------------------------------------------
-
-# What `dist_checkpointing` calls with a CUDA device, in 0.12 to 0.19, and the modules of it that do.
-_FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros")
-MODULES_NAMING_CUDA = (
+# Modules of `dist_checkpointing` of 0.12 to 0.15 that call a function which numpy lost in 2.0; those of 0.12 to 0.19
+# that name a CUDA device, and the functions that they hand it to.
+_CALLING_PRODUCT = ("exchange_utils", "mapping", "validation")
+_NAMING_CUDA = (
     "exchange_utils",
     "strategies.async_utils",
     "strategies.filesystem_async",
@@ -400,33 +357,18 @@ MODULES_NAMING_CUDA = (
     "strategies.state_dict_saver",
     "tensor_aware_state_dict",
 )
+_FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros")
 
 
-class _CudaStandIn:
-    """`torch.cuda` for code that synchronizes a device which is not there, or names the current one."""
+class _Instead(ModuleType):
+    """A module, but for the names that are given."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
-
-    def synchronize(self, device: Any = None) -> None:
-        """Nothing runs on a device that does not exist."""
-
-    def current_device(self) -> str:
-        """The device on which small tensors for collectives belong."""
-        return "cpu"
-
-
-class _TorchWithoutCuda(ModuleType):
-    """`torch`, in which a CUDA device in a tensor factory means the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__("torch", torch.__doc__)
-        self.cuda = _CudaStandIn()
-        for name in _FACTORIES:
-            setattr(self, name, _on_cpu(getattr(torch, name)))
+    def __init__(self, real: ModuleType, **names: Any) -> None:
+        super().__init__(real.__name__, real.__doc__)
+        vars(self).update(names, _real=real)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+        return getattr(self._real, name)
 
 
 def _on_cpu(factory: Any) -> Any:
@@ -439,17 +381,32 @@ def _on_cpu(factory: Any) -> Any:
     return make
 
 
-def serve_without_cuda(patches: Patches, modules: Iterable[ModuleType]) -> None:
-    """Let the modules named in `MODULES_NAMING_CUDA` run without CUDA; does nothing where torch sees a CUDA device."""
+def serve_with_numpy_2(patches: Patches) -> None:
+    """Let Megatron to 0.15 run with a numpy that has no `product`."""
+    if megatron_version() < (0, 16) and not hasattr(numpy, "product"):
+        for module in _existing(_CALLING_PRODUCT):
+            patches.set(module, "np", _Instead(numpy, product=numpy.prod))
+
+
+def serve_without_cuda(patches: Patches) -> None:
+    """Let Megatron use the CPU where it names CUDA; does nothing where torch sees a CUDA device."""
     if torch.cuda.is_available():
         return
-    stand_in = _TorchWithoutCuda()
-    for module in modules:
-        patches.set(module, "torch", stand_in)
+    cuda = _Instead(torch.cuda, synchronize=lambda *_: None, current_device=lambda: "cpu")
+    instead = _Instead(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+    for module in _existing(_NAMING_CUDA):
+        patches.set(module, "torch", instead)
         for name in ("exchange_loaded_tensors_broadcast", "exchange_loaded_tensors_gather_rounds"):
             # These move the tensors themselves, by a method; so the whole function is ours.
             if getattr(vars(module).get(name), "__module__", None) == module.__name__:
                 patches.replace(module, name, exchange_on_host)
+
+
+def _existing(module_names: Iterable[str]) -> Iterator[ModuleType]:
+    """Those that can be imported: some need packages of their own, and are not in use without these."""
+    for name in module_names:
+        with contextlib.suppress(ImportError):
+            yield import_module(f"{CHECKPOINTING}.{name}")
 
 
 def exchange_on_host(

@@ -6,7 +6,6 @@ source of each version and with the newest checkout. Without a name whose row sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,8 +52,8 @@ CONTRACT: tuple[Name, ...] = (
     Name("strategies.base", "StrategyAction", "called", until=_REGISTRY),
     Name("strategies.base", "AsyncSaveShardedStrategy", "called", until=_REGISTRY),
     Name("strategies.base", "LoadShardedStrategy", "called", until=_REGISTRY),
-    Name("strategies.common", "TorchCommonSaveStrategy", "replaced", until=_REGISTRY),
-    Name("strategies.common", "TorchCommonLoadStrategy", "replaced", until=_REGISTRY),
+    Name("strategies.common", "TorchCommonSaveStrategy.save_common", "replaced", until=_REGISTRY),
+    Name("strategies.common", "TorchCommonLoadStrategy.load_common", "replaced", until=_REGISTRY),
     Name("strategies.common", "save_common", "replaced", since=(0, 17)),
     Name("strategies.common", "load_common", "replaced", since=(0, 17)),
     Name("serialization", "save", "replaced"),
@@ -75,14 +74,9 @@ CONTRACT: tuple[Name, ...] = (
         since=(0, 17),
         absence="integrity.json of --verify-integrity is written by Megatron, of all files of the directory",
     ),
-    Name("state_dict_utils", "determine_global_metadata", "replaced"),
-    Name("state_dict_utils", "validate_sharding_integrity", "replaced"),
-    Name("strategies.fully_parallel", "determine_global_metadata", "replaced"),
-    Name("strategies.fully_parallel", "validate_sharding_integrity", "replaced"),
-    Name("serialization", "determine_global_metadata", "replaced"),
     Name("strategies.fully_parallel", "FullyParallelSaveStrategyWrapper.apply_saving_parallelization", "replaced"),
     Name("strategies.fully_parallel", "FullyParallelLoadStrategyWrapper.load", "replaced"),
-    Name("strategies.fully_parallel", "determine_main_replica_uniform_distribution", "replaced"),
+    Name("exchange_utils", "determine_main_replica_uniform_distribution", "replaced"),
     Name("exchange_utils", "ShardDistribution", "called"),
     Name("exchange_utils", "_shard_size", "called"),
     Name("utils", "_sharded_tensor_shard_id", "called"),
@@ -111,8 +105,3 @@ CONTRACT: tuple[Name, ...] = (
         absence="code that writes through DCP finds the writer in mcore_ckpt or in nvidia-resiliency-ext",
     ),
 )
-
-
-def missing(version: Version, has: Callable[[Name], bool]) -> Iterator[Name]:
-    """Names that this version should have and, as `has` says, does not."""
-    return (name for name in CONTRACT if name.belongs_to(version) and not has(name))

@@ -107,7 +107,7 @@ def _staging_memory() -> Finding:
 
 
 def _contract() -> list[Finding]:
-    from mcore_ckpt.megatron.install import is_there
+    from mcore_ckpt.megatron.install import owner_of
 
     try:
         version = megatron_version()[:2]
@@ -117,7 +117,7 @@ def _contract() -> list[Finding]:
     for name in CONTRACT:
         if not name.belongs_to(version):
             continue
-        if is_there(name):
+        if owner_of(name) is not None:
             found.append(Finding(str(name), f"{name.use} by mcore_ckpt"))
         else:
             found.append(Finding(str(name), "missing", name.absence or "install() refuses", is_wrong=not name.absence))

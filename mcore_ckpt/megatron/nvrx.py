@@ -11,7 +11,6 @@ NVRx that is installed is never covered; its queue is then served like Megatron'
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import weakref
 from importlib import import_module
@@ -84,11 +83,6 @@ def supply(patches: Patches) -> None:
             module.__path__ = []  # nothing else is found in it
         patches.add_module(module)
     _logger.info("nvidia-resiliency-ext is not installed: mcore_ckpt supplies the names of it that save asynchronously")
-
-
-def strategy_modules() -> dict[str, Any]:
-    """What Megatron's `get_async_strategy` returns of NVRx, by name: ours."""
-    return {name: value for values in _names().values() for name, value in values.items()}
 
 
 class CachedMetadataFileSystemReader(FileSystemReader):
@@ -191,7 +185,6 @@ def _names() -> dict[str, dict[str, Any]]:
 # --- the queues -------------------------------------------------------------------------------------------------------
 
 _ATTRIBUTE = "_mcore_ckpt_queue"
-_FIRST_INDEX = "_mcore_ckpt_first_index"
 _served: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -199,7 +192,12 @@ def served_queue(queue: Any) -> AsyncCallsQueue:
     """The queue of ours that stands behind a queue of Megatron's; made at the first call."""
     ours: AsyncCallsQueue | None = vars(queue).get(_ATTRIBUTE)
     if ours is None:
-        ours = AsyncCallsQueue(persistent=bool(getattr(queue, "persistent", False)))
+        if queue.async_calls:
+            raise SaveError(
+                f"{len(queue.async_calls)} async saves were scheduled before mcore_ckpt.install(), which has replaced "
+                "what would finish them; finalize them first, or call install() before the first save"
+            )
+        ours = AsyncCallsQueue()
         setattr(queue, _ATTRIBUTE, ours)
         _served.add(queue)
     return ours
@@ -218,57 +216,35 @@ def require_idle() -> None:
     _served.clear()
 
 
-def serve_queues(stock: Any) -> None:
-    """Let ours serve every instance of the stock queue class, and of its subclasses, old and new. Calls that the stock
-    methods had in flight are finished by those.
-    """
-    finalize, close = stock.maybe_finalize_async_calls, stock.close
-    close_takes_abort = "abort" in inspect.signature(close).parameters  # from 0.15 on
+def served(stock: Any) -> Any:
+    """A queue class of which ours serves every instance, old and new, and those of subclasses: the same class."""
 
     def schedule_async_request(self: Any, async_request: Any) -> int:
-        self.call_idx = served_queue(self).schedule_async_request(async_request) + _first_index(self)
+        self.call_idx = served_queue(self).schedule_async_request(async_request)
         return int(self.call_idx)
 
     def maybe_finalize_async_calls(self: Any, blocking: bool = False, no_dist: bool = False) -> list[int]:
-        before = finalize(self, blocking, no_dist) if self.async_calls else []
-        if self.async_calls:
-            return list(before)  # in order: what was scheduled later is finalized later
         with MegatronErrors():
-            indices = served_queue(self).maybe_finalize_async_calls(blocking, no_dist)
-        return [*before, *(index + _first_index(self) for index in indices)]
+            return served_queue(self).maybe_finalize_async_calls(blocking, no_dist)
 
     def get_num_unfinalized_calls(self: Any) -> int:
-        return len(self.async_calls) + served_queue(self).get_num_unfinalized_calls()
+        return served_queue(self).get_num_unfinalized_calls()
 
-    def close_both(self: Any, abort: bool = False) -> None:
-        waits_for_work = getattr(stock, "_warmup_persistent_caller", None) is not None  # a worker of NVRx's
-        if self.async_calls or getattr(self, "persistent_caller", None) is not None or waits_for_work:
-            close(self, abort) if close_takes_abort else close(self)
+    def close(self: Any, abort: bool = False) -> None:
         with MegatronErrors():
             served_queue(self).close(abort=abort)
 
-    patches.set(stock, "schedule_async_request", schedule_async_request)
-    patches.set(stock, "maybe_finalize_async_calls", maybe_finalize_async_calls)
-    patches.set(stock, "get_num_unfinalized_calls", get_num_unfinalized_calls)
-    patches.set(stock, "close", close_both)
+    for method in (schedule_async_request, maybe_finalize_async_calls, get_num_unfinalized_calls, close):
+        patches.set(stock, method.__name__, method)
     if "warmup_persistent_caller" in vars(stock):
         patches.set(stock, "warmup_persistent_caller", AsyncCallsQueue.warmup_persistent_caller)
+    return stock
 
 
-def _first_index(queue: Any) -> int:
-    """Index of the first call that ours serves: those that the stock methods served before have the lower ones."""
-    first = vars(queue).get(_FIRST_INDEX)
-    if first is None:
-        first = max(int(queue.call_idx), -1) + 1
-        setattr(queue, _FIRST_INDEX, first)
-    return int(first)
-
-
-def async_strategy_source(torch_strategies: ModuleType) -> Any:
+def async_strategy_source(stock: Any) -> Any:
     """A `get_async_strategy` (0.17 on) that serves `"nvrx"` with or without nvidia-resiliency-ext. The queue is always
     ours, for other formats, too (`torch_dcp`, `fsdp_dtensor`); so is the writer, unless NVRx brings one.
     """
-    stock = torch_strategies.get_async_strategy
 
     @functools.wraps(stock)
     def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
@@ -277,7 +253,7 @@ def async_strategy_source(torch_strategies: ModuleType) -> Any:
         except ModuleNotFoundError:  # an NVRx is installed that lacks some of the names
             if async_strategy != "nvrx":
                 raise
-            name, modules = "nvrx", strategy_modules()
+            name, modules = "nvrx", {name: value for values in _names().values() for name, value in values.items()}
         modules = {
             **modules,
             "AsyncCallsQueue": AsyncCallsQueue,

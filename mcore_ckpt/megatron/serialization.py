@@ -12,7 +12,6 @@ read:
 
 - `dist_checkpointing.load` is called by all ranks. The coordinator looks at the checkpoint's structure and common state
   and chooses; if reading shows damage on any rank all the same, everything is loaded again from the next older one.
-  What cannot be read since another save has replaced the checkpoint meanwhile is no damage: the new one is loaded.
 - What may be called by one rank alone (the common state, what tensors there are) is answered by that rank, from the
   same structure, and remembered until the checkpoint that was named is another one.
 """
@@ -29,7 +28,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -62,7 +61,7 @@ from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.format.unpickler import NotRebuiltError
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._joint_calls import (
-    SaveIdentity,
+    identity_of,
     is_in_load,
     join,
     metadata_version,
@@ -70,6 +69,7 @@ from mcore_ckpt.megatron._joint_calls import (
     one_load,
     one_save,
     save_call,
+    unwrapped,
 )
 from mcore_ckpt.megatron._versions import MegatronErrors, is_first_rank, megatron_module, patches
 from mcore_ckpt.save.commit import give_up_forgotten_saves, saves_in_progress
@@ -79,13 +79,13 @@ _logger = logger_of("mcore_ckpt")
 
 
 _PENDING_SUFFIX = ".pending"
-# What cannot be read of a checkpoint that was replaced meanwhile is read of the new one, so often at most.
+# Common state that cannot be read of a checkpoint that was replaced meanwhile is read of the new one, so often at most.
 _READ_AGAIN = 5
 # Takes the error of `save_config`, where that must not be raised at once.
 _late_errors: ContextVar[list[Exception] | None] = ContextVar("_late_errors", default=None)
 
 
-def around_save(stock: Any, strategy_class: type) -> Any:
+def around_save(strategy_class: type, stock: Any) -> Any:
     """Megatron's `save`, which leaves nothing behind if it ends early, and tells all ranks what fails on the first: the
     common state before the sharded part, `metadata.json` behind it.
     """
@@ -113,6 +113,16 @@ def around_save(stock: Any, strategy_class: type) -> Any:
                 raise
 
     return save
+
+
+def as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as the method of a strategy of Megatron to 0.16."""
+
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return method
 
 
 @without_modes()
@@ -216,7 +226,7 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
             file = common_file_in_force(names, reader.index)
             if file is None and COMMON_STATE_KEY in reader.index.objects:
                 stored = reader.read_object(COMMON_STATE_KEY)
-                note_common(directory, SaveIdentity.of(reader.index.manifest, version))
+                note_common(directory, identity_of(manifest, version))
                 return stored[0] if isinstance(stored, list) else stored
     if file is None:
         raise CheckpointNotFoundError(
@@ -230,7 +240,7 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
         options.allowed_classes,
         where=str(directory / file),
     )
-    note_common(directory, SaveIdentity.of(manifest, version))
+    note_common(directory, identity_of(manifest, version))
     return loaded
 
 
@@ -262,8 +272,9 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
         with MegatronErrors():
             directory = checkpoint_path(checkpoint_dir)
             arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-            strategy = arguments.get("sharded_strategy")
-            options = _options_of(strategy)
+            options = getattr(unwrapped(arguments.get("sharded_strategy")), "options", None)
+            if not isinstance(options, LoadOptions):
+                options = LoadOptions.from_environment()
             goes_back = options.on_damaged == "go_back" and not is_in_load()
             call = stock
             if options.prove != "off":
@@ -288,27 +299,15 @@ def _load_whole(read: Callable[[Path], Any], named: Path, options: LoadOptions, 
     group = coordination_group(process_group)
     choose = partial(directory_to_read, named, options)
     directory = group.run_on_coordinator("choose a checkpoint to load", choose, wrap=LoadError)
-    replaced = 0
     while True:
         _chosen[str(named.absolute())] = (metadata_version(named), directory)
         before = metadata_version(directory)
         outcome = Outcome.of(partial(read, directory))
-        replaced_meanwhile = metadata_version(directory) != before
-        own = (_damage(outcome.error), _fate(outcome.error), replaced_meanwhile)
+        own = (_damage(outcome.error), metadata_version(directory) != before)
         told = group.run("tell of a damaged checkpoint", lambda: own, wrap=LoadError)  # noqa: B023  (called at once)
-        fates = {fate for _, fate, _ in told}
-        if "failed" in fates and "interrupted" not in fates and any(is_another for _, _, is_another in told):
-            # No damage as far as is known: another checkpoint has replaced the one that was there.
-            replaced += 1
-            if replaced == _READ_AGAIN:
-                failed = partial(_raise_replaced, directory, outcome.error)
-                what = f"load {directory}, which others replace all the time"
-                group.run(what, failed, wrap=LoadError, name="load what is replaced")
-            if is_first_rank():
-                _logger.warning("%s: replaced by another save while it was loaded; the new one is loaded", directory)
-            continue
-        damage = next((damage for damage, _, _ in told if damage is not None), None)
-        if damage is None:
+        damage = next((damage for damage, _ in told if damage is not None), None)
+        # What another save has replaced meanwhile is not damaged: the error says so.
+        if damage is None or any(is_another for _, is_another in told):
             return outcome.value()
         go_back = partial(_newest_older, directory, damage, options)
         directory = group.run_on_coordinator("go back to an older checkpoint", go_back, wrap=LoadError)
@@ -323,13 +322,11 @@ def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -
     if options.on_damaged == "raise" or is_in_load() or not patches.replaced():
         return named
     known, directory = _chosen.get(str(named.absolute()), (None, named))
-    if known != metadata_version(named):
-        for _ in range(_READ_AGAIN):
-            version = metadata_version(named)
-            problem = None if _is_of_another_format(named) else _problem(named, options)
-            if problem is None or version == metadata_version(named):
-                break  # otherwise it was replaced meanwhile, and what was found is of neither
-        directory = named if problem is None else _newest_older(named, problem, options)
+    if known != (version := metadata_version(named)):
+        problem = None if _is_of_another_format(named) else _problem(named, options)
+        # If it was replaced meanwhile, what was found is of neither.
+        is_sound = problem is None or version != metadata_version(named)
+        directory = named if is_sound else _newest_older(named, problem or "", options)
         _chosen[str(named.absolute())] = (version, directory)
     return directory
 
@@ -348,7 +345,7 @@ def load_common_state_dict(checkpoint_dir: Any) -> Any:
     return load_common_in_place(directory)
 
 
-def config_in_place(stock: Any, config_class: Any) -> Any:
+def config_in_place(stock: Any) -> Any:
     """Megatron's `maybe_load_config`, by which it tells the format of a checkpoint. The file is read here: Megatron
     would wait for ever for one that is a pipe.
     """
@@ -367,35 +364,12 @@ def config_in_place(stock: Any, config_class: Any) -> Any:
             "common_backend": found.common_backend,
             "common_backend_version": found.common_version,
         }
-        # 0.19 no longer has the last two.
+        config_class = megatron_module("core").CheckpointingConfig  # which no longer has the last two in 0.19
         return config_class(
             **{field.name: values[field.name] for field in fields(config_class) if field.name in values}
         )
 
     return maybe_load_config
-
-
-def _options_of(strategy: Any) -> LoadOptions:
-    """Those of a strategy of ours, also behind a fully parallel wrapper; of the environment for any other."""
-    while hasattr(strategy, "base_strategy"):
-        strategy = strategy.base_strategy
-    options = getattr(strategy, "options", None)
-    return options if isinstance(options, LoadOptions) else LoadOptions.from_environment()
-
-
-def _fate(error: BaseException | None) -> Literal["read", "failed", "interrupted"]:
-    """What became of a rank's load; an interrupted rank does not load again."""
-    if isinstance(error, LoadError):
-        return "failed"
-    return "read" if error is None else "interrupted"
-
-
-def _raise_replaced(directory: Path, error: BaseException | None) -> None:
-    said = f": {error}" if isinstance(error, LoadError) else ""
-    raise LoadError(
-        f"{directory}: another save replaced the checkpoint each of the {_READ_AGAIN} times that it was loaded; load "
-        f"again, when no save is at work in this directory{said}"
-    )
 
 
 def _damage(error: BaseException | None) -> str | None:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -25,11 +26,11 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt.core.console import line_level, logger_of
-from mcore_ckpt.core.errors import KindMismatchError, LoadError
+from mcore_ckpt.core.errors import KindMismatchError, LoadError, OptionError, StrategyNotFoundError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host
 from mcore_ckpt.core.process import run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, interrupts_wait_for_others, without_modes
-from mcore_ckpt.directory.in_force import is_checkpoint_name, iteration_of, tracked_name
+from mcore_ckpt.directory.in_force import iteration_of
 from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.index import CheckpointIndex, is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
@@ -38,9 +39,10 @@ from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import FileSystemReader, ranks_that_load_here, read_shards
 from mcore_ckpt.load.records import replaced_error
 from mcore_ckpt.megatron._joint_calls import (
-    SaveIdentity,
+    Identity,
     check_common,
     check_ranks,
+    identity_of,
     joint_load,
     metadata_version,
     noted_validation,
@@ -53,6 +55,7 @@ from mcore_ckpt.megatron._versions import (
     is_first_rank,
     load_strategy_base,
     mapping,
+    megatron_module,
     quantized_test,
     replaced_load_planner,
     save_strategy_base,
@@ -71,7 +74,6 @@ from mcore_ckpt.state.shards import (
     leaves,
     replace_leaves,
 )
-from mcore_ckpt.state.torch_classes import LoadedCheckpoint
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of(__name__)
@@ -88,16 +90,16 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         version: its version.
         keep_only_main_replica: accepted for Megatron's sake; of a replicated shard only the main replica is written.
         thread_count: files that each rank writes, at most; None takes it from `options`.
-        cached_metadata: Megatron's name for "the structure stays": puts every rank's plan into `.metadata`, so that
-            stock Megatron can reuse it. Plans are reused in any case, whenever the structure has in fact not changed.
+        cached_metadata: Megatron's name for "the structure stays"; accepted for its sake. Plans are reused whenever the
+            structure has in fact not changed.
         separation_hint: tensors whose key starts with it go to files whose names start with it.
         cpu_shm_mode: accepted for Megatron's sake; device tensors are staged in shared host memory in any case.
         options: `SaveOptions`; None takes them from the environment.
         unknown: arguments of a Megatron that is newer than this package; each is named in a logged warning.
 
     Attributes:
-        use_cached_ckpt_structure: as `cached_metadata`; Megatron's training code sets it.
-        cached_global_metadata: Megatron's training code puts here what a load has left under that name; not used.
+        use_cached_ckpt_structure, cached_global_metadata, ckpt_metadata_create_path: for Megatron, which sets them; not
+            used.
         validated_cache_reuse: the last save reused the plan of the one before.
         validated_loaded_metadata_reuse: False always; the first save after a load makes a plan of its own.
     """
@@ -124,7 +126,7 @@ class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
         self.separation_hint = separation_hint
         self.use_cached_ckpt_structure = cached_metadata
         self.cached_global_metadata: Any = None
-        self.ckpt_metadata_create_path: Any = None  # Megatron's training code asks for it (`--ckpt-metadata-create`)
+        self.ckpt_metadata_create_path: Any = None
         self.validated_cache_reuse = False
         self.validated_loaded_metadata_reuse = False
         self._structure = Structure()
@@ -237,8 +239,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
 
     Attributes:
         stream_ckpt_dequant: as the argument. Megatron asks for it.
-        cached_global_metadata: what has the attributes of DCP's `Metadata` of the last checkpoint that was loaded, and
-            every rank's plan as `all_local_plans`, put together when one of them is asked for.
+        cached_global_metadata: None; Megatron's training code hands it on to the save strategy, which plans by itself.
     """
 
     def __init__(
@@ -255,8 +256,8 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         _name_unknown(f"{type(self).__name__}(...)", unknown)
         self.stream_ckpt_dequant = stream_ckpt_dequant
         self.options = LoadOptions.from_environment() if options is None else options
+        self.cached_global_metadata = None
         self._reader: FileSystemReader | None = None
-        self._loaded: LoadedCheckpoint | None = None
         # To go back, all ranks have to be told of the damage that one has found.
         needs_all = self.options.on_damaged == "go_back" or self.options.prove != "off"
         self._collective = differences().all_ranks_load or needs_all
@@ -270,11 +271,6 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
     def stats(self) -> ReadStats | None:
         """What the loads of the last checkpoint have cost; None before the first load."""
         return None if self._reader is None else self._reader.stats
-
-    @property
-    def cached_global_metadata(self) -> Any:
-        """What has the attributes of DCP's `Metadata` of the last checkpoint; None before the first load."""
-        return self._loaded
 
     @without_modes()
     def load(
@@ -303,12 +299,11 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             group = coordination_group() if self._collective else RankGroup(None)
         loaded: list[dict[str, Any]] = []
 
-        def load() -> dict[bytes, int]:
+        def load() -> dict[Identity, int]:
             with self._one_save(self._to_read(checkpoint_dir)) as reader:
                 reader.ranks = 1 if joint is not None and joint.is_distributed else ranks_that_load_here()
                 loaded.append(_load(reader, sharded_state_dict))
-            self._loaded = LoadedCheckpoint(reader.index)
-            return {SaveIdentity.of(reader.index.manifest, ()).save_id: group.rank}
+            return {identity_of(reader.index.manifest, ()): group.rank}
 
         with MegatronErrors():
             check = partial(check_ranks, checkpoint_path(checkpoint_dir))
@@ -328,7 +323,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             _, reader = run_concurrently(storage.asks_at_once, begin, partial(self._opened, path))
             load.enter_context(reader.other_tier_in_use())
             version = tuple(reader.index_version or ())
-            source = SaveIdentity.of(reader.index.manifest, version)
+            source = identity_of(reader.index.manifest, version)
             started_s, before = time.monotonic(), replace(reader.stats)
             try:
                 yield reader
@@ -336,7 +331,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
                 if metadata_version(path) != version:
                     raise replaced_error(path, str(error)) from error
                 raise
-            if not source.save_id and metadata_version(path) != version:
+            if not isinstance(source, bytes) and metadata_version(path) != version:
                 # Nothing but the file itself tells the saves apart: it may have been another one already when it was
                 # read.
                 raise replaced_error(path, ".metadata, which has no manifest, is another file than before")
@@ -478,7 +473,7 @@ def _load(reader: FileSystemReader, sharded_state_dict: dict[str, Any]) -> dict[
     return filled
 
 
-def _first_ranks(first: dict[bytes, int], second: dict[bytes, int]) -> dict[bytes, int]:
+def _first_ranks(first: dict[Identity, int], second: dict[Identity, int]) -> dict[Identity, int]:
     """Of each save the first rank that has opened it: merged up the tree, the first has the lower ranks."""
     return {**second, **first}
 
@@ -500,6 +495,68 @@ class _ObjectsInTurn:
                 f"{key}: object {position + 1} is requested, the checkpoint holds {len(values)} under this key"
             )
         return values[position]
+
+
+# --- strategies by action, backend and version -----------------------------------------------------------------------
+
+# Megatron-Core had a registry up to 0.16, and refilled it at every look-up. This one holds factories, so that each
+# look-up gets a strategy of its own: a shared one would leak its caches between unrelated checkpoints.
+
+_Key = tuple[str, str, int]
+_ACTIONS = ("load_common", "load_sharded", "save_common", "save_sharded")
+_factories: dict[_Key, Callable[[], Any]] = {
+    ("save_sharded", "torch_dist", 1): TorchDistSaveStrategy,
+    ("load_sharded", "torch_dist", 1): TorchDistLoadStrategy,
+}
+
+
+def register_strategy(action: str | Enum, backend: str, version: int, strategy: Any) -> None:
+    """Let `strategy` serve this action, backend and version, in place of what served it before.
+
+    Args:
+        action: `"save_sharded"`, `"load_sharded"`, `"save_common"`, `"load_common"`, or Megatron's `StrategyAction`.
+        backend: the format's name, as in `metadata.json`; for example `"torch_dist"`.
+        version: the format's version.
+        strategy: a class or function that is called without arguments at each look-up, or an instance that every
+            look-up then shares, caches included.
+
+    Raises:
+        OptionError: there is no such action.
+    """
+    # A strategy that happens to be callable is still a strategy.
+    is_strategy = not isinstance(strategy, type) and (hasattr(strategy, "save") or hasattr(strategy, "load"))
+    _factories[_key(action, backend, version)] = (lambda: strategy) if is_strategy else strategy
+
+
+def get_strategy(action: str | Enum, backend: str, version: int) -> Any:
+    """The strategy for this action, backend and version; a new one where a factory was registered.
+
+    Raises:
+        OptionError: there is no such action.
+        StrategyNotFoundError: nothing is registered for it; the message lists what is.
+    """
+    key = _key(action, backend, version)
+    if key not in _factories:
+        registered = "; ".join(f"{a} {b!r} version {v}" for a, b, v in sorted(_factories))
+        raise StrategyNotFoundError(
+            f"no strategy is registered for {key[0]} {backend!r} version {version}; registered: {registered}. "
+            "Add one with mcore_ckpt.register_strategy(action, backend, version, strategy)"
+        )
+    return _factories[key]()
+
+
+def _key(action: str | Enum, backend: str, version: int) -> _Key:
+    name = action.value if isinstance(action, Enum) else action
+    if name not in _ACTIONS:
+        raise OptionError(f"action {action!r}: expected one of {', '.join(_ACTIONS)}, or Megatron's StrategyAction")
+    return name, backend, version
+
+
+def register_in_megatron() -> None:
+    """Fill Megatron's registry (0.12 - 0.16) from ours: new strategies for each look-up that it serves."""
+    registry = megatron_module("strategies.base")
+    for key in _factories:
+        registry.register_default_strategy(registry.StrategyAction(key[0]), *key[1:], get_strategy(*key))
 
 
 # --- quantized tensors ------------------------------------------------------------------------------------------------
@@ -567,8 +624,8 @@ def advise_on(error: BaseException) -> None:
     if _MEGATRONS_WORDS not in str(error):
         return
     arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    run = getattr(arguments, "load", None) or "RUN"
-    line = f"mcore_ckpt: that option does not help here. {_conversion(str(run), getattr(arguments, 'ckpt_step', None))}"
+    run = str(getattr(arguments, "load", None) or "RUN")
+    line = f"mcore_ckpt: that option does not help here. {_conversion(run, getattr(arguments, 'ckpt_step', None))}"
     if sys.version_info >= (3, 11):
         error.add_note(line)
     else:
@@ -581,23 +638,15 @@ def advice_on(checkpoint: Path, index: CheckpointIndex, shards: Iterable[Any]) -
     wanted = {shard.key: tuple(shard.global_shape) for shard in shards if is_flat_bucket(shard.key)}
     if all(key in stored and stored[key].shape == shape for key, shape in wanted.items()):
         return ""
-    why = ". The optimizer's state is flat buckets (dp_reshardable) of the TP, PP and EP that saved it. "
-    if not is_checkpoint_name(checkpoint.name):
-        return why + _command(str(checkpoint), "load that")
-    run, step = checkpoint.parent, iteration_of(checkpoint.name)
-    with contextlib.suppress(LoadError):
-        step = None if tracked_name(run) == checkpoint.name else step
-    return why + _conversion(str(run), step)
+    step = iteration_of(checkpoint.name)
+    return (
+        ". The optimizer's state is flat buckets (dp_reshardable) of the TP, PP and EP that saved it. "
+        + _conversion(str(checkpoint if step is None else checkpoint.parent), step)
+    )
 
 
 def _conversion(run: str, step: int | None) -> str:
-    """The conversion of a run, or of one of its checkpoints, as a command; and what the job gets then."""
-    if step is None:
-        return _command(run, f"--load {shlex.quote(f'{run}-{_LAYOUT}')}")
-    name = f"/iter_{step:07d}"
-    return _command(run, f"--load {shlex.quote(f'{run}-{_LAYOUT}')} --ckpt-step {step}", name)
-
-
-def _command(source: str, then: str, name: str = "") -> str:
-    words = shlex.join(["mcore-ckpt", "reshard", source + name, f"{source}-{_LAYOUT}{name}"])
-    return f"Convert it, for any layout: {words} --optimizer-layout {_LAYOUT}; then {then}"
+    """The conversion of a run, or of one of its checkpoints, as a command; and what the job loads then."""
+    name, chosen = ("", "") if step is None else (f"/iter_{step:07d}", f" --ckpt-step {step}")
+    words = shlex.join(["mcore-ckpt", "reshard", run + name, f"{run}-{_LAYOUT}{name}", "--optimizer-layout", _LAYOUT])
+    return f"Convert it, for any layout: {words}; then --load {shlex.quote(f'{run}-{_LAYOUT}')}{chosen}"

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, PlanError
 from mcore_ckpt.core.process import collector_paused
@@ -36,7 +35,7 @@ from mcore_ckpt.format.index import (
     of_different_offsets,
     parse_shadow_key,
 )
-from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_of, split_metadata, with_manifest
+from mcore_ckpt.format.integrity import Manifest, ManifestFile, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_write import MetadataEncoder, manifest_of
 
 if TYPE_CHECKING:
@@ -305,58 +304,6 @@ def _index_of(metadata: Metadata, path: str | Path, crcs: Mapping[tuple[str, int
         version=getattr(metadata, "version", None),
         has_local_plans=getattr(metadata, "all_local_plans", None) is not None,
     )
-
-
-def _write_item(
-    key: str, properties: TensorProperties, shape: torch.Size, offsets: torch.Size, sizes: torch.Size
-) -> WriteItem:
-    data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, shape)
-    return WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
-
-
-def plans_of_index(index: CheckpointIndex) -> list[SavePlan]:
-    """Every rank's `SavePlan` of a stored checkpoint, told by whose file each item lies in."""
-    items: dict[int, list[WriteItem]] = {}
-    for entry in index.tensors.values():
-        properties = TensorProperties(dtype=getattr(torch, entry.dtype))
-        for stored in entry.chunks:
-            sizes = (torch.Size(values) for values in (entry.shape, stored.offsets, stored.sizes))
-            item = _write_item(entry.fqn, properties, *sizes)
-            items.setdefault(_rank_of(stored.item.file), []).append(item)
-    for key, stored_object in index.objects.items():
-        item = WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
-        items.setdefault(_rank_of(stored_object.item.file), []).append(item)
-    return [SavePlan(items=items.get(rank, [])) for rank in range(max(items, default=-1) + 1)]
-
-
-class LoadedCheckpoint:
-    """What a load has found, for the first save of the same job.
-
-    It has the attributes of DCP's `Metadata`, and every rank's plan as `all_local_plans`, made when one of them is
-    asked for: Megatron hands on such an object from the strategy of a load to that of a save.
-
-    Args:
-        index: of the checkpoint.
-    """
-
-    def __init__(self, index: CheckpointIndex) -> None:
-        self.index = index
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name == "all_local_plans":
-            self.all_local_plans = plans_of_index(self.index)
-            return self.all_local_plans
-        if name == "_metadata":
-            self._metadata = to_dcp_metadata(self.index)
-            return self._metadata
-        return getattr(self._metadata, name)
-
-
-def _rank_of(file: str) -> int:
-    found = data_file_of(file)
-    return 0 if found is None else found.rank
 
 
 @lru_cache(maxsize=256)

@@ -32,17 +32,10 @@ def prepare(who: str, as_cuda: bool) -> None:
 
         mcore_ckpt.install()
         return
-    from mcore_ckpt.megatron._versions import (
-        MODULES_CALLING_PRODUCT,
-        MODULES_NAMING_CUDA,
-        Patches,
-        serve_with_numpy_2,
-        serve_without_cuda,
-    )
-    from mcore_ckpt.megatron.install import existing_modules
+    from mcore_ckpt.megatron._versions import Patches, serve_with_numpy_2, serve_without_cuda
 
-    serve_with_numpy_2(Patches(), existing_modules(MODULES_CALLING_PRODUCT))
-    serve_without_cuda(Patches(), existing_modules(MODULES_NAMING_CUDA))
+    serve_with_numpy_2(Patches())
+    serve_without_cuda(Patches())
 
 
 def plain_state(rank: int, size: int, fill: float) -> dict[str, Any]:

@@ -41,7 +41,6 @@ def _load_larger(rank: int, run: Path) -> str:
 
     path = run / "iter_0000030"
     path.mkdir(parents=True)
-    (run / "latest_checkpointed_iteration.txt").write_text("30")
     save(state(64), str(path), TorchDistSaveStrategy())
     with pytest.raises(LoadError) as refused:
         load(state(128), str(path), TorchDistLoadStrategy())
@@ -51,5 +50,6 @@ def _load_larger(rank: int, run: Path) -> str:
 def test_a_load_of_buckets_of_another_size_names_the_conversion(tmp_path: Path) -> None:
     run = tmp_path / "run"
     [said] = run_ranks(_load_larger, 1, run)
-    command = f"mcore-ckpt reshard {run} {run}-fully_reshardable --optimizer-layout fully_reshardable"
-    assert said.endswith(f"Convert it, for any layout: {command}; then --load {run}-fully_reshardable")
+    converted = f"{run}-fully_reshardable"
+    command = f"mcore-ckpt reshard {run}/iter_0000030 {converted}/iter_0000030 --optimizer-layout fully_reshardable"
+    assert said.endswith(f"Convert it, for any layout: {command}; then --load {converted} --ckpt-step 30")
