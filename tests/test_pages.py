@@ -42,7 +42,7 @@ def command_lines(page: str, *, within_sentences: bool) -> list[list[str]]:
 
 def shown_options(command: str) -> set[str]:
     """The options that a command's `--help` names."""
-    parser = make_parser([command])
+    parser = make_parser(command)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "200")
         (sub,) = (
@@ -53,7 +53,7 @@ def shown_options(command: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_that_pages_show_exist_with_their_options(page: str) -> None:
-    commands = set(re.findall(r"^  (\w+) ", make_parser([]).format_help(), re.MULTILINE))
+    commands = set(re.findall(r"^  (\w+) ", make_parser().format_help(), re.MULTILINE))
     for words in command_lines(page, within_sentences=True):
         assert words[1] in commands, words
         given = {word.strip("[]").partition("=")[0] for word in words[2:] if re.match(r"\[?--?[a-z]", word)}
@@ -66,7 +66,7 @@ def test_command_lines_can_be_parsed(page: str) -> None:
     for words in command_lines(page, within_sentences=False):
         if words[1] == "launch" or any(SYNOPSIS.search(word) for word in words):
             continue
-        make_parser([words[1]]).parse_args(["1" if word == "N" else word for word in words[1:]])
+        make_parser(words[1]).parse_args(["1" if word == "N" else word for word in words[1:]])
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.endswith(".md")])

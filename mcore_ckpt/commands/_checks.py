@@ -37,7 +37,6 @@ _OTHER_OPTIMIZER = (
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
     parser.add_argument(
         "--check-optimizer",
@@ -58,7 +57,6 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify(arguments: argparse.Namespace) -> Outcome:
-    """Verify."""
     expected = arguments.expect_state
     if expected is not None and not re.fullmatch("[0-9a-fA-F]{32}", expected):
         raise OptionError(f"--expect-state {expected!r}: expected the 32 hexadecimal digits of a fingerprint")
@@ -193,7 +191,6 @@ def verified(
 
 
 def add_repair(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
     parser.add_argument(
         "--from",
@@ -211,7 +208,6 @@ def add_repair(parser: argparse.ArgumentParser) -> None:
 
 
 def run_repair(arguments: argparse.Namespace) -> Outcome:
-    """Repair, or show what is wrong."""
     if not arguments.other and not arguments.accept_common_state:
         raise OptionError("repair: give --from OTHER, --accept-common-state, or both")
     dry_run, accept = arguments.dry_run, arguments.accept_common_state
@@ -222,7 +218,6 @@ def run_repair(arguments: argparse.Namespace) -> Outcome:
 
 
 def add_copy(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("source", metavar="SRC", help="directory of a checkpoint, or its URL")
     parser.add_argument(
         "target", metavar="DST", help="directory of the copy, or its URL; an interrupted copy is resumed"
@@ -230,7 +225,6 @@ def add_copy(parser: argparse.ArgumentParser) -> None:
 
 
 def run_copy(arguments: argparse.Namespace) -> Outcome:
-    """Copy, and compare."""
     from mcore_ckpt.tools.runs import copy_checkpoint
 
     report = copy_checkpoint(arguments.source, arguments.target)
@@ -244,7 +238,6 @@ def run_copy(arguments: argparse.Namespace) -> Outcome:
 
 
 def add_prune(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("run", metavar="RUN", help="directory that holds iter_0000100 and the like")
     parser.add_argument(
         "--keep-last", type=int, required=True, metavar="N", help="the newest N complete checkpoints stay, at least one"
@@ -256,7 +249,6 @@ def add_prune(parser: argparse.ArgumentParser) -> None:
 
 
 def run_prune(arguments: argparse.Namespace) -> Outcome:
-    """Decide, and remove if asked."""
     from mcore_ckpt.directory.retention import prune_run
 
     report = prune_run(
@@ -268,39 +260,21 @@ def run_prune(arguments: argparse.Namespace) -> Outcome:
         rows.append((found.name, "keep" if decision.keep else "remove", human_bytes(found.size_bytes), decision.reason))
         if decision.left:
             notes.append(f"{found.path}: not of the checkpoint, still there: {', '.join(decision.left[:5])}")
-        documents.append(
-            {
-                "name": found.name,
-                "iteration": found.iteration,
-                "whole": found.whole,
-                "keep": decision.keep,
-                "reason": decision.reason,
-                "size_bytes": found.size_bytes,
-                "left": decision.left,
-            }
-        )
+        documents.append(document_of(decision, checkpoint=document_of(found, name=found.name, whole=found.whole)))
     going = sum(not decision.keep for decision in report.decisions)
     verb = "removed" if report.removed else "to remove"
     text = f"{report.path}: {going} of {counted(len(rows), 'checkpoint')} {verb}, {human_bytes(report.freed_bytes)}"
     if going and not report.removed:
         text += "; nothing was removed (--yes does it)"
     lines = [table(("checkpoint", "", "size", "why"), rows, right=(2,)), *notes, text]
-    document = {
-        "path": report.path,
-        "removed": report.removed,
-        "freed_bytes": report.freed_bytes,
-        "checkpoints": documents,
-    }
-    return Outcome(document, "\n".join(lines))
+    return Outcome(document_of(report, decisions=documents), "\n".join(lines))
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("directory", metavar="DIR", nargs="?", default=".", help="where checkpoints will lie")
 
 
 def run_doctor(arguments: argparse.Namespace) -> Outcome:
-    """Diagnose."""
     from mcore_ckpt.megatron.doctor import diagnose
 
     warnings.simplefilter("ignore")  # Megatron says at each import what else is not installed

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.commands._shell import Outcome, add_dry_run, few, numbers, one_line, table
+from mcore_ckpt.commands._shell import Outcome, add_dry_run, numbers, one_line, table
 from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import CheckpointError, OptionError
 from mcore_ckpt.reshard.options import ConversionOptions, ReshardOptions, flags_of, help_of, kinds_of
@@ -14,9 +14,10 @@ from mcore_ckpt.reshard.options import ConversionOptions, ReshardOptions, flags_
 if TYPE_CHECKING:
     from mcore_ckpt.reshard.conversion import ConversionReport
 
+_SHOWN = 20
+
 
 def add_options(parser: argparse.ArgumentParser, options: type[ConversionOptions], direction: str = "") -> None:
-    """Declare an argument for each option; those of some kinds alone stand under `with DIRECTION KIND, ...`."""
     groups: dict[tuple[str, ...], Any] = {(): parser}
     add_dry_run(parser, "show each tensor's source and transform; write nothing")
     for option in fields(options):
@@ -65,8 +66,23 @@ def _decision(key: Any, decided: bool) -> list[str]:
 
 def notes_of(report: ConversionReport) -> list[str]:
     """What was left out, and what is good to know."""
-    left_out = [one_line(f"left out: {what}") for what in report.left_out]
+    shown, more = report.left_out[:_SHOWN], len(report.left_out) - _SHOWN
+    left_out = [one_line(f"left out: {what}") for what in shown] + [f"left out: {more} more"] * (more > 0)
     return [*left_out, *(one_line(f"note: {note}") for note in report.notes)]
+
+
+def _made(report: ConversionReport, arguments: argparse.Namespace, *, to_megatron: bool) -> Outcome:
+    """A conversion to another format or from one: its plan, or what was written, compared by logits if asked for."""
+    if arguments.dry_run:
+        return plan_outcome(report)
+    layouts = " as ".join(part for part in (report.source_layout, report.target_layout) if part and to_megatron)
+    what = " for ".join(part for part in (report.family, layouts) if part)
+    size = f"{counted(report.tensors, 'tensor')}, {human_bytes(report.payload_bytes)}"
+    made = ", ".join(part for part in (what, size) if part)
+    lines = [f"{report.target}: {made} in {counted(len(report.files), 'file')}", *notes_of(report)]
+    if arguments.check_logits:
+        return checked_outcome(report, "\n".join(lines), to_megatron=to_megatron)
+    return Outcome(report, "\n".join(lines))
 
 
 def require_check(dry_run: bool) -> None:
@@ -92,7 +108,6 @@ def checked_outcome(report: ConversionReport, text: str, *, to_megatron: bool) -
 
 
 def add_reshard(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("source", metavar="SRC", help="directory of the checkpoint, or one with a tracker file")
     parser.add_argument(
         "target",
@@ -103,7 +118,6 @@ def add_reshard(parser: argparse.ArgumentParser) -> None:
 
 
 def run_reshard(arguments: argparse.Namespace) -> Outcome:
-    """Reshard, or show what would be done."""
     from mcore_ckpt.reshard.reshard import reshard_checkpoint
 
     report = reshard_checkpoint(arguments.source, arguments.target, **given_options(arguments, ReshardOptions))
@@ -120,7 +134,6 @@ def run_reshard(arguments: argparse.Namespace) -> Outcome:
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     from mcore_ckpt.models.options import ExportOptions
 
     parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
@@ -142,7 +155,6 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(arguments: argparse.Namespace) -> Outcome:
-    """Export."""
     from mcore_ckpt.models.conversions import export_checkpoint
     from mcore_ckpt.models.options import ExportOptions
 
@@ -150,28 +162,12 @@ def run_export(arguments: argparse.Namespace) -> Outcome:
         if arguments.to != "hf":
             raise OptionError(f"--check-logits: not with --to {arguments.to}; it goes with hf")
         require_check(arguments.dry_run)
-    report = export_checkpoint(
-        arguments.checkpoint,
-        arguments.directory,
-        to=arguments.to,
-        **given_options(arguments, ExportOptions),
-    )
-    if arguments.dry_run:
-        return plan_outcome(report)
-    files = counted(len(report.files), "file")
-    size = f"{counted(report.tensors, 'tensor')}, {human_bytes(report.payload_bytes)} in {files}"
-    text = f"{report.target}: {report.family}, {size}" if report.family else f"{report.target}: {size}"
-    if report.format in ("hf", "megatron-legacy"):
-        text = "\n".join([text, *notes_of(report)])
-    elif report.left_out:
-        text += (
-            f"; {len(report.left_out)} objects have no place in this format and were left out: {few(report.left_out)}"
-        )
-    return checked_outcome(report, text, to_megatron=False) if arguments.check_logits else Outcome(report, text)
+    options = given_options(arguments, ExportOptions)
+    report = export_checkpoint(arguments.checkpoint, arguments.directory, to=arguments.to, **options)
+    return _made(report, arguments, to_megatron=False)
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     from mcore_ckpt.models.options import ImportOptions
 
     parser.add_argument(
@@ -197,7 +193,6 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 
 def run_import(arguments: argparse.Namespace) -> Outcome:
-    """Import."""
     from mcore_ckpt.models.conversions import import_checkpoint
     from mcore_ckpt.models.options import ImportOptions
 
@@ -206,22 +201,5 @@ def run_import(arguments: argparse.Namespace) -> Outcome:
         if arguments.kind != "hf" or "hf_config" in options:
             raise OptionError("--check-logits: transformers has to load SRC: it needs --from hf, and no --hf-config")
         require_check(arguments.dry_run)
-    report = import_checkpoint(
-        arguments.source,
-        arguments.target,
-        kind=arguments.kind,
-        **options,
-    )
-    if arguments.dry_run:
-        return plan_outcome(report)
-    size = f"{report.tensors} tensors, {human_bytes(report.payload_bytes)}"
-    if arguments.kind == "files":
-        text = f"{report.target}: {size} from {report.format}"
-        if report.left_out:
-            count = len(report.left_out)
-            text += f"; {count} entries that are no tensors were left out: {few(report.left_out)}"
-        return Outcome(report, text)
-    layouts = " as ".join(part for part in (report.source_layout, report.target_layout) if part)
-    what = f"{report.family} for {layouts}" if report.family else layouts
-    text = "\n".join([f"{report.target}: {what}, {size} in {counted(len(report.files), 'file')}", *notes_of(report)])
-    return checked_outcome(report, text, to_megatron=True) if arguments.check_logits else Outcome(report, text)
+    report = import_checkpoint(arguments.source, arguments.target, kind=arguments.kind, **options)
+    return _made(report, arguments, to_megatron=True)

@@ -42,12 +42,10 @@ if TYPE_CHECKING:
 
 
 def add_list(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("run", metavar="RUN", help="directory that holds iter_0000100 and the like")
 
 
 def run_list(arguments: argparse.Namespace) -> Outcome:
-    """List."""
     from mcore_ckpt.tools.runs import list_run
 
     report = list_run(arguments.run)
@@ -105,7 +103,6 @@ _EVERYTHING = ""
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
     views = parser.add_mutually_exclusive_group()
     for view, shows in (
@@ -120,7 +117,6 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def run_inspect(arguments: argparse.Namespace) -> Outcome:
-    """Show what was asked for."""
     from mcore_ckpt.format.metadata_read import read_index
     from mcore_ckpt.tools import inspection
 
@@ -244,7 +240,6 @@ _SLICE = re.compile(r"^-?\d*(?::-?\d*(?::\d*)?)?$|^\.\.\.$")
 
 
 def add_cat(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
     parser.add_argument("key", metavar="KEY", help="of a tensor or an object; a part that only one key has will do")
     parser.add_argument("--slice", metavar="SLICE", help="of a tensor, as in numpy: '0:4, :' or '..., -1'")
@@ -254,7 +249,6 @@ def add_cat(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cat(arguments: argparse.Namespace) -> Outcome:
-    """Show a tensor or an object."""
     from mcore_ckpt.tools.checkpoint import open_checkpoint
 
     with open_checkpoint(arguments.checkpoint) as checkpoint:
@@ -352,16 +346,14 @@ def _head(tensor: LazyTensor, index: Any, count: int) -> Any:
         if tensor.shape:
             index = (*index, slice(0, count))
     values = np.atleast_1d(tensor.numpy(index))
-    return _plain_numbers(values[: max(count, 1)].tolist())
+    return _rounded(values[: max(count, 1)].tolist())
 
 
-def _plain_numbers(value: Any) -> Any:
-    """Nested lists in which JSON can hold every number: NaN, infinities and complex numbers become text."""
+def _rounded(value: Any) -> Any:
+    """Nested lists with floats of seven digits."""
     if isinstance(value, list):
-        return [_plain_numbers(part) for part in value]
-    if isinstance(value, float):
-        return float(f"{value:.7g}") if abs(value) < float("inf") else str(value)
-    return str(value) if isinstance(value, complex) else value
+        return [_rounded(part) for part in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _write_npy(checkpoint: Checkpoint, tensor: LazyTensor, index: Any, path: Path) -> tuple[int, ...]:
@@ -413,7 +405,6 @@ _AS_STORED = "; fingerprints compared as they are stored, without reading that d
 
 
 def add_diff(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("a", metavar="A", help="directory of a checkpoint, or one with a tracker file")
     parser.add_argument("b", metavar="B", help="the other one")
     parser.add_argument("--only", metavar="PATTERN", help="keys that match (shell pattern, or a part of the key)")
@@ -433,7 +424,6 @@ def add_diff(parser: argparse.ArgumentParser) -> None:
 
 
 def run_diff(arguments: argparse.Namespace) -> Outcome:
-    """Compare."""
     from mcore_ckpt.tools.diff import diff_checkpoints
     from mcore_ckpt.tools.inspection import checkpoint_directory
 
@@ -484,7 +474,9 @@ def run_diff(arguments: argparse.Namespace) -> Outcome:
         lines += _other_layouts(report)
     if report.shadow_copies:
         lines.append(f"{report.shadow_copies} shadow copies are left out; `mcore-ckpt verify` compares them")
-    document = document_of(report, identical=report.identical, tensors=[_document(tensor) for tensor in report.tensors])
+    document = document_of(
+        report, identical=report.identical, tensors=[document_of(tensor, same=tensor.same) for tensor in report.tensors]
+    )
     return Outcome(document, "\n".join(lines).strip("\n"), DONE if report.identical else DIFFERS)
 
 
@@ -541,16 +533,3 @@ def _row(tensor: TensorDiff) -> tuple[object, ...]:
         values.nan_mismatches,
         f"{values.nans_a}/{values.nans_b}",
     )
-
-
-def _document(tensor: TensorDiff) -> dict[str, object]:
-    return {
-        "key": tensor.fqn,
-        "same": tensor.same,
-        "dtype_a": tensor.dtype_a,
-        "dtype_b": tensor.dtype_b,
-        "shape_a": tensor.shape_a,
-        "shape_b": tensor.shape_b,
-        "values": tensor.values,
-        "crcs": tensor.crcs,
-    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -30,11 +29,6 @@ INTERRUPTED: Final = 130
 """Ctrl-C."""
 
 
-_NAME_COLUMNS: Final = 12
-# A narrower terminal is taken for one of that many, where a line still holds a few words.
-_LEAST_COLUMNS: Final = 24
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Attributes: `document` is what `--json` prints, `text` what a person reads."""
@@ -45,12 +39,10 @@ class Outcome:
 
 
 def add_workers(parser: Container, what: str) -> None:
-    """Declare `--workers`."""
     parser.add_argument("--workers", "-j", type=int, default=2, metavar="N", help=f"{what} (default: 2)")
 
 
 def add_dry_run(parser: Container, what: str) -> None:
-    """Declare `--dry-run`."""
     parser.add_argument("--dry-run", "-n", action="store_true", help=what)
 
 
@@ -78,37 +70,14 @@ def one_line(text: str) -> str:
     return text.replace("\n", "\\n")
 
 
-def few(names: Sequence[str], most: int = 3) -> str:
-    """The first few of many names."""
-    return ", ".join(names[:most]) + (f", ... ({len(names) - most} more)" if len(names) > most else "")
-
-
 def numbers(values: Iterable[int]) -> str:
     """A shape or an offset: `[4096, 1024]`."""
     return "[" + ", ".join(map(str, values)) + "]"
 
 
-def terminal_columns() -> int | None:
-    """How many characters a line of the terminal has; None where output goes elsewhere, and lines may be long."""
-    return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None
-
-
 def fact(name: str, value: object) -> str:
-    """A name and what there is under it; on a terminal wrapped behind the name."""
-    text, columns = one_line(f"{name:<{_NAME_COLUMNS}}{value}"), terminal_columns()
-    return text if columns is None else _wrapped(text, columns, below=" " * _NAME_COLUMNS)
-
-
-def _wrapped(text: str, columns: int, *, below: str) -> str:
-    return textwrap.fill(
-        text,
-        max(_LEAST_COLUMNS, columns),
-        subsequent_indent=below,
-        break_long_words=False,
-        break_on_hyphens=False,
-        replace_whitespace=False,
-        drop_whitespace=True,
-    )
+    """A name and what there is under it."""
+    return one_line(f"{name:<12}{value}")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> str:
@@ -119,15 +88,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Ite
     widths = [
         max(len(header[n]), *(len(row[n]) for row in cells)) if cells else len(header[n]) for n in range(len(header))
     ]
-    columns = terminal_columns()
-    if columns is not None and sum(widths) + 2 * (len(widths) - 1) > columns:
-        lines = []
-        for first, *others in cells:
-            named = [f"{name} {cell}".strip() for name, cell in zip(header[1:], others, strict=True) if cell]
-            # A number stays in the line of its name and unit.
-            kept = [text.replace(" ", "\xa0") if len(text) < _LEAST_COLUMNS else text for text in named]
-            lines += [first, _wrapped("    " + ", ".join(kept), columns, below="    ").replace("\xa0", " ")]
-        return "\n".join(lines)
+    if is_terminal(sys.stdout) and sum(widths) + 2 * (len(widths) - 1) > shutil.get_terminal_size().columns:
+        return "\n".join(
+            "\n    ".join(
+                [first, *(f"{name} {cell}".strip() for name, cell in zip(header[1:], others, strict=True) if cell)]
+            )
+            for first, *others in cells
+        )
     to_the_right = set(right)
 
     def line(row: Sequence[str]) -> str:

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
 from importlib import import_module
-from typing import Any, Final, NoReturn, TextIO
+from typing import Any, Final, TextIO
 
 from mcore_ckpt.commands._shell import FAILED, INTERNAL, INTERRUPTED, Outcome, document_of
 from mcore_ckpt.core.errors import CheckpointError
@@ -127,7 +125,6 @@ _MODULES: Final = {
     **dict.fromkeys(("verify", "repair", "copy", "prune", "doctor"), "_checks"),
     **dict.fromkeys(("reshard", "export", "import"), "_conversions"),
 }
-_DIRECTORIES: Final = {"CKPT", "RUN", "SRC", "DST", "DIR", "A", "B"}
 
 
 def _function(verb: str, command: str) -> Any:
@@ -161,75 +158,25 @@ def _epilog(name: str) -> str:
     return "\n".join(["examples:", *examples, "", _codes(_COMMANDS[name].outcomes)])
 
 
-class _PrintCompletion(argparse.Action):
-    """Print a shell's completion script, made by shtab."""
-
-    def __call__(self, parser: argparse.ArgumentParser, _namespace: Any, values: Any, _option: Any = None) -> None:
-        try:
-            import shtab
-        except ImportError:
-            parser.error("--print-completion needs shtab: pip install shtab")
-        for actions in (sub._actions for sub in _subparsers(parser)):  # noqa: SLF001  (argparse has no other way)
-            for action in actions:
-                if action.metavar in _DIRECTORIES:
-                    action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-        print(shtab.complete(parser, shell=values))
-        parser.exit()
-
-
-def _subparsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    return [
-        sub
-        for action in parser._actions  # noqa: SLF001
-        if isinstance(action, argparse._SubParsersAction)  # noqa: SLF001
-        for sub in action.choices.values()
-    ]
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that says which of its words a misspelled one is most like, as `install()` does for variables."""
-
-    def error(self, message: str) -> NoReturn:
-        import difflib  # (takes as long as half of `--help`)
-
-        words: list[str] = []
-        known: list[str] = []
-        if message.startswith("unrecognized arguments: "):
-            words = [word.partition("=")[0] for word in message.split()[2:] if word.startswith("--")]
-            parsers = [self, *_subparsers(self)]
-            actions = [action for each in parsers for action in each._actions]  # noqa: SLF001
-            known = [name for action in actions for name in action.option_strings]
-        elif found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            words, known = [found[1]], re.findall(r"[\w-]+", found[2])
-        alike = [like for word in words for like in difflib.get_close_matches(word, known, n=1)]
-        super().error(message + (f"; did you mean {', '.join(alike)}?" if alike else ""))
-
-
-def make_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
-    """The whole parser; only `commands` get their arguments, since only their modules are imported."""
+def make_parser(command: str = "") -> argparse.ArgumentParser:
+    """The whole parser; only `command` gets its arguments, since only its module is imported."""
     from mcore_ckpt import __version__
 
     raw = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="mcore-ckpt",
-        usage="%(prog)s [--version] [--print-completion SHELL] COMMAND ...",
+        usage="%(prog)s [--version] COMMAND ...",
         description=_overview(),
         epilog=f"{_codes(('done, valid or identical', 'damaged or different'))}\n\n"
         "`mcore-ckpt COMMAND --help` has options and examples.",
         formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"mcore-ckpt {__version__}")
-    parser.add_argument(
-        "--print-completion",
-        action=_PrintCompletion,
-        choices=("bash", "zsh", "tcsh"),
-        metavar="SHELL",
-        help="print the completion script for bash, zsh or tcsh",
-    )
     # The description lists the commands in groups, which argparse cannot do.
-    hidden = None if len(commands) > 1 else argparse.SUPPRESS
-    added = parser.add_subparsers(prog="mcore-ckpt", dest="command", metavar="COMMAND", required=True, help=hidden)
-    common = _Parser(add_help=False)
+    added = parser.add_subparsers(
+        prog="mcore-ckpt", dest="command", metavar="COMMAND", required=True, help=argparse.SUPPRESS
+    )
+    common = argparse.ArgumentParser(add_help=False)
     output = common.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     output.add_argument("--quiet", "-q", action="store_true", help="no progress bar")
@@ -237,10 +184,8 @@ def make_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
     for name, one in _COMMANDS.items():
         sentence = one.purpose[0].upper() + one.purpose[1:] + "."
         parents = [] if name == "launch" else [common]
-        sub = added.add_parser(
-            name, help=one.purpose, description=sentence, epilog=_epilog(name), parents=parents, formatter_class=raw
-        )
-        if name in commands and name != "launch":
+        sub = added.add_parser(name, description=sentence, epilog=_epilog(name), parents=parents, formatter_class=raw)
+        if name == command != "launch":
             _function("add", name)(sub)
     return parser
 
@@ -248,8 +193,7 @@ def make_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    all_of_them = any(word.startswith("--print-completion") for word in words)
-    parser = make_parser(list(_COMMANDS) if all_of_them else words[:1])
+    parser = make_parser(*words[:1])
     if not words:
         parser.print_help(sys.stderr)
         return FAILED
@@ -266,20 +210,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         more = f": {_one_line(interrupt)}" if interrupt.args else ""
         print(f"mcore-ckpt: interrupted{_printable(more, sys.stderr)}", file=sys.stderr)
         return INTERRUPTED
-    except (CheckpointError, OSError, MemoryError) as error:
-        if arguments.debug:
-            raise
-        print(f"mcore-ckpt: {_printable(_one_line(error), sys.stderr)}", file=sys.stderr)
-        return FAILED
     except Exception as error:
         if arguments.debug:
             raise
-        print(
-            f"mcore-ckpt: {type(error).__name__}: {_printable(_one_line(error), sys.stderr)} (this should not happen: "
-            "run again with --debug and report what it shows)",
-            file=sys.stderr,
-        )
-        return INTERNAL
+        is_expected = isinstance(error, CheckpointError | OSError | MemoryError)
+        said = _printable(_one_line(error), sys.stderr)
+        if not is_expected:
+            said = f"{type(error).__name__}: {said} (this should not happen: run again with --debug and report it)"
+        print(f"mcore-ckpt: {said}", file=sys.stderr)
+        return FAILED if is_expected else INTERNAL
 
 
 def _one_line(error: BaseException) -> str:
@@ -299,23 +238,12 @@ def _printable(text: str, stream: TextIO) -> str:
 
 def _show(outcome: Outcome, *, as_json: bool) -> None:
     if as_json:
-        try:
-            text = json.dumps(outcome.document, default=_jsonable, allow_nan=False)
-        except ValueError:  # JSON has no NaN and no infinities
-            text = json.dumps(_without_nan(json.loads(json.dumps(outcome.document, default=_jsonable))))
-        print(text)
+        text = json.dumps(outcome.document, default=_jsonable)
+        # JSON has no NaN and no infinities: they become text.
+        print(json.dumps(json.loads(text, parse_constant=lambda name: str(float(name)))))
     elif outcome.text:
         print(_printable(outcome.text, sys.stdout))
     sys.stdout.flush()
-
-
-def _without_nan(value: Any) -> Any:
-    """The same with `"nan"`, `"inf"` and `"-inf"` as text."""
-    if isinstance(value, dict):
-        return {key: _without_nan(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(part) for part in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _jsonable(value: Any) -> Any:

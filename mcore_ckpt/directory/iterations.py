@@ -326,17 +326,23 @@ def is_megatrons(directory: Path, index: CheckpointIndex, names: Iterable[str]) 
     That file is written last, so a killed save may lack it: then the common state tells whose the checkpoint is.
     """
     try:
-        config = read_config(directory)
-        if config is None:
-            if not _has_common_state(index, names):
-                return False, None
-            return True, (
-                f"{directory / CONFIG_FILE}: missing: Megatron-Core takes the directory for no checkpoint (a save "
-                "ended before it was written). Copy the file from another checkpoint of the same run"
-            )
-        fields = json.loads(read_small_file(directory, CONFIG_FILE, MAX_CONFIG_BYTES))
-    except (LoadError, OSError, ValueError) as error:
-        return True, str(error)
+        flaw = config_flaw(directory)
+    except CheckpointNotFoundError:
+        if not _has_common_state(index, names):
+            return False, None
+        flaw = (
+            f"{directory / CONFIG_FILE}: missing: Megatron-Core takes the directory for no checkpoint (a save "
+            "ended before it was written). Copy the file from another checkpoint of the same run"
+        )
+    except (LoadError, OSError) as error:
+        flaw = str(error)
+    return True, flaw
+
+
+def config_flaw(directory: Path) -> str | None:
+    """Why Megatron-Core could not load by the `metadata.json` in a directory; None if it can. Raises `LoadError`."""
+    read_config(directory)
+    fields = json.loads(read_small_file(directory, CONFIG_FILE, MAX_CONFIG_BYTES))
     known = json.loads(encode_config())
     wrong = [
         name
@@ -344,8 +350,8 @@ def is_megatrons(directory: Path, index: CheckpointIndex, names: Iterable[str]) 
         if name not in known or (known[name], type(known[name])) != (value, type(value))
     ]
     if not wrong:
-        return True, None
-    return True, (
+        return None
+    return (
         f"{directory / CONFIG_FILE}: {wrong[0]!r:.80} is {fields[wrong[0]]!r:.80}, expected "
         f"{known.get(wrong[0], 'no such field')!r}: Megatron-Core cannot load it so. Restore the file from another "
         "checkpoint of the same run"

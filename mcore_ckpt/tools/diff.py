@@ -13,10 +13,12 @@ are the same, whatever their class.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from pathlib import Path
@@ -37,7 +39,6 @@ from mcore_ckpt.format.state_file import StoredStorage, read_plain
 from mcore_ckpt.format.tensor_pickle import DTYPE_OF_STORAGE, DTYPES
 from mcore_ckpt.format.unpickler import Opaque
 from mcore_ckpt.load.records import check_apart, global_shape, part_of_chunk
-from mcore_ckpt.storage.base import FileVersion
 from mcore_ckpt.tools.inspection import checkpoint_directory, index_version
 from mcore_ckpt.tools.keys import (
     StoredState,
@@ -57,160 +58,88 @@ Verdict = Literal["same", "different", "unknown"]
 SIMPLE_KEYS: Final = frozenset((str, int, float, bool, bytes, type(None)))
 """Types of keys and members of sets that are told apart at once."""
 
-# A file may refer to one value from many places, so that there are more pairs to look at than either has values.
-_MAX_PAIRS: Final = 10_000_000
-_BATCH_ELEMENTS: Final = 1 << 20
-
 
 def compare(a: Any, b: Any) -> Verdict:
     """Whether two values are the same; `"unknown"` where that cannot be told. The order of a dict's keys is no matter,
     nor are the device and the strides of a tensor. A NaN is the same as itself.
     """
-    known = True
-    compared: set[tuple[int, int, bool]] = set()
-    # With each pair, whether the two values differ if the pair does: where keys are matched by their order, they may
-    # be the same in another one.
-    waiting: list[tuple[Any, Any, bool]] = [(a, b, True)]
-    count = 0
-    while waiting:
-        left, right, decides = waiting.pop()
-        pair = id(left), id(right), decides  # of what lives as long as the two values
-        if left is right or pair in compared:
-            continue
-        parts, in_order = _parts(left, right)
-        if parts == "different" and decides:
-            return "different"
-        if isinstance(parts, str):
-            known = False
-            continue
-        if parts:
-            compared.add(pair)
-            count += len(parts)
-            if count > _MAX_PAIRS:
-                return "unknown"
-            waiting += [(x, y, decides and not in_order) for x, y in parts]
-    return "same" if known else "unknown"
-
-
-_Parts = list[tuple[Any, Any]] | Literal["different", "unknown"]
-
-
-def _parts(a: Any, b: Any) -> tuple[_Parts, bool]:
-    """The pairs on which it depends whether two values are the same, none if they are; and whether only their order
-    has made them pairs.
-    """
-    if isinstance(a, dict) and type(a) is type(b) and len(a) == len(b):
-        if not all(type(key) in SIMPLE_KEYS for key in (*a, *b)):
-            # To find out which of these keys are equal may take for ever.
-            return [pair for items in zip(a.items(), b.items(), strict=True) for pair in zip(*items, strict=True)], True
-        # 1, 1.0 and True are one key to a dict, and are not the same here.
-        others = {(type(key), key): value for key, value in b.items()}
-        if any((type(key), key) not in others for key in a):
-            return "different", False
-        return [(value, others[type(key), key]) for key, value in a.items()], False
-    return _pairs(a, b), False
-
-
-def _pairs(a: Any, b: Any) -> _Parts:
-    if isinstance(a, Opaque) and isinstance(b, Opaque):
-        if a.name != b.name or len(a.arguments) != len(b.arguments):
-            return "different"
-        rest = [*zip(a.arguments, b.arguments, strict=True), (a.state, b.state)]
-        if a.name.startswith("torch._utils._rebuild_tensor_v") and len(a.arguments) >= 4:
-            verdict = _same_elements(a, b)
-            return rest[4:] if verdict == "same" else verdict
-        return rest
-    if isinstance(a, type) and isinstance(b, type):
-        return [] if _name_of(a) == _name_of(b) else "different"
-    if type(a) is not type(b):
-        return "different"
-    if isinstance(a, list | tuple):
-        return [*zip(a, b, strict=True)] if len(a) == len(b) else "different"
-    if isinstance(a, StoredStorage):
-        same = (a.kind, a.content) == (b.kind, b.content)
-    elif isinstance(a, float):
-        same = a == b or (math.isnan(a) and math.isnan(b))
-    elif isinstance(a, set | frozenset):
-        if len(a) == len(b) and not all(type(member) in SIMPLE_KEYS for member in (*a, *b)):
-            return "unknown"
-        same = len(a) == len(b) and {(type(member), member) for member in a} == {(type(member), member) for member in b}
-    elif isinstance(a, str | int | bytes | bytearray | complex | dict):
-        same = not isinstance(a, dict) and a == b  # (two dicts get here if their lengths differ)
-    else:
-        return "unknown"
-    return [] if same else "different"
-
-
-def _name_of(kind: type) -> str:
-    return kind.name if issubclass(kind, Opaque) else kind.__name__
-
-
-def _same_elements(a: Opaque, b: Opaque) -> Verdict:
-    """Whether two tensors, made from storage, offset, sizes and strides in elements, have the same bits."""
-    places = [_strided(tensor) for tensor in (a, b)]
-    storages = [tensor.arguments[0] for tensor in (a, b)]
-    if None in places or not all(isinstance(storage, StoredStorage) for storage in storages):
-        return "unknown"
-    place_a, place_b = places
-    assert place_a is not None
-    assert place_b is not None
-    if place_a.sizes != place_b.sizes or storages[0].kind != storages[1].kind:
-        return "different"
-    if place_a == place_b and storages[0].content == storages[1].content:
-        return "same"
-    left, right = _elements(a, place_a), _elements(b, place_b)
-    if left is None or right is None:
-        return "unknown"
-    batches = zip(_batches(left), _batches(right), strict=True)
-    return "same" if all(x.tobytes() == y.tobytes() for x, y in batches) else "different"
-
-
-class _Strided(NamedTuple):
-    """Where a tensor's elements lie in its storage, in elements."""
-
-    offset: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-def _strided(tensor: Opaque) -> _Strided | None:
-    """None if that cannot be told."""
-    _, offset, sizes, strides = tensor.arguments[:4]
-    if not all(type(each) is tuple and all(type(n) is int and n >= 0 for n in each) for each in (sizes, strides)):
-        return None
-    if type(offset) is not int or offset < 0 or len(sizes) != len(strides):
-        return None
-    return _Strided(offset, sizes, strides)
-
-
-def _elements(tensor: Opaque, view: _Strided) -> np.ndarray[Any, Any] | None:
-    """The elements where they lie; None if that cannot be told, or there are more of them than the storage holds."""
-    storage: StoredStorage = tensor.arguments[0]
-    # An untyped storage comes with a dtype.
-    named = tensor.arguments[6] if len(tensor.arguments) > 6 and storage.kind.endswith("UntypedStorage") else None
-    kind = _name_of(named) if isinstance(named, type) else storage.kind
-    name = kind.rpartition(".")[2]
-    entry = DTYPES.get(DTYPE_OF_STORAGE.get(name, name))
-    if entry is None or math.prod(view.sizes) * entry.element_bytes > len(storage.content):
-        return None
-    width = entry.element_bytes
+    digests = _Digests()
     try:
-        return np.ndarray(
-            view.sizes,
-            np.dtype((np.void, width)),
-            buffer=storage.content,
-            offset=view.offset * width,
-            strides=tuple(stride * width for stride in view.strides),
-        )
-    except (ValueError, TypeError, OverflowError):
+        if digests.of(a) != digests.of(b):
+            return "different"
+    except RecursionError:
+        return "unknown"
+    return "unknown" if digests.unknown else "same"
+
+
+class _Digests:
+    """Sums that are equal where values are. A file may refer to one value from many places: each is summed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, bytes] = {}  # by the id of what lives as long as the two values
+        self.unknown = False
+
+    def of(self, value: Any) -> bytes:
+        if not isinstance(value, list | tuple | dict | set | frozenset | Opaque):
+            return self._of_one(value)
+        found = self._known.get(id(value))
+        if found is None:
+            self._known[id(value)] = b""  # which stays where the value lies within itself
+            found = self._known[id(value)] = _digest(value, b"".join(self._parts(value)))
+        self.unknown |= not found
+        return found
+
+    def _parts(self, value: Any) -> Iterator[bytes]:
+        if isinstance(value, dict):
+            yield from sorted(self.of(key) + self.of(part) for key, part in value.items())
+        elif isinstance(value, set | frozenset):
+            yield from sorted(map(self.of, value))
+        elif isinstance(value, Opaque):
+            elements = _elements(value)
+            yield self.of(value.name)
+            if elements is not None:
+                yield from map(self.of, (value.arguments[0].kind, value.arguments[2], elements))
+            yield from map(self.of, value.arguments if elements is None else value.arguments[4:])
+            yield self.of(value.state)
+        else:
+            yield from map(self.of, value)
+
+    def _of_one(self, value: Any) -> bytes:
+        if isinstance(value, StoredStorage):
+            return _digest(value, ascii(value.kind).encode() + value.content)
+        if isinstance(value, type):
+            return _digest(value, ascii(value.name if issubclass(value, Opaque) else value.__name__).encode())
+        if isinstance(value, bytes | bytearray):
+            return _digest(value, value)
+        if isinstance(value, int):
+            return _digest(value, f"{value:x}".encode())
+        if isinstance(value, float):
+            return _digest(value, repr(value + 0.0).encode())  # 0.0 and -0.0 are equal
+        self.unknown |= not isinstance(value, str | complex | None)
+        return _digest(value, ascii(value).encode())
+
+
+def _digest(value: Any, content: bytes | bytearray) -> bytes:
+    kind = type(value).__name__.encode(errors="replace")[:16]
+    return hashlib.blake2b(content, digest_size=16, person=kind).digest()
+
+
+def _elements(tensor: Opaque) -> bytes | None:
+    """A tensor's elements in C order, wherever they lie; None if it is none, or has more of them than its storage."""
+    if not tensor.name.startswith("torch._utils._rebuild_tensor_v") or len(tensor.arguments) < 4:
         return None
-
-
-def _batches(elements: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
-    """All elements in C order, some at a time."""
-    flat = elements.reshape(-1)  # a copy, unless they lie so
-    for start in range(0, len(flat), _BATCH_ELEMENTS):
-        yield flat[start : start + _BATCH_ELEMENTS]
+    storage, offset, sizes, strides, *rest = tensor.arguments
+    try:
+        # An untyped storage comes with a dtype.
+        kind = rest[2].name if storage.kind.endswith("UntypedStorage") else storage.kind
+        name = kind.rpartition(".")[2]
+        width = DTYPES[DTYPE_OF_STORAGE.get(name, name)].element_bytes
+        if math.prod(sizes) * width > len(storage.content):
+            return None
+        dtype, steps = np.dtype((np.void, width)), tuple(stride * width for stride in strides)
+        return np.ndarray(sizes, dtype, storage.content, offset * width, steps).tobytes()
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError):
+        return None
 
 
 # --- fingerprints
@@ -450,86 +379,59 @@ def diff_checkpoints(
         ChecksumError: a tensor or an object differs since one of them is damaged, or a common state is.
     """
     directories = checkpoint_directory(a), checkpoint_directory(b)
-    versions = [index_version(directory) for directory in directories]
-    try:
-        report = _diff(*directories, only, values and not state, state, rtol, atol, workers, progress)
-    except LoadError:
-        _refuse_replaced(directories, versions)  # says better what has happened
-        raise
-    _refuse_replaced(directories, versions)
-    return report
-
-
-def _refuse_replaced(directories: Sequence[Path], versions: Sequence[FileVersion | None]) -> None:
-    for directory, version in zip(directories, versions, strict=True):
-        if index_version(directory) != version:
-            raise LoadError(
-                f"{directory}: another program has replaced the checkpoint while it was compared; run the command "
-                "again when nothing saves there"
-            )
-
-
-def _diff(
-    a: Path,
-    b: Path,
-    only: str | None,
-    values: bool,
-    state: bool,
-    rtol: float,
-    atol: float,
-    workers: int,
-    progress: bool | None,
-) -> DiffReport:
-    stored = read_index(a), read_index(b)
-    for index in stored:
-        check_apart(index)
-    left, right = (index.without_shadow_copies() for index in stored)
     wanted = key_filter(only)
-    keys_a = [key for key in (*left.tensors, *left.objects) if wanted(key)]
-    keys_b = [key for key in (*right.tensors, *right.objects) if wanted(key)]
-    in_a, in_b = set(keys_a), set(keys_b)
-    both = [key for key in keys_a if key in left.tensors and key in right.tensors]
-    kinds = {key for key in in_a & in_b if (key in left.tensors) != (key in right.tensors)}
-    pairs = ((left.tensors[key], right.tensors[key]) for key in both)
-    found = {x.fqn: TensorDiff(x.fqn, x.dtype, y.dtype, x.shape, y.shape) for x, y in pairs}
-    comparable = [key for key in both if left.tensors[key].shape == right.tensors[key].shape]
+    results: dict[str, Difference] = {}
     read_bytes = 0
-    with StoredPayloads(left) as payloads_a, StoredPayloads(right) as payloads_b:
-        if values:
-            for index in (left, right):
-                check_tiled(index, comparable)
-            results, read_bytes = _compare_values(payloads_a, payloads_b, comparable, workers, progress)
-            for key, difference in results.items():
-                within = not difference.differing or (
-                    difference.measured
-                    and not difference.nan_mismatches
-                    and (difference.max_abs <= atol or difference.max_rel <= rtol)
-                )
-                found[key] = replace(found[key], values=difference, within_tolerance=within)
-        if state:
-            states = []
-            for payloads in (payloads_a, payloads_b):
-                check_tiled(payloads.index, comparable)
-                taken = payloads_fingerprint(payloads, comparable, workers=workers, progress=progress)
-                states.append(taken.tensors or {})
-            for key in comparable:
-                found[key] = replace(found[key], crcs=(states[0][key].crc32, states[1][key].crc32))
-        objects = [key for key in keys_a if key in left.objects and key in right.objects]
-        contents = (
-            [_contents(index.objects[key], payloads) for key in objects]
-            for index, payloads in ((left, payloads_a), (right, payloads_b))
+    crcs: dict[str, tuple[int, int]] = {}
+    with _in_force(*directories):
+        stored = read_index(directories[0]), read_index(directories[1])
+        for index in stored:
+            check_apart(index)
+        left, right = (index.without_shadow_copies() for index in stored)
+        in_a, in_b = (
+            {key: key in index.tensors for key in (*index.tensors, *index.objects) if wanted(key)}
+            for index in (left, right)
         )
-        differing = [key for key, x, y in zip(objects, *contents, strict=True) if x != y]
+        both = [key for key, is_tensor in in_a.items() if in_b.get(key) is is_tensor]
+        pairs = {key: (left.tensors[key], right.tensors[key]) for key in both if in_a[key]}
+        comparable = [key for key, (x, y) in pairs.items() if x.shape == y.shape]
+        objects = [key for key in both if not in_a[key]]
+        with StoredPayloads(left) as payloads_a, StoredPayloads(right) as payloads_b:
+            if values or state:
+                check_tiled(left, comparable)
+                check_tiled(right, comparable)
+            if state:
+                states = [
+                    payloads_fingerprint(payloads, comparable, workers=workers, progress=progress).tensors or {}
+                    for payloads in (payloads_a, payloads_b)
+                ]
+                crcs = {key: (states[0][key].crc32, states[1][key].crc32) for key in comparable}
+            elif values:
+                results, read_bytes = _compare_values(payloads_a, payloads_b, comparable, workers, progress)
+            contents = (
+                [_contents(payloads.index.objects[key], payloads) for key in objects]
+                for payloads in (payloads_a, payloads_b)
+            )
+            differing = [key for key, x, y in zip(objects, *contents, strict=True) if x != y]
         for key in differing:  # a damaged one is no other value
-            for payloads in (payloads_a, payloads_b):
-                read_object(payloads.index, payloads.index.objects[key])
-    common_values, not_compared = ([], ()) if only else _compare_common_states(left, right)
+            read_object(left, left.objects[key])
+            read_object(right, right.objects[key])
+        common_values, not_compared = ([], ()) if only else _compare_common_states(left, right)
+    found = [
+        TensorDiff(
+            *(key, x.dtype, y.dtype, x.shape, y.shape),
+            values=results.get(key),
+            within_tolerance=key in results and _is_within(results[key], rtol, atol),
+            crcs=crcs.get(key),
+        )
+        for key, (x, y) in pairs.items()
+    ]
     return DiffReport(
         a=left.path,
         b=right.path,
-        only_in_a=tuple(key for key in keys_a if key not in in_b or key in kinds),
-        only_in_b=tuple(key for key in keys_b if key not in in_a or key in kinds),
-        tensors=tuple(sorted(found.values(), key=lambda tensor: tensor.magnitude, reverse=True)),
+        only_in_a=tuple(key for key, is_tensor in in_a.items() if in_b.get(key) is not is_tensor),
+        only_in_b=tuple(key for key, is_tensor in in_b.items() if in_a.get(key) is not is_tensor),
+        tensors=tuple(sorted(found, key=lambda tensor: tensor.magnitude, reverse=True)),
         objects_differ=tuple(differing),
         objects_same=len(objects) - len(differing),
         read_bytes=read_bytes,
@@ -539,6 +441,26 @@ def _diff(
         shadow_copies=sum(len(index.shadow_copies()) for index in stored),
         optimizer_layouts=(optimizer_layout(left, {}), optimizer_layout(right, {})),
     )
+
+
+@contextmanager
+def _in_force(*directories: Path) -> Iterator[None]:
+    """Raises `LoadError` behind the block, whatever came of it, if a save has replaced one of the checkpoints."""
+    versions = [index_version(directory) for directory in directories]
+    try:
+        yield
+    finally:
+        for directory, version in zip(directories, versions, strict=True):
+            if index_version(directory) != version:
+                raise LoadError(
+                    f"{directory}: another program has replaced the checkpoint while it was compared; run the command "
+                    "again when nothing saves there"
+                )
+
+
+def _is_within(found: Difference, rtol: float, atol: float) -> bool:
+    measured = found.measured and not found.nan_mismatches and (found.max_abs <= atol or found.max_rel <= rtol)
+    return measured or not found.differing
 
 
 def _compare_common_states(a: CheckpointIndex, b: CheckpointIndex) -> tuple[list[CommonDiff], tuple[str, ...]]:

@@ -19,12 +19,14 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.in_force import index_files, read_common_file
-from mcore_ckpt.directory.iterations import sync_folders
+from mcore_ckpt.directory.iterations import config_flaw, sync_folders
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem
 from mcore_ckpt.format.integrity import FOOTER_BYTES
 from mcore_ckpt.format.item_reading import verify_records
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
+    CONFIG_FILE,
+    MAX_CONFIG_BYTES,
     MAX_METADATA_BYTES,
     METADATA_FILE,
     checked_footer,
@@ -82,7 +84,7 @@ class _Damaged:
         self.path, self.dry_run = path, dry_run
         self.storage = storage_at(path)
         self._commit = None if dry_run else Commit.begin(self.storage)
-        self._has_common = False
+        self._published: set[str] = set()
 
     def end(self) -> None:
         """Let saves in."""
@@ -100,14 +102,14 @@ class _Damaged:
             self._commit.publish(content, needed=self.storage.list())
             self._commit = Commit.begin(self.storage)
 
-    def publish_common(self, name: str, content: bytes) -> bool:
-        """Put a common state in force; False if that was done before."""
+    def publish(self, name: str, content: bytes) -> bool:
+        """Put a common state or `metadata.json` in force; False if that was done before."""
         self.check_held()
-        if self._has_common:
+        if name in self._published:
             return False
         if not self.dry_run:
             self.storage.publish(name, content)
-        self._has_common = not self.dry_run
+            self._published.add(name)
         return True
 
     def put_file(self, name: str, content: RangeReader) -> bool:
@@ -162,7 +164,6 @@ def _repair(report: VerifyReport, damaged: _Damaged, copy: Path, progress: bool 
     directory, found = damaged.path, report
     repaired: _Repaired = []
     good_index = read_index(copy)
-    index_is_ours = True
     if any(problem.kind == "index" and problem.file == METADATA_FILE for problem in report.problems):
         # Without an index nothing else is known; the copy's fits only if every item is then found sound.
         try:
@@ -171,11 +172,10 @@ def _repair(report: VerifyReport, damaged: _Damaged, copy: Path, progress: bool 
             repaired += [(problem, METADATA_FILE) for problem in report.problems if problem.file == METADATA_FILE]
             report, index = _take_index(damaged, copy, progress)
             found = replace(found, problems=(*found.problems, *report.problems))
-            index_is_ours = False
     else:
         index = read_index(directory, strict=False)
     checks = _checks(index)
-    if _is_same_save(index if index_is_ours else None, checks, directory, good_index):
+    if _is_same_save(index, checks, good_index):
         repaired += _replace_files(report.problems, damaged, copy, index)
         with Progress("repair", sum(problem.length or 0 for problem in report.problems), shown=progress) as bar:
             for problem in report.problems:
@@ -257,9 +257,13 @@ def _restore_footers(problems: tuple[Problem, ...], damaged: _Damaged, copy: Pat
 
 
 def _replace_files(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path, index: CheckpointIndex) -> _Repaired:
-    """Restore missing files, and a common state of another save."""
+    """Restore missing files, `metadata.json`, and a common state of another save."""
     repaired: _Repaired = []
     for problem in problems:
+        if problem.file == CONFIG_FILE:
+            if (config := _config_of(copy)) and damaged.publish(CONFIG_FILE, config):
+                repaired.append((problem, CONFIG_FILE))
+            continue
         if problem.kind != "file" or problem.fqn is not None or problem.file is None:
             continue
         if problem.file.startswith(COMMON_FILE) and index.manifest is not None and COMMON_FILE in index.manifest.files:
@@ -267,7 +271,7 @@ def _replace_files(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path,
                 content = read_common_file(storage_at(copy), COMMON_FILE, index.manifest)
             except LoadError:
                 continue
-            if damaged.publish_common(problem.file, content):
+            if damaged.publish(problem.file, content):
                 repaired.append((problem, problem.file))
             continue
         listed = index.manifest is not None and problem.file in index.manifest.files
@@ -283,35 +287,34 @@ def _replace_files(problems: tuple[Problem, ...], damaged: _Damaged, copy: Path,
     return repaired
 
 
-def _is_same_save(
-    index: CheckpointIndex | None,
-    checks: _Checks,
-    directory: Path,
-    other: CheckpointIndex,
-) -> bool:
-    """Whether the copy is of the same save, by the ids of both, else by checksums. `index` is None if it came from the
-    copy. DCP's id may have come from this copy, too, by a repair that ended early; that of a manifest is in the files.
+def _config_of(copy: Path) -> bytes | None:
+    """The copy's `metadata.json`, if Megatron-Core can load by it."""
+    try:
+        return None if config_flaw(copy) else read_small_file(copy, CONFIG_FILE, MAX_CONFIG_BYTES)
+    except LoadError:
+        return None
+
+
+def _is_same_save(index: CheckpointIndex, checks: _Checks, other: CheckpointIndex) -> bool:
+    """Whether the copy is of the same save: by the ids of their manifests, which are in the files, too, else by
+    checksums. DCP's id may have come from this copy, by a repair that ended early, so it counts where no sums differ.
     """
-    if index is not None and index.manifest is not None and other.manifest is not None:
+    if index.manifest is not None and other.manifest is not None:
         return index.manifest.save_id == other.manifest.save_id
-    own = ((index.storage_meta if index else None) or {}).get("save_id")
-    copy_id = (other.storage_meta or {}).get("save_id")
-    same_id = bool(own and own == copy_id)
-    if own and copy_id and (not same_id or (index is not None and index.manifest is not None)):
-        return same_id
     # Large tensors are weights and moments: those of two iterations differ, and so do their checksums.
     equal = different = 0
     for check in sorted(checks.values(), key=lambda check: check.item.length, reverse=True):
         item = _item_in_copy(check, other)
         if check.chunk is None or item is None:
             continue
-        here = _sums(directory, check.item, check.where)
+        here = _sums(checkpoint_path(index.path), check.item, check.where)
         there = _sums(checkpoint_path(other.path), item, check.where)
         if here and there:
             equal, different = equal + (here == there), different + (here != there)
         if equal + different == _COMPARED_ITEMS:
             break
-    return equal > different or (same_id and not different)
+    own, copied = ((each.storage_meta or {}).get("save_id") for each in (index, other))
+    return equal > different or (own is not None and own == copied and not different)
 
 
 def _sums(directory: Path, item: StoredItem, where: str) -> list[tuple[str, int, int | None]]:
@@ -335,7 +338,7 @@ def _restore_file(problem: Problem, damaged: _Damaged, copy: Path) -> bool:
             sound = check_item(check, reader, memoryview(content))
     except LoadError:
         return False
-    return bool(sound) and damaged.publish_common(problem.file, content)
+    return bool(sound) and damaged.publish(problem.file, content)
 
 
 def _restore(problem: Problem, checks: _Checks, damaged: _Damaged, other: CheckpointIndex) -> _Repaired:

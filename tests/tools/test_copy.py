@@ -8,44 +8,28 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import (
     CheckpointExistsError,
-    FileSystemReader,
-    FileSystemWriterAsync,
     LoadError,
     OptionError,
     SaveError,
-    checkpoint_fingerprint,
     copy_checkpoint,
     verify_checkpoint,
 )
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory import copying
 from mcore_ckpt.directory.commit import Owner
 from mcore_ckpt.directory.copying import file_on_its_way
-from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, read_index
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.storage.resolve import LocalWriter, storage_at
 from tests.support.gcs_server import ObjectDirectory
 from tests.support.local_files import data_file
 from tests.support.object_server import S3Directory
+from tests.support.stored_saves import loaded, save, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def save(path: str | Path, value: float = 1.0) -> None:
-    state = {"weight": torch.full((2000, 1000), value), "step": 7}
-    dcp.save(state, storage_writer=FileSystemWriterAsync(path), no_dist=True)
-
-
-def loaded(path: str | Path) -> float:
-    state = {"weight": torch.zeros(2000, 1000), "step": 0}
-    dcp.load(state, storage_reader=FileSystemReader(path), no_dist=True)
-    assert state["step"] == 7
-    return float(state["weight"].unique())  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -70,39 +54,6 @@ def test_a_copy_to_a_store_and_back_is_the_same(saved: Path, object_directory: O
     assert verify_checkpoint(tmp_path / "back").whole
     assert contents(saved) == contents(tmp_path / "back")
     assert loaded(f"{object_directory.url}/modelopt_state") == 2.0
-
-
-def test_fingerprints_are_copied_and_other_bits_in_a_copy_are_named(
-    object_directory: ObjectDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("megatron.core.dist_checkpointing")
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    from mcore_ckpt import TorchDistSaveStrategy
-
-    keys = ("decoder.rows", "decoder.columns")
-    state = {}
-    for key, axis in zip(keys, (0, 1), strict=True):
-        for n, half in enumerate(torch.arange(4000.0).reshape(40, 100).chunk(2, axis)):
-            state[f"{key}{n}"] = ShardedTensor.from_rank_offsets(key, half.contiguous(), (axis, n, 2))
-    source, back = tmp_path / "source", tmp_path / "back"
-    source.mkdir()
-    TorchDistSaveStrategy().save(state, source)
-    known = read_index(source).fingerprints
-    assert known.keys() == set(keys)
-    for start, end in ((source, object_directory.url), (object_directory.url, back)):
-        assert main(["copy", str(start), str(end)]) == 0
-        assert read_index(checkpoint_path(end)).fingerprints == known
-        assert main(["verify", str(end), "--state", "--expect-state", checkpoint_fingerprint(source).total]) == 0
-    for key in keys:
-        item = read_index(back).tensors[key].chunks[1].item
-        content = bytearray((back / item.file).read_bytes())
-        content[item.offset + item.length // 2] ^= 1
-        (back / item.file).write_bytes(content)
-    capsys.readouterr()
-    assert main(["verify", str(back), "--state"]) == 1
-    said = capsys.readouterr().out
-    assert all(key in said for key in keys)
 
 
 def test_other_checkpoints_below_one_are_not_taken_along_and_links_are_refused(saved: Path, tmp_path: Path) -> None:
@@ -214,8 +165,7 @@ def test_a_copy_that_was_held_up_leaves_the_copy_that_took_over(
 ) -> None:
     """Of two checkpoints whose files have the same names, as Megatron-Core and DCP give them."""
     for name, value in (("first", 1.0), ("second", 2.0)):
-        state = {"weight": torch.full((2000, 1000), value), "step": 7}
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / name), no_dist=True)
+        dcp.save(state(value), storage_writer=dcp.FileSystemWriter(tmp_path / name), no_dist=True)
     target = str(tmp_path / "copy") if place == "directory" else s3_directory.url
     patched, function = (copying, copying._crc) if stopped_at == "_crc" else (LocalWriter, LocalWriter.finish)
     stops = [True]

@@ -154,19 +154,10 @@ class TestRepair:
         reshard_checkpoint(checkpoint, checkpoint.parent / "resharded", tp=1, pp=1)
         return checkpoint.parent / "resharded"
 
-    def test_saves_tell_by_their_ids_that_they_are_not_the_same(self, checkpoint: Path, copy: Path) -> None:
-        for directory, save_id in ((checkpoint, "one"), (copy, "two")):
-            index = read_index(directory)
-            (directory / ".metadata").write_bytes(encode_metadata(index, storage_meta={"save_id": save_id}))
-        (checkpoint / "__0_1.distcp").unlink()
-        assert repair_checkpoint(verify_checkpoint(checkpoint), copy).repaired == ()
-        (copy / ".metadata").write_bytes((checkpoint / ".metadata").read_bytes())
-        assert repair_checkpoint(verify_checkpoint(checkpoint), copy).whole
-
     @pytest.mark.parametrize(
         ("source", "damage"),
         [
-            *(("copy", damage) for damage in ("payload", "file", "index", "common state")),
+            *(("copy", damage) for damage in ("payload", "file", "index", "common state", "config", "no config")),
             ("later", "payload"),
             ("resharded", "index"),
         ],
@@ -179,10 +170,11 @@ class TestRepair:
         item, file = item_of(checkpoint), checkpoint / "__0_1.distcp"
         if damage == "payload":
             flip(checkpoint, item, item.length // 2)
-        elif damage == "file":
-            file.unlink()
+        elif damage in ("file", "no config"):
+            (file if damage == "file" else checkpoint / "metadata.json").unlink()
         else:
-            (checkpoint / {"index": ".metadata", "common state": "common.pt"}[damage]).write_bytes(b"nothing")
+            name = {"index": ".metadata", "common state": "common.pt", "config": "metadata.json"}[damage]
+            (checkpoint / name).write_bytes(b"nothing" * (damage != "config"))
         files = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
         report = verify_checkpoint(checkpoint)
         if (damage, source) == ("index", "resharded"):
