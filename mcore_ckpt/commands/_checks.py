@@ -139,7 +139,7 @@ def verified(
     """Verify, after the common state was accepted as it is, and repair what is damaged; each where it is asked for."""
     from mcore_ckpt.format.metadata_read import MAX_METADATA_BYTES, METADATA_FILE, read_small_file
     from mcore_ckpt.tools.inspection import checkpoint_directory
-    from mcore_ckpt.tools.verify import verify_checkpoint, verify_optimizer
+    from mcore_ckpt.tools.verify import verify_checkpoint
 
     directory = checkpoint_directory(arguments.checkpoint)
     # Looked at first: what is wrong with it shows before the hours that a verification may take.
@@ -152,13 +152,11 @@ def verified(
         from mcore_ckpt.directory.publish import accept_common_file
 
         accepted = accept_common_file(directory)
-    report = verify_checkpoint(directory, workers=max(1, arguments.workers), progress=shown)
+    report = verify_checkpoint(directory, workers=max(1, arguments.workers), optimizer=optimizer, progress=shown)
     if other is not None and report.problems:
         from mcore_ckpt.tools.repair import repair_checkpoint
 
         report = repair_checkpoint(report, other, dry_run=dry_run, progress=shown)
-    if optimizer and report.whole:
-        report = verify_optimizer(report, progress=shown)
     lines = _problem_lines(report.problems)
     lines += [f"accepted as it is: {accepted}"] if accepted else []
     lines += _some([f"repaired: {name}" for name in report.repaired])

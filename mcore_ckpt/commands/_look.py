@@ -37,7 +37,7 @@ from mcore_ckpt.tools.keys import is_optimizer_key
 if TYPE_CHECKING:
     from mcore_ckpt.tools.checkpoint import Checkpoint, LazyTensor
     from mcore_ckpt.tools.diff import DiffReport, TensorDiff
-    from mcore_ckpt.tools.inspection import FileRow, GroupRow, ItemRow, ObjectRow, TensorRow
+    from mcore_ckpt.tools.inspection import FileRow, GroupRow, ItemRow, TensorRow
     from mcore_ckpt.tools.payloads import Stats
 
 
@@ -108,7 +108,6 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
     for view, shows in (
         ("--tensors", "each tensor: shape, dtype, chunks, files, bytes"),
         ("--items", "each stored item: key, type, box, file, byte range"),
-        ("--objects", "each stored object: key, file, byte range"),
     ):
         views.add_argument(view, nargs="?", const=_EVERYTHING, metavar="PATTERN", help=shows)
     views.add_argument("--files", action="store_true", help="each data file: its two halves, and the balance of ranks")
@@ -117,10 +116,18 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def run_inspect(arguments: argparse.Namespace) -> Outcome:
+    from mcore_ckpt.tools import inspection
+
+    directory = inspection.checkpoint_directory(arguments.checkpoint)
+    with inspection.in_force(directory):
+        return _inspected(directory, arguments)
+
+
+def _inspected(directory: Path, arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.format.metadata_read import read_index
     from mcore_ckpt.tools import inspection
 
-    index = read_index(inspection.checkpoint_directory(arguments.checkpoint), strict=False)
+    index = read_index(directory, strict=False)
     if arguments.tensors is not None:
         tensors = list(inspection.tensor_rows(index, arguments.tensors))
         total = human_bytes(sum(row.payload_bytes for row in tensors))
@@ -129,9 +136,6 @@ def run_inspect(arguments: argparse.Namespace) -> Outcome:
         items = inspection.describe_items(index, arguments.items)
         total = human_bytes(sum(row.stop - row.start for row in items))
         return Outcome({"items": items}, f"{_item_table(items)}\n{counted(len(items), 'item')}, {total}")
-    if arguments.objects is not None:
-        objects = list(inspection.object_rows(index, arguments.objects))
-        return Outcome({"objects": objects}, f"{_object_table(objects)}\n{len(objects)} objects")
     if arguments.files:
         files = inspection.file_rows(index)
         balance = inspection.rank_balance(files)
@@ -179,14 +183,6 @@ def _item_table(rows: Sequence[ItemRow]) -> str:
     )
     header = ("file", "start", "stop", "half", "key", "type", "dtype", "shape", "offsets")
     return table(header, cells, right=(1, 2))
-
-
-def _object_table(rows: Sequence[ObjectRow]) -> str:
-    cells = (
-        (row.key or row.fqn, _numbers_or_none(row.offset), _numbers_or_none(row.grid), row.file, row.start, row.stop)
-        for row in rows
-    )
-    return table(("key", "shard", "of", "file", "start", "stop"), cells, right=(4, 5))
 
 
 def _file_table(rows: Sequence[FileRow]) -> str:

@@ -12,16 +12,13 @@ are the same, whatever their class.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import math
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
-from pathlib import Path
+from functools import reduce
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -39,7 +36,7 @@ from mcore_ckpt.format.state_file import StoredStorage, read_plain
 from mcore_ckpt.format.tensor_pickle import DTYPE_OF_STORAGE, DTYPES
 from mcore_ckpt.format.unpickler import Opaque
 from mcore_ckpt.load.records import check_apart, global_shape, part_of_chunk
-from mcore_ckpt.tools.inspection import checkpoint_directory, index_version
+from mcore_ckpt.tools.inspection import checkpoint_directory, in_force
 from mcore_ckpt.tools.keys import (
     StoredState,
     is_optimizer_key,
@@ -145,16 +142,12 @@ def _elements(tensor: Opaque) -> bytes | None:
 # --- fingerprints
 
 
-def checkpoint_fingerprint(
-    path: str | os.PathLike[str], *, only: str | None = None, workers: int = 2, progress: bool | None = False
-) -> StateFingerprint:
+def checkpoint_fingerprint(path: str | os.PathLike[str], *, only: str | None = None) -> StateFingerprint:
     """The fingerprint of the tensors in a checkpoint: `mcore_ckpt.fingerprint` of the state that was saved.
 
     Args:
         path: directory of the checkpoint, or one with a tracker file.
         only: keys to take: with any of `*?[` a shell pattern for the complete key, otherwise a part of it.
-        workers: threads that read and sum.
-        progress: show a bar; None: if standard error is a terminal.
 
     Returns:
         With the fingerprint of each tensor. Shadow copies and objects have no part in it.
@@ -169,7 +162,7 @@ def checkpoint_fingerprint(
     keys = [key for key in index.tensors if wanted(key)]
     check_tiled(index, keys)
     with StoredPayloads(index) as payloads:
-        return payloads_fingerprint(payloads, keys, workers=workers, progress=progress)
+        return payloads_fingerprint(payloads, keys)
 
 
 def checked_fingerprint(
@@ -383,7 +376,7 @@ def diff_checkpoints(
     results: dict[str, Difference] = {}
     read_bytes = 0
     crcs: dict[str, tuple[int, int]] = {}
-    with _in_force(*directories):
+    with in_force(*directories):
         stored = read_index(directories[0]), read_index(directories[1])
         for index in stored:
             check_apart(index)
@@ -441,21 +434,6 @@ def diff_checkpoints(
         shadow_copies=sum(len(index.shadow_copies()) for index in stored),
         optimizer_layouts=(optimizer_layout(left, {}), optimizer_layout(right, {})),
     )
-
-
-@contextmanager
-def _in_force(*directories: Path) -> Iterator[None]:
-    """Raises `LoadError` behind the block, whatever came of it, if a save has replaced one of the checkpoints."""
-    versions = [index_version(directory) for directory in directories]
-    try:
-        yield
-    finally:
-        for directory, version in zip(directories, versions, strict=True):
-            if index_version(directory) != version:
-                raise LoadError(
-                    f"{directory}: another program has replaced the checkpoint while it was compared; run the command "
-                    "again when nothing saves there"
-                )
 
 
 def _is_within(found: Difference, rtol: float, atol: float) -> bool:
@@ -533,41 +511,36 @@ def _compare_values(
     threads, lock = threading.local(), threading.Lock()
     with Progress("diff", total, shown=progress) as bar:
 
-        def compare_slabs(task: tuple[str, list[Box]]) -> None:
-            key, boxes = task
+        def compare_slab(task: tuple[str, Box]) -> None:
+            key, box = task
             readers = getattr(threads, "readers", None)
             if readers is None:
                 readers = threads.readers = SlabReader(a), SlabReader(b)
             x, y = entries[key]
-            for box in boxes:
-                left, right = readers[0].read(x, box), readers[1].read(y, box)
-                part = _difference(left, right, x.dtype, y.dtype)
-                with lock:
-                    found[key] = _sum(found[key], part)
-                bar.advance(len(left) + len(right))
+            left, right = readers[0].read(x, box), readers[1].read(y, box)
+            part = _difference(left, right, x.dtype, y.dtype)
+            with lock:
+                found[key] = _sum(found[key], part)
+            bar.advance(len(left) + len(right))
 
-        in_parallel(_tasks(a.index, keys), compare_slabs, workers)
+        in_parallel(_slabs(a.index, keys), compare_slab, workers)
     # A damaged file is not another value. Where all bits are the same there is nothing to be mistaken about.
     suspects = [(payloads, key) for key, value in found.items() if not value.identical for payloads in (a, b)]
     in_parallel(suspects, lambda suspect: check_elements(suspect[0], suspect[0].index.tensors[suspect[1]]), workers)
     return found, total
 
 
-_TASK_BYTES = 256 * 1024 * 1024
-
-
-def _tasks(index: CheckpointIndex, keys: list[str]) -> Iterator[tuple[str, list[Box]]]:
-    """Slabs of tensors in the order of their files; of large ones in several tasks."""
+def _slabs(index: CheckpointIndex, keys: list[str]) -> Iterator[tuple[str, Box]]:
+    """Slabs of tensors in the order of their files."""
 
     def place(key: str) -> tuple[str, int]:
         chunks = index.tensors[key].chunks
         return (chunks[0].item.file, chunks[0].item.offset) if chunks else ("", 0)
 
-    step = _TASK_BYTES // SLAB_BYTES
     for key in sorted(keys, key=place):
         entry = index.tensors[key]
-        found = list(slabs(Box((0,) * len(entry.shape), entry.shape), element_bytes(entry.dtype), SLAB_BYTES))
-        yield from ((key, found[at : at + step]) for at in range(0, len(found), step))
+        for box in slabs(Box((0,) * len(entry.shape), entry.shape), element_bytes(entry.dtype), SLAB_BYTES):
+            yield key, box
 
 
 def _sum(one: Difference, other: Difference) -> Difference:
@@ -639,22 +612,10 @@ def _differing_elements(a: memoryview, b: memoryview, a_bytes: int, b_bytes: int
     return int(np.count_nonzero(unequal.reshape(-1, a_bytes).any(axis=1)))
 
 
-@lru_cache(maxsize=1)
-def _memcmp() -> Any:
-    function = ctypes.CDLL(None).memcmp
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    function.restype = ctypes.c_int
-    return function
-
-
 def _same_bytes(a: memoryview, b: memoryview) -> bool:
-    """Whether two writable views hold the same bytes; at memory speed and without the GIL, unlike `==`."""
-    if len(a) != len(b):
-        return False
-    if not len(a):
-        return True
-    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (a, b)]
-    return bool(_memcmp()(*addresses, len(a)) == 0)
+    """At memory speed and without the GIL, unlike `==`."""
+    width = 1 if len(a) % 8 else 8
+    return len(a) == len(b) and np.array_equal(np.frombuffer(a, f"u{width}"), np.frombuffer(b, f"u{width}"))
 
 
 # What torch.save adds that says nothing about the object.

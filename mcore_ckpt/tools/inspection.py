@@ -13,15 +13,15 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Literal
 
 from mcore_ckpt.core.console import counted, human_bytes, human_count
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path, local_path
-from mcore_ckpt.format.index import CheckpointIndex, StoredItem, TensorEntry, parse_object_key
+from mcore_ckpt.format.index import CheckpointIndex, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import shown_id
 from mcore_ckpt.format.metadata_read import (
     MAX_TRACKER_BYTES,
@@ -50,11 +50,6 @@ from mcore_ckpt.tools.keys import (
     read_plain_state,
     stacked_axes,
 )
-
-T = TypeVar("T")
-
-# How often a checkpoint is looked at that others replace meanwhile.
-_LOOKS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +101,6 @@ class FileRow:
     object_bytes: int
     bytes_data: tuple[int, int] | None
     unused_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectRow:
-    """One stored object; `key`, `offset` and `grid` for Megatron's sharded objects."""
-
-    fqn: str
-    key: str | None
-    offset: tuple[int, ...] | None
-    grid: tuple[int, ...] | None
-    file: str
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,19 +258,6 @@ def _file_order(file: str) -> tuple[int, str]:
     return (-1 if rank is None else rank, file)
 
 
-def object_rows(index: CheckpointIndex, pattern: str | None = None) -> Iterator[ObjectRow]:
-    """The objects whose key matches, in the order of the index."""
-    wanted = key_filter(pattern)
-    for fqn, entry in index.objects.items():
-        if wanted(fqn):
-            shard = parse_object_key(fqn)
-            place = (entry.item.file, entry.item.offset, entry.item.offset + entry.item.length)
-            if shard is None:
-                yield ObjectRow(fqn, None, None, None, *place)
-            else:
-                yield ObjectRow(fqn, shard.key, shard.offset, shard.shape, *place)
-
-
 def _region(items: Sequence[StoredItem]) -> tuple[int, int] | None:
     """From the first to the last byte of some items of a file."""
     return (min(item.offset for item in items), max(item.offset + item.length for item in items)) if items else None
@@ -370,25 +339,23 @@ def summarize_checkpoint(path: str | os.PathLike[str]) -> CheckpointSummary:
             `problems` instead.
     """
     directory = checkpoint_directory(path)
-    return undisturbed(directory, lambda: summarize(read_index(directory, strict=False)))
+    with in_force(directory):
+        return summarize(read_index(directory, strict=False))
 
 
-def undisturbed(directory: Path, look: Callable[[], T], is_sound: Callable[[T], bool] = lambda _: False) -> T:
-    """What `look` returns or raises while no save replaces the checkpoint, or returns that `is_sound` all the same."""
-    for _ in range(_LOOKS):
-        before = index_version(directory)
-        try:
-            found = look()
-        except LoadError:
-            if index_version(directory) == before:
-                raise
-            continue
-        if is_sound(found) or index_version(directory) == before:
-            return found
-    raise LoadError(
-        f"{directory}: another program has replaced the checkpoint each of the {_LOOKS} times that it was looked at; "
-        "run the command again when nothing saves there"
-    )
+@contextlib.contextmanager
+def in_force(*directories: Path) -> Iterator[None]:
+    """Raises `LoadError` behind the block, whatever came of it, if a save has replaced one of the checkpoints."""
+    versions = [index_version(directory) for directory in directories]
+    try:
+        yield
+    finally:
+        for directory, version in zip(directories, versions, strict=True):
+            if index_version(directory) != version:
+                raise LoadError(
+                    f"{directory}: another program has replaced the checkpoint while it was looked at; run the command "
+                    "again when nothing saves there"
+                )
 
 
 def summarize(index: CheckpointIndex) -> CheckpointSummary:

@@ -39,7 +39,7 @@ from mcore_ckpt.load.files import items_by_file, read_table, table_problems
 from mcore_ckpt.load.records import ItemCheck, ItemChecker, Problem, checks_of, item_problem, spans_of
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.tools.inspection import checkpoint_directory, undisturbed
+from mcore_ckpt.tools.inspection import checkpoint_directory, in_force
 
 if TYPE_CHECKING:
     from mcore_ckpt.tools.payloads import StoredPayloads
@@ -95,17 +95,14 @@ def verify_checkpoint(
     Raises:
         CheckpointNotFoundError: there is no checkpoint. Whatever else is wrong is in the report.
         NewerFormatError: something newer wrote its index, so that nothing can be said of it.
-        LoadError: it is replaced by others again and again.
+        LoadError: a save has replaced it meanwhile.
     """
     started = time.monotonic()
     directory = checkpoint_directory(path)
-
-    def look() -> VerifyReport:
+    with in_force(directory):
         report = _verify(directory, workers, progress)
-        return verify_optimizer(report, progress=progress) if optimizer and report.whole else report
-
-    # What is wrong during a save that replaces the checkpoint may be right in both.
-    report = undisturbed(directory, look, lambda report: report.whole)
+        if optimizer and report.whole:
+            report = _verify_optimizer(report, progress)
     return replace(report, seconds=time.monotonic() - started)
 
 
@@ -160,14 +157,14 @@ def verify_index(index: CheckpointIndex, *, workers: int = 2, progress: bool | N
     )
 
 
-def verify_optimizer(report: VerifyReport, *, progress: bool | None = False) -> VerifyReport:
+def _verify_optimizer(report: VerifyReport, progress: bool | None) -> VerifyReport:
     """Compare the optimizer's float32 weights with the model's in 16 bits: rounded, they are the same elements.
 
     Megatron-Core 0.16 saves a fully reshardable optimizer of several padded buckets shifted; nothing else shows it.
     """
     from mcore_ckpt.tools.payloads import StoredPayloads
 
-    started, index = time.monotonic(), read_index(Path(report.path))
+    index = read_index(Path(report.path))
     pairs = []
     for fqn, main in index.tensors.items():
         found = _MAIN_WEIGHT.match(fqn)
@@ -185,7 +182,6 @@ def verify_optimizer(report: VerifyReport, *, progress: bool | None = False) -> 
         report,
         problems=(*report.problems, *problems),
         read_bytes=report.read_bytes + total,
-        seconds=report.seconds + time.monotonic() - started,
         compared=len(pairs),
     )
 
