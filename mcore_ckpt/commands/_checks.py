@@ -35,6 +35,12 @@ _OTHER_OPTIMIZER = (
     "resumes from them"
 )
 
+_NOT_COMPARED = (
+    "the optimizer was not compared with the model: it stores no weights in float32 under the names of the model's. "
+    "Flat buckets (dp_reshardable) do not say which element is whose; reshard them first, and verify that: "
+    "mcore-ckpt reshard CKPT NEW --optimizer-layout fully_reshardable"
+)
+
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
@@ -92,19 +98,6 @@ def _with_state(verdict: Outcome, arguments: argparse.Namespace) -> Outcome:
     if expected.lower() in [str(part) for part in (found, model, optimizer) if part.tensors]:
         return Outcome(document, f"{text}, as expected", DONE)
     return Outcome(document, f"{text}, expected {expected}: DIFFERENT", DIFFERS)
-
-
-def _why_not_compared(directory: str) -> str:
-    from mcore_ckpt.format.metadata_read import read_index
-    from mcore_ckpt.tools.keys import optimizer_layout
-
-    said = "the optimizer was not compared with the model: "
-    if optimizer_layout(read_index(directory), {}) == "dp_reshardable":
-        return said + (
-            "it is stored in flat buckets, which do not say which element is whose; reshard first, and verify that: "
-            "mcore-ckpt reshard CKPT NEW --optimizer-layout fully_reshardable"
-        )
-    return said + "it stores no weights in float32 under the names of the model's"
 
 
 def _problem_lines(problems: Sequence[Problem]) -> list[str]:
@@ -181,7 +174,7 @@ def verified(
             if report.compared is None
             else f"the optimizer's weights were compared with {counted(report.compared, 'tensor')} of the model"
             if report.compared
-            else _why_not_compared(report.path)
+            else _NOT_COMPARED
         )
         lines += [_OTHER_OPTIMIZER] if any(problem.kind == "optimizer" for problem in report.problems) else []
     document = document_of(report, whole=report.whole, accepted=accepted)

@@ -40,9 +40,9 @@ from mcore_ckpt.load.records import ItemCheck, Problem, check_item
 from mcore_ckpt.storage.base import RangeReader
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory
+from mcore_ckpt.tools.runs import copy_stream
 from mcore_ckpt.tools.verify import VerifyReport, verify_checkpoint, verify_index
 
-_WINDOW_BYTES = 8 * 1024 * 1024
 # Enough that tensors which happen to be equal in two iterations (masks, zeros) do not decide.
 _COMPARED_ITEMS = 16
 
@@ -124,27 +124,20 @@ class _Damaged:
             if left.startswith(begins) and left.endswith("repair"):
                 self.storage.delete(left)
         temporary = f"{begins}{self._commit.id}.repair"
-        writing = self.storage.open_writer(temporary)
         try:
-            for at in range(0, content.size_bytes, _WINDOW_BYTES):
-                piece = content.read(at, min(_WINDOW_BYTES, content.size_bytes - at))
-                writing.write(at, memoryview(piece))
-            writing.finish(content.size_bytes)
+            copy_stream(content, self.storage.open_writer(temporary))
             self.check_held()
-            if not self.storage.exists(name):
-                self.storage.move(temporary, name)
-                sync_folders(checkpoint_path(self.storage.location), [name])
-                self.storage.sync()
-                return True
+            if self.storage.exists(name):
+                return False
+            self.storage.move(temporary, name)
+            sync_folders(checkpoint_path(self.storage.location), [name])
+            self.storage.sync()
         except SaveError:
-            writing.abort()
             self.check_held()  # says better what has happened, if the directory was lost meanwhile
             raise
-        except BaseException:
-            writing.abort()
-            raise
-        self.storage.delete(temporary)
-        return False
+        finally:
+            self.storage.delete(temporary)
+        return True
 
     def write(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
         """Overwrite bytes durably; `is_end` truncates the file behind them. False if the file lies elsewhere."""
