@@ -121,11 +121,6 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     )
 
 
-def is_local(path: str | os.PathLike[str]) -> bool:
-    """Whether `local_path` takes this path."""
-    return _scheme(_text(path)) is None
-
-
 def is_supported(path: str | os.PathLike[str]) -> bool:
     """Whether `checkpoint_path` takes this path."""
     try:
@@ -402,12 +397,6 @@ def _parse(name: str, annotation: str, text: str) -> Any:
     variable = _variable(name)
     if "None" in annotation and text.lower() in ("", "none"):
         return None
-    if annotation == "bool":
-        if text.lower() in ("1", "true", "yes", "on"):
-            return True
-        if text.lower() in ("0", "false", "no", "off"):
-            return False
-        raise OptionError(f"{variable}={text!r}: expected one of 1, 0, true, false, yes, no, on, off")
     if annotation.startswith("tuple"):
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if name.endswith("_bytes"):

@@ -447,20 +447,20 @@ def lay_out_rank(
             prefixes.append(prefix)
     names = [data_file_name(rank, i, prefix) for i, prefix in enumerate(prefixes)]
     objects_of_file = _spread(object_keys, names, separation_hint)
-    builder = LocalPlanBuilder()
     buckets = []
+    laid_out = []
     for name, objects, (_, indices) in zip(names, objects_of_file, chosen, strict=True):
         of_file = [specs[index] for index in indices]
         sizes = [object_bytes[index] for index in objects]
         bucket, columns = lay_out_file(name, of_file, [object_keys[index] for index in objects], sizes)
         buckets.append(bucket)
-        builder.add_file(name, bucket.image.size_bytes, columns)
+        laid_out.append((name, bucket.image.size_bytes, columns))
     return RankLayout(
         specs=tuple(specs),
         buckets=tuple(buckets),
         members=tuple(tuple(indices) for _, indices in chosen),
         objects=tuple(map(tuple, objects_of_file)),
-        plan=builder.build(),
+        plan=LocalPlan.of(laid_out),
         object_keys=tuple(object_keys),
         separation_hint=separation_hint,
     )
@@ -505,6 +505,24 @@ class LocalPlan:
     boxes: array[int]
     places: array[int]  # for each item, offset in its file and length, in bytes
 
+    @classmethod
+    def of(cls, files: Iterable[tuple[str, int, TableColumns]]) -> LocalPlan:
+        """Of files: name, length in bytes, and what they hold."""
+        plan = cls([], [], array("i"), [], [], array("i"), array("i"), array("q"), array("q"))
+        codes: dict[str, int] = {}
+        for number, (name, size_bytes, columns) in enumerate(files):
+            plan.files.append(name)
+            plan.file_bytes.append(size_bytes)
+            own_codes = [codes.setdefault(dtype, len(codes)) for dtype in columns.dtypes]
+            plan.dtype_codes.extend(array("i", map(own_codes.__getitem__, columns.dtype_codes)))
+            plan.keys.extend(columns.keys)
+            plan.file_codes.extend(array("i", [number]) * len(columns.keys))
+            plan.ndims.extend(array("i", columns.ndims))
+            plan.boxes.extend(columns.boxes)
+            plan.places.extend(columns.places)
+        plan.dtypes.extend(codes)
+        return plan
+
     def encode(self) -> bytes:
         """The plan as bytes, to send to the coordinator of this process group."""
         keys, *others = (getattr(self, name) for name in self.__slots__)
@@ -530,63 +548,6 @@ def decoded_plans(encoded: Iterable[bytes]) -> list[LocalPlan]:
     """Plans of several ranks. Those with the same keys, as most ranks of a large job have, share one list of them."""
     known_keys: dict[bytes, list[str]] = {}
     return [LocalPlan.decode(plan, known_keys) for plan in encoded]
-
-
-class LocalPlanBuilder:
-    """Collects a rank's items, bucket by bucket."""
-
-    def __init__(self) -> None:
-        self._plan = LocalPlan([], [], array("i"), [], [], array("i"), array("i"), array("q"), array("q"))
-        self._dtype_codes: dict[str, int] = {}
-
-    def begin_file(self, file_name: str, size_bytes: int) -> None:
-        """The items that follow lie in this file."""
-        self._plan.files.append(file_name)
-        self._plan.file_bytes.append(size_bytes)
-
-    def add(
-        self,
-        key: str,
-        dtype: str,
-        shape: Sequence[int],
-        offsets: Sequence[int],
-        sizes: Sequence[int],
-        offset_bytes: int,
-        length_bytes: int,
-    ) -> None:
-        """One chunk: box (`offsets`, `sizes`) of a tensor of `shape`, `length_bytes` at `offset_bytes`."""
-        plan = self._plan
-        plan.keys.append(key)
-        plan.dtype_codes.append(self._code(dtype))
-        plan.file_codes.append(len(plan.files) - 1)
-        plan.ndims.append(len(shape))
-        plan.boxes.extend(shape)
-        plan.boxes.extend(offsets)
-        plan.boxes.extend(sizes)
-        plan.places.append(offset_bytes)
-        plan.places.append(length_bytes)
-
-    def add_file(self, file_name: str, size_bytes: int, columns: TableColumns) -> None:
-        """A file, and all of its chunks, in columns."""
-        plan = self._plan
-        self.begin_file(file_name, size_bytes)
-        plan.dtype_codes.extend(array("i", map([*map(self._code, columns.dtypes)].__getitem__, columns.dtype_codes)))
-        plan.keys.extend(columns.keys)
-        plan.file_codes.extend(array("i", [len(plan.files) - 1]) * len(columns.keys))
-        plan.ndims.extend(array("i", columns.ndims))
-        plan.boxes.extend(columns.boxes)
-        plan.places.extend(columns.places)
-
-    def _code(self, dtype: str) -> int:
-        code = self._dtype_codes.get(dtype)
-        if code is None:
-            code = self._dtype_codes[dtype] = len(self._plan.dtypes)
-            self._plan.dtypes.append(dtype)
-        return code
-
-    def build(self) -> LocalPlan:
-        """The finished plan."""
-        return self._plan
 
 
 def index_tensors(plans: Iterable[LocalPlan]) -> tuple[dict[str, TensorEntry], array[int]]:

@@ -466,33 +466,14 @@ def fork_call(
     what: str,
     expendable: bool = False,
     deadline_s: float | None = None,
-    cpu_priority: int | None = None,
     on_submit: Callable[[ChildJob], None] | None = None,
 ) -> ChildJob:
     """Fork, and return when the child has begun; `fn` runs on the memory as it is now. `on_submit` gets the job before
-    that, for a caller that is interrupted. An expendable child ends with this process, and has no children.
+    that, for a caller that is interrupted. An expendable child ends with this process, has no children, and gives way
+    to training; it must not use torch.distributed, CUDA or threads started before.
     """
-    child = _ForkedChild.start(what, (fn, args, kwargs or {}), expendable, deadline_s is not None, cpu_priority)
+    child = _ForkedChild.start(what, (fn, args, kwargs or {}), expendable, deadline_s is not None)
     return child.submit(what, deadline_s, on_submit)
-
-
-def fork_writer(
-    fn: Callable[[], Any],
-    what: str,
-    deadline_s: float | None = None,
-    on_submit: Callable[[ChildJob], None] | None = None,
-) -> ChildJob:
-    """As `fork_call`, for writing of our own, which gives way to training and ends with the trainer. It must not use
-    torch.distributed, CUDA or threads started before.
-    """
-    return fork_call(
-        fn,
-        what=what,
-        expendable=True,
-        deadline_s=deadline_s,
-        cpu_priority=TRAINING_FIRST_NICE,
-        on_submit=on_submit,
-    )
 
 
 class _ForkedChild(SupervisedChild):
@@ -512,9 +493,7 @@ class _ForkedChild(SupervisedChild):
         self._outcome: Any = None
 
     @classmethod
-    def start(
-        cls, what: str, call: tuple[Any, ...], expendable: bool, with_status: bool, cpu_priority: int | None
-    ) -> _ForkedChild:
+    def start(cls, what: str, call: tuple[Any, ...], expendable: bool, with_status: bool) -> _ForkedChild:
         # What the function returns comes through memory: a child must be able to end though its result is not read.
         result_fd = os.memfd_create("mcore_ckpt_result", os.MFD_CLOEXEC)
         status = StatusPage() if with_status else None
@@ -526,7 +505,7 @@ class _ForkedChild(SupervisedChild):
                 connection, theirs = multiprocessing.Pipe()
                 process = multiprocessing.get_context("fork").Process(
                     target=_run_forked,
-                    args=(os.getpid(), cpu_priority, theirs, result_fd, status, *call),
+                    args=(os.getpid(), expendable, theirs, result_fd, status, *call),
                     name=what,
                     daemon=expendable,
                 )
@@ -656,7 +635,7 @@ def report_progress() -> None:
 
 def _run_forked(
     parent_pid: int,
-    cpu_priority: int | None,
+    expendable: bool,
     connection: mp_connection.Connection[Any, Any],
     result_fd: int,
     status: StatusPage | None,
@@ -676,7 +655,8 @@ def _run_forked(
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)  # the threads that OpenMP believes to have are not here, and it would wait for them
-    lower_priority(cpu_priority, None)
+    if expendable:
+        lower_priority(TRAINING_FIRST_NICE, None)
     global _status  # this process has one call
     _status = status
     try:

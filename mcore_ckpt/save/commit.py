@@ -19,8 +19,8 @@ import time
 import weakref
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
@@ -167,83 +167,32 @@ class Span(NamedTuple):
         return self.stop_s - self.start_s
 
 
-@dataclass(frozen=True, slots=True)
-class FileReport:
-    """One data file. Times in seconds; `write_s` is summed over the I/O threads."""
-
-    rank: int
-    file_name: str
-    size_bytes: int
-    write_s: float
-    fsync_s: float
+_PHASES: Final = ("plan", "stage", "dispatch", "write", "writer", "gather", "commit")
 
 
-@dataclass(frozen=True, slots=True)
-class Took:
-    """What a save took on one rank, in seconds; or on the slowest, each figure by itself."""
-
-    waited_s: float  # what training waited for: the call, and what was waited for when it was finalized
-    durable_s: float  # from the beginning of the call until the last data file was durable
-    writing_s: float  # of that, from the first byte that was written
-
-    def slower(self, other: Took) -> Took:
-        """The larger of each."""
-        return Took(
-            max(self.waited_s, other.waited_s),
-            max(self.durable_s, other.durable_s),
-            max(self.writing_s, other.writing_s),
+def log_line(what: str, took_s: Mapping[str, float], files: Sequence[tuple[int, WrittenFile]]) -> str:
+    """The line of a save: `took_s` in each of its phases, what training `waited`, until its files were `durable` and it
+    was `published`, of the slowest ranks; each file with its rank.
+    """
+    size_gb = sum(file.size_bytes for _, file in files) / _GB
+    phases = ", ".join(f"{name} {took_s[name]:.3f} s" for name in _PHASES if name in took_s)
+    straggler = ""
+    if files:
+        rank, file = max(files, key=lambda each: each[1].write_s + each[1].fsync_s)
+        straggler = (
+            f"; slowest file {file.name} of rank {rank} ({file.write_s + file.fsync_s:.3f} s: write "
+            f"{file.write_s:.3f} s, fsync {file.fsync_s:.3f} s)"
         )
+    synchronous = " (a synchronous save)" if "write" in took_s else ""
+    rate = f" at {size_gb / took_s['writing']:.2f} GB/s" if took_s["writing"] else ""
+    return (
+        f"saved {size_gb:.3f} GB in {len(files)} files to {what}: training waited {took_s['waited']:.3f} s"
+        f"{synchronous}, files durable after {took_s['durable']:.3f} s{rate}, published after "
+        f"{took_s['published']:.3f} s ({phases}){straggler}"
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class SaveReport:
-    """One save, as the coordinator saw it."""
-
-    directory: str  # of the checkpoint
-    took: Took  # of the slowest ranks
-    published_s: float  # from the plan's beginning to the commit's end, which comes when training asks for it
-    # Seconds of each phase: of the slowest rank for `plan`, `stage`, `dispatch` (to the writer process, or the fork)
-    # and `write`; of the coordinator for `gather` (waiting for all ranks' results) and `commit`. `writer` is the work
-    # of a writer process.
-    phases_s: dict[str, float]
-    files: tuple[FileReport, ...]  # every rank's files
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size_bytes for file in self.files)
-
-    @property
-    def slowest(self) -> FileReport | None:
-        """The file that took longest to write and sync."""
-        return max(self.files, key=lambda file: file.write_s + file.fsync_s, default=None)
-
-    @property
-    def log_level(self) -> int:
-        """Level of the save's log line."""
-        return line_level(self.size_bytes)
-
-    def __str__(self) -> str:
-        phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases_s.items())
-        slowest = self.slowest
-        straggler = ""
-        if slowest is not None:
-            took_s = slowest.write_s + slowest.fsync_s
-            straggler = (
-                f"; slowest file {slowest.file_name} of rank {slowest.rank} "
-                f"({took_s:.3f} s: write {slowest.write_s:.3f} s, fsync {slowest.fsync_s:.3f} s)"
-            )
-        took = self.took
-        synchronous = " (a synchronous save)" if "write" in self.phases_s else ""
-        rate = f" at {self.size_bytes / _GB / took.writing_s:.2f} GB/s" if took.writing_s else ""
-        return (
-            f"saved {self.size_bytes / _GB:.3f} GB in {len(self.files)} files to {self.directory}: "
-            f"training waited {took.waited_s:.3f} s{synchronous}, files durable after "
-            f"{took.durable_s:.3f} s{rate}, published after {self.published_s:.3f} s ({phases}){straggler}"
-        )
-
-
-def write_trace(path: Path, save: str, rank: int, spans: Sequence[Span], files: Sequence[FileReport]) -> None:
+def write_trace(path: Path, save: str, rank: int, spans: Sequence[Span], files: Sequence[WrittenFile]) -> None:
     """Write this rank's phases as a trace that Chrome (`chrome://tracing`) and Perfetto show. A trace that cannot be
     written is only warned about: the checkpoint is published.
     """
@@ -251,6 +200,10 @@ def write_trace(path: Path, save: str, rank: int, spans: Sequence[Span], files: 
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
         {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "trainer"}},
         {"ph": "M", "name": "thread_name", "pid": rank, "tid": 1, "args": {"name": "writer process"}},
+    ]
+    wrote = [
+        {"file_name": file.name, "size_bytes": file.size_bytes, "write_s": file.write_s, "fsync_s": file.fsync_s}
+        for file in files
     ]
     for span in spans:
         writes = span.name in ("write", "writer")
@@ -263,7 +216,7 @@ def write_trace(path: Path, save: str, rank: int, spans: Sequence[Span], files: 
                 "tid": int(span.name == "writer"),
                 "ts": span.start_s * 1e6,
                 "dur": span.seconds * 1e6,
-                "args": {"files": [asdict(file) for file in files]} if writes else {"checkpoint": save},
+                "args": {"files": wrote} if writes else {"checkpoint": save},
             }
         )
     name = f"{Path(save).name or 'save'}_rank{rank}.trace.json"
@@ -284,13 +237,8 @@ class Written:
 
     objects: tuple[ObjectEntry, ...]
     files: tuple[WrittenFile, ...]
-    phases_s: dict[str, float]
-    took: Took
+    took_s: dict[str, float]  # as of `log_line`
     replicas: ReplicaDigest | None = None  # of those that it does not write, where they are to be compared
-
-    def reports(self, rank: int) -> tuple[FileReport, ...]:
-        """What its files took."""
-        return tuple(FileReport(rank, file.name, file.size_bytes, file.write_s, file.fsync_s) for file in self.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,18 +327,18 @@ class SaveTransaction:
         """Whether nobody can commit it any more: its request was lost before it came into a queue."""
         return self._committer is not None and self._committer() is None
 
-    def commit(self) -> SaveReport:
+    def commit(self) -> None:
         """Wait for this rank's writing, then publish the checkpoint; on every rank, or (with the same `SaveError`) on
-        none. Reports what it took: on the coordinator of all ranks, elsewhere of this rank.
+        none.
         """
         if self.plan is None:
             raise SaveError(f"{self.what}: the save was skipped, the one before was still being written")
         self._commits = True
         _begun.discard(self)
         with interrupts_wait_for_others():
-            return self._commit(self.plan)
+            self._commit(self.plan)
 
-    def _commit(self, plan: SavePlan) -> SaveReport:
+    def _commit(self, plan: SavePlan) -> None:
         started = time.monotonic()
         group, directory = self._group, self._directory
         try:
@@ -413,9 +361,7 @@ class SaveTransaction:
         self._spans.append(Span("commit", waited, time.monotonic()))
         if not are_equal:
             self._warn_of_replicas(plan, gathered)
-        report = self._report(mine.value(), gathered)
-        self._tell(report, mine.value())
-        return report
+        self._tell(mine.value(), gathered)
 
     def _finished(self, plan: SavePlan) -> Written:
         """Wait for this rank's files, and compare what was written with the plan."""
@@ -425,12 +371,12 @@ class SaveTransaction:
             self._spans.append(Span("writer", result.started_s, result.finished_s))
         if plan.planned is not None:
             plan.planned.encoder = plan.planned.encoder or result.encoder
-        phases_s = {span.name: span.seconds for span in self._spans}
-        began = self._spans[0].start_s
-        call_s = sum(span.seconds for span in self._spans if span.name != "writer")
-        took = Took(call_s + self.waited_s, result.finished_s - began, result.finished_s - result.started_s)
+        took_s = {span.name: span.seconds for span in self._spans}
+        took_s["waited"] = self.waited_s + sum(seconds for name, seconds in took_s.items() if name != "writer")
+        took_s["durable"] = result.finished_s - self._spans[0].start_s
+        took_s["writing"] = result.finished_s - result.started_s
         sums = self._replicas.value()
-        return Written(self._objects, result.files, phases_s, took, None if sums is None else sums.digest())
+        return Written(self._objects, result.files, took_s, None if sums is None else sums.digest())
 
     def _publish(self, plan: SavePlan, gathered: list[Written] | None, described: _Described | None) -> bool:
         """Coordinator: whether replicas are equal, as far as their digests tell. After an error the note is gone before
@@ -546,26 +492,21 @@ class SaveTransaction:
             discard(storage, [file.name for file in self._files])
             self._directory.abandon()
 
-    def _report(self, mine: Written, gathered: list[Written] | None) -> SaveReport:
-        """On the coordinator of all ranks, the slowest rank's phases; elsewhere of this rank alone."""
-        phases_s = {span.name: span.seconds for span in self._spans}
-        files, took = mine.reports(self._group.rank), mine.took
-        if gathered is not None:
-            for written in gathered:
-                took = took.slower(written.took)
-                for name, seconds in written.phases_s.items():
-                    phases_s[name] = max(phases_s.get(name, 0.0), seconds)
-            files = tuple(file for rank, written in enumerate(gathered) for file in written.reports(rank))
-        took = replace(took, waited_s=took.waited_s + phases_s["gather"] + phases_s["commit"])
-        return SaveReport(self.what, took, time.monotonic() - self._spans[0].start_s, phases_s, files)
-
-    def _tell(self, report: SaveReport, mine: Written) -> None:
+    def _tell(self, mine: Written, gathered: list[Written] | None) -> None:
         """Write the trace, log a line, have done what comes after a save."""
-        rank = self._group.rank
         if self._options.trace_path is not None:
-            write_trace(Path(self._options.trace_path), self.what, rank, self._spans, mine.reports(rank))
-        if self._group.is_coordinator:
-            _logger.log(report.log_level, "%s", report)
+            write_trace(Path(self._options.trace_path), self.what, self._group.rank, self._spans, mine.files)
+        if gathered is not None:
+            took_s: dict[str, float] = {}
+            for written in gathered:
+                for name, seconds in written.took_s.items():
+                    took_s[name] = max(took_s.get(name, 0.0), seconds)
+            ends = {span.name: span.seconds for span in self._spans[-2:]}  # gather and commit
+            took_s |= {**ends, "waited": took_s["waited"] + sum(ends.values())}
+            took_s["published"] = time.monotonic() - self._spans[0].start_s
+            files = [(rank, file) for rank, written in enumerate(gathered) for file in written.files]
+            level = line_level(sum(file.size_bytes for _, file in files))
+            _logger.log(level, "%s", log_line(self.what, took_s, files))
         self._directory.published()
 
 

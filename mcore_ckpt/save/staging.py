@@ -49,7 +49,7 @@ from mcore_ckpt.save.buckets import (
     check_results,
     plan_windows,
 )
-from mcore_ckpt.save.child_processes import ChildJob
+from mcore_ckpt.save.child_processes import ChildJob, fork_call, report_progress
 from mcore_ckpt.save.writer import WINDOW_BYTES, Job, JobResult, Ring, WriterJob, run_job, write_files
 from mcore_ckpt.save.writer_process import fill_ring, shared_writer
 from mcore_ckpt.state.torch_classes import pointer_of
@@ -773,16 +773,13 @@ def preload_tensors(
 def _dispatch(writer_job: WriterJob, lease: BufferLease, options: SaveOptions, what: str) -> ChildJob:
     if options.writer == "persistent":
         return shared_writer().submit(writer_job, lease.buffer.fd, lease.is_used_by)
-    from mcore_ckpt.save.child_processes import fork_writer
-
     with lease.buffer.lent() as fd:
         write = partial(_run_in_child, writer_job, fd, lease.buffer.capacity_bytes)
-        return fork_writer(write, what, options.write_deadline_s, lease.is_used_by)
+        deadline_s = options.write_deadline_s
+        return fork_call(write, what=what, expendable=True, deadline_s=deadline_s, on_submit=lease.is_used_by)
 
 
 def _run_in_child(job: WriterJob, fd: int, nbytes: int) -> JobResult:
-    from mcore_ckpt.save.child_processes import report_progress
-
     # Mapped again: pages that are pinned for a device are not inherited by a forked child.
     return run_job(job, memoryview(mmap.mmap(fd, nbytes)), report_progress)
 

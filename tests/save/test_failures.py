@@ -363,10 +363,10 @@ def _interrupted_while_waiting(rank: int, directory: str) -> None:
     # When nothing waits any more, the save is published on all ranks, and the interrupt comes afterwards.
     queue = AsyncCallsQueue()
     log = _save(rank, where, 9, queue, strategy)
-    method, calls = SaveTransaction._report, []
+    method, calls = SaveTransaction._tell, []
     ends = contextlib.nullcontext() if rank == 0 else pytest.raises(KeyboardInterrupt)
     with pytest.MonkeyPatch.context() as patch, ends:
-        patch.setattr(SaveTransaction, "_report", interrupted)
+        patch.setattr(SaveTransaction, "_tell", interrupted)
         queue.maybe_finalize_async_calls(blocking=True)
     assert log == ["tracker"]
     dist.barrier()

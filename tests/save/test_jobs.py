@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
-from mcore_ckpt.save.child_processes import fork_call, fork_writer, report_progress
+from mcore_ckpt.save.child_processes import fork_call, report_progress
 from mcore_ckpt.save.writer_process import PersistentWriter
 from tests.support.processes import children, is_running
 from tests.support.writer_jobs import MisbehavingStorage, SmallBuffer, check_file, image, job
@@ -247,7 +247,7 @@ def _descriptors() -> int:
 _TRAINER = """
     import os, sys, time
     from pathlib import Path
-    from mcore_ckpt.save.child_processes import fork_writer
+    from mcore_ckpt.save.child_processes import fork_call
     from mcore_ckpt.save.writer_process import PersistentWriter
     from tests.support.writer_jobs import MisbehavingStorage, SmallBuffer, image, job
     directory, kind, ending = sys.argv[1:]
@@ -258,7 +258,7 @@ _TRAINER = """
                                    storage=MisbehavingStorage(directory, "hang")), buffer.fd)
         pid = writer.pid
     else:
-        handle = fork_writer(lambda: time.sleep(600), "a")
+        handle = fork_call(lambda: time.sleep(600), what="a", expendable=True)
         pid = handle.pid
     # A forked process that holds all it inherited, as a data loader's worker does.
     if os.fork() == 0:
@@ -343,7 +343,7 @@ def test_a_child_that_hangs_in_the_fork_itself_is_replaced(
         runs[0] += 1
         return "done"
 
-    handle = fork_writer(work, "writing a")
+    handle = fork_call(work, what="writing a", expendable=True)
     assert handle.result() == "done"
     assert runs[0] == 1, "a child that is given up must not have begun"
     assert [record.getMessage() for record in caplog.records if "did not start" in record.getMessage()][1:]
@@ -355,7 +355,7 @@ def test_a_child_that_hangs_in_the_fork_itself_is_replaced(
 
 
 def test_a_forked_child_without_progress_passes_its_deadline() -> None:
-    stuck = fork_writer(lambda: time.sleep(600), "writing a", deadline_s=0.5)
+    stuck = fork_call(lambda: time.sleep(600), what="writing a", deadline_s=0.5)
     with pytest.raises(WriteTimeoutError, match=r"writing a: .*no progress"):
         stuck.result()
 
@@ -365,4 +365,4 @@ def test_a_forked_child_without_progress_passes_its_deadline() -> None:
             report_progress()
         return "done"
 
-    assert fork_writer(slow, "writing b", deadline_s=2.0).result() == "done"
+    assert fork_call(slow, what="writing b", deadline_s=2.0).result() == "done"

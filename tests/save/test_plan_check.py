@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+from itertools import chain
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -9,7 +12,8 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import PlanError
-from mcore_ckpt.save.buckets import LocalPlan, LocalPlanBuilder
+from mcore_ckpt.format.integrity import TableColumns
+from mcore_ckpt.save.buckets import LocalPlan
 from mcore_ckpt.save.plan_check import check_plans
 from tests.support.tilings import tilings
 
@@ -45,16 +49,23 @@ def _tiles(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     return bool((counts == 1).all())
 
 
+def _plan(rank: int, chunks: list[tuple[str, str, tuple[int, ...], Box]]) -> LocalPlan:
+    dtypes = list(dict.fromkeys(dtype for _, dtype, _, _ in chunks))
+    columns = TableColumns(
+        dtypes,
+        [key for key, _, _, _ in chunks],
+        array("I", [dtypes.index(dtype) for _, dtype, _, _ in chunks]),
+        array("I", [len(shape) for _, _, shape, _ in chunks]),
+        array("q", chain.from_iterable(number for _, _, *box in chunks for number in (box[0], *box[1]))),
+        array("q", [0, 1] * len(chunks)),
+        (),
+    )
+    return LocalPlan.of([(f"__{rank}_0.distcp", 0, columns)])
+
+
 def _plans(tensors: Tensors, ranks: int) -> list[LocalPlan]:
-    builders = [LocalPlanBuilder() for _ in range(ranks)]
-    for rank, builder in enumerate(builders):
-        builder.begin_file(f"__{rank}_0.distcp", 0)
-    turn = 0
-    for key, (shape, boxes) in tensors.items():
-        for box in boxes:
-            builders[turn % ranks].add(key, "float32", shape, box.offsets, box.sizes, 0, 1)
-            turn += 1
-    return [builder.build() for builder in builders]
+    chunks = [(key, "float32", shape, box) for key, (shape, boxes) in tensors.items() for box in boxes]
+    return [_plan(rank, chunks[rank::ranks]) for rank in range(ranks)]
 
 
 @given(st.lists(tensors(), min_size=1, max_size=4), st.integers(1, 3))
@@ -81,12 +92,10 @@ def test_ranks_that_disagree_are_named(drawn: list[tuple[tuple[int, ...], list[B
     shape = tensors[key][0]
     other_dtype = data.draw(st.booleans())
     other_shape = shape if other_dtype else (*shape, 1)
-    builder = LocalPlanBuilder()
-    builder.begin_file("__1_0.distcp", 0)
     dtype = "bfloat16" if other_dtype else "float32"
-    builder.add(key, dtype, other_shape, (0,) * len(other_shape), other_shape, 0, 1)
+    other = _plan(1, [(key, dtype, other_shape, Box((0,) * len(other_shape), other_shape))])
     with pytest.raises(PlanError, match=rf"^{key}: rank 0 saves float32 of .*, rank 1 {dtype} of "):
-        check_plans([*_plans(tensors, 1), builder.build()])
+        check_plans([*_plans(tensors, 1), other])
 
 
 def test_a_gap_names_the_ranks_that_hold_chunks() -> None:

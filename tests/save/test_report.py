@@ -1,9 +1,10 @@
-"""What a save tells: the log line, the trace, the bar on a terminal."""
+"""What a save tells: the log line, the trace."""
 
 from __future__ import annotations
 
 import json
 import logging
+from array import array
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt import SaveOptions
-from mcore_ckpt.save.commit import FileReport, SaveReport, Span, Took, write_trace
+from mcore_ckpt.save.buckets import WrittenFile
+from mcore_ckpt.save.commit import Span, log_line, write_trace
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.kept_log import kept_log
 
@@ -54,15 +56,18 @@ def test_rank_0_logs_each_save_and_every_rank_leaves_a_trace(tmp_path: Path) -> 
 
 
 def test_the_log_line_names_phases_and_the_slowest_file() -> None:
-    files = (FileReport(0, "__0_0.distcp", 10**9, 0.5, 0.1), FileReport(1, "__1_0.distcp", 10**9, 0.9, 0.2))
-    took = Took(waited_s=0.25, durable_s=2.5, writing_s=2.0)
-    text = str(SaveReport("/ckpt/iter_1", took, 4.0, {"plan": 0.01, "commit": 0.02}, files))
+    none: array[int] = array("I")
+    files = [
+        (rank, WrittenFile(f"__{rank}_0.distcp", 10**9, 0, *[none] * 5, write_s=write_s, fsync_s=fsync_s))
+        for rank, write_s, fsync_s in ((0, 0.5, 0.1), (1, 0.9, 0.2))
+    ]
+    took_s = {"waited": 0.25, "durable": 2.5, "writing": 2.0, "published": 4.0}
+    text = log_line("/ckpt/iter_1", {"plan": 0.01, "commit": 0.02, **took_s}, files)
     assert "2.000 GB in 2 files" in text
     assert "plan 0.010 s" in text
     assert "__1_0.distcp of rank 1 (1.100 s: write 0.900 s, fsync 0.200 s)" in text
     assert "training waited 0.250 s, files durable after 2.500 s at 1.00 GB/s, published after 4.000 s" in text
-    written = SaveReport("/ckpt/iter_1", took, 4.0, {"write": 2.0}, files)
-    assert "training waited 0.250 s (a synchronous save), files" in str(written)
+    assert "training waited 0.250 s (a synchronous save), files" in log_line("", {"write": 2.0, **took_s}, files)
 
 
 def test_a_trace_that_cannot_be_written_is_only_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
-from mcore_ckpt.core.options import SaveOptions, checkpoint_path, is_local
+from mcore_ckpt.core.options import SaveOptions, checkpoint_path, store_url
 from mcore_ckpt.directory.iterations import iteration_directories
 from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE
 from mcore_ckpt.save import upkeep
@@ -62,7 +62,7 @@ class Training:
             "w": ShardedTensor.from_rank_offsets("w", torch.full((1000,), value + iteration), (0, self.rank, 2)),
             "iteration": iteration,
         }
-        if is_local(directory):
+        if store_url(directory) is None:
             request = dist_checkpointing.save(state, str(directory), self.strategy, async_sharded_save=is_async)
         else:  # Megatron-Core's own part needs a client of the store
             state.pop("iteration")
