@@ -2,9 +2,10 @@
 
 It does what other file systems do only now and then. After each operation that changes something it keeps what would be
 there if the processes were killed at that moment (`"crash"`), and what if the power went: only what was synced
-(`"synced"`: contents and names), or all names, with contents only where they were synced (`"names"`). It can answer
-with an error at a chosen operation, write less than it is given, refuse O_DIRECT, and let its listings
-lag behind.
+(`"synced"`: contents and names), or all names, with contents only where they were synced (`"names"`), or what was
+synced and, of each directory, the last change of a name (`"last"`: names need not become durable in order). It can
+answer with an error at a chosen operation, write less than it is given, refuse O_DIRECT, and let its listings lag
+behind.
 
 The kernel's protocol is spoken here directly (linux/fuse.h, version 7.31), so that no library is needed.
 """
@@ -29,7 +30,7 @@ from typing import Any, Final, Literal
 
 __all__ = ["FuseMount", "Misbehaviour", "Tree", "Variant", "fuse_works", "mounted", "write_tree"]
 
-Variant = Literal["crash", "synced", "names"]
+Variant = Literal["crash", "synced", "names", "last"]
 
 _HEADER: Final = struct.Struct("<IIQQIIII")
 _REPLY: Final = struct.Struct("<IiQ")
@@ -70,6 +71,7 @@ class _Node:
     entries: dict[str, int] = field(default_factory=dict)
     synced: bytes = b""
     synced_entries: dict[str, int] = field(default_factory=dict)
+    last: dict[str, int | None] = field(default_factory=dict)  # names that have changed last, if that is not synced
     history: list[tuple[float, dict[str, int]]] = field(default_factory=list)
     links: int = 1
     mtime_ns: int = field(default_factory=time.time_ns)
@@ -178,14 +180,18 @@ class _Server:
     # -- what would be there
 
     def _snapshot(self) -> dict[Variant, Tree]:
-        trees: dict[Variant, Tree] = {"crash": {}, "synced": {}, "names": {}}
+        trees: dict[Variant, Tree] = {"crash": {}, "synced": {}, "names": {}, "last": {}}
         for variant, tree in trees.items():
             self._walk(self._nodes[1], "", tree, variant)
         return trees
 
     def _walk(self, directory: _Node, path: str, tree: Tree, variant: Variant) -> None:
-        entries = directory.synced_entries if variant == "synced" else directory.entries
+        entries: dict[str, int | None] = {**directory.entries}
+        if variant in ("synced", "last"):
+            entries = {**directory.synced_entries, **(directory.last if variant == "last" else {})}
         for name, number in entries.items():
+            if number is None:
+                continue
             node = self._nodes[number]
             if node.is_directory:
                 tree[path + name] = None
@@ -214,6 +220,7 @@ class _Server:
             del directory.entries[name]
         else:
             directory.entries[name] = number
+        directory.last = {name: number}
         directory.changed()
 
     def _found(self, parent: int, name: str) -> _Node:
@@ -310,6 +317,8 @@ class _Server:
             there.links -= 1
         self._enter(self._nodes[destination], new, node.number)
         self._enter(self._nodes[parent], old, None)
+        if parent == destination:
+            self._nodes[parent].last = {new: node.number, old: None}
         return b""
 
     def _rename2(self, parent: int, body: bytes) -> bytes:
@@ -351,7 +360,7 @@ class _Server:
         return b""
 
     def _fsyncdir(self, number: int, _: bytes) -> bytes:
-        self._nodes[number].synced_entries = dict(self._nodes[number].entries)
+        self._nodes[number].synced_entries, self._nodes[number].last = dict(self._nodes[number].entries), {}
         return b""
 
     def _readdir(self, number: int, body: bytes) -> bytes:
