@@ -324,7 +324,6 @@ def lower_priority(cpu_priority: int | None, io_priority: int | None) -> None:
 
 A = TypeVar("A")
 B = TypeVar("B")
-C = TypeVar("C")
 T = TypeVar("T")
 
 # Threads that are stuck in the kernel cannot be waited for; they end by themselves if the device comes back.
@@ -533,8 +532,6 @@ def in_parallel(tasks: Iterable[T], work: Callable[[T], object], threads: int, n
 @overload
 def run_concurrently(threads: int, a: Callable[[], A], b: Callable[[], B], /) -> tuple[A, B]: ...
 @overload
-def run_concurrently(threads: int, a: Callable[[], A], b: Callable[[], B], c: Callable[[], C], /) -> tuple[A, B, C]: ...
-@overload
 def run_concurrently(threads: int, /, *calls: Callable[[], T]) -> tuple[T, ...]: ...
 def run_concurrently(threads: int, /, *calls: Callable[[], Any]) -> tuple[Any, ...]:
     """What each of these calls returns, made in turn, or in at most `threads` threads.
@@ -548,29 +545,3 @@ def run_concurrently(threads: int, /, *calls: Callable[[], Any]) -> tuple[Any, .
 
     in_parallel(range(len(calls)), call, min(threads, len(calls)), "mcore_ckpt-ask")
     return tuple(outcomes[number].value() for number in range(len(calls)))
-
-
-def interpreter_ends() -> bool:
-    """Whether the main thread has come to its end, so that only what was registered for that (`atexit`) still runs, or
-    threads that it waits for.
-
-    From Python 3.12 on no thread can be started then. While it waits for threads, the main thread still counts as
-    alive; that it does so is known to `threading` alone.
-    """
-    return not threading.main_thread().is_alive() or bool(getattr(threading, "_SHUTTING_DOWN", False))
-
-
-def start_thread(thread: threading.Thread) -> bool:
-    """Start a thread; returns whether it runs, which it does not where `interpreter_ends`."""
-    try:
-        thread.start()
-    except RuntimeError as error:
-        if not _is_of_the_end(error):
-            raise
-        return False
-    return True
-
-
-def _is_of_the_end(error: RuntimeError) -> bool:
-    """Whether Python refuses a thread because it ends; it may have come to that just now."""
-    return interpreter_ends() or "interpreter shutdown" in str(error)

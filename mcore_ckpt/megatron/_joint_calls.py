@@ -41,8 +41,8 @@ from mcore_ckpt.format.integrity import Manifest, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.load.records import replaced_error
 from mcore_ckpt.megatron._versions import CHECKPOINTING, MegatronErrors, differences, megatron_module
-from mcore_ckpt.save.plan_check import Accesses, check_requests
 from mcore_ckpt.save.planner import Validation
+from mcore_ckpt.state.plan_check import Accesses, check_requests
 from mcore_ckpt.storage.resolve import storage_at
 
 # --- loads ------------------------------------------------------------------------------------------------------------

@@ -11,18 +11,14 @@ free. `lay_out_file` lays out one file from the same parts, for a writer that is
 save adds to a layout is a `WriteBucket`, made by `prepare_write_data`: the file's name, its bytes_data, its tensor_data
 and the integrity footer.
 
-A rank tells the coordinator its plan (`LocalPlan`) in columns of numbers and a list of keys, no object graphs:
-unpickling one object for each write item is most of a coordinator's time on a large cluster. The coordinator checks
-them (`plan_check.py`). To make `.metadata` from them takes half a second for 20,000 tensors of two ranks, grows with
-the number of ranks, and needs nothing but the plans: so the coordinator's writer process does that on a second thread
+To make `.metadata` from the plans of all ranks takes half a second for 20,000 tensors of two ranks, grows with the
+number of ranks, and needs nothing but the plans: so the coordinator's writer process does that on a second thread
 (`save/writer.py`), and no training waits for it.
 """
 
 from __future__ import annotations
 
 import heapq
-import pickle
-import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +49,7 @@ from mcore_ckpt.format.integrity import (
 )
 from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes, place, tensor_template
 from mcore_ckpt.format.metadata_write import ChunkFactors, MetadataEncoder
+from mcore_ckpt.state.plans import LocalPlan, decoded_plans
 
 if TYPE_CHECKING:
     import torch
@@ -487,67 +484,6 @@ def _spread(keys: Sequence[str], names: Sequence[str], hint: str | None) -> list
         chosen[files[turns[hinted] % len(files)]].append(index)
         turns[hinted] += 1
     return chosen
-
-
-@dataclass(frozen=True, slots=True)
-class LocalPlan:
-    """One rank's tensors, in columns."""
-
-    keys: list[str]  # fqn of each tensor item
-    dtypes: list[str]  # names of the dtypes that occur; `dtype_codes[i]` selects one for item i
-    dtype_codes: array[int]
-    files: list[str]  # names of the files that this rank writes; `file_codes[i]` selects one for item i
-    file_bytes: list[int]  # length of each of those files
-    file_codes: array[int]
-    # Number of axes of item i; `boxes` holds 3 * ndims[i] numbers for it: global shape, offsets, sizes, all in
-    # elements.
-    ndims: array[int]
-    boxes: array[int]
-    places: array[int]  # for each item, offset in its file and length, in bytes
-
-    @classmethod
-    def of(cls, files: Iterable[tuple[str, int, TableColumns]]) -> LocalPlan:
-        """Of files: name, length in bytes, and what they hold."""
-        plan = cls([], [], array("i"), [], [], array("i"), array("i"), array("q"), array("q"))
-        codes: dict[str, int] = {}
-        for number, (name, size_bytes, columns) in enumerate(files):
-            plan.files.append(name)
-            plan.file_bytes.append(size_bytes)
-            own_codes = [codes.setdefault(dtype, len(codes)) for dtype in columns.dtypes]
-            plan.dtype_codes.extend(array("i", map(own_codes.__getitem__, columns.dtype_codes)))
-            plan.keys.extend(columns.keys)
-            plan.file_codes.extend(array("i", [number]) * len(columns.keys))
-            plan.ndims.extend(array("i", columns.ndims))
-            plan.boxes.extend(columns.boxes)
-            plan.places.extend(columns.places)
-        plan.dtypes.extend(codes)
-        return plan
-
-    def encode(self) -> bytes:
-        """The plan as bytes, to send to the coordinator of this process group."""
-        keys, *others = (getattr(self, name) for name in self.__slots__)
-        columns = pickle.dumps((pickle.dumps(keys, protocol=5), *others), protocol=5)
-        # A tenth of the bytes for a tenth of the time: keys and shapes are alike. The coordinator keeps those of all.
-        return zlib.compress(columns, 1)
-
-    @classmethod
-    def decode(cls, data: bytes, known_keys: dict[bytes, list[str]] | None = None) -> LocalPlan:
-        """The inverse of `encode`; only for bytes that a rank of this process group sent. `known_keys`: lists of plans
-        decoded before, one of which this plan shares if its keys are the same.
-        """
-        encoded_keys, *others = pickle.loads(zlib.decompress(data))
-        keys = None if known_keys is None else known_keys.get(encoded_keys)
-        if keys is None:
-            keys = pickle.loads(encoded_keys)
-            if known_keys is not None:
-                known_keys[encoded_keys] = keys
-        return cls(keys, *others)
-
-
-def decoded_plans(encoded: Iterable[bytes]) -> list[LocalPlan]:
-    """Plans of several ranks. Those with the same keys, as most ranks of a large job have, share one list of them."""
-    known_keys: dict[bytes, list[str]] = {}
-    return [LocalPlan.decode(plan, known_keys) for plan in encoded]
 
 
 def index_tensors(plans: Iterable[LocalPlan]) -> tuple[dict[str, TensorEntry], array[int]]:

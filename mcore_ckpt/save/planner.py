@@ -39,7 +39,8 @@ from mcore_ckpt.save.buckets import (
     WrittenFile,
     lay_out_rank,
 )
-from mcore_ckpt.save.plan_check import Accesses, ReplicaCheck, global_plan
+from mcore_ckpt.save.plan_check import ReplicaCheck, global_plan
+from mcore_ckpt.state.plan_check import Accesses
 from mcore_ckpt.state.shards import StoredForm, main_replicas, stored_form
 from mcore_ckpt.state.torch_classes import (
     PLAIN,

@@ -36,7 +36,6 @@ from mcore_ckpt.core.process import (
     exit_with_parent,
     leave_signals_to_parent,
     lower_priority,
-    start_thread,
 )
 from mcore_ckpt.directory.copying import SupersededError, drain, give_up, there_now, undrained
 from mcore_ckpt.directory.in_force import DrainNote, is_in_force, iteration_of, noted_saves, tracked_name
@@ -149,9 +148,11 @@ class _UpkeepProcess(SupervisedChild):
             os.set_blocking(fd, False)
         super().__init__(process, "the process that looks after the run")
         reader = threading.Thread(target=self._look_until_it_ends, name="mcore-ckpt-upkeep", daemon=True)
-        if not start_thread(reader):
+        try:
+            reader.start()
+        except RuntimeError:  # at the interpreter's end
             self.kill("no thread can be started any more")
-            raise OSError("no thread can be started any more")
+            raise
 
     def send(self, task: dict[str, Any] | None) -> None:
         """A few hundred bytes, which a pipe takes at once; one that is full tells that the process hangs. None: end.

@@ -84,7 +84,7 @@ def test_any_state_is_refused_by_both_or_by_none(monkeypatch: pytest.MonkeyPatch
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 
-    from mcore_ckpt.save.plan_check import Accesses, check_requests
+    from mcore_ckpt.state.plan_check import Accesses, check_requests
 
     monkeypatch.setattr(dist, "get_rank", lambda *_: 0)
     logging.getLogger("megatron.core.dist_checkpointing.validation").disabled = True
@@ -106,7 +106,7 @@ def test_any_state_is_refused_by_both_or_by_none(monkeypatch: pytest.MonkeyPatch
 def test_what_ranks_may_not_mix(case: str) -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-    from mcore_ckpt.save.plan_check import Accesses, check_requests
+    from mcore_ckpt.state.plan_check import Accesses, check_requests
 
     data = torch.zeros(2, 4)
     first, second = (ShardedTensor.from_rank_offsets("key", data, (0, rank, 2)) for rank in range(2))

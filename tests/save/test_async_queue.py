@@ -85,20 +85,6 @@ def test_callbacks_run_in_order_when_the_saves_are_done() -> None:
     assert queue.get_num_unfinalized_calls() == 0
 
 
-def test_a_failed_save_runs_no_callback_and_the_next_one_does() -> None:
-    queue, log = AsyncCallsQueue(), list[str]()
-    bad = _Save(SaveError("the disk is full"))
-    queue.schedule_async_request(_request(bad, log, "tracker"))
-    queue.schedule_async_request(_request(_Save(), log, "next"))
-    with pytest.raises(SaveError, match="the disk is full"):
-        queue.maybe_finalize_async_calls()
-    assert log == []
-    assert (bad.committed, bad.aborted) == (0, 1)
-    assert [(failed.call_idx, failed.what) for failed in queue.failures] == [(0, "the checkpoint of step 7")]
-    assert queue.maybe_finalize_async_calls() == [1]
-    assert log == ["next"]
-
-
 @pytest.mark.parametrize("outcome", ["failed", "skipped"])
 def test_callbacks_moved_to_the_next_request_go_with_their_save(outcome: str) -> None:
     # Launch code that writes something else besides moves a save's callbacks to the request behind it.

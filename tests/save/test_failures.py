@@ -6,8 +6,6 @@ import contextlib
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -23,14 +21,13 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
-from mcore_ckpt.save import child_processes, commit
+from mcore_ckpt.save import child_processes
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
 from mcore_ckpt.save.child_processes import ChildJob
 from mcore_ckpt.save.commit import SaveTransaction
 from mcore_ckpt.save.writer_process import shared_writer
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.processes import children, is_running
-from tests.support.writer_jobs import MisbehavingStorage
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
@@ -174,85 +171,6 @@ def test_a_writer_killed_on_one_rank(tmp_path: Path) -> None:
         assert max(took_s, also_took_s) < _RAISED_WITHIN_S
 
 
-def _after_the_crash(rank: int, directory: str) -> None:
-    _check(rank, directory, 1)
-    dist.barrier()
-    _save_whole(rank, directory, 3, AsyncCallsQueue(), TorchDistSaveStrategy(options=_PERSISTENT))
-
-
-# --- a trainer gets a signal ------------------------------------------------------------------------------------------
-
-_ENDED = ((_PERSISTENT, signal.SIGTERM), (_FORKED, signal.SIGINT))
-
-
-def _save_until_a_signal_comes(directory: str, options: SaveOptions, ready: int) -> None:
-    """A trainer: saves twice, and computes while a write of the second save hangs."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    queue, strategy = AsyncCallsQueue(options=options), TorchDistSaveStrategy(options=options)
-    _save_whole(0, directory, 1, queue, strategy)
-    before = _names(directory)
-    commit.storage_at = lambda path: MisbehavingStorage(str(path), "hang")
-    _save(0, directory, 2, queue, strategy)
-    while not any(name.endswith(".distcp") for name in set(_names(directory)) - set(before)):
-        time.sleep(0.01)
-    os.write(ready, b".")
-    time.sleep(60)
-
-
-def _in_session(session: int) -> list[int]:
-    """The processes of a session that run."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            pid = int(path.parent.name)
-            if os.getsid(pid) == session and is_running(pid):
-                found.append(pid)
-    return found
-
-
-def _signal_trainers(base: str) -> None:
-    """Trainers of an interpreter of their own, ended as signals end any; these go to all processes of a job."""
-    from tests.support.kill_runner import wait_for
-
-    trainers = {}
-    for way, ending in _ENDED:
-        ready, ready_here = os.pipe()
-        trainer = os.fork()
-        if trainer == 0:
-            os.setsid()
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            _save_until_a_signal_comes(f"{base}/{way.writer}-{ending.name}", way, ready_here)
-            raise AssertionError("no signal has ended this process")
-        os.close(ready_here)
-        trainers[trainer] = ready, ending
-    for trainer, (ready, ending) in trainers.items():
-        assert os.read(ready, 1) == b".", "the trainer has failed"
-        assert len(_in_session(trainer)) > 1, "there is no writer"
-        os.killpg(trainer, ending)
-        code, _ = wait_for([trainer], 30.0)[trainer]
-        assert code == -ending, f"{code} after {ending.name}; None: it did not end"
-        until_s = time.monotonic() + 5
-        while left := _in_session(trainer):
-            assert time.monotonic() < until_s, f"processes {left} have survived a trainer that got {ending.name}"
-            time.sleep(0.01)
-
-
-def _after_the_signals(rank: int, base: str) -> None:
-    for way, ending in _ENDED:
-        directory = f"{base}/{way.writer}-{ending.name}"
-        _after_the_crash(rank, directory)
-        left = [name for name in _names(directory) if INCOMPLETE_MARKER in name]
-        assert (left, len(list(Path(directory).glob("*.distcp")))) == ([], 1), "something is left of the save"
-
-
-def test_a_trainer_ended_by_a_signal_leaves_the_old_checkpoint_and_no_writer(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.save.test_failures", str(tmp_path)]
-    root = Path(__file__).parents[2]
-    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stderr
-    run_ranks(_after_the_signals, 1, str(tmp_path))
-
-
 # --- a rank's state cannot be saved -----------------------------------------------------------------------------------
 
 
@@ -376,10 +294,3 @@ def _interrupted_while_waiting(rank: int, directory: str) -> None:
 
 def test_no_rank_waits_for_one_that_is_interrupted_in_a_finalization(tmp_path: Path) -> None:
     run_ranks(_interrupted_while_waiting, 2, str(tmp_path))
-
-
-# --- interrupted right after the publish ------------------------------------------------------------------------------
-
-
-if __name__ == "__main__":
-    _signal_trainers(sys.argv[1])

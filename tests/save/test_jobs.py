@@ -288,18 +288,20 @@ def _trainer(directory: Path, kind: str, ending: str) -> Iterator[tuple[subproce
         yield trainer, int(trainer.stdout.readline())
 
 
-@pytest.mark.parametrize("ending", ["SIGKILL", "exit"])
+@pytest.mark.parametrize("ending", ["SIGKILL", "SIGTERM", "SIGINT", "exit"])
 @pytest.mark.parametrize("kind", ["persistent", "fork"])
 def test_no_writer_survives_its_trainer(kind: str, ending: str, tmp_path: Path) -> None:
     with _trainer(tmp_path, kind, ending) as (trainer, pid):
         try:
             if ending != "exit":
                 assert is_running(pid)
-                trainer.kill()
+                # What terminals and schedulers send goes to all processes of a job, the writer's among them.
+                (os.kill if ending == "SIGKILL" else os.killpg)(trainer.pid, signal.Signals[ending])
             trainer.wait(10)
             _wait_until_gone(pid, 1.0)
         finally:
-            os.killpg(trainer.pid, signal.SIGKILL)  # the process that stands for the data loader's
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(trainer.pid, signal.SIGKILL)  # the process that stands for the data loader's
 
 
 # --- the forked writer ------------------------------------------------------------------------------------------------

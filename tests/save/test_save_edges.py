@@ -50,9 +50,18 @@ def replaced(data: torch.Tensor) -> Any:
     return shard
 
 
-def without_memory() -> torch.Tensor:
-    tensor = torch.ones(1000)
-    tensor.untyped_storage().resize_(0)
+def cut_memory(kind: str) -> torch.Tensor:
+    """A tensor whose storage does not reach to its end any more."""
+    whole = torch.ones(1 << 16)
+    if kind == "offset":
+        tensor = whole[-1000:]
+        whole.untyped_storage().resize_(tensor.nbytes + 4096)  # as much as it needs, but not where it needs it
+    elif kind == "strides":
+        tensor = whole[: 64 * 1000].view(1000, 64)[:, 3]
+        whole.untyped_storage().resize_(tensor.nbytes)
+    else:
+        tensor = whole[:1000]
+        whole.untyped_storage().resize_(0)
     return tensor
 
 
@@ -62,13 +71,15 @@ def without_memory() -> torch.Tensor:
         (torch.ones(10), "expected 1000 elements"),
         (torch.ones(1000).to_sparse(), "expected a dense tensor"),
         (torch.ones(1000, device="meta"), "expected a dense tensor"),
-        (without_memory(), "memory was given back"),
+        *((cut_memory(kind), r"^w at offset .*given back \(\d+ bytes") for kind in ("offset", "strides", "all")),
     ],
-    ids=["other size", "sparse", "meta", "memory given back"],
+    ids=["other size", "sparse", "meta", "cut at its offset", "cut by strides", "memory given back"],
 )
 def test_a_tensor_whose_bytes_are_not_there_is_refused(data: torch.Tensor, message: str, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=message):
-        strategy().save({"w": replaced(data)}, tmp_path)
+    for save in (strategy().save, strategy().async_save):
+        with pytest.raises(PlanError, match=message):
+            save({"w": replaced(data)}, tmp_path)
+    assert not list(tmp_path.iterdir())
     strategy().save(ones(), tmp_path)
     assert torch.equal(loaded(tmp_path), torch.ones(1000))
 

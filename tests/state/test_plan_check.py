@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.format.integrity import TableColumns
-from mcore_ckpt.save.buckets import LocalPlan
-from mcore_ckpt.save.plan_check import check_plans
+from mcore_ckpt.state.plan_check import check_plans
+from mcore_ckpt.state.plans import LocalPlan
 from tests.support.tilings import tilings
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
