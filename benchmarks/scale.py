@@ -281,14 +281,16 @@ def _read(folder: Path, job: Job, rank: int) -> tuple[float, float]:
     """Seconds of reading `.metadata`, and of planning one rank's reads."""
     import torch
 
+    from mcore_ckpt.load.files import WINDOW_BYTES
     from mcore_ckpt.load.reader import FileSystemReader
+    from mcore_ckpt.load.requests import LoadPlan, ReadRequest
 
     specs = job.specs(rank)
     wanted = [torch.empty(spec.sizes, dtype=getattr(torch, spec.dtype)) for spec in specs]
     reader = FileSystemReader(folder)
     _, read_s = _timed(lambda: reader.index)
-    requests = [(s.key, into, s.offsets, s.sizes, s.shape) for s, into in zip(specs, wanted, strict=True)]
-    _, requests_s = _timed(lambda: reader.plan().add_usual(requests))
+    requests = [ReadRequest(s.key, into, s.offsets, s.sizes, s.shape) for s, into in zip(specs, wanted, strict=True)]
+    _, requests_s = _timed(lambda: LoadPlan(reader.index, reader.conversions, WINDOW_BYTES).add(requests))
     return read_s, requests_s
 
 

@@ -176,7 +176,7 @@ QUICK = (
     "core/test_paths.py core/test_signals.py core/test_threads.py",
     "directory/test_iterations.py directory/test_publish.py",
     "format",
-    "load/test_binding.py load/test_columns.py load/test_overlaps.py load/test_ranges.py load/test_reader.py",
+    "load/test_binding.py load/test_columns.py load/test_overlaps.py load/test_reader.py",
     "load/test_reader_refusals.py load/test_slices.py",
     "megatron/test_registry.py",
     "reshard/test_partition.py reshard/test_payloads.py",

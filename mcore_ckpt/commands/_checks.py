@@ -24,7 +24,7 @@ from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import OptionError
 
 if TYPE_CHECKING:
-    from mcore_ckpt.load.records import Problem
+    from mcore_ckpt.load.checks import Problem
 
 
 _SHOWN = 50

@@ -103,13 +103,7 @@ class WriteTimeoutError(SaveError):
 
 
 class LoadError(CheckpointError):
-    """A load cannot be done as asked.
-
-    Attributes:
-        file: name of the data file that could not be used; None where it is another one, or none.
-    """
-
-    file: str | None = None
+    """A load cannot be done as asked."""
 
 
 class CheckpointNotFoundError(LoadError, FileNotFoundError):

@@ -19,7 +19,7 @@ import secrets
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from traceback import StackSummary, extract_tb
@@ -36,7 +36,6 @@ from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions, checkpoint_path, is_supported, store_url
 from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.dcp.bucket_writer import (
-    CopiedData,
     DataFilePrefix,
     ItemBucket,
     ResultFile,
@@ -50,9 +49,15 @@ from mcore_ckpt.directory.publish import Target, check_files, discard, open_targ
 from mcore_ckpt.format.integrity import SAVE_ID_BYTES, ManifestFile, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.save.buckets import check_hint
-from mcore_ckpt.state.shards import carry_layout, is_sharded_object, is_sharded_tensor
-from mcore_ckpt.state.torch_classes import WrittenSums, check_memory, encoded_metadata, storage_meta
+from mcore_ckpt.state.shards import carry_layout
+from mcore_ckpt.state.torch_classes import ItemSums, check_memory, encoded_metadata, storage_meta
 from mcore_ckpt.storage.resolve import storage_at
+
+
+def _refuse(extensions: Iterable[Any]) -> None:
+    """Raise `OptionError` if there is a stream transform."""
+    if any(True for _ in extensions):
+        raise OptionError("stream transforms (`_extensions`) are not supported; save with DCP's own FileSystemWriter")
 
 
 def items_of(metadata: Metadata) -> Counter[MetadataIndex]:
@@ -92,9 +97,9 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         sync_files: accepted for DCP's sake; files are durable before the checkpoint is published.
         thread_count: files that each rank writes, at most; None takes it from `options`.
         per_thread_copy_ahead: accepted for DCP's sake; the writer copies one window ahead.
-        cache_staged_state_dict: `stage` copies into the memory of its previous call.
+        cache_staged_state_dict: accepted for DCP's sake; `stage` takes memory for each call.
         overwrite: replace a checkpoint that is there (safely); False raises `CheckpointExistsError`.
-        _extensions: DCP's stream transforms. A transformed item is held in memory until it is written.
+        _extensions: DCP's stream transforms; refused.
         serialization_format: only DCP's `TORCH_SAVE`.
         separation_hint: items whose key starts with it go to files whose names start with it.
         use_msc: accepted for Megatron's sake; the path alone tells whether it names an object store.
@@ -103,8 +108,6 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     Raises:
         OptionError: a combination that cannot work, or a URL of an unknown kind.
     """
-
-    can_run_decentralized_global_plan = True
 
     def __init__(
         self,
@@ -122,9 +125,10 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         use_msc: bool = False,
         options: SaveOptions | None = None,
     ) -> None:
-        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
+        BlockingAsyncStager.__init__(self)
         if serialization_format is not None and getattr(serialization_format, "value", "") != "torch_save":
             raise OptionError(f"serialization_format={serialization_format}: only TORCH_SAVE is supported")
+        _refuse(_extensions or ())
         options = SaveOptions.from_environment() if options is None else options
         self.options = dataclasses.replace(
             options,
@@ -135,11 +139,9 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self.single_file_per_rank = single_file_per_rank
         check_hint(separation_hint)
         self.separation_hint = separation_hint
-        self.extensions = tuple(_extensions or ())
         self.write_buckets: list[ItemBucket] | None = None
         self.results_queue: ResultFile | None = None
         self._is_coordinator = False
-        self._staged: Any = None
         self._set_path(path)
 
     def _set_path(self, path: str | os.PathLike[str]) -> None:
@@ -152,8 +154,6 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self._storage = storage_at(self.path).within(self.options.write_deadline_s)
         self._save_id = secrets.token_bytes(SAVE_ID_BYTES)
         self._target: Target | None = None
-        self._planned: Counter[MetadataIndex] | None = None
-        self._given_up = False
         self._in_line = True
         self._thread: threading.Thread | None = None
 
@@ -228,7 +228,6 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         earlier = _unfinished.get(place)
         if earlier is not None:
             earlier.give_up_if_over()
-        self._given_up = False
         self._target = open_target(self._storage, self.options)
         self._save_id = self._target.save_id
         self._thread = threading.current_thread()
@@ -237,12 +236,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
     @without_modes()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: tell each rank how its files are named, and remember what must be written."""
-        # A planner that caches plans sends none where nothing has changed: then the metadata tells.
-        cached = not all(getattr(plan, "usable", True) for plan in plans)
-        self._planned = None if cached else Counter(item.index for plan in plans for item in plan.items)
-        if self._target is None:
-            self._open()
+        """Coordinator: tell each rank how its files are named."""
         return [
             dataclasses.replace(plan, storage_data=DataFilePrefix(f"__{rank}_", self._save_id))
             for rank, plan in enumerate(plans)
@@ -257,14 +251,9 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             self._give_up()
 
     def _give_up(self) -> None:
-        target, self._target, self._planned, self._thread = self._target, None, None, None
+        target, self._target, self._thread = self._target, None, None
         if target is not None:
-            self._given_up = True
             target.commit.give_up()
-
-    def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """Without a coordinator: the names of this rank's files carry an id of its own."""
-        return dataclasses.replace(local_plan, storage_data=DataFilePrefix(f"__{_world_rank()}_", self._save_id))
 
     @without_modes()
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
@@ -274,6 +263,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         """
         self._in_line = False
         self._prepare(plan, planner)
+        self.results_queue = ResultFile() if self.write_buckets else None
 
     def _prepare(self, plan: SavePlan, planner: SavePlanner) -> None:
         prefix = plan.storage_data
@@ -290,7 +280,6 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             separation_hint=self.separation_hint,
             one_item_per_file=not self.single_file_per_rank,
         )
-        self.results_queue = ResultFile() if self.write_buckets else None
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -300,7 +289,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self._prepare(plan, planner)
         assert self.write_buckets is not None
         try:
-            results = write_buckets(self.write_buckets, self.options, self.extensions)
+            results = write_buckets(self.write_buckets, self.options)
         except BaseException:
             self._give_up()
             raise
@@ -320,15 +309,13 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         if not self.write_buckets:
             return None, None, []
         rank = _world_rank()
-        save = partial(save_buckets, self.options, self.extensions, os.getpid())
+        save = partial(save_buckets, self.options, os.getpid())
         return save, partial(self.preload_tensors, self.write_buckets), [rank, self.write_buckets, self.results_queue]
 
     @staticmethod
     @without_modes()
     def preload_tensors(write_buckets: list[ItemBucket], non_blocking: bool = True) -> list[ItemBucket]:
         """Copy all tensors to host memory of their own: the snapshot, for a process that is forked then.
-
-        A spawned process gets its copies by pickling, and copies nothing here but device tensors.
 
         Args:
             write_buckets: the buckets to copy.
@@ -337,15 +324,10 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         devices: set[torch.device] = set()
         staged = []
         for bucket in write_buckets:
-            data = bucket.data
-            devices.update(tensor.device for _, tensor in data.tensor_data if not tensor.is_cpu)
-            copies = [
-                (item, tensor)
-                if tensor.is_cpu and isinstance(data, CopiedData)
-                else (item, tensor.to("cpu", non_blocking=non_blocking, copy=True))
-                for item, tensor in data.tensor_data
-            ]
-            staged.append(ItemBucket.of(bucket.path, bucket.storage_key, data.bytes_data, copies, bucket.save_id))
+            bytes_data, tensor_data = bucket.data
+            devices.update(tensor.device for _, tensor in tensor_data if not tensor.is_cpu)
+            copies = [(item, tensor.to("cpu", non_blocking=non_blocking, copy=True)) for item, tensor in tensor_data]
+            staged.append(ItemBucket.of(bucket.path, bucket.storage_key, bytes_data, copies, bucket.save_id))
         if non_blocking:
             for device in devices:
                 torch.cuda.current_stream(device).synchronize()
@@ -365,7 +347,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         """Write one bucket: its bytes_data, then its tensor_data.
 
         Args:
-            transform_list: DCP's stream transforms (objects with `extensions`), or extensions themselves.
+            transform_list: DCP's stream transforms (objects with `extensions`), none of which may have any.
             local_proc_idx: number of the bucket, which comes back with the results.
             write_bucket: the bucket, its tensors on the host.
             results_queue: also receives `(local_proc_idx, results or exception)`, if given.
@@ -376,11 +358,10 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         Raises:
             SaveError: the file could not be written (unless the exception goes to `results_queue`).
         """
-        extensions = list(chain.from_iterable(getattr(t, "extensions", (t,)) for t in transform_list))
         outcome: list[WriteResult] | Exception
         try:
-            save_options = SaveOptions.from_environment(**options)
-            outcome = write_buckets([write_bucket], save_options, extensions)[0]
+            _refuse(chain.from_iterable(getattr(transform, "extensions", ()) for transform in transform_list))
+            [outcome] = write_buckets([write_bucket], SaveOptions.from_environment(**options))
         except Exception as error:
             if results_queue is None:
                 raise
@@ -426,20 +407,18 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         Raises:
             SaveError: an item is missing, was written twice, or was not planned. Nothing is published.
         """
-        if self._given_up:
+        target = self._target
+        if target is None:
             raise SaveError(f"{self.path}: this save was given up; nothing of it is published")
         written = list(chain.from_iterable(results))
-        expected = self._planned if self._planned is not None else items_of(metadata)
-        compare_items(expected, Counter(result.index for result in written), str(self.path))
+        compare_items(items_of(metadata), Counter(result.index for result in written), str(self.path))
         metadata.version = _DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for result in written}
         metadata.storage_meta = self.storage_meta()
-        content = encoded_metadata(metadata, self.path, self._save_id, *_files_and_sums(written, self._target))
+        content = encoded_metadata(metadata, self.path, self._save_id, *_files_and_sums(written, target))
         ends: dict[str, int] = {}
         for place in (result.storage_data for result in written):
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-        # (Ranks that planned without the coordinator have written before that could begin.)
-        self._target = target = self._target or open_target(self._storage, self.options)
         check_files(self._storage, ends.items(), at_least=True)
         try:
             if self.options.drain_to is not None:
@@ -452,7 +431,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             if not (target.commit.is_undecided or is_in_force(self._storage, self._save_id)):
                 discard(self._storage, ends)
             raise
-        self._target = self._planned = self._thread = None
+        self._target = self._thread = None
         if self.options.keep_last is not None or self.options.drain_to is not None:
             from mcore_ckpt.save.upkeep import checkpoint_published
 
@@ -463,17 +442,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     @without_modes()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of a state dict on the host that nothing the trainer does can change: tensors, views and objects."""
-        staged: dict[str, Any] = snapshot(state_dict, self._staged)
-        if self.cache_staged_state_dict:
-            self._staged = staged
+        staged: dict[str, Any] = snapshot(state_dict)
         return staged
-
-    def synchronize_staging(self) -> None:
-        """Nothing to wait for: `stage` returns when its copies are complete."""
-
-    def close(self) -> None:
-        """Release what `cache_staged_state_dict` kept."""
-        self._staged = None
 
 
 # The one that stands there unless third-party code has replaced it: the strategies ask (`megatron/_replaced.py`).
@@ -481,16 +451,18 @@ WRITE_PRELOADED_DATA = FileSystemWriterAsync.write_preloaded_data
 
 
 def _files_and_sums(
-    written: Sequence[WriteResult], target: Target | None
-) -> tuple[dict[str, ManifestFile], list[WrittenSums]]:
-    """The files of a save, and the checksums of the items that this package wrote."""
-    known = [(result.storage_data, sums) for result in written if (sums := sums_of(result)) is not None]
-    files = dict(sorted({info.relative_path: sums.file for info, sums in known}.items()))
-    if target is not None and target.common_sum is not None:  # the common state that was written ahead of the save
+    written: Sequence[WriteResult], target: Target
+) -> tuple[dict[str, ManifestFile], dict[tuple[str, int], ItemSums]]:
+    """The files of a save, and the checksums of the items that this package wrote, by file and offset."""
+    found = {
+        (result.storage_data.relative_path, result.storage_data.offset): sums
+        for result in written
+        if (sums := sums_of(result)) is not None
+    }
+    files = {file: sums.file for (file, _), sums in sorted(found.items(), key=lambda pair: pair[0])}
+    if target.common_sum is not None:  # the common state that was written ahead of the save
         files[COMMON_FILE] = ManifestFile(*target.common_sum, target.save_id)
-    return files, [
-        WrittenSums((info.relative_path, info.offset), sums.crc32, sums.blocks, sums.part) for info, sums in known
-    ]
+    return files, found
 
 
 def _world_rank() -> int:
@@ -499,14 +471,12 @@ def _world_rank() -> int:
     )
 
 
-def snapshot(state: Any, previous: Any = None) -> Any:
-    """Copy a nested state dict to the host; tied tensors stay tied, views become tensors of their own. The memory of a
-    previous snapshot is used again where the structure is the same.
-    """
-    return _copy(state, previous, {}, set(), ())
+def snapshot(state: Any) -> Any:
+    """Copy a nested state dict to the host; tied tensors stay tied, views become tensors of their own."""
+    return _copy(state, {}, ())
 
 
-def _copy(value: Any, previous: Any, done: dict[int, Any], reused: set[int], path: tuple[Any, ...]) -> Any:
+def _copy(value: Any, done: dict[int, Any], path: tuple[Any, ...]) -> Any:
     if id(value) in done:
         return done[id(value)]
     copied: Any
@@ -514,40 +484,21 @@ def _copy(value: Any, previous: Any, done: dict[int, Any], reused: set[int], pat
         local = getattr(value, "_local_tensor", value)  # of a DTensor
         if local.layout == torch.strided and not hasattr(local, "__create_chunk_list__"):
             check_memory(local.detach(), lambda: ".".join(map(str, path)))
-        copied = carry_layout(value, _copy_tensor(value, previous, reused))
+        copied = carry_layout(value, _copy_tensor(value))
     elif isinstance(value, dict):
-        before = previous if isinstance(previous, dict) else {}
-        copied = {key: _copy(item, before.get(key), done, reused, (*path, key)) for key, item in value.items()}
+        copied = {key: _copy(item, done, (*path, key)) for key, item in value.items()}
     elif isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        before_items = previous if isinstance(previous, (list, tuple)) and len(previous) == len(value) else value
-        unchanged = before_items is value
-        items = [
-            _copy(item, None if unchanged else before, done, reused, (*path, number))
-            for number, (item, before) in enumerate(zip(value, before_items, strict=True))
-        ]
+        items = [_copy(item, done, (*path, number)) for number, item in enumerate(value)]
         copied = items if isinstance(value, list) else tuple(items)
-    elif is_sharded_tensor(value) or is_sharded_object(value):
-        copied = copy.copy(value)
-        copied.data = _copy(value.data, getattr(previous, "data", None), done, reused, path)
     else:
         copied = copy.deepcopy(value)
     done[id(value)] = copied
     return copied
 
 
-def _copy_tensor(tensor: torch.Tensor, previous: Any, reused: set[int]) -> torch.Tensor:
+def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
     source = tensor.detach()
     if type(source) is not torch.Tensor:
         # DTensor and its like know how to move their local part.
         return source.clone() if source.device.type == "cpu" else source.to("cpu", copy=True)
-    if (
-        type(previous) is torch.Tensor
-        and previous.shape == source.shape
-        and previous.dtype == source.dtype
-        and previous.is_contiguous()
-        and id(previous) not in reused  # tensors that were tied then, and are not now
-    ):
-        reused.add(id(previous))
-        return previous.copy_(source)
-    target = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-    return target.copy_(source)
+    return torch.empty(source.shape, dtype=source.dtype, device="cpu").copy_(source)

@@ -96,9 +96,7 @@ class Owner:
 
     save: str  # its id; 16 hexadecimal digits
     host: str = ""  # name of the machine; empty: the note cannot be read
-    machine: str = ""  # what tells machines of one name apart
-    boot: str = ""  # changes whenever the machine starts
-    pid_namespace: str = ""  # container, as far as process ids go
+    place: str = ""  # where its process can be seen: a machine since its start, and a container
     pid: int = 0  # the coordinator's process
     started: str = ""  # when that was started, in ticks since the boot: another process of the same id has another one
     since_s: float = 0.0  # when the save began, by the host's clock; shown to people only
@@ -110,9 +108,7 @@ class Owner:
         return cls(
             save=secrets.token_hex(8),
             host=platform.node(),
-            machine=_first_line("/etc/machine-id"),
-            boot=_first_line("/proc/sys/kernel/random/boot_id"),
-            pid_namespace=_pid_namespace(),
+            place=_place(),
             pid=os.getpid(),
             started=_start_of(os.getpid()) or "",
             since_s=time.time(),
@@ -131,9 +127,8 @@ class Owner:
             fields = json.loads(content)
             own = {name: fields.pop(name) for name in cls.__slots__ if name != "noted"}
             owner = cls(**own, noted=fields)
-            texts = (owner.host, owner.machine, owner.boot, owner.pid_namespace, owner.started)
             well_formed = (
-                all(type(text) is str for text in texts)
+                all(type(text) is str for text in (owner.host, owner.place, owner.started))
                 and owner.save == save
                 and owner.host != ""
                 and type(owner.pid) is int
@@ -148,13 +143,7 @@ class Owner:
 
     def process_state(self) -> Literal["alive", "gone", "unknown"]:
         """What can be said of the owner's process from here: `"unknown"` if it cannot be seen."""
-        if not self.host:
-            return "unknown"
-        if self.host != platform.node() or self.machine != _first_line("/etc/machine-id"):
-            return "unknown"
-        if self.boot != _first_line("/proc/sys/kernel/random/boot_id"):
-            return "gone"
-        if self.pid_namespace != _pid_namespace():
+        if not self.host or self.place != _place():
             return "unknown"
         if self.pid == os.getpid():
             held = at_work.get(self.save)
@@ -171,18 +160,11 @@ class Owner:
         return f"process {self.pid} on host {self.host}, since {since}"
 
 
-def _first_line(path: str) -> str:
+def _place() -> str:
     try:
-        return Path(path).read_text().split("\n", 1)[0].strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _pid_namespace() -> str:
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
-        return ""
+        return platform.node()
 
 
 def _start_of(pid: int) -> str | None:

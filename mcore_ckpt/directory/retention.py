@@ -8,8 +8,6 @@ In a file system the directory is renamed, then looked at again, and renamed bac
 nothing goes that was saved meanwhile, and no save works in what goes. Its new name says which `.metadata` was judged:
 the next removal finishes it, or brings back what is another. In an object store `.metadata` is replaced, as a save does
 it, by a mark; no save begins while that is young, and the removal takes it away before it is old.
-
-What a save that is gone has left goes, too, where it is all that the directory holds: no save may come into it again.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import REMOVED, REMOVED_YOUNG_S, Commit, identity_in_force, is_note, note_name, notes
@@ -59,7 +57,6 @@ _ASIDE_NAME = re.compile(re.escape(_ASIDE) + r"(?P<judged>[0-9a-f]{16})\.(?P<id>
 _REMOVAL = "removal"
 _READ = "a load is reading it"
 _LOCKED = "a save is at work in it, or has died there"
-_LEFT = "left by a save that is gone"
 # A mark in a store is taken away within so long, or stays.
 _MARK_GOES_WITHIN_S = REMOVED_YOUNG_S / 2
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -164,22 +161,15 @@ def prune_run(
         ]
     decisions = aside
     for checkpoint in checkpoints:
-        if _is_left(checkpoint, newest, links):
-            decisions.append(_taken_up(checkpoint, run) if remove else PruneDecision(checkpoint, False, _LEFT))
-            continue
-        reason = reasons[checkpoint.name] or _linked(checkpoint, links) or _reason_to_wait(storage_at(checkpoint.path))
+        storage = storage_at(checkpoint.path)
+        reason = reasons[checkpoint.name] or _linked(checkpoint, links) or _reason_to_wait(storage)
         if reason is not None:
             decisions.append(PruneDecision(checkpoint, True, reason))
         elif remove:
             decisions.append(_remove(checkpoint, run))
         else:
-            decisions.append(
-                PruneDecision(
-                    checkpoint,
-                    False,
-                    "a removal was interrupted" if _half_removed(storage_at(checkpoint.path)) else "old",
-                )
-            )
+            why = "a removal was interrupted" if _half_removed(storage) else "old"
+            decisions.append(PruneDecision(checkpoint, False, why))
     return PruneReport(str(run), remove, tuple(decisions))
 
 
@@ -277,65 +267,8 @@ def _reason_to_wait(storage: Storage, now_ns: int | None = None) -> str | None:
     return "its files are newer than its index: a save may be at work" if newest_ns > limit_ns else None
 
 
-def _is_left(checkpoint: RunCheckpoint, newest: _Newest, links: Mapping[str, str]) -> bool:
-    """Whether a directory holds nothing but what saves that are gone have left, untouched for an hour by this host's
-    clock. An iteration above the last save is left to the save that is likely to come.
-    """
-    if (
-        not checkpoint.abandoned
-        or checkpoint.tracked
-        or checkpoint.iteration is None
-        or checkpoint.iteration >= newest.head
-        or checkpoint.name in links
-        or _linked(checkpoint, links)
-    ):
-        return False
-    storage = storage_at(checkpoint.path)
-    try:
-        names = storage.list()
-        return _holds_only(storage, names, _gone(storage, names)) and _is_quiet(storage, names, time.time_ns())
-    except LoadError:
-        return False
-
-
-def _gone(storage: Storage, names: list[str]) -> set[str]:
-    """Ids of the saves whose notes are left."""
-    return {owner.save for owner in notes(storage, names)}
-
-
-def _holds_only(storage: Storage, names: list[str], gone: set[str]) -> bool:
-    """Whether all files are those that such saves have made, with what every save makes next to its data."""
-    if storage.folders():
-        return False
-    files = [data_file_of(name) for name in names if not (is_note(name) or _comes_with_data(name))]
-    return all(found is not None and found.save in gone for found in files)
-
-
 def _is_sidecar(name: str) -> bool:
     return name in _SIDECARS or is_pending(name) or is_drain_note(name)
-
-
-def _comes_with_data(name: str) -> bool:
-    return _is_sidecar(name) or (name.startswith(".") and name.endswith(".tmp"))
-
-
-def _is_quiet(storage: Storage, names: list[str], now_ns: int) -> bool:
-    versions = [storage.version(name) for name in names]
-    return all(version is None or version.modified_ns < now_ns - _RECENT_NS for version in versions)
-
-
-def _taken_up(checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> PruneDecision:
-    """Remove a directory that holds nothing but what saves that are gone have left."""
-
-    def reason(storage: Storage, own: str, now_ns: int | None) -> str | None:
-        names = [name for name in storage.list() if name != note_name(own)]
-        is_left = _holds_only(storage, names, _gone(storage, names)) and METADATA_FILE not in names
-        return None if is_left and now_ns is not None and _is_quiet(storage, names, now_ns) else _LOCKED
-
-    try:
-        return _removed(checkpoint, run, reason)
-    except (SaveError, LoadError) as error:
-        return PruneDecision(checkpoint, True, f"{_LEFT}, and cannot be removed: {error}")
 
 
 def _is_of_removals(storage: Storage, own: str = "") -> bool:
@@ -351,30 +284,9 @@ def _is_of_removals(storage: Storage, own: str = "") -> bool:
 
 def _remove(checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> PruneDecision:
     """Remove a checkpoint, unless it has come into use meanwhile."""
-    if not _is_of_removals(storage_at(checkpoint.path)):
-        return PruneDecision(checkpoint, True, _LOCKED)
-
-    def reason(storage: Storage, own: str, now_ns: int | None) -> str | None:
-        if tracked_name(run) == checkpoint.name:
-            return "the tracker file names it"
-        published = storage.version(METADATA_FILE)
-        if published is not None and published.modified_ns / 1e9 != checkpoint.saved_at_s:
-            return "it has been saved again"
-        if not _is_of_removals(storage, own):
-            return _LOCKED
-        return _reason_to_wait(storage, now_ns)
-
-    return _removed(checkpoint, run, reason)
-
-
-_Reason = Callable[[Storage, str, int | None], str | None]
-
-
-def _removed(checkpoint: RunCheckpoint, run: str | os.PathLike[str], reason: _Reason) -> PruneDecision:
-    """Remove a directory, unless there is a reason against it, which is given its storage, the id of the removal's own
-    note, and what time it is by the storage's clock, if that is known.
-    """
     storage = storage_at(checkpoint.path)
+    if not _is_of_removals(storage):
+        return PruneDecision(checkpoint, True, _LOCKED)
     try:
         commit = Commit.begin(storage, {_REMOVAL: True})
     except SaveError as error:
@@ -385,13 +297,24 @@ def _removed(checkpoint: RunCheckpoint, run: str | os.PathLike[str], reason: _Re
             return PruneDecision(checkpoint, True, _LOCKED)
         commit = None  # the note keeps saves out, as a rule; where no space is left, none can be made
     own = "" if commit is None else commit.id
+
+    def reason(there: Storage) -> str | None:
+        if tracked_name(run) == checkpoint.name:
+            return "the tracker file names it"
+        published = there.version(METADATA_FILE)
+        if published is not None and published.modified_ns / 1e9 != checkpoint.saved_at_s:
+            return "it has been saved again"
+        if not _is_of_removals(there, own):
+            return _LOCKED
+        return _reason_to_wait(there, None if note is None else note.modified_ns)
+
     try:
         note = storage.version(note_name(own))
-        now_ns = None if note is None else note.modified_ns
-        if (why := reason(storage, own, now_ns)) is not None:
+        if (why := reason(storage)) is not None:
             return PruneDecision(checkpoint, True, why)
-        way = storage.made_by(renamed=_removed_aside, in_place=_removed_in_store)
-        return way(checkpoint, run, commit, lambda there: reason(there, own, now_ns))
+        return storage.made_by(
+            renamed=partial(_removed_aside, checkpoint, reason), in_place=partial(_removed_in_store, checkpoint, commit)
+        )()
     except (SaveError, LoadError, OSError) as error:
         text = f"{checkpoint.path}: cannot be removed: {error}"
         if not storage.exists(METADATA_FILE) or _half_removed(storage):
@@ -405,12 +328,7 @@ def _removed(checkpoint: RunCheckpoint, run: str | os.PathLike[str], reason: _Re
 # In a file system
 
 
-def _removed_aside(
-    checkpoint: RunCheckpoint,
-    run: str | os.PathLike[str],
-    commit: Commit | None,
-    reason: Callable[[Storage], str | None],
-) -> PruneDecision:
+def _removed_aside(checkpoint: RunCheckpoint, reason: Callable[[Storage], str | None]) -> PruneDecision:
     directory = Path(storage_at(checkpoint.path).location)
     judged = identity_in_force(storage_at(directory))
     _below(directory, storage_at(directory))  # whatever cannot be listed is found before anything has gone
@@ -482,12 +400,7 @@ def _finished(run: str | os.PathLike[str]) -> list[PruneDecision]:
 # In an object store
 
 
-def _removed_in_store(
-    checkpoint: RunCheckpoint,
-    run: str | os.PathLike[str],
-    commit: Commit | None,
-    reason: Callable[[Storage], str | None],
-) -> PruneDecision:
+def _removed_in_store(checkpoint: RunCheckpoint, commit: Commit | None) -> PruneDecision:
     storage = storage_at(checkpoint.path)
     if commit is None:
         raise SaveError(f"{storage}: no space is left for a note")
@@ -547,6 +460,3 @@ def _index_of(storage: Storage) -> CheckpointIndex | None:
 def _own_files(index: CheckpointIndex) -> Iterator[str]:
     """The data files that an index names and that lie in the directory itself; an index may say anything."""
     return (name for name in sorted(index_files(index)) if name.endswith(DATA_SUFFIX) and "/" not in name)
-
-
-_logger = logger_of(__name__)

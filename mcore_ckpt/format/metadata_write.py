@@ -10,7 +10,7 @@ The pickle (protocol 4, one frame) is put together from pieces that refer to eac
       planner_data, mcore_data
       state_dict_metadata    tensors | objects
       storage_data           tensors | objects
-      storage_meta, version, all_local_plans
+      storage_meta, version
 
 Memo numbers count upwards in the order of the stream. The pieces of the tensors come before those of the objects
 wherever both memoize something, so they depend on the tensors alone: while the structure of a model is unchanged, they
@@ -123,14 +123,12 @@ class _Memo:
         return _memo_get(self.count - 1)
 
 
-def _pickled(value: Any, memo: _Memo, dispatch_table: Mapping[type, Any] | None = None) -> bytes:
-    """Any picklable value, in one piece that continues the memo; `dispatch_table` as for `pickle.Pickler`."""
+def _pickled(value: Any, memo: _Memo) -> bytes:
+    """Any picklable value, in one piece that continues the memo."""
     # The C pickler numbers by the size of its memo, so placeholders move its first number. Protocol 3 has no frames,
     # which must not be nested into ours; its opcodes are legal in a protocol 4 stream.
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, protocol=3)
-    if dispatch_table is not None:
-        pickler.dispatch_table = dispatch_table
     placeholders = [object() for _ in range(memo.count)]
     pickler.memo = {number: (number, placeholder) for number, placeholder in enumerate(placeholders)}
     pickler.dump(value)
@@ -180,15 +178,11 @@ class MetadataEncoder:
         *,
         files: Mapping[str, str] | None = None,
         storage_meta: Mapping[str, Any] | None = None,
-        local_plans: Sequence[Any] | None = None,
-        dispatch_table: Mapping[type, Any] | None = None,
         manifest: Manifest | None = None,
     ) -> bytes:
         """The content of `.metadata`. `files` has new names for files of the tensors; names that are not in it stay.
 
-        `local_plans` are every rank's `SavePlan`, for stock Megatron's reuse of a loaded checkpoint's plan, pickled by
-        `dispatch_table`. The items of `manifest` are the tensors' chunks, then the objects; the index is put into it in
-        columns.
+        The items of `manifest` are the tensors' chunks, then the objects; the index is put into it in columns.
         """
         memo = _Memo()
         memo.count = self._memo_count
@@ -213,17 +207,12 @@ class MetadataEncoder:
             self._emit_storage_meta(meta),
             _text("version") + _text(self._version),
         ]
-        if local_plans is not None:
-            # Readers skip the plans by this key, so it is written as the pickler would: memoized, and last.
-            parts.append(_text("all_local_plans") + b"\x94")
-            memo.next()
-            parts.append(_pickled(list(local_plans), memo, dispatch_table))
         parts.append(b"ub.")
         body = b"".join(parts)
         content = b"\x80\x04" + _PACK_FRAME(b"\x95", len(body)) + body
         if manifest is None:
             return content
-        details = {"storage_meta": meta, "version": self._version, "has_local_plans": local_plans is not None}
+        details = {"storage_meta": meta, "version": self._version, "has_local_plans": False}
         return with_manifest(content, self._with_columns(manifest, objects, rename, details))
 
     def _with_columns(

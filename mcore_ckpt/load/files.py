@@ -36,8 +36,6 @@ class NearestFiles:
         self._far = far
         self._home = home
         self._index = index
-        self._opened: dict[str, Storage] = {}
-        self._is_left = False
         self.request_bytes = max(near.request_bytes, far.request_bytes)
         self.reads_at_once = max(near.reads_at_once, far.reads_at_once)
         self.open_ahead = max(near.open_ahead, far.open_ahead)
@@ -48,9 +46,11 @@ class NearestFiles:
         expected = None if manifest is None else manifest.files.get(name)
         if not _is_told(name) or expected is None:
             return self._home.open_reader(name, direct=direct)
-        reader = None if self._is_left else self._open_near(name, direct, expected.size_bytes)
-        self._opened[name] = self._far if reader is None else self._near
+        reader = self._open_near(name, direct, expected.size_bytes)
         return reader or self._far.open_reader(name, direct=direct)
+
+    def __str__(self) -> str:
+        return f"{self._near} (or {self._far}, for files that are not there)"
 
     @contextlib.contextmanager
     def in_use(self, name: str) -> Iterator[None]:
@@ -70,17 +70,6 @@ class NearestFiles:
         files = {} if manifest is None else {name: file for name, file in manifest.files.items() if _is_told(name)}
         there = self._near.sizes() if files else {}
         return all(there.get(name) == file.size_bytes for name, file in files.items())
-
-    def where(self, error: LoadError) -> Storage | None:
-        """The directory in which the file of an error was read; None if the error is of none."""
-        return None if error.file is None else self._opened.get(error.file)
-
-    def leave_near(self, error: LoadError) -> Storage | None:
-        """Where all files of this save are read from now on, if the error is of one that was read near; else None."""
-        if self._is_left or self.where(error) is not self._near:
-            return None
-        self._is_left = True
-        return self._far
 
     def _open_near(self, name: str, direct: DirectIo, size_bytes: int) -> RangeReader | None:
         try:
@@ -300,18 +289,14 @@ class OpenFiles:
         if surplus is not None:
             surplus.close()
 
-    def forget(self) -> None:
-        """Open files again from now on; none is in use."""
+    def close(self) -> None:
+        """Close what is idle, and what is in use when its last user releases it."""
         with self._lock:
+            self._closed = True
             readers = list(self._idle.values())
             self._idle.clear()
         for reader in readers:
             reader.close()
-
-    def close(self) -> None:
-        """Close what is idle, and what is in use when its last user releases it."""
-        self._closed = True
-        self.forget()
 
 
 def padded_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:
@@ -321,16 +306,4 @@ def padded_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:
 
 def naming(error: LoadError, where: str) -> LoadError:
     """The same error; it names `where` it happened, if it does not yet."""
-    named = error if where in str(error) else type(error)(f"{where}: {error}")
-    named.file = error.file
-    return named
-
-
-@contextmanager
-def using(file: str) -> Iterator[None]:
-    """Items of that file are read and checked within: a `LoadError` gets its name."""
-    try:
-        yield
-    except LoadError as error:
-        error.file = file
-        raise
+    return error if where in str(error) else type(error)(f"{where}: {error}")

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from mcore_ckpt.core.crc import crc32s
 from mcore_ckpt.format.index import CheckpointIndex, PackedTensors, StoredChunk, StoredItem, TensorForm
 from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.format.item_reading import LocatedTensor
-from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES, Extent, coalesce
+from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES
 from mcore_ckpt.load.records import check_located, chunk_name
 from mcore_ckpt.state.torch_classes import dtype_name, torch_dtype
 from mcore_ckpt.storage.base import RangeReader
@@ -306,23 +306,8 @@ class _Kind(NamedTuple):
     second_crc: int  # where in `around` it belongs
 
 
-UsualRequest = tuple[str, torch.Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""The first five fields of a `ReadRequest`: key, destination, offsets and sizes of the slice (in elements), and the
-shape that the global tensor must have."""
-
+_Request = TypeVar("_Request", bound=tuple[Any, ...])  # `ReadRequest`
 _Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
-
-
-class _ChunkOfForm(NamedTuple):
-    """Where a slice is stored of all tensors of one form: number of the chunk, and of the kind in `Columns.kinds`."""
-
-    chunk: int
-    kind: int
-    dtype: torch.dtype
-    item_bytes: int
-
-
-_UNKNOWN: Final = _ChunkOfForm(-1, -1, torch.uint8, -1)
 
 
 class Columns:
@@ -337,19 +322,18 @@ class Columns:
         self.kind_numbers: list[int] = []
         self.kinds: list[_Kind] = []
         tensors = index.tensors
-        if not isinstance(tensors, PackedTensors) and index.manifest is not None:
-            tensors = PackedTensors.of(tensors) or tensors
         self._packed = tensors if isinstance(tensors, PackedTensors) and tensors.places.crcs else None
         self._max_bytes = min(max_bytes, MAX_COLUMN_BYTES)
         self._taken = bytearray(0 if self._packed is None else len(self._packed.places.lengths))
-        # By form of a global tensor (`id`: they belong to the index), slice, and shape; None: it is left to others.
-        self._places: dict[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], _ChunkOfForm | None] = {}
+        # By form of a global tensor (`id`: they belong to the index), slice, and shape: number of the chunk, number and
+        # dtype of its kind, bytes of its item; None: it is left to others.
+        self._places: dict[tuple[int, Any, Any, Any], tuple[int, int, torch.dtype, int] | None] = {}
         self._chunks: dict[int, dict[tuple[tuple[int, ...], tuple[int, ...]], int]] = {}  # of a form, by slice
 
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def take(self, requests: Iterable[UsualRequest]) -> list[UsualRequest]:
+    def take(self, requests: Iterable[_Request]) -> list[_Request]:
         """Add what is requested, where that is a small item that can be copied to its destination as it is. Returns all
         other requests, which may be wrong, or merely unusual.
         """
@@ -358,16 +342,15 @@ class Columns:
             return list(requests)
         row_of, forms, firsts, lengths = packed.rows.get, packed.forms, packed.firsts, packed.places.lengths
         tensors, addresses, numbers, kinds = self.tensors, self.addresses, self.numbers, self.kind_numbers
-        known, taken = self._places.get, self._taken
-        others: list[UsualRequest] = []
+        places, taken = self._places, self._taken
+        others: list[_Request] = []
         for request in requests:
-            fqn, tensor, offsets, sizes, shape = request
+            fqn, tensor, offsets, sizes, shape, _ = request
             row = row_of(fqn)
             if row is not None and tensor.shape == sizes:
                 form = forms[row]
-                place = known((id(form), offsets, sizes, shape), _UNKNOWN)
-                if place is _UNKNOWN:
-                    place = self._find(form, offsets, sizes, shape)
+                key = id(form), offsets, sizes, shape
+                place = places[key] if key in places else self._find(form, offsets, sizes, shape)
                 if place is not None:
                     chunk, kind, dtype, item_bytes = place
                     number, address = firsts[row] + chunk, address_of(tensor, dtype)
@@ -389,14 +372,14 @@ class Columns:
 
     def _find(
         self, form: TensorForm, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]
-    ) -> _ChunkOfForm | None:
+    ) -> tuple[int, int, torch.dtype, int] | None:
         place = None
         if form.shape == shape:
             chunk = self._chunk(form, offsets, sizes)
             dtype = torch_dtype(form.dtype)
             kind = None if chunk is None or dtype is None else _kind(form.dtype, sizes, dtype)
             if chunk is not None and kind is not None and kind.item_bytes <= self._max_bytes:
-                place = _ChunkOfForm(chunk, len(self.kinds), kind.dtype, kind.item_bytes)
+                place = chunk, len(self.kinds), kind.dtype, kind.item_bytes
                 self.kinds.append(kind)
         self._places[id(form), offsets, sizes, shape] = place
         return place
@@ -529,10 +512,6 @@ class FileColumns(NamedTuple):
         """Each by itself."""
         return list(map(self.source.wanted, self.members.tolist()))
 
-    def first(self) -> WantedItem:
-        """The first of them, by itself."""
-        return self.source.wanted(int(self.members[0]))
-
     def expected_around(self) -> bytes:
         """What should stand around the payloads, side by side."""
         kinds = self.source.kinds
@@ -557,24 +536,13 @@ class ColumnSpan(NamedTuple):
 
 
 def spans_of(items: Columns, *, window_bytes: int, max_gap_bytes: int, request_bytes: int = 0) -> list[ColumnSpan]:
-    """Join items that lie close together into spans, as `coalesce` does; in order of file and start."""
+    """Join items with cheap gaps between them into spans; in order of file and start."""
     spans: list[ColumnSpan] = []
-    cheap_gap_bytes = max(CHEAP_GAP_BYTES, request_bytes)
-    sizes = {"window_bytes": window_bytes, "max_gap_bytes": max_gap_bytes, "request_bytes": request_bytes}
     for file, columns in items.by_file():
         gaps = columns.starts[1:] - columns.stops[:-1]
-        if ((gaps > cheap_gap_bytes) & (gaps <= max_gap_bytes)).any():
-            extents = [
-                Extent(file, start, stop, stop - start, at)
-                for at, (start, stop) in enumerate(zip(columns.starts.tolist(), columns.stops.tolist(), strict=True))
-            ]
-            spans += [
-                ColumnSpan(file, span.start, span.stop, columns.part(span.extents[0].owner, span.extents[-1].owner + 1))
-                for span in coalesce(extents, **sizes)
-            ]
-        else:
-            ends = np.append(np.flatnonzero(gaps > min(cheap_gap_bytes, max_gap_bytes)) + 1, len(columns.starts))
-            spans += _cut(file, columns, ends, window_bytes, len(columns.starts))
+        is_end = gaps > min(max(CHEAP_GAP_BYTES, request_bytes), max_gap_bytes)
+        ends = np.append(np.flatnonzero(is_end) + 1, len(columns.starts))
+        spans += _cut(file, columns, ends, window_bytes, len(columns.starts))
     return spans
 
 
@@ -594,9 +562,9 @@ def _cut(file: str, items: FileColumns, ends: _Ints, window_bytes: int, max_item
         at = end
 
 
-def scatter(span: ColumnSpan, reader: RangeReader, buffer: ReadBuffer) -> ScatteredItems | None:
+def scatter(span: ColumnSpan, reader: RangeReader, buffer: ReadBuffer) -> bool:
     """Have the payloads of a span put where they belong, and what stands around them into a buffer, which has room for
-    the span. None if the reader cannot do that.
+    the span. False if the reader cannot do that, or one of the items is not just what is expected.
     """
     items = span.items
     count = len(items.starts)
@@ -611,24 +579,12 @@ def scatter(span: ColumnSpan, reader: RangeReader, buffer: ReadBuffer) -> Scatte
     vectors[:, 3, 0] = buffer.address + around_bytes
     vectors[:-1, 3, 1] = items.starts[1:] - items.stops[:-1]
     if not reader.scatter(span.start, vectors.ctypes.data, 4 * count, span.stop - span.start):
-        return None
-    return ScatteredItems(items, buffer.view[:around_bytes])
-
-
-class ScatteredItems(NamedTuple):
-    """Items whose payloads are where they belong, and what stood around the payloads."""
-
-    items: FileColumns
-    around: memoryview
-
-    def are_sound(self) -> bool:
-        """Whether all of them are just what is expected, by the CRC-32 of the payloads, too."""
-        items = self.items
-        if bytes(self.around) != items.expected_around():
-            return False
-        starts = items.addresses - items.lowest
-        parts = map(slice, starts.tolist(), (starts + items.payloads).tolist())
-        return _same_sums(map(items.memory.__getitem__, parts), items)
+        return False
+    if bytes(buffer.view[:around_bytes]) != items.expected_around():
+        return False
+    starts = items.addresses - items.lowest
+    parts = map(slice, starts.tolist(), (starts + items.payloads).tolist())
+    return _same_sums(map(items.memory.__getitem__, parts), items)
 
 
 def place(span: ColumnSpan, view: memoryview, address: int, shift: int) -> bool:

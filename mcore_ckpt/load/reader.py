@@ -21,8 +21,8 @@ import os
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -34,18 +34,17 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from mcore_ckpt.core.boxes import Box, covers, flat_boxes, intersect, relative, strides_of
-from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, OptionError, ShapeMismatchError
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path, is_supported, ranks_of_this_host
 from mcore_ckpt.core.process import collector_paused, run_concurrently
 from mcore_ckpt.core.ranks import without_modes
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, TensorEntry
 from mcore_ckpt.format.integrity import shown_id
 from mcore_ckpt.format.metadata_read import METADATA_FILE, index_name, open_index, read_index
 from mcore_ckpt.format.safe_pickle import ANY_CLASS, load_object
 from mcore_ckpt.load import files as data_files
 from mcore_ckpt.load.files import FileFooters, NearestFiles, OpenFiles, ReadStats, naming
-from mcore_ckpt.load.placement import UsualRequest, narrow
+from mcore_ckpt.load.placement import narrow
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reads import ItemDecoder, Located, TensorReads
 from mcore_ckpt.load.records import check_apart, missing_key, of_one_save, replaced_error
@@ -53,9 +52,6 @@ from mcore_ckpt.load.requests import DtypeConversions, LoadPlan, ReadRequest, ch
 from mcore_ckpt.state.shards import local_box, stored_form
 from mcore_ckpt.storage.base import FileVersion, Storage
 from mcore_ckpt.storage.resolve import storage_at
-
-_logger = logger_of(__name__)
-
 
 # Of destinations that a planner makes buffers for, and of stretches that are spread over theirs, at once.
 _BATCH_BYTES = 64 * 1024 * 1024
@@ -121,7 +117,7 @@ class FileSystemReader(StorageReader):
         self._metadata: Metadata | None = None
         self.conversions = DtypeConversions(self.options.on_dtype_mismatch, str(self.path))
         self._located: Located = {}
-        self._chunks: dict[str, dict[tuple[int, ...], StoredChunk]] = {}
+        self._covered: set[str] = set()  # keys of tensors of which no chunk is missing
         self._footers = FileFooters(lambda: self.index)
         self._open: OpenFiles | None = None
         self._decoder = ItemDecoder(self._opened, self.options, self.stats, self._extension_registry)
@@ -187,10 +183,6 @@ class FileSystemReader(StorageReader):
 
     # ----------------------------------------------------------------------------------------------- boxes and objects
 
-    def plan(self) -> LoadPlan:
-        """An empty plan, for `read`."""
-        return LoadPlan(self.index, self.conversions, data_files.WINDOW_BYTES)
-
     @without_modes()
     def read_items(self, requests: Iterable[ReadRequest]) -> None:
         """Fill destinations with slices of global tensors, in any order.
@@ -206,54 +198,21 @@ class FileSystemReader(StorageReader):
             ChecksumError: a record's bytes are not those that were written.
         """
         with self.conversions.of_one_load():
-            plan = self.plan()
+            plan = LoadPlan(self.index, self.conversions, data_files.WINDOW_BYTES)
             plan.add(requests)
-            self.read(plan)
+            self._read(plan)
 
-    @without_modes()
-    def read(self, plan: LoadPlan) -> None:
-        """Carry out a plan. Raises as `read_items`."""
-        for turn in plan.turns():
-            self._read_turn(turn)
-
-    def _read_turn(self, plan: LoadPlan) -> None:
+    def _read(self, plan: LoadPlan) -> None:
         try:
-            self._run(plan)
+            for turn in plan.turns():
+                with self._opened() as files:
+                    TensorReads(files, self._located, self.stats, self._decoder, self.index, self.ranks).run(turn)
         except LoadError as error:
-            named = self._naming(error)
-            if not self._reads_far_after(error, named):
-                raise named from error
-            try:
-                self._run(plan)
-            except LoadError as second:
-                raise type(named)(f"{named}; and {self._naming(second)}") from second
+            raise naming(error, self._where()) from error
 
-    def _run(self, plan: LoadPlan) -> None:
-        with self._opened() as files:
-            TensorReads(files, self._located, self.stats, self._decoder, self.index, self.ranks).run(plan)
-
-    def _naming(self, error: LoadError) -> LoadError:
-        """The same error; it names the directory of the file."""
-        where = self._files.where(error) if isinstance(self._files, NearestFiles) else None
-        return naming(error, str(where or self.path))
-
-    def _reads_far_after(self, error: LoadError, named: LoadError) -> bool:
-        """Whether what has failed is to be read again, in the second tier: a file that lies nearer is damaged."""
-        files = self._files
-        if not isinstance(files, NearestFiles):
-            return False
-        far = files.leave_near(error)
-        if far is None:
-            return False
-        _logger.warning(
-            "%s. All files of this load are read in %s from here on; remove the damaged one, and only that is",
-            named,
-            far,
-        )
-        self._located = {}
-        if self._open is not None:
-            self._open.forget()
-        return True
+    def _where(self) -> str:
+        """The directory of the data files, as messages name it."""
+        return str(self._files if isinstance(self._files, NearestFiles) else self.path)
 
     @without_modes()
     def object_bytes(self, fqn: str) -> bytes:
@@ -266,16 +225,10 @@ class FileSystemReader(StorageReader):
         return next(self._object_contents([self._object_entry(fqn)]))[1]
 
     def _object_contents(self, entries: Iterable[ObjectEntry]) -> Iterator[tuple[ObjectEntry, bytes]]:
-        left = {entry.fqn: entry for entry in entries}
-        while left:
-            try:
-                for entry, content in self._decoder.object_contents(left.copy().values()):
-                    del left[entry.fqn]
-                    yield entry, content
-            except LoadError as error:
-                named = self._naming(error)
-                if not self._reads_far_after(error, named):
-                    raise named from error
+        try:
+            yield from self._decoder.object_contents(entries)
+        except LoadError as error:
+            raise naming(error, self._where()) from error
 
     @without_modes()
     def read_object(self, fqn: str) -> Any:
@@ -285,7 +238,7 @@ class FileSystemReader(StorageReader):
             UnsafePickleError: it contains a class outside the allow-list; the message says how to allow it.
             MissingKeyError, KindMismatchError, CorruptCheckpointError, ChecksumError: as `object_bytes`.
         """
-        return self._unpickled(fqn, self.object_bytes(fqn))
+        return self.read_objects([fqn])[fqn]
 
     def _unpickled(self, fqn: str, content: bytes) -> Any:
         return load_object(
@@ -422,10 +375,9 @@ class FileSystemReader(StorageReader):
         return done
 
     def _read_data(self, plan: dcp.LoadPlan, planner: LoadPlanner) -> None:
-        if _plans_as_dcp_does(planner):
+        if _is_default(planner, "create_local_plan", "create_global_plan", "finish_plan"):
             where = f"{self.path}" if self._rank is None else f"{self.path} of rank {self._rank}"
             check_planned(plan.items, planner.state_dict, self.index.tensors, where)
-        keys = [read_item.storage_index.fqn for read_item in plan.items]
         objects: dict[str, list[ReadItem]] = {}
         tensors: list[ReadItem] = []
         for read_item in plan.items:
@@ -436,42 +388,44 @@ class FileSystemReader(StorageReader):
         self._hand_over_objects(objects, planner)
         # A planner may make a buffer for each destination and keep it until the commit (to dequantize from, say): those
         # of a few items at a time must do.
-        in_place = _destinations_are_in_place(planner)
+        in_place = _is_default(planner, "resolve_tensor", "transform_tensor", "commit_tensor")
         with self.conversions.of_one_load():
-            batch_bytes = None if in_place else _BATCH_BYTES
-            for batch in self._batches(tensors, batch_bytes):
+            for batch in [tensors] if in_place else batches(tensors, self._destination_bytes, _BATCH_BYTES):
                 destinations: list[torch.Tensor] = []
-                reads = self._planned(batch, planner, destinations, usual=in_place)
-                reads.keys = keys
-                self.read(reads)
+                self.read_items(self._planned(batch, planner, destinations))
                 for read_item, tensor in zip(batch, destinations, strict=True):
                     planner.commit_tensor(read_item, tensor)
 
     @collector_paused()
     def _planned(
-        self, items: Iterable[ReadItem], planner: LoadPlanner, destinations: list[torch.Tensor], usual: bool
-    ) -> LoadPlan:
-        """What DCP has planned, with the planner's destinations, which are appended to `destinations`; `usual`: there
-        may be very many complete chunks.
-        """
-        reads = self.plan()
-        complete: list[UsualRequest] = []
+        self, items: Iterable[ReadItem], planner: LoadPlanner, destinations: list[torch.Tensor]
+    ) -> list[ReadRequest]:
+        """What DCP has planned, with the planner's destinations, which are appended to `destinations`."""
+        requests = []
         for read_item in items:
             tensor = planner.resolve_tensor(read_item)
             destinations.append(tensor)
-            fqn = read_item.storage_index.fqn
-            entry, sizes = tensor_entry(fqn, self.index), tuple(read_item.lengths)
-            if usual and sizes == entry.shape:
-                complete.append((fqn, tensor, (0,) * len(sizes), sizes, sizes))
-                continue
-            chunk = self._chunk_of(read_item)
-            if usual and sizes == chunk.sizes:
-                complete.append((fqn, tensor, chunk.offsets, sizes, entry.shape))
-            else:
-                reads.add_chunk(entry, chunk, Box(tuple(read_item.storage_offsets), sizes), tensor)
-        if complete:
-            reads.add_usual(complete)
-        return reads
+            stored, sizes = read_item.storage_index, tuple(read_item.lengths)
+            entry = tensor_entry(stored.fqn, self.index)
+            if sizes != entry.shape:
+                self._check_covered(entry)
+            offsets = tuple(map(operator.add, stored.offset or (), read_item.storage_offsets))
+            requests.append(ReadRequest(stored.fqn, tensor, offsets, sizes, entry.shape))
+        return requests
+
+    def _check_covered(self, entry: TensorEntry) -> None:
+        """Raise `CorruptCheckpointError` if a stored chunk is missing: DCP plans the overlaps that it finds, and the
+        destination would stay as it was.
+        """
+        if entry.fqn in self._covered or self._rank is not None:
+            return
+        problem = covers(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
+        if problem:
+            raise CorruptCheckpointError(
+                f"{entry.fqn}: the stored chunks do not make up the tensor: {problem}. The save of {self.path} did not"
+                " finish or its index is damaged; load an earlier checkpoint"
+            )
+        self._covered.add(entry.fqn)
 
     def _hand_over_objects(self, objects: dict[str, list[ReadItem]], planner: LoadPlanner) -> None:
         for entry, content in self._object_contents(self._object_entry(fqn) for fqn in objects):
@@ -494,40 +448,9 @@ class FileSystemReader(StorageReader):
             ) from error
         return saved.getvalue()
 
-    def _batches(self, tensors: list[ReadItem], batch_bytes: int | None) -> Iterator[list[ReadItem]]:
-        """Read items in order of the files, cut where their destinations take more than `batch_bytes` together."""
-        if batch_bytes is None:
-            yield tensors
-            return
-        placed = [(self._chunk_of(read_item).item, read_item) for read_item in tensors]
-        placed.sort(key=lambda pair: (pair[0].file, pair[0].offset))
-        yield from batches((read_item for _, read_item in placed), self._destination_bytes, batch_bytes)
-
     def _destination_bytes(self, read_item: ReadItem) -> int:
         entry = tensor_entry(read_item.storage_index.fqn, self.index)
         return math.prod(read_item.lengths) * stored_dtype(entry).itemsize
-
-    def _chunk_of(self, read_item: ReadItem) -> StoredChunk:
-        fqn, offsets = read_item.storage_index.fqn, tuple(read_item.storage_index.offset or ())
-        chunks = self._chunks.get(fqn)
-        if chunks is None:
-            entry = tensor_entry(fqn, self.index)
-            # DCP plans the overlaps that it finds: where a chunk is missing, the destination would stay as it was.
-            problem = covers(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
-            if problem and self._rank is None:
-                raise CorruptCheckpointError(
-                    f"{fqn}: the stored chunks do not make up the tensor: {problem}. The save of {self.path} did not"
-                    " finish or its index is damaged; load an earlier checkpoint"
-                )
-            # (A chunk without elements may have the same offsets as one with some; no plan wants it.)
-            chunks = self._chunks[fqn] = {chunk.offsets: chunk for chunk in entry.chunks if 0 not in chunk.sizes}
-        chunk = chunks.get(offsets)
-        if chunk is None:
-            raise CorruptCheckpointError(
-                f"{fqn}: the plan wants the stored chunk at {list(offsets)}, the index of {self.path} has chunks at"
-                f" {[list(known) for known in list(chunks)[:8]]}"
-            )
-        return chunk
 
 
 def ranks_that_load_here() -> int:
@@ -542,20 +465,11 @@ def _has_keys_of(metadata: Metadata, index: CheckpointIndex) -> bool:
     return metadata.state_dict_metadata.keys() == {*index.tensors, *index.objects}
 
 
-def _plans_as_dcp_does(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
-    """True if a planner requests all of each tensor in its state dict, as DCP's default planner does."""
-    return isinstance(planner, DefaultLoadPlanner) and all(
-        getattr(type(planner), name) is getattr(DefaultLoadPlanner, name)
-        for name in ("create_local_plan", "create_global_plan", "finish_plan")
-    )
-
-
-def _destinations_are_in_place(planner: LoadPlanner) -> bool:
-    """True if a planner's destinations are views of the state dict, as those of DCP's default planner are."""
+def _is_default(planner: LoadPlanner, *methods: str) -> TypeGuard[DefaultLoadPlanner]:
+    """Whether these methods of a planner are those of DCP's default planner."""
     kind = type(planner)
     return isinstance(planner, DefaultLoadPlanner) and all(
-        getattr(kind, name) is getattr(DefaultLoadPlanner, name)
-        for name in ("resolve_tensor", "transform_tensor", "commit_tensor")
+        getattr(kind, name) is getattr(DefaultLoadPlanner, name) for name in methods
     )
 
 
@@ -582,57 +496,47 @@ def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
     CPU. Raises as `FileSystemReader.read_items`.
     """
     with reader.conversions.of_one_load():
-        plan, spread = _plan(reader, shards)
-        reader.read(plan)
+        direct, spread = _requests(reader, shards)
+        reader.read_items(direct)
         _read_spread(reader, spread)
 
 
-# The first five fields of a `ReadRequest`.
-_REQUEST = operator.attrgetter("key", "data", "global_offset", "local_shape", "global_shape")
+# Of a shard whose data are a slice of the global tensor as they are.
+_request_of = operator.attrgetter("key", "data", "global_offset", "local_shape", "global_shape")
 
 
 @collector_paused()
-def _plan(reader: FileSystemReader, shards: Iterable[Any]) -> tuple[LoadPlan, list[_Wanted]]:
-    """What is read of some shards as they are, and what is stored flattened and spread over several of them."""
+def _requests(reader: FileSystemReader, shards: Iterable[Any]) -> tuple[list[ReadRequest], list[ReadRequest]]:
+    """What is read of some shards as they are; and what is stored flattened in other stretches, as slices of the
+    parameter, of its own shape.
+    """
     index = reader.index
-    usual: list[Any] = []  # their data are a slice of the global tensor as they are
     direct: list[ReadRequest] = []
-    spread: list[_Wanted] = []
-    shards = list(shards)
+    spread: list[ReadRequest] = []
     for shard in shards:
         flattened = getattr(shard, "flattened_range", None) is not None
         own_shape = index.original_shape(shard.key) if index.mcore_data else None
         may_differ = shard.allow_shape_mismatch
         if not (flattened or own_shape or shard.prepend_axis_num or may_differ or shard.data is None):
-            usual.append(shard)
+            direct.append(ReadRequest(*_request_of(shard)))
             continue
         destination(shard)
         shape, entry = tuple(shard.global_shape), index.tensors.get(shard.key)
-        form = stored_form(shard) if not flattened or own_shape == shape else None
-        same_grid = flattened and entry is not None and form is not None and tuple(entry.shape) == form.shape
-        if form is not None and (same_grid if flattened else own_shape is None):
-            tensor, wanted_shape = shard.data.detach(), None if may_differ else form.shape
-            if tuple(tensor.shape) != form.sizes:
-                tensor = tensor.view(form.sizes)
-            direct.append(ReadRequest(shard.key, tensor, form.offsets, form.sizes, wanted_shape, may_differ))
-        elif own_shape is None:
+        if own_shape is None:
             wanted_shape = None if may_differ else shape
-            direct += [
-                ReadRequest(shard.key, tensor, box.offsets, box.sizes, wanted_shape, may_differ)
-                for box, tensor in _boxes(shard)
-            ]
+            direct += [ReadRequest(shard.key, part, *box, wanted_shape, may_differ) for box, part in _boxes(shard)]
+        elif flattened and own_shape == shape and entry is not None and entry.shape == stored_form(shard).shape:
+            form = stored_form(shard)
+            tensor = shard.data.detach().view(form.sizes)
+            direct.append(ReadRequest(shard.key, tensor, form.offsets, form.sizes, form.shape))
         elif own_shape != shape and not may_differ:
             raise ShapeMismatchError(
                 f"{shard.key}: {reader.checkpoint_id} holds a tensor of global shape {list(own_shape)} (flattened), "
                 f"wanted is {list(shape)}; load into a model of the shape that was saved"
             )
         else:
-            spread += [_Wanted(shard.key, own_shape, box, tensor) for box, tensor in _boxes(shard)]
-    plan = reader.plan()
-    plan.keys = [shard.key for shard in shards]
-    plan.add_usual(map(_REQUEST, usual))
-    plan.add(direct)
-    return plan, spread
+            spread += [ReadRequest(shard.key, part, *box, own_shape) for box, part in _boxes(shard)]
+    return direct, spread
 
 
 def _boxes(shard: Any) -> list[tuple[Box, torch.Tensor]]:
@@ -652,77 +556,57 @@ def _boxes(shard: Any) -> list[tuple[Box, torch.Tensor]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A box of a parameter that is stored flattened, in the parameter's own coordinates, and where it goes."""
+class _FlatRange(NamedTuple):
+    """Some elements of one flattened cell, and where they go."""
 
-    key: str
-    own_shape: tuple[int, ...]
-    box: Box
-    tensor: torch.Tensor
+    stored: tuple[str, tuple[int, ...], int, tuple[int, ...]]  # key, offsets, how many, shape of the stored tensor
+    target: torch.Tensor
+    strides: tuple[int, ...]  # in which the elements are those of `target`
 
 
-@dataclass(frozen=True, slots=True)
-class _FlatRange:
-    """The elements `[first, stop)` of one flattened cell, which hold what is requested of `share`."""
-
-    wanted: _Wanted
-    cell: Box
-    grid: tuple[int, ...]
-    stored_shape: tuple[int, ...]
-    share: Box
-    first: int
-    stop: int
-
-
-def _read_spread(reader: FileSystemReader, wanted: Iterable[_Wanted]) -> None:
-    """Read the stretches that hold the wanted boxes, some at a time, and copy the boxes out of them."""
+def _read_spread(reader: FileSystemReader, wanted: Iterable[ReadRequest]) -> None:
+    """Read the stretches that hold the wanted slices, some at a time, and copy the slices out of them."""
     ranges = itertools.chain.from_iterable(_flat_ranges(reader, one) for one in wanted)
     for batch in batches(ranges, _held_bytes, _BATCH_BYTES):
-        buffers = [torch.empty(piece.stop - piece.first, dtype=piece.wanted.tensor.dtype) for piece in batch]
         requests = []
-        for piece, buffer in zip(batch, buffers, strict=True):
-            offsets, sizes = (*piece.grid, piece.first), (*(1 for _ in piece.grid), len(buffer))
-            requests.append(ReadRequest(piece.wanted.key, buffer.view(sizes), offsets, sizes, piece.stored_shape))
+        for (key, offsets, count, shape), target, _ in batch:
+            sizes = (*(1 for _ in offsets[1:]), count)
+            requests.append(ReadRequest(key, torch.empty(sizes, dtype=target.dtype), offsets, sizes, shape))
         reader.read_items(requests)
-        for piece, buffer in zip(batch, buffers, strict=True):
-            source = torch.as_strided(buffer, piece.share.sizes, strides_of(piece.cell.sizes), 0)
-            narrow(piece.wanted.tensor, relative(piece.share, piece.wanted.box.offsets)).copy_(source)
+        for request, piece in zip(requests, batch, strict=True):
+            piece.target.copy_(torch.as_strided(request.tensor, piece.target.shape, piece.strides, 0))
 
 
 def _held_bytes(piece: _FlatRange) -> int:
-    return (piece.stop - piece.first) * piece.wanted.tensor.element_size() + _PIECE_BYTES
+    return piece.stored[2] * piece.target.element_size() + _PIECE_BYTES
 
 
-def _flat_ranges(reader: FileSystemReader, wanted: _Wanted) -> Iterator[_FlatRange]:
-    entry = reader.index.tensors.get(wanted.key)
-    if entry is None:
-        reader.read_items([ReadRequest(wanted.key, wanted.tensor, wanted.box.offsets, wanted.box.sizes)])  # raises
-        return
-    stored_shape = tuple(entry.shape)
-    grid = stored_shape[:-1]
-    own_shape = wanted.own_shape
+def _flat_ranges(reader: FileSystemReader, wanted: ReadRequest) -> Iterator[_FlatRange]:
+    key, own_shape, box = wanted.fqn, wanted.global_shape or (), Box(wanted.offsets, wanted.sizes)
+    entry = tensor_entry(key, reader.index)
+    grid = entry.shape[:-1]
     if len(grid) != len(own_shape) or any(n <= 0 or size % n for size, n in zip(own_shape, grid, strict=True)):
         raise CorruptCheckpointError(
-            f"{wanted.key}: stored as a grid {list(grid)} of flattened boxes of a tensor {list(own_shape)}, which it "
+            f"{key}: stored as a grid {list(grid)} of flattened boxes of a tensor {list(own_shape)}, which it "
             "does not divide; `.metadata` contradicts itself"
         )
     if math.prod(grid) > _MAX_CELLS_OF_A_CHUNK * max(1, len(entry.chunks)):
         raise CorruptCheckpointError(
-            f"{wanted.key}: stored as a grid {list(grid)} of flattened boxes, in {len(entry.chunks)} chunks, each of "
+            f"{key}: stored as a grid {list(grid)} of flattened boxes, in {len(entry.chunks)} chunks, each of "
             "which was one box or a part of it when it was saved; `.metadata` contradicts itself"
         )
-    cell = tuple(size // n for size, n in zip(wanted.own_shape, grid, strict=True))
+    cell = tuple(size // n for size, n in zip(own_shape, grid, strict=True))
+    strides = strides_of(cell)
     ranges = [
         range(start // size, min(-(-(start + extent) // size), n))
-        for start, extent, size, n in zip(wanted.box.offsets, wanted.box.sizes, cell, grid, strict=True)
+        for start, extent, size, n in zip(*box, cell, grid, strict=True)
     ]
     for place in itertools.product(*ranges):
-        cell_box = Box(tuple(i * size for i, size in zip(place, cell, strict=True)), cell)
-        share = intersect(cell_box, wanted.box)
+        cell_box = Box(tuple(map(operator.mul, place, cell)), cell)
+        share = intersect(cell_box, box)
         if share is None:
             continue
-        strides = strides_of(cell)
         first = sum(map(operator.mul, relative(share, cell_box.offsets).offsets, strides))
-        last = first + sum((n - 1) * stride for n, stride in zip(share.sizes, strides, strict=True))
-        yield _FlatRange(wanted, cell_box, place, stored_shape, share, first, last + 1)
+        count = 1 + sum((n - 1) * stride for n, stride in zip(share.sizes, strides, strict=True))
+        target = narrow(wanted.tensor, relative(share, box.offsets))
+        yield _FlatRange((key, (*place, first), count, entry.shape), target, strides)

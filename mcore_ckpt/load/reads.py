@@ -2,16 +2,15 @@
 
     columns          small items that are requested as they are, all at once (`placement.Columns`)
     packed items     small; head and tail included, many in one span; each is located inside the buffer and copied out
-    complete items   the payload in parts of at most a window. If this package wrote the item, the parts at either end
-                     come with the item's head and tail, which are compared with the expected bytes
+    complete items   the payload in parts of at most a window
     slices           the parts of the payload that hold them. Rows with short gaps between them are read gaps included;
                      where that is most of the payload, all of it is read and checked as a complete item
     all others       (objects; compressed, transformed, strided, or not what this package writes there) are decoded
                      completely (`ItemDecoder`), tensors one at a time, after all else
 
 The CRC-32 of a payload that is read completely is compared. Of a slice, the blocks are checked that it lies in, if
-`.metadata` has their sums: these show that the payload lies where it should, too. Otherwise head and tail are read and
-compared for that. Where the index does not tell where large payloads lie, their headers are read a little ahead.
+`.metadata` has their sums. Where the index does not tell where large payloads lie, their headers are read a little
+ahead.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +42,7 @@ from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.format.item_reading import Forms, LocatedTensor, locate_tensor, locate_tensor_in
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.load.files import OpenFiles, ReadStats, naming, padded_range, using
+from mcore_ckpt.load.files import OpenFiles, ReadStats, naming, padded_range
 from mcore_ckpt.load.placement import (
     MAX_COLUMN_BYTES,
     ColumnSpan,
@@ -132,9 +131,7 @@ class ItemDecoder:
                 for span, content in zip(few, contents, strict=True):
                     for extent in span.extents:
                         stored = content[extent.start - span.start : extent.stop - span.start]
-                        with using(span.file):
-                            checked = self._checked(extent.owner.fqn, extent.owner.item, stored, is_object=True)
-                        yield extent.owner, checked
+                        yield extent.owner, self._checked(extent.owner.fqn, extent.owner.item, stored, is_object=True)
                         self._stats.add(bytes_needed=len(stored))
 
     def tensor(self, fqn: str, chunk: StoredChunk, dtype: torch.dtype, reason: str) -> torch.Tensor:
@@ -175,7 +172,7 @@ class ItemDecoder:
 
     def _read(self, files: OpenFiles, fqn: str, item: StoredItem) -> bytes:
         try:
-            with using(item.file), files.reader(item.file) as reader:
+            with files.reader(item.file) as reader:
                 stored = reader.read(item.offset, item.length)
         except LoadError as error:
             raise naming(error, item_name(fqn, item)) from error
@@ -236,8 +233,6 @@ class PayloadPlace(NamedTuple):
 
     start: int  # its first byte
     crc32: int | None  # of the payload; None if nothing states it
-    head: bytes = b""  # what has to stand before and behind it; empty if the item itself has been read and says so
-    tail: bytes = b""  # what has to stand before and behind it; empty if the item itself has been read and says so
 
 
 class PartRead(NamedTuple):
@@ -250,8 +245,6 @@ class PartRead(NamedTuple):
     address: int  # host memory that takes the part's bytes just as they are; 0 if there is none
     alignment: int  # the bytes have to lie on a multiple of this to be placed without a further copy
     sums: PayloadSums | None  # of the payload, if all of it is read, or of the blocks that the part lies in
-    head: bytes = b""  # what has to stand before the part, read with it
-    tail: bytes = b""  # what has to stand behind the part, read with it
 
 
 def own_place(wanted: WantedItem) -> PayloadPlace | None:
@@ -267,7 +260,7 @@ def own_place(wanted: WantedItem) -> PayloadPlace | None:
         return None
     if template.item_bytes != item.length or not template.payload_bytes:
         return None
-    return PayloadPlace(item.offset + len(template.head), item.crc32, template.head, template.tail_with(item.crc32))
+    return PayloadPlace(item.offset + len(template.head), item.crc32)
 
 
 class Extents:
@@ -308,13 +301,13 @@ class Extents:
         return read_bytes >= _MOSTLY * wanted.payload_bytes and read_bytes > math.prod(box.sizes) * elem_bytes
 
     def _complete(self, wanted: WantedItem, place: PayloadPlace) -> Iterator[Extent]:
-        """The parts of all of a payload, with the item's head and tail, if it is known what they have to be."""
+        """The parts of all of a payload."""
         sizes = wanted.chunk.sizes
         whole = Box((0,) * len(sizes), sizes)
         sums = None if place.crc32 is None else self._sums(wanted, place, (), place.crc32)
         if len(wanted.wants) == 1 and wanted.wants[0].whole and wanted.wants[0].address:
             return self._straight(wanted, place, whole, sums)
-        return self._parts(wanted, place, whole, wanted.wants, sums, with_ends=True)
+        return self._parts(wanted, place, whole, wanted.wants, sums, is_complete=True)
 
     def _straight(
         self, wanted: WantedItem, place: PayloadPlace, whole: Box, sums: PayloadSums | None
@@ -326,22 +319,14 @@ class Extents:
         length = align_up(-(-nbytes // -(-nbytes // self._sizes["window_bytes"])))
         for begin in range(0, nbytes, length):
             part = ChunkPart(whole, begin, min(begin + length, nbytes))
-            ends = _ends(place, part, nbytes)
-            read = PartRead(wanted, place.start, part, wanted.wants, address + begin, 1, sums, *ends)
+            read = PartRead(wanted, place.start, part, wanted.wants, address + begin, 1, sums)
             yield _extent(read, part.stop - begin, alone=True)
 
     def _slice(self, wanted: WantedItem, place: PayloadPlace, box: Box, wants: list[Want]) -> Iterator[Extent]:
         checked = self._checked_slice(wanted, place, box, wants)
-        if checked is not None:
-            yield from self._checked_parts(wanted, place, wants, *checked)
-            return
-        nothing = PartRead(wanted, place.start, ChunkPart(box, 0, 0), [], 0, 1, None)
-        if place.head:
-            yield _extent(nothing._replace(head=place.head), len(place.head))
-        yield from self._parts(wanted, place, box, wants, None)
-        if place.tail:
-            end = ChunkPart(box, wanted.payload_bytes, wanted.payload_bytes)
-            yield _extent(nothing._replace(part=end, tail=place.tail), len(place.tail))
+        if checked is None:
+            return self._parts(wanted, place, box, wants, None)
+        return self._checked_parts(wanted, place, wants, *checked)
 
     def _sums(self, wanted: WantedItem, place: PayloadPlace, running: Sequence[int], crc: int) -> PayloadSums:
         offset = place.start - wanted.item.offset
@@ -388,7 +373,7 @@ class Extents:
         box: Box,
         wants: list[Want],
         sums: PayloadSums | None,
-        with_ends: bool = False,
+        is_complete: bool = False,
     ) -> Iterator[Extent]:
         """The parts of a slice, each of which is one read at most."""
         elem_bytes = wanted.dtype.itemsize
@@ -396,25 +381,19 @@ class Extents:
         exact = len(wants) == 1 and wants[0].box == box
         for part in split_box(wanted.chunk.sizes, box, elem_bytes, **self._sizes):
             read_bytes, part_bytes = part.stop - part.start, math.prod(part.box.sizes) * elem_bytes
-            all_needed = exact or (sums is not None and not with_ends)
+            all_needed = exact or (sums is not None and not is_complete)
             needed_bytes = part_bytes if all_needed else _overlap_elems(part.box, wants) * elem_bytes
             fits = exact and part_bytes == read_bytes
             address = _address(wants[0], part.box, elem_bytes) if fits else 0
             # Long straight parts need no buffer to share; parts that are mostly gaps may be copied without a read.
             straight = address != 0 and read_bytes >= _STRAIGHT_BYTES
             gappy = read_bytes > (1 + MAX_WASTE) * needed_bytes
-            ends = _ends(place, part, wanted.payload_bytes) if with_ends else ()
-            read = PartRead(wanted, place.start, part, wants, address, alignment, sums, *ends)
+            read = PartRead(wanted, place.start, part, wants, address, alignment, sums)
             yield _extent(read, needed_bytes, alone=straight or gappy)
 
 
-def _ends(place: PayloadPlace, part: ChunkPart, payload_bytes: int) -> tuple[bytes, bytes]:
-    """What has to stand before and behind a part: at either end of the payload."""
-    return place.head if part.start == 0 else b"", place.tail if part.stop == payload_bytes else b""
-
-
 def _extent(read: PartRead, wanted_bytes: int, alone: bool = False) -> Extent:
-    start, stop = read.start + read.part.start - len(read.head), read.start + read.part.stop + len(read.tail)
+    start, stop = read.start + read.part.start, read.start + read.part.stop
     return Extent(read.wanted.item.file, start, stop, wanted_bytes, read, alone)
 
 
@@ -481,7 +460,6 @@ class TensorReads:
         self._decoder = decoder
         self._sizes = files.read_sizes()
         self._planner = Extents(self._sizes, index.blocks)
-        self._unfit: dict[tuple[str, int, str], WantedItem] = {}
         self._unranged: dict[tuple[str, int, str], tuple[WantedItem, str]] = {}
         self._pinned = False
         self._threads = files.reads_at_once
@@ -495,8 +473,8 @@ class TensorReads:
         self._pinned = any(want.tensor.is_cuda for wanted in items[:64] for want in wanted.wants)
         if self._ranks > 1:
             self._shared = plan.wanted_by_several(self._ranks)
-            self._columns_are_shared = plan.columns is not None and plan.columns.wanted_by_several(self._ranks)
-        columns = [] if plan.columns is None else spans_of(plan.columns, **self._sizes)
+            self._columns_are_shared = plan.columns.wanted_by_several(self._ranks)
+        columns = spans_of(plan.columns, **self._sizes)
         needed_bytes = sum(int(span.items.payloads.sum()) for span in columns)
         self._stats.add(bytes_needed=needed_bytes + sum(wanted.needed_bytes for wanted in items))
         ranged: list[tuple[WantedItem, bool]] = []  # whether each is packed
@@ -513,18 +491,14 @@ class TensorReads:
         in_parallel(unlocated, self._locate, self._threads)
         spans: Iterator[Span | ColumnSpan] = coalesce(self._extents(ranged), **self._sizes)
         try:
-            in_order = heapq.merge(spans, columns, key=_position)
+            in_order = heapq.merge(spans, columns, key=attrgetter("file", "start"))
             names = {wanted.item.file for wanted, _ in ranged} | {span.file for span in columns}
             reads = _opening_ahead(in_order, sorted(names), self._files.open_ahead)
             in_parallel(reads, self._read, self._threads)
         finally:
             self._per_thread = threading.local()  # frees the buffers
         for wanted, reason in map(self._unranged.__getitem__, sorted(self._unranged)):
-            with using(wanted.item.file):
-                self._place_decoded(wanted, reason)
-        for wanted in map(self._unfit.__getitem__, sorted(self._unfit)):
-            with using(wanted.item.file):
-                self._read_again(wanted)
+            self._place_decoded(wanted, reason)
 
     def _extents(self, ranged: Iterable[tuple[WantedItem, bool]]) -> Iterator[Extent]:
         for wanted, packed in ranged:
@@ -546,14 +520,14 @@ class TensorReads:
             return reader.read(item.offset + offset, length)
 
         try:
-            with using(item.file), self._files.reader(item.file) as reader:
+            with self._files.reader(item.file) as reader:
                 reader.check_range(item.offset, item.length)
                 located = locate_tensor(read, item.length, wanted.where, wanted.expected, self._forms)
                 wanted.check(located)
         except NotRangeable as reason:
             self._decode_later(wanted, str(reason).removeprefix(f"{wanted.where}: "))
         except LoadError as error:
-            raise _naming(error, wanted) from error
+            raise naming(error, wanted.where) from error
         else:
             self._located[_kind(wanted)] = located
 
@@ -564,8 +538,7 @@ class TensorReads:
 
     def _read(self, read: _Read) -> None:
         if not isinstance(read, _Opening):
-            with using(read.file):
-                self._read_span(read)
+            self._read_span(read)
             return
         with suppress(LoadError), self._files.reader(read.file):
             pass  # (who reads it tells the error, and what of it was to be read)
@@ -579,7 +552,8 @@ class TensorReads:
         try:
             with self._files.reader(span.file, keeps=self._is_shared(span)) as reader:
                 reader.check_range(span.start, span.stop - span.start)
-                if first.alone and owner.address and self._read_straight(reader, span, owner):
+                if first.alone and owner.address:
+                    self._read_straight(reader, span, owner)
                     return
                 if first.alone and not owner.address and self._copy_cached(reader, first):
                     return
@@ -588,7 +562,7 @@ class TensorReads:
                 skew = _skew(first, start)
                 reader.read_into(start, buffer.view[skew : skew + stop - start])
         except LoadError as error:
-            raise _naming(error, owner if isinstance(owner, WantedItem) else owner.wanted) from error
+            raise naming(error, (owner if isinstance(owner, WantedItem) else owner.wanted).where) from error
         self._stats.add(reads=1, bytes_read=stop - start)
         shift = skew - start
         checked = 0
@@ -617,7 +591,7 @@ class TensorReads:
                 # What comes out of the page cache is summed while it is in the CPU's.
                 parts = cut(span, _CACHED_BYTES) if reader.is_cached(start, nbytes) else []
         except LoadError as error:
-            raise _naming(error, span.items.first()) from error
+            raise naming(error, span.items.wanted()[0].where) from error
         with self._files.reader(span.file, keeps=keeps) as reader:
             if not parts:
                 self._read_and_place(reader, span)
@@ -628,8 +602,7 @@ class TensorReads:
 
     def _scatter(self, reader: RangeReader, span: ColumnSpan) -> None:
         nbytes = span.stop - span.start
-        read = scatter(span, reader, self._buffer(nbytes))
-        if read is not None and read.are_sound():
+        if scatter(span, reader, self._buffer(nbytes)):
             self._stats.add(reads=1, bytes_read=nbytes, records_checked=len(span.items.starts))
         else:
             self._read_and_place(reader, span)
@@ -640,7 +613,7 @@ class TensorReads:
         try:
             reader.read_into(start, buffer.view[: stop - start])
         except LoadError as error:
-            raise _naming(error, span.items.first()) from error
+            raise naming(error, span.items.wanted()[0].where) from error
         self._stats.add(reads=1, bytes_read=stop - start)
         with self._placing:
             if place(span, buffer.view, buffer.address, -start):
@@ -649,27 +622,19 @@ class TensorReads:
                 checked = sum(self._place_packed(buffer, row.item.offset - start, row) for row in span.items.wanted())
         self._stats.add(records_checked=checked)
 
-    def _read_straight(self, reader: RangeReader, span: Span, read: PartRead) -> bool:
-        """Read a part to where it belongs, summing it while its bytes are in the CPU's cache. False if its head and
-        tail are better read with it, into a buffer.
-        """
-        item = read.wanted.item
+    def _read_straight(self, reader: RangeReader, span: Span, read: PartRead) -> None:
+        """Read a part to where it belongs, summing it while its bytes are in the CPU's cache."""
+        item, length = read.wanted.item, span.stop - span.start
         reader.check_range(item.offset, item.length)
-        if (read.head or read.tail) and not reader.is_cached(span.start, span.stop - span.start):
-            return False
-        start, length = span.start + len(read.head), read.part.stop - read.part.start
-        self._compare_ends(read, reader.read(span.start, len(read.head)), read.head)
         with self._summing(read) as stream:
-            reader.read_into(start, memory_at(read.address, length), stream.feed)
-        self._compare_ends(read, reader.read(start + length, len(read.tail)), read.tail)
-        self._stats.add(reads=1, bytes_read=span.stop - span.start)
-        return True
+            reader.read_into(span.start, memory_at(read.address, length), stream.feed)
+        self._stats.add(reads=1, bytes_read=length)
 
     def _copy_cached(self, reader: RangeReader, extent: Extent) -> bool:
         """Copy the requested bytes of a part that is mostly gaps straight out of the page cache, if they are there."""
         read: PartRead = extent.owner
         with reader.mapped(extent.start, extent.stop - extent.start) as address:
-            if not address or (address + len(read.head)) % read.alignment:
+            if not address or address % read.alignment:
                 return False
             memory = HostBytes.at(address, extent.stop - extent.start)
             self._place_part(memory, 0, read._replace(sums=None))
@@ -696,7 +661,7 @@ class TensorReads:
             self._decode_later(wanted, str(reason).removeprefix(f"{wanted.fqn}: "))
             return 0
         except LoadError as error:
-            raise _naming(error, wanted) from error
+            raise naming(error, wanted.where) from error
         expected, offset, length = located.record_crc32, located.record_offset, located.record_bytes
         if expected is not None and (got := crc32(view[offset : offset + length])) != expected:
             raise damaged(wanted, offset, length, got, expected)
@@ -719,11 +684,8 @@ class TensorReads:
                 want.tensor.detach().copy_(narrow(loaded, want.box))
 
     def _place_part(self, memory: HostBytes, at: int, read: PartRead) -> None:
-        """Check a part that lies in memory, its head and tail included, and copy it to where it belongs."""
+        """Check a part that lies in memory, and copy it to where it belongs."""
         length = read.part.stop - read.part.start
-        at += len(read.head)
-        for begin, expected in ((at - len(read.head), read.head), (at + length, read.tail)):
-            self._compare_ends(read, memory_at(memory.address + begin, len(expected)), expected)
         if read.sums is not None or read.address:
             with self._summing(read) as stream:
                 for done in range(0, length, _CACHED_BYTES):
@@ -738,43 +700,25 @@ class TensorReads:
 
     @contextmanager
     def _summing(self, read: PartRead) -> Iterator[PartSum]:
-        """Takes the bytes of a part, and compares their sums.
-
-        Where bytes are summed in their destination and do not fit, they are read again before that says anything of the
-        file: something else may have written there, and that memory is not ours.
-        """
+        """Takes the bytes of a part, and compares their sums."""
         stream = PartSum(read.sums, read.part.start)
         try:
             yield stream
             stream.finish()
         except ChecksumError:
-            if read.wanted.key in self._unranged:
-                return
-            if not read.address:
+            if not self._lies_elsewhere(read):
                 raise
-            self._unfit[read.wanted.key] = read.wanted
         self._stats.add(records_checked=stream.records)
 
-    def _read_again(self, wanted: WantedItem) -> None:
-        """Read an item into memory of our own, where its sums are compared, and copy it from there."""
-        again = replace(wanted, wants=[want._replace(address=0) for want in wanted.wants])
-        for span in coalesce(self._extents([(again, False)]), **self._sizes):
-            self._read_span(span)
-        _logger.warning(
-            "%s: after it was read, its destination held other bytes than the file, which is sound; it was read again. "
-            "Does something else write to this tensor during the load? If not, check the memory of this host",
-            wanted.where,
-        )
-
-    def _compare_ends(self, read: PartRead, content: bytes | memoryview, expected: bytes) -> None:
-        """Compare head or tail of an item. Where they differ the item itself tells where its payload lies."""
-        if content == expected:
-            return
+    def _lies_elsewhere(self, read: PartRead) -> bool:
+        """Whether the item itself tells that its payload does not lie where this package writes it."""
         wanted = read.wanted
-        self._locate(wanted)
-        located = self._located.get(_kind(wanted))
-        if located is not None and wanted.item.offset + located.payload_offset != read.start:
-            self._decode_later(wanted, "its elements do not lie where this package writes them")
+        if wanted.key not in self._unranged:
+            self._locate(wanted)
+            located = self._located.get(_kind(wanted))
+            if located is not None and wanted.item.offset + located.payload_offset != read.start:
+                self._decode_later(wanted, "its elements do not lie where this package writes them")
+        return wanted.key in self._unranged
 
 
 def _kind(wanted: WantedItem) -> tuple[StoredItem, torch.dtype, tuple[int, ...]]:
@@ -802,16 +746,8 @@ def _opening_ahead(spans: Iterable[Span | ColumnSpan], files: Iterable[str], ahe
         yield span
 
 
-def _position(span: Span | ColumnSpan) -> tuple[str, int]:
-    return span.file, span.start
-
-
 def _skew(first: Extent, start: int) -> int:
     """How far into the buffer to read a span from `start` on, so that its first part lies aligned there."""
     owner = first.owner
-    skew = -(first.start + len(owner.head) - start) % owner.alignment if isinstance(owner, PartRead) else 0
+    skew = -(first.start - start) % owner.alignment if isinstance(owner, PartRead) else 0
     return skew + _FAR_SKEW if skew else 0
-
-
-def _naming(error: LoadError, wanted: WantedItem) -> LoadError:
-    return naming(error, wanted.where)

@@ -5,13 +5,12 @@ have to hold all of it together. A `LoadPlan` holds each stored item once, with 
 
 Where the stored dtype is not the destination's, elements are converted as `torch.Tensor.copy_` does, with one warning
 for the load, or refused. Destinations that share memory (tied weights that were saved as several tensors, views of one
-buffer) are found before anything is read, and are read one after the other, all others before them.
+buffer) are found before anything is read, and are read one after the other, in the order of their requests.
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 import operator
 import warnings
@@ -19,7 +18,6 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -41,7 +39,6 @@ from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.load.placement import (
     FEW_CHUNKS,
     Columns,
-    UsualRequest,
     Want,
     WantedItem,
     address_of,
@@ -128,8 +125,6 @@ def _converts(stored: torch.dtype, requested: torch.dtype) -> bool:
 
 
 _Array = np.ndarray[Any, np.dtype[Any]]
-Destination = tuple[str, torch.Tensor, tuple[int, ...]]
-"""A slice of a global tensor: its key, where it goes, and its offsets, in elements."""
 
 
 def may_overlap(starts: _Array, stops: _Array) -> bool:
@@ -139,37 +134,16 @@ def may_overlap(starts: _Array, stops: _Array) -> bool:
     return bool((starts[order][1:] < reach[:-1]).any())
 
 
-def overlapping(destinations: Sequence[Destination]) -> set[int]:
-    """Numbers of those that may share memory with another one, and get other values there."""
-    ranges = {number: found for number, (_, tensor, _) in enumerate(destinations) if (found := memory_of(tensor))}
-    shared: set[int] = set()
-    for near in _touching((*found, number) for number, found in ranges.items()):
-        for in_columns in _touching(_in_period({number: destinations[number][1] for number in near})):
-            for group in _touching((*ranges[number], number) for number in in_columns):
-                # (Parts of one destination get the same values, as a plan of many stored chunks has them.)
-                if len({_global_tensor(*destinations[number]) for number in group}) > 1:
-                    shared.update(group)
-    return shared
-
-
-def _in_period(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, int, int]]:
-    """Where tensors lie in the period in which their memory repeats, which tells columns of one matrix apart: first
-    byte, end and number of each. All in one place, if they have no period in common.
-    """
-    first = min(tensor.data_ptr() for tensor in tensors.values())
-    found, periods = [], set()
-    for number, tensor in tensors.items():
-        steps = ((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
-        stride, count = max(steps, default=(0, 1))
-        period = stride * tensor.element_size()
-        inner_bytes = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        inner_bytes = inner_bytes * tensor.element_size() - (count - 1) * period
-        at = (tensor.data_ptr() - first) % period if period else 0
-        found.append((at, at + inner_bytes, number))
-        periods.add(period)
-    if len(periods) > 1 or any(end > max(periods) for _, end, _ in found):
-        return [(0, 1, number) for number in tensors]
-    return found
+def overlapping(requests: Sequence[ReadRequest]) -> set[int]:
+    """Numbers of those whose destinations may share memory with another one, and get other values there."""
+    ranges = [(*found, number) for number, request in enumerate(requests) if (found := memory_of(request.tensor))]
+    # (Parts of one destination get the same values, as a plan of many stored chunks has them.)
+    return {
+        number
+        for group in _touching(ranges)
+        if len({_global_tensor(requests[number]) for number in group}) > 1
+        for number in group
+    }
 
 
 def _touching(ranges: Iterable[tuple[int, int, int]]) -> Iterator[list[int]]:
@@ -187,13 +161,13 @@ def _touching(ranges: Iterable[tuple[int, int, int]]) -> Iterator[list[int]]:
         yield group
 
 
-def _global_tensor(fqn: str, tensor: torch.Tensor, offsets: tuple[int, ...]) -> tuple[str, int, tuple[int, ...]]:
+def _global_tensor(request: ReadRequest) -> tuple[str, int, tuple[int, ...]]:
     """The key, and where all of the global tensor would lie if the memory went on: slices that have these alike get the
     same values where they overlap.
     """
-    strides = tensor.stride()
-    behind = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-    return fqn, tensor.data_ptr() - behind * tensor.element_size(), strides
+    tensor, strides = request.tensor, request.tensor.stride()
+    behind = sum(map(operator.mul, request.offsets, strides))
+    return request.fqn, tensor.data_ptr() - behind * tensor.element_size(), strides
 
 
 class ReadRequest(NamedTuple):
@@ -244,40 +218,28 @@ def stored_dtype(entry: TensorEntry) -> torch.dtype:
 
 
 class LoadPlan:
-    """What one load reads, and where it goes: `columns` of small items that are copied as they are (None before
-    `add_usual`), and all other `items`, by file, offset and key. `keys`: of all that is loaded, in the caller's order.
+    """What one load reads, and where it goes: `columns` of small items that are copied as they are, and all other
+    `items`, by file, offset and key.
     """
 
     def __init__(self, index: CheckpointIndex, conversions: DtypeConversions, window_bytes: int) -> None:
-        self.columns: Columns | None = None
+        self.columns = Columns(index, window_bytes)
         self.items: dict[tuple[str, int, str], WantedItem] = {}
         self._index = index
         self._conversions = conversions
         self._window_bytes = window_bytes
-        self.keys: Sequence[str] = ()
         self._lookups: dict[str, _ChunkLookup] = {}
         self._elems: dict[str, tuple[int, int]] = {}  # of each tensor: those that are requested, and all
-        self._requests: list[UsualRequest | ReadRequest] = []
+        self._requests: list[ReadRequest] = []
         self._tensors: list[torch.Tensor] = []  # destinations of `items`
 
-    def add_usual(self, requests: Iterable[UsualRequest]) -> None:
-        """Add requests of a load under the layout of the save: most are of complete chunks. Raises as `add`."""
-        if self.columns is None:
-            self.columns = Columns(self._index, self._window_bytes)
-        usual = list(requests)
-        self._requests += usual
-        self._add(itertools.starmap(ReadRequest, self.columns.take(usual)))
-
+    @collector_paused()
     def add(self, requests: Iterable[ReadRequest]) -> None:
         """Find the stored chunks that hold what is requested, and check it: raises as `FileSystemReader.read_items`."""
         requests = list(requests)
         self._requests += requests
-        self._add(requests)
-
-    @collector_paused()
-    def _add(self, requests: Iterable[ReadRequest]) -> None:
         index = self._index
-        for request in requests:
+        for request in self.columns.take(requests):
             fqn, tensor, offsets, sizes = request[:4]
             entry = index.tensors.get(fqn) or tensor_entry(fqn, index)
             dtype = self._dtype_of(entry, tensor)
@@ -301,16 +263,6 @@ class LoadPlan:
             lookup = self._lookups[entry.fqn] = _ChunkLookup(entry)
         return lookup.overlapping(box)
 
-    def add_chunk(self, entry: TensorEntry, chunk: StoredChunk, box: Box, tensor: torch.Tensor) -> None:
-        """Add a slice of a stored chunk, relative to it, as DCP plans it. Raises as `add`."""
-        dtype = self._dtype_of(entry, tensor)
-        if tuple(tensor.shape) != box.sizes:
-            raise _wrong_destination(entry.fqn, box.sizes, tensor)
-        offsets = tuple(map(operator.add, chunk.offsets, box.offsets))
-        self._requests.append(ReadRequest(entry.fqn, tensor, offsets, box.sizes))
-        self._note(entry.fqn, tensor)
-        self._add_part(entry, dtype, chunk, box, tensor)
-
     def _note(self, fqn: str, tensor: torch.Tensor) -> None:
         if not can_be_filled(tensor):
             raise LoadError(
@@ -330,51 +282,24 @@ class LoadPlan:
 
     @collector_paused()
     def turns(self) -> list[LoadPlan]:
-        """This plan; or several to be carried out one after the other, if destinations share memory: what comes last
-        stays. As with DCP's reader, that goes by files as they are first needed, and in each by the order of the keys.
+        """This plan; or several to be carried out one after the other, if destinations share memory: those that do come
+        one by one, after all others, and what was requested last stays.
         """
         ranges = [found for tensor in self._tensors if (found := memory_of(tensor)) is not None]
         starts, stops = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
-        if self.columns is not None:
-            of_columns = self.columns.memory()
-            starts, stops = np.append(starts, of_columns[0]), np.append(stops, of_columns[1])
-        if not may_overlap(starts, stops):
+        of_columns = self.columns.memory()
+        if not may_overlap(np.append(starts, of_columns[0]), np.append(stops, of_columns[1])):
             return [self]
-        shared = overlapping([request[:3] for request in self._requests])
+        shared = overlapping(self._requests)
         if not shared:
             return [self]
-        requests = [ReadRequest(*request) for request in self._requests]
-        others = LoadPlan(self._index, self._conversions, self._window_bytes)
-        apart = [request for number, request in enumerate(self._requests) if number not in shared]
-        others.add_usual(request for request in apart if not isinstance(request, ReadRequest))
-        others.add(request for request in apart if isinstance(request, ReadRequest))
-        files, places = self._in_order(requests)
-        turns: list[tuple[int, int, int, LoadPlan]] = []
-        for number in shared:
-            alone = LoadPlan(self._index, self._conversions, self._window_bytes)
-            alone.add([requests[number]])
-            for key, item in alone.items.items():
-                turn = LoadPlan(self._index, self._conversions, self._window_bytes)
-                turn.items[key] = item
-                turns.append((files[item.item.file], places.get(item.fqn, 0), number, turn))
-        return [others, *(turn for *_, turn in sorted(turns, key=itemgetter(0, 1, 2)))]
-
-    def _in_order(self, requests: Sequence[ReadRequest]) -> tuple[dict[str, int], dict[str, int]]:
-        """Places of the files as they are first needed, and of the keys in the caller's order."""
-        by_key: dict[str, list[ReadRequest]] = {}
-        for request in requests:
-            by_key.setdefault(request.fqn, []).append(request)
-        keys = list(dict.fromkeys([*self.keys, *by_key]))
-        files: dict[str, int] = {}
-        for key in keys:
-            if key in self._index.objects:
-                files.setdefault(self._index.objects[key].item.file, len(files))
-            for request in by_key.get(key, ()):
-                box = Box(tuple(request.offsets), tuple(request.sizes))
-                for chunk in self._chunks_at(box, self._index.tensors[key]):
-                    if intersect(box, Box(chunk.offsets, chunk.sizes)) is not None:
-                        files.setdefault(chunk.item.file, len(files))
-        return files, dict(zip(keys, range(len(keys)), strict=True))
+        others = [request for number, request in enumerate(self._requests) if number not in shared]
+        turns = []
+        for requests in (others, *([self._requests[number]] for number in sorted(shared))):
+            turn = LoadPlan(self._index, self._conversions, self._window_bytes)
+            turn.add(requests)
+            turns.append(turn)
+        return turns
 
     def _dtype_of(self, entry: TensorEntry, tensor: torch.Tensor) -> torch.dtype:
         dtype = torch_dtype(entry.dtype) or stored_dtype(entry)
@@ -452,33 +377,22 @@ def _check_shape(request: ReadRequest, entry: TensorEntry, index: CheckpointInde
             )
 
 
-def check_planned(
-    items: Iterable[ReadItem],
-    state_dict: Mapping[str, Any],
-    stored: Container[str],
-    where: str,
-    flexible: Container[str] = (),
-) -> None:
-    """Raise `CorruptCheckpointError` unless DCP's read items fill the tensors of a flat state dict, but for `flexible`
-    keys. DCP plans the overlaps that it finds, and leaves the rest of a tensor as it was, without a word.
+def check_planned(items: Iterable[ReadItem], state_dict: Mapping[str, Any], stored: Container[str], where: str) -> None:
+    """Raise `CorruptCheckpointError` unless DCP's read items fill the tensors of a flat state dict. DCP plans the
+    overlaps that it finds, and leaves the rest of a tensor as it was, without a word.
     """
     planned: Counter[str] = Counter()
     for item in items:
         planned[item.storage_index.fqn] += math.prod(item.lengths)
     for key, value in state_dict.items():
-        if isinstance(value, torch.Tensor) and key in stored and key not in flexible:
+        if isinstance(value, torch.Tensor) and key in stored:
             elems = sum(math.prod(chunk.sizes) for chunk in local_chunks(value))
             if planned[key] != elems:
-                raise not_held(key, elems, planned[key], where)
-
-
-def not_held(key: str, wanted_elems: int, planned_elems: int, where: str) -> CorruptCheckpointError:
-    """The error for a tensor of which a checkpoint does not hold all that is requested."""
-    return CorruptCheckpointError(
-        f"{key}: {wanted_elems} stored elements are requested, the chunks in {where} hold {planned_elems} of them: the"
-        " save did not finish or its index is damaged (load an earlier checkpoint), or it holds the part of one rank"
-        " alone (load under the layout of the save)"
-    )
+                raise CorruptCheckpointError(
+                    f"{key}: {elems} stored elements are requested, the chunks in {where} hold {planned[key]} of "
+                    "them: the save did not finish or its index is damaged (load an earlier checkpoint), or it holds "
+                    "the part of one rank alone (load under the layout of the save)"
+                )
 
 
 class _ChunkLookup:

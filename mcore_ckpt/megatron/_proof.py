@@ -36,8 +36,8 @@ from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry, parse_shadow_key
 from mcore_ckpt.format.metadata_read import METADATA_FILE
+from mcore_ckpt.load.checks import global_shape, part_of_chunk
 from mcore_ckpt.load.reader import FileSystemReader
-from mcore_ckpt.load.records import global_shape, part_of_chunk
 from mcore_ckpt.load.requests import ReadRequest, stored_dtype
 from mcore_ckpt.state.shards import is_factory, is_main_replica, is_sharded_tensor, part_of_shard, shards_of
 from mcore_ckpt.state.torch_classes import dtype_name

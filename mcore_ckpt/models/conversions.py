@@ -17,7 +17,7 @@ from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, parse_object_key
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.load.records import check_file
+from mcore_ckpt.load.checks import check_file
 from mcore_ckpt.models._foreign import import_conversion, layout_of
 from mcore_ckpt.models._huggingface import export_model, import_model
 from mcore_ckpt.models._legacy_files import legacy_export

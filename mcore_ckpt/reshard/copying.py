@@ -38,8 +38,8 @@ from mcore_ckpt.core.process import Crew, Task, in_parallel
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.integrity import RunningSum
 from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.load.checks import ItemCheck, check_item, global_shape, stretch_of
 from mcore_ckpt.load.files import OpenFiles, padded_range
-from mcore_ckpt.load.records import ItemCheck, check_item, global_shape, stretch_of
 from mcore_ckpt.reshard.plan import TargetPlan, TensorMove, another_fingerprint, in_shares, source_sums
 from mcore_ckpt.reshard.target_files import FileStream, Journal, Streams, Sums, TargetFiles, Written
 from mcore_ckpt.reshard.view import check_sum

@@ -28,7 +28,7 @@ from mcore_ckpt.format.metadata_read import (
     read_index,
     read_small_file,
 )
-from mcore_ckpt.load.records import check_file
+from mcore_ckpt.load.checks import check_file
 from mcore_ckpt.reshard._optimizer_layout import convert_optimizer
 from mcore_ckpt.reshard.conversion import (
     Conversion,

@@ -43,7 +43,7 @@ from mcore_ckpt.directory.iterations import look_at
 from mcore_ckpt.directory.retention import prune_run
 from mcore_ckpt.format.integrity import id_in_names
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, DRAIN_FILE, METADATA_FILE, TRACKER_FILE
-from mcore_ckpt.load.records import check_data_files
+from mcore_ckpt.load.checks import check_data_files
 from mcore_ckpt.save.child_processes import TRAINING_FIRST_NICE, SupervisedChild, start_interpreter
 from mcore_ckpt.storage.resolve import storage_at
 

@@ -17,11 +17,9 @@ and `.metadata` notes the parameter's own global shape in `mcore_data`.
 
 Of a state dict of plain DCP, a rank holds the local parts of DTensors and plain tensors, under the keys that DCP gives.
 
-The fingerprint of the state that ranks hold: without names each rank sums up its main replicas, and one reduction of 40
-bytes puts the parts together (and names tensors without elements, since what several ranks hold of one of them is the
-same). With names it sums up all its replicas, and the coordinator compares them. So it does for the tensors of plain
-DCP, of which no rank by itself knows who else holds the same. A state is plain DCP's if no rank holds anything sharded
-by Megatron.
+The fingerprint of the state that ranks hold: each rank sums up its main replicas, with names all its replicas, and the
+coordinator puts them together. Of the tensors of plain DCP no rank by itself knows who else holds the same. A state is
+plain DCP's if no rank holds anything sharded by Megatron.
 """
 
 from __future__ import annotations
@@ -46,11 +44,9 @@ from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.core.fingerprints import (
     DivergedReplica,
     StateFingerprint,
-    StateWords,
     TensorFingerprint,
     part_of,
     state_of,
-    state_words,
 )
 from mcore_ckpt.core.ranks import coordination_group, without_modes
 from mcore_ckpt.format.index import ORIGINAL_SHAPE, parse_shadow_key
@@ -148,24 +144,6 @@ def replace_leaves(tree: Any, replacement: Callable[[Any], Any]) -> Any:
         return [replace_leaves(value, replacement) for value in tree]
     if type(tree) in _LEAF_TYPES or is_sharded_tensor(tree) or is_sharded_object(tree):
         return replacement(tree)
-    return tree
-
-
-def without_leaves(tree: Any) -> Any:
-    """A nested dict/list without its sharded leaves, and without the containers that held nothing else."""
-    if isinstance(tree, dict):
-        kept = {}
-        for key, value in tree.items():
-            if is_sharded_tensor(value) or is_sharded_object(value):
-                continue
-            rest = without_leaves(value)
-            if isinstance(value, (dict, list)) and value and not rest:
-                continue
-            kept[key] = rest
-        return kept
-    if isinstance(tree, list):
-        kept_list = [without_leaves(v) for v in tree if not (is_sharded_tensor(v) or is_sharded_object(v))]
-        return [v for v in kept_list if not (isinstance(v, (dict, list)) and not v)] if tree else tree
     return tree
 
 
@@ -295,25 +273,21 @@ def fingerprint(
             one of the lowest rank counts. So where some have diverged, the checkpoint may have another fingerprint.
         process_group: the ranks that hold it together; None: all.
         names: also return the fingerprint of each tensor, on every rank, and compare replicas with those that count.
-            All replicas are read then, and lists of them are exchanged.
+            All replicas are read then.
 
     Raises:
-        PlanError: a shard has no data, or (with `names`) ranks disagree on a tensor, or their main replicas do not make
-            it up.
+        PlanError: a shard has no data, ranks disagree on a tensor, or their main replicas do not make it up.
     """
     group = coordination_group(process_group)
     what = "take the fingerprint of the state"
     built: list[Any] = []
 
-    def of_rank() -> _OfRank:
+    def holds_megatrons() -> bool:
         built.append(_built(sharded_state_dict))
-        is_megatrons = next(leaves(built[0]), None) is not None
-        return _OfRank.of([] if names else parts_of(built[0], replicas=False), is_megatrons)
+        return next(leaves(built[0]), None) is not None
 
-    found = group.run_merged(what, of_rank, _OfRank.merged, lambda merged: merged, wrap=PlanError)
-    if found.is_megatrons and not names:
-        return StateFingerprint(str(found.words ^ state_words((*one, 0, True) for one in found.empty)))
-    take = partial(parts_of, replicas=True) if found.is_megatrons else _dcp_parts
+    is_megatrons = group.run_merged(what, holds_megatrons, operator.or_, lambda found: found, wrap=PlanError)
+    take = partial(parts_of, replicas=names) if is_megatrons else _dcp_parts
     gathered = group.gather(what, lambda: list(take(built[0])), wrap=PlanError)
     compared = group.run_on_coordinator(what, lambda: _compared(gathered or []), wrap=PlanError)
     return compared if names else StateFingerprint(compared.total)
@@ -335,34 +309,6 @@ class Part(NamedTuple):
         """Whether the tensor's first element is among these, or would be."""
         start, stop = self.stretch
         return start == 0 and not any(self.box.offsets) and (stop > 0 or not math.prod(self.shape))
-
-
-class _OfRank(NamedTuple):
-    """Of the main replicas of a rank, or of several; and whether they hold anything of Megatron's."""
-
-    words: StateWords
-    empty: frozenset[tuple[str, str, tuple[int, ...]]]  # tensors without elements: several ranks may hold the first one
-    is_megatrons: bool
-
-    @classmethod
-    def of(cls, mains: Iterable[Part], is_megatrons: bool) -> _OfRank:
-        """Of one rank."""
-        empty = set()
-
-        def others() -> Iterator[tuple[str, str, tuple[int, ...], int, bool]]:
-            for part in mains:
-                if 0 in part.shape:
-                    empty.add((part.key, part.dtype, part.shape))
-                else:
-                    yield part.key, part.dtype, part.shape, part.crc, part.is_first
-
-        words = state_words(others())
-        return cls(words, frozenset(empty), is_megatrons)
-
-    def merged(self, other: _OfRank) -> _OfRank:
-        """Of both."""
-        is_megatrons = self.is_megatrons or other.is_megatrons
-        return _OfRank(self.words ^ other.words, self.empty | other.empty, is_megatrons)
 
 
 def parts_of(tree: Any, *, replicas: bool) -> Iterator[Part]:

@@ -1,8 +1,7 @@
 """The index and the plans as classes of torch.distributed.checkpoint, and back: for its planners and stock callers.
 
 Nothing that DCP reads is lost either way: index hints are the positions of the chunks, as stock writers set them, and
-take no part in comparing or hashing a `MetadataIndex`. Plans become DCP's where Megatron asks for those of a loaded
-checkpoint.
+take no part in comparing or hashing a `MetadataIndex`.
 
 Versions of torch differ in the fields of these classes. What one of them lacks is set all the same, and not read there;
 what is written is what the oldest one reads.
@@ -29,6 +28,7 @@ from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.index import (
     CheckpointIndex,
     ObjectEntry,
+    PackedTensors,
     StoredChunk,
     StoredItem,
     TensorEntry,
@@ -98,11 +98,6 @@ def storage_meta(fields: Mapping[str, Any]) -> StorageMeta:
     return meta
 
 
-def dcp_dispatch_table() -> dict[type, Callable[[Any], Any]]:
-    """How classes of DCP are pickled, so that older versions of torch read them, too; as for `pickle.Pickler`."""
-    return {**copyreg.dispatch_table, TensorProperties: _reduced_properties}
-
-
 def _reduced_properties(properties: Any) -> tuple[Any, ...]:
     return copyreg.__newobj__, (TensorProperties,), properties.__getstate__()[:_PROPERTIES]  # type: ignore[attr-defined]
 
@@ -111,7 +106,7 @@ def _pickled_metadata(metadata: Metadata) -> bytes:
     """`metadata` as DCP pickles it, in a form that older versions of torch read, too."""
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream)
-    pickler.dispatch_table = dcp_dispatch_table()
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _reduced_properties}
     pickler.dump(metadata)
     return stream.getvalue()
 
@@ -186,31 +181,35 @@ def from_dcp_metadata(metadata: Metadata, path: str | Path) -> CheckpointIndex:
     sums = getattr(metadata, _SUMS, None) or {"manifest": b"", "crcs": {}, "blocks": {}}
     manifest = split_metadata(sums["manifest"], str(path))[1]
     blocks = {place: array("I", running) for place, running in sums["blocks"].items()}
-    return replace(_index_of(metadata, path, sums["crcs"]), manifest=manifest, blocks=blocks)
+    index = _index_of(metadata, path, sums["crcs"])
+    packed = None if manifest is None else PackedTensors.of(index.tensors)
+    return replace(index, tensors=packed or index.tensors, manifest=manifest, blocks=blocks)
 
 
 @collector_paused()
 def encoded_metadata(
-    metadata: Metadata, path: str | Path, save_id: bytes, files: Mapping[str, ManifestFile], sums: Sequence[WrittenSums]
+    metadata: Metadata,
+    path: str | Path,
+    save_id: bytes,
+    files: Mapping[str, ManifestFile],
+    sums: Mapping[tuple[str, int], ItemSums],
 ) -> bytes:
-    """The content of `.metadata` for what DCP has planned and this package has written.
+    """The content of `.metadata` for what DCP has planned and this package has written; `sums` by file and offset.
 
     Where one of the items has no `sums`, there is no manifest.
     """
     if type(metadata).__name__ not in _KNOWN_METADATA or not _KNOWN_ATTRIBUTES.issuperset(vars(metadata)):
         return _pickled_metadata(metadata)  # of a planner that keeps more in it than anybody knows
-    index = _index_of(metadata, path, {one.place: one.crc32 for one in sums})
+    index = _index_of(metadata, path, {place: one.crc32 for place, one in sums.items()})
     tensors = dict(index.tensors)
     for key, entry in tensors.items():
         if len(entry.chunks) > 1 and (kept := of_different_offsets(entry.chunks)):
             tensors[key] = entry._replace(chunks=tuple([entry.chunks[n] for n in kept]))
-    index = replace(index, tensors=tensors, blocks={one.place: one.blocks for one in sums if one.blocks})
-    index = index.with_fingerprints(_fingerprints(index, {one.place: one.part for one in sums}))
+    index = replace(index, tensors=tensors, blocks={place: one.blocks for place, one in sums.items() if one.blocks})
+    index = index.with_fingerprints(_fingerprints(index, sums))
     return MetadataEncoder(index).encode(
         index.objects,
         storage_meta=index.storage_meta,
-        local_plans=getattr(metadata, "all_local_plans", None),
-        dispatch_table=dcp_dispatch_table(),
         manifest=manifest_of(index, save_id, files),
     )
 
@@ -218,20 +217,20 @@ def encoded_metadata(
 _KNOWN_METADATA = {"Metadata", "MCoreMetadata"}
 _KNOWN_ATTRIBUTES = {
     *("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
-    *("mcore_data", "all_local_plans"),
+    "mcore_data",
 }
 
 
-class WrittenSums(NamedTuple):
-    """The checksums of a written item."""
+class ItemSums(NamedTuple):
+    """The checksums of a written item, and its file."""
 
-    place: tuple[str, int]  # its file and offset
-    crc32: int  # of its payload; of an object or of what is transformed, of all of it
+    file: ManifestFile
+    crc32: int  # of its payload; of an object, of all of it
     blocks: array[int]  # cumulative CRC-32 at each block boundary inside a long payload
-    part: int | None  # what it adds to the fingerprint of its tensor; None of others, and where that is not known
+    part: int | None = None  # what it adds to the fingerprint of its tensor; None where that is not known
 
 
-def _fingerprints(index: CheckpointIndex, parts: Mapping[tuple[str, int], int | None]) -> dict[str, int]:
+def _fingerprints(index: CheckpointIndex, sums: Mapping[tuple[str, int], ItemSums]) -> dict[str, int]:
     """Those of the tensors that were saved in their own shape, and of which each chunk was summed."""
     found: dict[str, int] = {}
     for key, entry in index.tensors.items():
@@ -239,10 +238,10 @@ def _fingerprints(index: CheckpointIndex, parts: Mapping[tuple[str, int], int | 
             continue
         total = 0
         for chunk in entry.chunks:
-            part = parts.get((chunk.item.file, chunk.item.offset))
-            if part is None:
+            of_item = sums.get((chunk.item.file, chunk.item.offset))
+            if of_item is None or of_item.part is None:
                 break
-            total ^= part
+            total ^= of_item.part
         else:
             found[key] = total
     return found

@@ -35,7 +35,8 @@ from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.state_file import StoredStorage, read_plain
 from mcore_ckpt.format.tensor_pickle import DTYPE_OF_STORAGE, DTYPES
 from mcore_ckpt.format.unpickler import Opaque
-from mcore_ckpt.load.records import check_apart, global_shape, part_of_chunk
+from mcore_ckpt.load.checks import global_shape, part_of_chunk
+from mcore_ckpt.load.records import check_apart
 from mcore_ckpt.tools.inspection import checkpoint_directory, in_force
 from mcore_ckpt.tools.keys import (
     StoredState,

@@ -29,6 +29,7 @@ from mcore_ckpt.format.integrity import inner_blocks
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable
+from mcore_ckpt.load.checks import range_crc
 from mcore_ckpt.load.files import FileFooters, OpenFiles, ReadStats, naming
 from mcore_ckpt.load.ranges import split_box
 from mcore_ckpt.load.records import (
@@ -40,7 +41,6 @@ from mcore_ckpt.load.records import (
     checksum_error,
     chunk_name,
     contiguous_around,
-    range_crc,
     whole_blocks,
 )
 from mcore_ckpt.storage.base import Storage

@@ -47,7 +47,7 @@ from mcore_ckpt.format.metadata_read import (
     TRACKER_FILE,
     read_small_file,
 )
-from mcore_ckpt.load.records import check_data_files
+from mcore_ckpt.load.checks import check_data_files
 from mcore_ckpt.storage.base import RangeReader, RangeWriter
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory

@@ -35,8 +35,8 @@ from mcore_ckpt.format.metadata_read import (
     pickle_differs,
     read_index,
 )
+from mcore_ckpt.load.checks import ItemCheck, ItemChecker, Problem, checks_of, item_problem, spans_of
 from mcore_ckpt.load.files import items_by_file, read_table, table_problems
-from mcore_ckpt.load.records import ItemCheck, ItemChecker, Problem, checks_of, item_problem, spans_of
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory, in_force

@@ -1,8 +1,7 @@
 """What people hand to torch.distributed.checkpoint beside plain tensors, and what DCP's own tests ask of its storage.
 
-Each case is saved and read by ours, saved by ours and read by stock, and the other way round: sharded tensors of the
-older kind, FSDP models with their optimizers, objects with a state of their own, parts of a checkpoint, files of
-`torch.save`.
+Each case is saved and read by ours, saved by ours and read by stock, and the other way round: FSDP models with their
+optimizers, parts of a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,73 +34,6 @@ SIDES: dict[str, tuple[Make, Make]] = {
     "written by stock": (dcp.FileSystemWriter, FileSystemReader),
 }
 sides = pytest.mark.parametrize("side", list(SIDES))
-
-
-# --- legacy sharded tensors
-
-
-def sharding_specs() -> list[Any]:
-    """Of a tensor of shape [10, 6] on two ranks."""
-    from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
-
-    def rows(*parts: tuple[int, int, int]) -> Any:
-        return EnumerableShardingSpec(
-            [
-                ShardMetadata(shard_offsets=[a, 0], shard_sizes=[b - a, 6], placement=f"rank:{r}/cpu")
-                for a, b, r in parts
-            ]
-        )
-
-    return [
-        ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"]),
-        ChunkShardingSpec(dim=1, placements=["rank:0/cpu", "rank:1/cpu"]),
-        rows((0, 2, 0), (2, 3, 1), (3, 6, 0), (6, 9, 1), (9, 10, 0)),
-    ]
-
-
-def sharded(spec: Any, values: torch.Tensor) -> Any:
-    from torch.distributed._shard import sharded_tensor
-
-    made = sharded_tensor.zeros(spec, *values.shape)
-    for shard in made.local_shards():
-        shard.tensor.copy_(part_of(values, shard))
-    return made
-
-
-def part_of(values: torch.Tensor, shard: Any) -> torch.Tensor:
-    (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-    return values[row : row + rows, column : column + columns]
-
-
-def reshard_sharded_tensors(rank: int, root: str) -> None:
-    values = torch.arange(60.0).view(10, 6)
-    for saved, spec in enumerate(sharding_specs()):
-        state = {"sharded": sharded(spec, values), "plain": values + 100, "note": [saved], "text": "as it is"}
-        for name, (write, read) in SIDES.items():
-            path = f"{root}/{saved} {name}"
-            dcp.save(state, storage_writer=write(path))
-            for target in (spec, sharding_specs()[saved - 1]):
-                # Each is loaded as what the other was saved as, too.
-                loaded = {
-                    "sharded": sharded(target, torch.zeros(10, 6)),
-                    "plain": torch.zeros(10, 6),
-                    "note": [0],
-                    "text": "",
-                }
-                exchanged = {"sharded": torch.zeros(10, 6), "plain": sharded(target, torch.zeros(10, 6))}
-                dcp.load(loaded, storage_reader=read(path))
-                dcp.load(exchanged, storage_reader=read(path))
-                for shard in loaded["sharded"].local_shards():
-                    assert shard.tensor.equal(part_of(values, shard)), (path, target)
-                for shard in exchanged["plain"].local_shards():  # type: ignore[attr-defined]
-                    assert shard.tensor.equal(part_of(values + 100, shard)), (path, target)
-                assert loaded["plain"].equal(values + 100)
-                assert exchanged["sharded"].equal(values)
-                assert (loaded["note"], loaded["text"]) == ([saved], "as it is")
-
-
-def test_sharded_tensors_of_the_older_kind_reshard(tmp_path: Path) -> None:
-    run_ranks(reshard_sharded_tensors, 2, str(tmp_path), deadline_s=200)
 
 
 # --- models and optimizers
@@ -172,35 +104,6 @@ def test_a_model_under_fsdp_trains_on_as_if_it_had_never_ended(tmp_path: Path) -
 # --- one process
 
 
-class Counter:
-    """Has a state of its own, as data loaders and schedulers have."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.history, self.loads = count, torch.full((3,), float(count)), 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "history": self.history, "raw": b"\x00\xff", "deep": {"list": [1, {"x": 2}]}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert (state["raw"], state["deep"]) == (b"\x00\xff", {"list": [1, {"x": 2}]})
-        self.count, self.history, self.loads = state["count"], state["history"], self.loads + 1
-
-
-@sides
-def test_objects_with_a_state_of_their_own_take_it_over(tmp_path: Path, side: str) -> None:
-    write, read = SIDES[side]
-    dcp.save({"counter": Counter(5), "plain": {"w": torch.ones(2), "n": [1]}}, storage_writer=write(tmp_path))
-    counter, plain = Counter(0), {"w": torch.zeros(2), "n": [0]}
-    state = {"counter": counter, "plain": plain}
-    weight = plain["w"]
-    dcp.load(state, storage_reader=read(tmp_path))
-    assert state["counter"] is counter
-    assert (counter.count, counter.history.tolist(), counter.loads) == (5, [5.0] * 3, 1)
-    assert state["plain"]["w"] is weight  # type: ignore[index]
-    assert weight.tolist() == [1, 1]  # type: ignore[attr-defined]
-    assert state["plain"]["n"] == [1]  # type: ignore[index]
-
-
 @sides
 def test_parts_of_a_checkpoint_are_loaded_by_key(tmp_path: Path, side: str) -> None:
     write, read = SIDES[side]
@@ -223,9 +126,9 @@ def test_parts_of_a_checkpoint_are_loaded_by_key(tmp_path: Path, side: str) -> N
         dcp.load({"model": {"a": torch.zeros(3, 3)}}, storage_reader=read(tmp_path))
 
 
-@pytest.mark.parametrize(("kind", "cached"), [("thread", True), ("process", False)])
+@pytest.mark.parametrize("kind", ["thread", "process"])
 def test_dcp_saves_asynchronously_in_a_thread_and_in_a_process(
-    tmp_path: Path, kind: str, cached: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -236,7 +139,7 @@ def test_dcp_saves_asynchronously_in_a_thread_and_in_a_process(
         monkeypatch.setitem(os.environ, name, value)
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
-        writer = FileSystemWriterAsync(tmp_path / "0", cache_staged_state_dict=cached)
+        writer = FileSystemWriterAsync(tmp_path / "0")
         state = {"w": torch.zeros(50, 30), "step": [0]}
         for step in range(2):
             state["w"].fill_(step)  # type: ignore[attr-defined]

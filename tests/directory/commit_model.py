@@ -27,16 +27,8 @@ def on(flag):
     return flag in FLAGS
 
 
-def look():
-    return "stat" if on("identity by stat") else "read"
-
-
 def own_of(name):
     return name.split(":")[1] if ":" in name else None  # the save whose file it is
-
-
-def data_of(x):
-    return x.split("~")[-1]  # the save whose data an index of that id names
 
 
 def freeze(d):
@@ -154,8 +146,7 @@ def place_common(x):
 
 
 def complete(other, v, *then):
-    now = v if on("completer does not look again") else (yield ("read", "M"))
-    if now == v:
+    if (yield ("read", "M")) == v:
         yield from publish(other, v)
     return then
 
@@ -212,12 +203,6 @@ def store_saver(me):
     yield ("report", "undecided", me)  # raises; its files stay for the next save
 
 
-def store_pruner(me):
-    v = yield ("read", "M")
-    if v != NONE:  # a tombstone, put on the condition, stays in M
-        yield ("unlink M", v) if on("delete without condition") else ("put tombstone", me, v)
-
-
 # ------------------------------------------------------------------ the file system, or store
 def execute(op, fs, lossy):
     """All outcomes of one operation: (answer, files after it). What is not synced yet is noted in `~log`."""
@@ -240,16 +225,14 @@ def outcomes(kind, args, d, lossy):
     name = args[0] if args else None
     if kind == "read":
         return [(here if name == "M" else d[name][1][0] if name in d else None, d)]
-    if kind == "stat":
-        return [(f"inode {d['M'][0]}" if "M" in d else NONE, d)]  # sizes and ticks are all equal here
     if kind == "list":
         return [(tuple(sorted(n for n in d if ":" in n)), d)]
     if kind == "create":
         for name, content in args:
-            d[name] = (min(set(range(99)) - {i for i, _ in d.values()}) if on("identity by stat") else 0, content)
+            d[name] = (0, content)
         return [(None, d)]
-    if kind in ("unlink", "unlink M"):
-        return [(None, {n: each for n, each in d.items() if n not in (args if kind == "unlink" else "M")})]
+    if kind == "unlink":
+        return [(None, {n: each for n, each in d.items() if n not in args})]
     if kind == "claim":
         name, to = args
         if to in d:
@@ -261,15 +244,11 @@ def outcomes(kind, args, d, lossy):
             return [("ENOENT", d)]
         d.pop(name)
         return [("ok", d)]
-    if kind in ("link", "rename"):  # lossy: it was done, the answer was lost, the client has tried again
-        if name not in d or (kind == "link" and args[1] in d):
-            return [("EEXIST" if name in d else "ENOENT", d)]
-        d[args[1]] = d[name] if kind == "link" else d.pop(name)
-        return [("ok", d)] + ([("EEXIST" if kind == "link" else "ENOENT", d)] if lossy else [])
-    if kind == "rmdir":
-        return [("ok", {})] if name is None or name in d else [("ENOENT", d)]
-    if kind == "put tombstone":
-        return [("ok", {**d, "M": (0, tuple(args))})] if here == args[1] else [("412", d)]
+    if kind == "rename":  # lossy: it was done, the answer was lost, the client has tried again
+        if name not in d:
+            return [("ENOENT", d)]
+        d[args[1]] = d.pop(name)
+        return [("ok", d)] + ([("ENOENT", d)] if lossy else [])
     if kind == "put":  # an answer may be lost; what was not answered may still arrive
         wire = d.get("wire", (0, ()))[1]
         sent = {**d, "wire": (0, tuple(sorted({*wire, tuple(args)})))}
@@ -342,16 +321,13 @@ class Model:
                 raise Violation(f"I3: {x} is told that it has not saved, and is in force")
             if op[2] in force:
                 self.late.add(after)  # it was in force, and has been replaced since
-        elif was != now and now is None and op[-1] != old:
-            raise Violation(f"I2: the removal, which had judged {op[-1]}, takes {old} away")
         elif was != now and now and op[0] != "power cut":
             force += (x,)
             if base != old:
                 raise Violation(f"I3: {x}, based on {base}, comes into force over {old}: two have won")
             if x in no:
                 raise Violation(f"I3: {x} comes into force after it was told that it has lost")
-        x = data_of(x)
-        if now and x[0] != "T":
+        if now:
             common = d["C"][1][0] if "C" in d else None
             if f"data:{x}" not in d:
                 raise Violation(f"I1: {x} is in force, and its data files are gone")

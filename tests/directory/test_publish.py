@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt import CheckpointExistsError, SaveError, SaveOptions
-from mcore_ckpt.directory.commit import note_name
 from mcore_ckpt.directory.in_force import common_file_in_force
 from mcore_ckpt.directory.publish import (
     Target,
     check_files,
-    discard,
     open_target,
     publish,
     reserve,
@@ -109,18 +107,6 @@ def test_on_existing_error_touches_nothing(reserved: bool, tmp_path: Path) -> No
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-def test_a_failed_save_leaves_the_old_checkpoint_and_no_rubbish(tmp_path: Path) -> None:
-    first = save(tmp_path, b"one")
-    storage = LocalStorage(tmp_path)
-    storage.create(reserve(storage).commit.pending, b"two")
-    _, target, name = begin(tmp_path)
-    assert note_name(target.commit.id) in names(tmp_path)
-    discard(storage, [name])
-    target.commit.give_up()
-    assert names(tmp_path) == {first, METADATA_FILE, COMMON_FILE}
-    assert (tmp_path / COMMON_FILE).read_bytes() == b"one"
-
-
 def test_what_a_killed_save_left_is_removed_by_the_next_and_nothing_else(tmp_path: Path) -> None:
     first = save(tmp_path, b"one")
     (tmp_path / "notes.txt").write_text("mine")
@@ -187,13 +173,6 @@ def test_what_a_foreign_strategy_saves_beside_a_common_state_is_settled(tmp_path
     assert (tmp_path / COMMON_FILE).read_bytes() == b"two"
     last = save(tmp_path)
     assert names(tmp_path) == {last, METADATA_FILE, COMMON_FILE}
-
-
-def test_checkpoints_in_directories_below_are_no_remains_of_a_failed_save(tmp_path: Path) -> None:
-    begin_and_be_killed(tmp_path)  # a save into the wrong directory
-    below = save(tmp_path / "iter_0000001")
-    save(tmp_path)
-    assert (tmp_path / "iter_0000001" / below).exists()
 
 
 @pytest.mark.timeout(60)

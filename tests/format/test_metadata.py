@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
 )
-from torch.distributed.checkpoint.planner import SavePlan
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mcore_ckpt.format.index import (
@@ -32,7 +31,7 @@ from mcore_ckpt.format.metadata_read import (
     read_config,
     read_index,
 )
-from mcore_ckpt.format.metadata_write import FORMAT_VERSION, MetadataEncoder, encode_metadata
+from mcore_ckpt.format.metadata_write import FORMAT_VERSION, encode_metadata
 from mcore_ckpt.state.torch_classes import to_dcp_metadata
 
 SAMPLE = CheckpointIndex(
@@ -100,15 +99,6 @@ def test_encoded_index_names_classes_of_torch_only() -> None:
 
     Recording(io.BytesIO(encode_metadata(SAMPLE))).load()
     assert named == {"torch"}
-
-
-def test_encodes_the_plans_last_and_whole() -> None:
-    plans = [SavePlan([], planner_data={"a": ("b",)}), SavePlan([], storage_data=torch.Size([3]))]
-    content = MetadataEncoder(SAMPLE).encode(SAMPLE.objects, local_plans=plans)
-    metadata = pickle.loads(content)
-    assert metadata.all_local_plans == plans
-    assert list(vars(metadata))[-1] == "all_local_plans"
-    assert parse_index(content, "ckpt").has_local_plans
 
 
 def test_missing_place_is_an_error_or_a_listed_problem() -> None:

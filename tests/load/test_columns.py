@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load import files
-from mcore_ckpt.load.placement import UsualRequest
+from mcore_ckpt.load.placement import Columns
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage.base import Storage
@@ -51,23 +51,23 @@ def blank(expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
 
 
-def usual(key: str, tensor: torch.Tensor) -> UsualRequest:
-    shape = tuple(tensor.shape)
-    return key, tensor, (0,) * len(shape), shape, shape
-
-
 def load(directory: Path, into: dict[str, torch.Tensor], *, whole: bool) -> int:
     """Fill tensors, by columns or each by itself; returns how many were read by columns."""
-    reader = FileSystemReader(directory)
-    plan, requests = reader.plan(), itertools.starmap(usual, into.items())
-    if whole:
-        plan.add_usual(requests)
-    else:
-        plan.add(itertools.starmap(ReadRequest, requests))
-    reader.read(plan)
+    reader, taken = FileSystemReader(directory), []
+    take = Columns.take
+
+    def noted(columns: Columns, requests: Any) -> Any:
+        left = take(columns, requests) if whole else list(requests)
+        taken.append(len(columns))
+        return left
+
+    shapes = {key: tuple(tensor.shape) for key, tensor in into.items()}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Columns, "take", noted)
+        reader.read_items(ReadRequest(key, into[key], (0,) * len(shape), shape, shape) for key, shape in shapes.items())
     assert reader.stats.bytes_needed == sum(tensor.nbytes for tensor in into.values())
     assert reader.stats.records_checked == len(into)
-    return 0 if plan.columns is None else len(plan.columns)
+    return sum(taken)
 
 
 def outcome(directory: Path, *, whole: bool) -> str | dict[str, list[int]]:

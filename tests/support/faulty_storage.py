@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,18 @@ class Faults:
         if index == self.at:
             error = OSError(self.code, os.strerror(self.code), name)
             raise SaveError(f"{name}: {operation} failed: {error.strerror} (injected)") from error
+
+
+class At(Faults):
+    """Calls `do` right before the operation number `at`, once."""
+
+    do: Callable[[], object] = staticmethod(lambda: None)
+
+    def before(self, operation: str, name: str, size: int = 0, tear: Callable[[], None] | None = None) -> None:
+        number = len(self.operations)
+        self.operations.append((operation, name, size))
+        if number == self.at:
+            self.do()
 
 
 def _without_id(name: str) -> str:

@@ -37,7 +37,7 @@ from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.storage.resolve import LocalStorage, storage_at
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.runs import list_run
-from tests.support.faulty_storage import Faults, FaultyStorage
+from tests.support.faulty_storage import At, FaultyStorage
 from tests.support.gcs_server import ObjectDirectory
 from tests.support.model_like import write_model
 
@@ -292,17 +292,6 @@ def test_what_was_saved_after_it_was_judged_comes_back_from_a_removal_that_was_k
     assert left(run) == [100, 200, 300, 400, 500]
 
 
-class At(Faults):
-    """Calls `do` right before the operation number `at`, once."""
-
-    do: Callable[[], object] = staticmethod(lambda: None)
-
-    def before(self, operation: str, name: str, size: int = 0, tear: Callable[[], None] | None = None) -> None:
-        self.operations.append((operation, name, size))
-        if len(self.operations) - 1 == self.at:
-            self.do()
-
-
 def test_a_removal_that_is_stopped_at_any_step_takes_nothing_away_that_was_saved_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,7 +358,7 @@ os._exit(0)
 """
     subprocess.run([sys.executable, "-c", died], timeout=60, check=True)
     elsewhere = run / name_of(400) / f"{INCOMPLETE_MARKER}.{'ab' * 8}"
-    elsewhere.write_bytes(replace(at_work.owner, host="another", save="ab" * 8).encode())
+    elsewhere.write_bytes(replace(at_work.owner, host="another", place="another", save="ab" * 8).encode())
 
     def states() -> list[str]:
         main(["list", str(run)])
@@ -419,78 +408,6 @@ def test_what_a_load_reads_stays(tmp_path: Path) -> None:
     assert going(prune_run(tmp_path, keep_last=1, remove=True)) == [1]
     assert holding_files(tmp_path) == [name_of(2)]
     assert storage_at(tmp_path).folders() == [name_of(2)]
-
-
-def die_in_a_save(directory: Path) -> None:
-    """A process that dies in a save: a data file, in a store an upload, too, and what is made ahead of them."""
-    program = f"""
-import os
-from pathlib import Path
-from mcore_ckpt.core.options import checkpoint_path
-from mcore_ckpt.directory.commit import Commit
-from mcore_ckpt.storage.resolve import storage_at
-storage = storage_at(checkpoint_path({str(directory)!r}))
-storage.ensure()
-commit = Commit.begin(storage)
-storage.create("metadata.json", b"{{}}") if not storage.exists("metadata.json") else None
-storage.create(f"__0_0.{{commit.id}}.distcp", bytes(100))
-writer = storage.open_writer(f"__0_1.{{commit.id}}.distcp", size_bytes=32 << 20)
-writer.write(0, memoryview(bytes(16 << 20)))
-os._exit(0)
-"""
-    subprocess.run([sys.executable, "-c", program], timeout=100, check=True)
-
-
-@pytest.fixture
-def run_with_dead_saves(request: pytest.FixtureRequest, tmp_path: Path, object_directory: ObjectDirectory) -> Path:
-    """Two checkpoints; saves that died before, over and after the last of them."""
-    root = checkpoint_path(tmp_path if request.param == "directory" else object_directory.url)
-    for iteration in (2, 4):
-        save(str(root / name_of(iteration)), 1.0)
-    for iteration in (1, 4, 5):
-        die_in_a_save(root / name_of(iteration))
-    return root
-
-
-@pytest.mark.parametrize("run_with_dead_saves", ["directory", "store"], indirect=True)
-def test_what_a_save_that_died_has_left_goes(
-    run_with_dead_saves: Path, object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An hour later, where no further save is likely to come. A checkpoint stays, and what may be saved next."""
-    root = run_with_dead_saves
-    assert going(prune_run(root, keep_last=2, remove=True)) == []
-    monkeypatch.setattr(retention, "_RECENT_NS", -(10**12))
-    before = {name: storage_at(root / name).list() for name in storage_at(root).folders()}
-    looked = prune_run(root, keep_last=2)
-    assert (going(looked), why(looked, 1)) == ([1], "left by a save that is gone")
-    assert {name: storage_at(root / name).list() for name in before} == before
-    report = prune_run(root, keep_last=2, remove=True)
-    assert going(report) == [1]
-    assert 100 < report.freed_bytes < 1 << 26
-    del before[name_of(1)]
-    assert holding_files(root) == sorted(before)
-    assert {name: storage_at(root / name).list() for name in before} == before
-    for iteration in (2, 4):
-        assert value_of(root / name_of(iteration)) == 1.0
-
-
-OTHERS: dict[str, Callable[[Path], object]] = {
-    "of another save": lambda path: (path / f"__1_0.{'ab' * 8}.distcp").write_bytes(b"moved here, or a drain's"),
-    "an index": lambda path: (path / ".metadata").write_bytes(b"damaged"),
-    "folder": lambda path: (path / "tokenizer").mkdir(),
-    "tracked": lambda path: (path.parent / TRACKER_FILE).write_text("150"),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_what_others_have_made_stays_where_a_save_died(run: Path, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "_RECENT_NS", -(10**12))
-    die_in_a_save(run / name_of(150))
-    assert going(prune_run(run, keep_last=9)) == [150]
-    OTHERS[other](run / name_of(150))
-    before = everything(run)
-    assert prune_run(run, keep_last=9, remove=True).freed_bytes == 0
-    assert everything(run) == before
 
 
 def test_a_load_that_begins_as_its_checkpoint_is_to_go_keeps_it(

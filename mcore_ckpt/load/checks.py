@@ -1,0 +1,323 @@
+"""All records of a checkpoint compared with its index: small ones are read many at a time, large ones in windows.
+
+And what the stored chunks of a tensor add to its fingerprint.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from mcore_ckpt.core.boxes import Stretch
+from mcore_ckpt.core.crc import crc32
+from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
+from mcore_ckpt.core.fingerprints import part_of_elements, part_of_run
+from mcore_ckpt.core.process import in_parallel
+from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.integrity import BLOCK_BYTES
+from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.format.item_reading import Forms, locate_tensor
+from mcore_ckpt.format.metadata_read import checked_footer
+from mcore_ckpt.format.zip_records import NotRangeable
+from mcore_ckpt.load.files import OpenFiles, naming, read_table
+from mcore_ckpt.load.ranges import Extent, Span, coalesce
+from mcore_ckpt.load.records import (
+    check_located,
+    check_proportion,
+    check_records,
+    checksum_error,
+    chunk_name,
+    item_name,
+)
+from mcore_ckpt.storage.base import RangeReader, Storage
+from mcore_ckpt.storage.direct_io import aligned_buffer
+
+_WINDOW_BYTES = 8 * 1024 * 1024
+_MAX_GAP_BYTES = 256 * 1024
+_WORKERS = 2
+
+
+class _ReadInto(Protocol):
+    def __call__(self, offset: int, view: memoryview, /) -> None: ...
+
+
+def range_crc(read_into: _ReadInto, start: int, nbytes: int, window: memoryview, value: int = 0) -> int:
+    """CRC-32 of bytes `[start, start + nbytes)`, read through a window of memory from front to back; after `value`."""
+    done = 0
+    while done < nbytes:
+        view = window[: min(len(window), nbytes - done)]
+        read_into(start + done, view)
+        value = crc32(view, value)
+        done += len(view)
+    return value
+
+
+def global_shape(index: CheckpointIndex, entry: TensorEntry) -> tuple[int, ...]:
+    """The parameter's own shape, where its stretches are stored as rows of a grid (Megatron-Core 0.12 to 0.14)."""
+    shape, grid = index.original_shape(entry.fqn), entry.shape[:-1]
+    if shape is None:
+        return entry.shape
+    cell = [size // count for size, count in zip(shape, grid, strict=False) if count]
+    if len(grid) != len(shape) or math.prod(cell) != entry.shape[-1] or math.prod(shape) != math.prod(entry.shape):
+        raise CorruptCheckpointError(
+            f"{entry.fqn}: {index.path} notes the global shape {list(shape)} for what is stored as {list(entry.shape)}"
+        )
+    return shape
+
+
+def stretch_of(entry: TensorEntry, chunk: StoredChunk, shape: tuple[int, ...]) -> Stretch:
+    """Where a chunk lies in a tensor of this global shape (`global_shape`)."""
+    return Stretch.of_chunk(entry.shape, chunk.offsets, chunk.sizes, element_bytes(entry.dtype), shape)
+
+
+def fingerprint_from_sums(index: CheckpointIndex, entry: TensorEntry, crcs: Sequence[int | None]) -> int | None:
+    """The CRC-32 of a tensor from those of its chunks; None if they do not tell."""
+    shape, total = global_shape(index, entry), 0
+    for chunk, crc in zip(entry.chunks, crcs, strict=True):
+        part = None if crc is None else part_of_run(crc, stretch_of(entry, chunk, shape))
+        if part is None:
+            return None
+        total ^= part
+    return total
+
+
+def part_of_chunk(
+    entry: TensorEntry, chunk: StoredChunk, shape: tuple[int, ...], crc: int | None, read: Callable[[int, int], Any]
+) -> int:
+    """What a chunk of a tensor of this global shape adds; `read(first, count)` gives the bytes of so many of its
+    elements, `crc` is the stored CRC-32 of all, if any. `ChecksumError`: they were read, and do not have it.
+    """
+    stretch = stretch_of(entry, chunk, shape)
+    if not stretch.elems:
+        return 0
+    if crc is not None and (part := part_of_run(crc, stretch)) is not None:
+        return part
+    step = max(1, _WINDOW_BYTES // stretch.elem_bytes)
+    total = value = 0
+    for at in range(0, stretch.elems, step):
+        view = memoryview(read(at, min(step, stretch.elems - at))).cast("B")
+        value = crc32(view, value)
+        total ^= part_of_elements(view, stretch, at)
+    if crc is not None and crc != value:
+        raise checksum_error(chunk_name(entry.fqn, chunk), "its elements have", value, crc)
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that is wrong.
+
+    Attributes:
+        kind: `"index"`, `"file"`, `"structure"` (chunks, overlaps), `"item"` (headers), `"checksum"`, `"copy"` (a
+            shadow copy with other bits than its tensor) or `"optimizer"`.
+        message: what, where, expected and got.
+        fqn: the key, where it is one item's problem.
+        file, offset, length: the bytes of that item.
+    """
+
+    kind: Literal["index", "file", "structure", "item", "checksum", "copy", "optimizer"]
+    message: str
+    fqn: str | None = None
+    file: str | None = None
+    offset: int | None = None
+    length: int | None = None
+
+
+class ItemCheck(NamedTuple):
+    """One stored item to check: its tensor's entry and chunk, or None for an object; cumulative CRCs, if any."""
+
+    fqn: str
+    item: StoredItem
+    entry: TensorEntry | None = None
+    chunk: StoredChunk | None = None
+    blocks: Sequence[int] = ()
+
+    @property
+    def where(self) -> str:
+        """The item as messages name it."""
+        return item_name(self.fqn, self.item)
+
+
+def checks_of(index: CheckpointIndex) -> list[ItemCheck]:
+    """Every item of a checkpoint once, in the order of its files."""
+    checks = [ItemCheck(fqn, entry.item) for fqn, entry in index.objects.items()]
+    empty: list[ItemCheck] = []
+    for fqn, entry in index.tensors.items():
+        for chunk in entry.chunks:
+            blocks = index.blocks.get((chunk.item.file, chunk.item.offset), ())
+            (empty if 0 in chunk.sizes else checks).append(ItemCheck(fqn, chunk.item, entry, chunk, blocks))
+    # DCP knows a chunk by its offsets: those without elements may have one item together, or another chunk's.
+    named = {check.item for check in checks}
+    checks += {check.item: check for check in empty if check.item not in named}.values()
+    checks.sort(key=lambda check: (check.item.file, check.item.offset))
+    return checks
+
+
+def check_data_files(storage: Storage, index: CheckpointIndex, names: Iterable[str]) -> None:
+    """Compare these data files with the index: their footers and tables, and the CRC-32 of each record. Raises
+    `CorruptCheckpointError` that tells what is wrong first, or `LoadError`.
+    """
+    files = set(names)
+    for name in sorted(files):
+        with storage.open_reader(name) as reader:
+            footer = checked_footer(index, name, reader)
+            if footer is not None:
+                read_table(reader, footer)
+    checks = [check for check in checks_of(index) if check.item.file in files]
+    checker = ItemChecker(storage)
+    checker.run(list(spans_of(checks)), _WORKERS)
+    if checker.problems:
+        raise CorruptCheckpointError(min(checker.problems)[1].message)
+
+
+def item_problem(kind: Literal["file", "structure", "item", "checksum"], check: ItemCheck, message: str) -> Problem:
+    item = check.item
+    return Problem(kind, message, check.fqn, item.file, item.offset, item.length)
+
+
+def spans_of(checks: Iterable[ItemCheck]) -> Iterator[Span]:
+    """What to read of sorted items: small neighbours together, as far as a window goes; each large one for itself."""
+    extents = (
+        Extent(check.item.file, check.item.offset, check.item.offset + check.item.length, check.item.length, check)
+        for check in checks
+    )
+    return coalesce(extents, window_bytes=_WINDOW_BYTES, max_gap_bytes=_MAX_GAP_BYTES)
+
+
+class ItemChecker:
+    """Reads spans in threads and collects what is wrong."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.problems: list[tuple[str, Problem]] = []
+        self.items = self.records = self.read_bytes = self.unchecked = 0
+        self._files = OpenFiles(storage, "auto", None)
+        self._lock = threading.Lock()
+        self._buffers = threading.local()
+        self._forms: Forms = {}
+
+    def run(self, spans: list[Span], workers: int, advance: Callable[[int], object] = lambda nbytes: None) -> None:
+        """Check all spans; `advance` is called with the lengths of what was read."""
+
+        def work(span: Span) -> None:
+            self._check(span)
+            advance(span.stop - span.start)
+
+        try:
+            in_parallel(spans, work, workers)
+        finally:
+            self._files.close()
+
+    def _check(self, span: Span) -> None:
+        checks = [extent.owner for extent in span.extents]
+        with self._files.reader(span.file) as reader:
+            view: memoryview | None = None
+            if span.stop - span.start <= _WINDOW_BYTES:
+                view = self._buffer()[: span.stop - span.start]
+                try:
+                    reader.read_into(span.start, view)
+                except LoadError as error:
+                    for check in checks:
+                        self._found(check, item_problem("item", check, f"{check.where}: {error}"))
+                    return
+            records = unchecked = 0
+            for check in checks:
+                item = check.item
+                inside = None if view is None else view[item.offset - span.start :][: item.length]
+                try:
+                    checked = check_item(check, reader, inside, self._buffer, self._forms)
+                except ChecksumError as error:
+                    self._found(check, item_problem("checksum", check, str(error)))
+                except LoadError as error:
+                    self._found(check, item_problem("item", check, str(naming(error, check.where))))
+                else:
+                    records += checked
+                    unchecked += checked == 0
+        with self._lock:
+            self.items += len(checks)
+            self.records += records
+            self.unchecked += unchecked
+            self.read_bytes += span.stop - span.start
+
+    def _found(self, check: ItemCheck, problem: Problem) -> None:
+        with self._lock:
+            self.problems.append((check.where, problem))
+
+    def _buffer(self) -> memoryview:
+        """This thread's window."""
+        buffer: memoryview | None = getattr(self._buffers, "window", None)
+        if buffer is None:
+            buffer = self._buffers.window = _window()
+        return buffer
+
+
+def check_file(storage: Storage, name: str) -> int:
+    """Compare all checksums of a file that is one item by itself, as the common state is; as `check_item`."""
+    with storage.open_reader(name) as reader:
+        return check_item(ItemCheck(name, StoredItem(name, 0, reader.size_bytes)), reader)
+
+
+def _window() -> memoryview:
+    return memoryview(aligned_buffer(_WINDOW_BYTES))
+
+
+def check_item(
+    check: ItemCheck,
+    reader: RangeReader,
+    inside: memoryview | None = None,
+    buffer: Callable[[], memoryview] = _window,
+    forms: Forms | None = None,
+) -> int:
+    """Compare all checksums of one item, and its own description with the index; how many records were compared, 0 if
+    the item hides them. `inside`: its bytes, if they have been read; otherwise `buffer` returns a window.
+    """
+    item, where = check.item, check.where
+
+    def read(offset: int, length: int) -> bytes:
+        if inside is not None:
+            return bytes(inside[offset : offset + length])
+        return reader.read(item.offset + offset, length)
+
+    def sum_up(offset: int, length: int) -> int:
+        running = iter(check.blocks) if length > BLOCK_BYTES else iter(())
+        value = done = 0
+        for expected in running:
+            value = part_crc(offset + done, BLOCK_BYTES, value)
+            done += BLOCK_BYTES
+            if value != expected:
+                what = f"the first {done} bytes of its payload have"
+                raise checksum_error(where, what, value, expected)
+        return part_crc(offset + done, length - done, value)
+
+    def part_crc(offset: int, length: int, value: int) -> int:
+        if inside is not None:
+            return crc32(inside[offset : offset + length], value)
+        return range_crc(reader.read_into, item.offset + offset, length, buffer(), value)
+
+    if item.crc32 is not None and (check.entry is None or item.transforms):
+        whole = part_crc(0, item.length, 0)
+        if whole != item.crc32:
+            raise checksum_error(where, "its bytes have", whole, item.crc32)
+    if item.transforms:
+        return int(item.crc32 is not None)
+    checked = check_records(read, sum_up, item.length, where)
+    if check.entry is None or check.chunk is None:
+        return checked
+    dtype, sizes = check.entry.dtype, check.chunk.sizes
+    nbytes = math.prod(sizes) * element_bytes(dtype)
+    try:
+        found = locate_tensor(read, item.length, where, (dtype, sizes), forms)
+        check_located(found, dtype, sizes, nbytes, item.crc32)
+    except NotRangeable:
+        check_proportion(nbytes, item, where)
+        from mcore_ckpt.format.state_file import read_tensor_outline
+
+        outline = read_tensor_outline(read, item.length, where)
+        if outline is not None and (outline.dtype, outline.shape) != (dtype, sizes):
+            raise CorruptCheckpointError(
+                f"{where}: the index says {dtype} of shape {list(sizes)}, stored is {outline.dtype} of shape "
+                f"{list(outline.shape)}; index and data file do not belong together"
+            ) from None
+    return checked
