@@ -14,65 +14,17 @@ import pytest
 import mcore_ckpt
 from mcore_ckpt.commands.cli import main
 
-PUBLIC = [
-    "AsyncCallsQueue",
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointExistsError",
-    "CheckpointNotFoundError",
-    "CheckpointSummary",
-    "ChecksumError",
-    "ConversionReport",
-    "CopyReport",
-    "CorruptCheckpointError",
-    "DiffReport",
-    "DtypeMismatchError",
-    "FileSystemReader",
-    "FileSystemWriterAsync",
-    "KindMismatchError",
-    "LazyTensor",
-    "LoadError",
-    "LoadOptions",
-    "MCoreLoadPlanner",
-    "MCoreSavePlanner",
-    "MissingKeyError",
-    "NewerFormatError",
-    "OptionError",
-    "PlanError",
-    "PruneReport",
-    "RunReport",
-    "SaveError",
-    "SaveOptions",
-    "ShapeMismatchError",
-    "StateFingerprint",
-    "StrategyNotFoundError",
-    "TorchDistLoadStrategy",
-    "TorchDistSaveStrategy",
-    "UnsafePickleError",
-    "UnsupportedMegatronError",
-    "VerifyReport",
-    "WriteTimeoutError",
-    "WriterDiedError",
-    "__version__",
-    "checkpoint_fingerprint",
-    "copy_checkpoint",
-    "diff_checkpoints",
-    "export_checkpoint",
-    "fingerprint",
-    "get_strategy",
-    "import_checkpoint",
-    "install",
-    "list_run",
-    "load_sharded_optimizer_state",
-    "open_checkpoint",
-    "prune_run",
-    "register_strategy",
-    "repair_checkpoint",
-    "reshard_checkpoint",
-    "summarize_checkpoint",
-    "uninstall",
-    "verify_checkpoint",
-]
+PUBLIC = """
+    AsyncCallsQueue Checkpoint CheckpointError CheckpointExistsError CheckpointNotFoundError CheckpointSummary
+    ChecksumError ConversionReport CopyReport CorruptCheckpointError DiffReport DtypeMismatchError FileSystemReader
+    FileSystemWriterAsync KindMismatchError LazyTensor LoadError LoadOptions MCoreLoadPlanner MCoreSavePlanner
+    MissingKeyError NewerFormatError OptionError PlanError PruneReport RunReport SaveError SaveOptions
+    ShapeMismatchError StateFingerprint StrategyNotFoundError TorchDistLoadStrategy TorchDistSaveStrategy
+    UnsafePickleError UnsupportedMegatronError VerifyReport WriteTimeoutError WriterDiedError __version__
+    checkpoint_fingerprint copy_checkpoint diff_checkpoints export_checkpoint fingerprint get_strategy
+    import_checkpoint install list_run load_sharded_optimizer_state open_checkpoint prune_run register_strategy
+    repair_checkpoint reshard_checkpoint summarize_checkpoint uninstall verify_checkpoint
+""".split()
 NEED_MEGATRON = {"TorchDistLoadStrategy", "TorchDistSaveStrategy", "get_strategy", "register_strategy"}
 GOLDEN = Path(__file__).parent / "format" / "golden" / "ours-0.1.0"
 

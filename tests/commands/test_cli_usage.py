@@ -17,20 +17,7 @@ from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import parse_size
 from tests.support.model_like import reshard_killed, write_model
 
-COMMANDS = [
-    "list",
-    "inspect",
-    "verify",
-    "cat",
-    "diff",
-    "copy",
-    "repair",
-    "prune",
-    "reshard",
-    "export",
-    "import",
-    "doctor",
-]
+COMMANDS = "list inspect verify cat diff copy repair prune reshard export import doctor".split()
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -31,6 +31,13 @@ def data_file(directory: Path, rank: int = 0, number: int = 0) -> Path:
     return found
 
 
+def flip(path: Path, at: int, bits: int = 1) -> None:
+    """Flip bits of a byte of a file; from its end if `at` is negative."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= bits
+    path.write_bytes(content)
+
+
 def names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 

@@ -18,6 +18,7 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.tools.checkpoint import open_checkpoint
+from tests.support.local_files import flip
 from tests.support.model_like import model_tensors, write_model
 from tests.support.stored_layouts import StoredTensor, write_checkpoint
 from tests.support.tilings import tilings
@@ -168,10 +169,7 @@ def test_a_chunk_that_is_read_as_a_whole_is_held_against_its_checksum(tmp_path: 
         index = write_checkpoint(tmp_path / name, {"w": StoredTensor(tensor, boxes)})
         item = index.tensors["w"].chunks[-1].item
         path = tmp_path / name / item.file
-        content = bytearray(path.read_bytes())
-        at = content.index(tensor[7, -4:].numpy().tobytes())
-        content[at] ^= 1
-        path.write_bytes(content)
+        flip(path, path.read_bytes().index(tensor[7, -4:].numpy().tobytes()))
         with open_checkpoint(tmp_path / name) as checkpoint, pytest.raises(ChecksumError, match="w at"):
             checkpoint["w"].torch()
         assert main(["export", str(tmp_path / name), str(tmp_path / "e"), "--to", "torch"]) == 2

@@ -25,7 +25,7 @@ from mcore_ckpt.directory.copying import file_on_its_way
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.storage.resolve import LocalWriter, storage_at
 from tests.support.gcs_server import ObjectDirectory
-from tests.support.local_files import data_file
+from tests.support.local_files import data_file, flip
 from tests.support.object_server import S3Directory
 from tests.support.stored_saves import loaded, save, state
 
@@ -147,11 +147,10 @@ def test_a_damaged_checkpoint_replaces_no_intact_copy(
     copy_checkpoint(saved, target)
     before = contents(target)
     damaged = data_file(saved / folder)
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 1
-    damaged.unlink()
-    if how != "gone":
-        damaged.write_bytes(content)
+    if how == "gone":
+        damaged.unlink()
+    else:
+        flip(damaged, damaged.stat().st_size // 2)
     for place in (target, tmp_path / "first copy"):
         assert main(["copy", str(saved), str(place)]) != 0
         assert damaged.name in capsys.readouterr().err

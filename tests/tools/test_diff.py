@@ -13,6 +13,7 @@ import torch
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.tools.diff import DiffReport, TensorDiff, diff_checkpoints
+from tests.support.local_files import flip
 from tests.support.model_like import model_tensors, write_model
 
 KEY = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -225,8 +226,6 @@ class TestValuesOfTheCommonState:
         report = self.report(tmp_path, torch.tensor([65536.0]), torch.tensor([65536.0]))
         assert report.identical
         path = tmp_path / "b" / "common.pt"
-        content = bytearray(path.read_bytes())
-        content[content.index(torch.tensor([65536.0]).numpy().tobytes()) + 3] ^= 1
-        path.write_bytes(content)
+        flip(path, path.read_bytes().index(torch.tensor([65536.0]).numpy().tobytes()) + 3)
         assert main(["diff", report.a, report.b]) == 2
         assert "common.pt" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from mcore_ckpt import ChecksumError, checkpoint_fingerprint, diff_checkpoints, 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
+from tests.support.local_files import flip
 from tests.support.model_like import model_tensors, write_model
 
 GOLDEN = Path(__file__).parents[1] / "format" / "golden"
@@ -54,10 +55,7 @@ def test_a_changed_element_and_damage(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "other bits (" in capsys.readouterr().out
 
     item = read_index(tmp_path / "a").tensors[COLUMNS].chunks[0].item
-    path = tmp_path / "a" / item.file
-    content = bytearray(path.read_bytes())
-    content[item.offset + item.length // 2] ^= 1
-    path.write_bytes(content)
+    flip(tmp_path / "a" / item.file, item.offset + item.length // 2)
     with pytest.raises(ChecksumError, match=COLUMNS):
         checkpoint_fingerprint(tmp_path / "a")
     assert main(["verify", str(tmp_path / "a"), "--state"]) == 1
@@ -88,10 +86,7 @@ def test_a_comparison_of_stored_fingerprints_says_that_it_has_read_nothing(
     reshard_checkpoint(tmp_path / "columns", tmp_path / "a", tp=1, pp=1)
     shutil.copytree(tmp_path / "a", tmp_path / "damaged")
     item = read_index(tmp_path / "damaged").tensors[COLUMNS].chunks[0].item
-    path = tmp_path / "damaged" / item.file
-    content = bytearray(path.read_bytes())
-    content[item.offset + item.length // 2] ^= 1
-    path.write_bytes(content)
+    flip(tmp_path / "damaged" / item.file, item.offset + item.length // 2)
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "damaged"), "--state"]) == 0
     said = "; fingerprints compared as they are stored, without reading that data (mcore-ckpt verify does)"
     assert said in capsys.readouterr().out

@@ -22,6 +22,7 @@ from mcore_ckpt.tools import repair
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.forked import in_child
+from tests.support.local_files import flip
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -57,9 +58,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def damage_index(directory: Path) -> None:
-    content = bytearray((directory / ".metadata").read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    (directory / ".metadata").write_bytes(content)
+    flip(directory / ".metadata", (directory / ".metadata").stat().st_size // 2, 0xFF)
 
 
 def damage_common(directory: Path) -> None:
@@ -68,9 +67,7 @@ def damage_common(directory: Path) -> None:
 
 def damage_item(directory: Path) -> None:
     item = read_index(directory).tensors["output_layer.weight"].chunks[0].item
-    with (directory / item.file).open("r+b") as stream:
-        stream.seek(item.offset + item.length // 2)
-        stream.write(b"\xff" * 8)
+    flip(directory / item.file, item.offset + item.length // 2, 0xFF)
 
 
 def test_a_copy_that_does_not_fit_is_never_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

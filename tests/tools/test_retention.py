@@ -39,6 +39,7 @@ from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.runs import list_run
 from tests.support.faulty_storage import At, FaultyStorage
 from tests.support.gcs_server import ObjectDirectory
+from tests.support.local_files import flip
 from tests.support.model_like import write_model
 
 ITERATIONS = (100, 200, 300, 400, 500)
@@ -147,9 +148,7 @@ def cut(path: Path) -> None:
 
 
 def flip_in_footer(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-20] ^= 1
-    path.write_bytes(content)
+    flip(path, -20)
 
 
 @pytest.mark.parametrize(("damage", "tracked"), [(cut, True), (flip_in_footer, False)])

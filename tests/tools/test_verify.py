@@ -26,6 +26,7 @@ from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.gloo_ranks import run_ranks
+from tests.support.local_files import flip
 from tests.support.megatron_checkpoints import save_in_buckets
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 
@@ -40,13 +41,6 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def item_of(directory: Path, key: str = KEY, chunk: int = 1) -> StoredItem:
     return read_index(directory).tensors[key].chunks[chunk].item
-
-
-def flip(directory: Path, item: StoredItem, at: int, bit: int = 1) -> None:
-    path = directory / item.file
-    content = bytearray(path.read_bytes())
-    content[item.offset + at] ^= bit
-    path.write_bytes(content)
 
 
 def rewrite(directory: Path, index: CheckpointIndex) -> None:
@@ -74,7 +68,7 @@ def test_every_byte_of_an_item_counts(tmp_path: Path) -> None:
     original = path.read_bytes()
     missed = 0
     for at in range(0, item.length, 11):
-        flip(tmp_path / "c", item, at)
+        flip(path, item.offset + at)
         if verify_checkpoint(tmp_path / "c", workers=1).whole:
             missed += 1
             assert_same(read_all(tmp_path / "c"), tensors)
@@ -84,7 +78,7 @@ def test_every_byte_of_an_item_counts(tmp_path: Path) -> None:
 
 def test_a_damaged_payload_is_named_with_its_place(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     item = item_of(checkpoint)
-    flip(checkpoint, item, item.length // 2)
+    flip(checkpoint / item.file, item.offset + item.length // 2)
     assert main(["verify", str(checkpoint), "--json"]) == 1
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
     assert (problem["kind"], problem["fqn"], problem["file"]) == ("checksum", KEY, item.file)
@@ -169,7 +163,7 @@ class TestRepair:
         other = {"copy": copy, "resharded": resharded, "later": tmp_path / "later"}[source]
         item, file = item_of(checkpoint), checkpoint / "__0_1.distcp"
         if damage == "payload":
-            flip(checkpoint, item, item.length // 2)
+            flip(checkpoint / item.file, item.offset + item.length // 2)
         elif damage in ("file", "no config"):
             (file if damage == "file" else checkpoint / "metadata.json").unlink()
         else:
@@ -227,12 +221,10 @@ def test_elements_that_are_not_there(tmp_path: Path) -> None:
 class TestCommonState:
     def test_its_checksums_are_compared(self, checkpoint: Path) -> None:
         path = checkpoint / "common.pt"
-        content = bytearray(path.read_bytes())
-        content[len(content) // 3] ^= 1
-        path.write_bytes(content)
+        flip(path, path.stat().st_size // 3)
         (problem,) = verify_checkpoint(checkpoint).problems
         assert (problem.kind, problem.file) in (("checksum", "common.pt"), ("item", "common.pt"))
-        path.write_bytes(content[:200])
+        path.write_bytes(path.read_bytes()[:200])
         (problem,) = verify_checkpoint(checkpoint).problems
         assert (problem.kind, problem.file) == ("item", "common.pt")
 
@@ -255,11 +247,10 @@ def test_every_changed_bit_of_metadata_json_is_seen(tmp_path: Path) -> None:
     sound = path.read_bytes()
     assert verify_checkpoint(tmp_path / "c").whole
     for bit in range(0, 8 * len(sound), 5):
-        content = bytearray(sound)
-        content[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(content)
+        path.write_bytes(sound)
+        flip(path, bit // 8, 1 << bit % 8)
         report = verify_checkpoint(tmp_path / "c")
-        assert [problem.file for problem in report.problems] == ["metadata.json"], bytes(content)
+        assert [problem.file for problem in report.problems] == ["metadata.json"], path.read_bytes()
     path.write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')  # as megatron-core 0.19 has it
     assert verify_checkpoint(tmp_path / "c").whole
 
