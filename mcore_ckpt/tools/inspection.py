@@ -231,26 +231,22 @@ def describe_items(index: CheckpointIndex, pattern: str | None = None) -> list[I
     """Every stored item whose key matches, by file and offset: the byte-level view of each bucket."""
     wanted = key_filter(pattern)
     rows = [
-        _item_row(fqn, "tensor_data", chunk.item, entry.dtype, chunk.sizes, chunk.offsets)
+        ItemRow(*_place(chunk.item), "tensor_data", fqn, entry.dtype, chunk.sizes, chunk.offsets, chunk.item.transforms)
         for fqn, entry in index.tensors.items()
         if wanted(fqn)
         for chunk in entry.chunks
     ]
-    rows += [_item_row(fqn, "bytes_data", entry.item) for fqn, entry in index.objects.items() if wanted(fqn)]
+    rows += [
+        ItemRow(*_place(entry.item), "bytes_data", fqn, None, None, None, entry.item.transforms)
+        for fqn, entry in index.objects.items()
+        if wanted(fqn)
+    ]
     rows.sort(key=lambda row: (_file_order(row.file), row.start))
     return rows
 
 
-def _item_row(
-    fqn: str,
-    half: Literal["tensor_data", "bytes_data"],
-    item: StoredItem,
-    dtype: str | None = None,
-    shape: tuple[int, ...] | None = None,
-    offsets: tuple[int, ...] | None = None,
-) -> ItemRow:
-    place = item.file, item.offset, item.offset + item.length
-    return ItemRow(*place, half, fqn, dtype, shape, offsets, item.transforms)
+def _place(item: StoredItem) -> tuple[str, int, int]:
+    return item.file, item.offset, item.offset + item.length
 
 
 def _file_order(file: str) -> tuple[int, str]:
@@ -468,14 +464,7 @@ def _tensor(entry: TensorEntry, numbers: dict[str, int]) -> dict[str, Any]:
         "shape": entry.shape,
         "bytes": tensor_bytes(entry.dtype, entry.shape),
         "chunks": [
-            (
-                chunk.offsets,
-                chunk.sizes,
-                numbers[chunk.item.file],
-                chunk.item.offset,
-                chunk.item.offset + chunk.item.length,
-            )
-            for chunk in entry.chunks
+            (chunk.offsets, chunk.sizes, numbers[chunk.item.file], *_place(chunk.item)[1:]) for chunk in entry.chunks
         ],
     }
 
