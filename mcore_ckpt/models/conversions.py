@@ -66,7 +66,8 @@ def export_checkpoint(
         to: `"safetensors"`, `"torch"` (files of `torch.save`) and `"dcp"` (one rank's plain DCP checkpoint): all
             tensors under their keys. `"hf"`: the model, as `AutoModelForCausalLM.from_pretrained` loads it.
             `"megatron-legacy"`: the model, as a job with `--ckpt-format torch` loads it.
-        dry_run, progress: as for `reshard_checkpoint`.
+        dry_run: as for `reshard_checkpoint`.
+        progress: as for `reshard_checkpoint`.
         options: fields of `ExportOptions`, such as `dtype="bf16"`; `mcore-ckpt export --help` says what each does, and
             which formats take it.
 
@@ -117,7 +118,8 @@ def import_checkpoint(
         kind: `"files"`: tensors of safetensors, torch files or a DCP checkpoint under their own keys. `"hf"`: a Hugging
             Face model. `"dcp"`: a checkpoint of FSDP2 with Hugging Face's names, where `hf_config` is given, otherwise
             one of Megatron-FSDP. `"megatron-legacy"`: what a job has saved with `--ckpt-format torch`.
-        dry_run, progress: as for `reshard_checkpoint`.
+        dry_run: as for `reshard_checkpoint`.
+        progress: as for `reshard_checkpoint`.
         options: fields of `ImportOptions`, such as `tp=4`; `mcore-ckpt import --help` says what each does, and which
             kinds take it. Parallel sizes are those of the target's files, which a job loads under others, too.
 
