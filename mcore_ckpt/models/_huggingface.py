@@ -181,7 +181,7 @@ def _export_conversion(index: CheckpointIndex, options: ExportOptions) -> _Conve
                 "taken, padding included; a config.json of the model (--hf-config) tells it"
             )
         config = family.config(arguments, vocabulary)
-    config = {**config, "model_type": config.get("model_type", family.model_types[0])}
+    config = {**config, "model_type": config.get("model_type", family.model_type)}
     config.setdefault("architectures", [family.architecture])
     model = family.model(config)
     _refuse_too_many(model, index, where)

@@ -75,7 +75,7 @@ def test_rotary_embeddings_are_those_that_transformers_computes(name: str) -> No
         except OptionError:
             continue
         assert family.arguments(family.config(arguments, 100)) == arguments
-        there = AutoConfig.for_model(family.model_types[0], **copy.deepcopy(config))
+        there = AutoConfig.for_model(family.model_type, **copy.deepcopy(config))
         exponents = np.arange(0, there.head_dim, 2) / there.head_dim
         frequencies = 1 / arguments["rotary_base"] ** exponents
         cosines, softmax = 1.0, 1.0

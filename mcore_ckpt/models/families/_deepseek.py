@@ -14,24 +14,23 @@ from mcore_ckpt.models.families._settings import (
     DECODER_DEFAULTS,
     DENSE_MLP,
     EMBEDDING,
+    SILU,
     as_loaded,
     count,
     decoder_arguments,
     decoder_config,
-    expect,
     expert_arguments,
     expert_layers_of,
+    experts_of,
     gated_experts,
     in_layer,
     latent_rope_type,
     layer_count,
     number,
     rope_settings,
-    setting,
     shared_experts,
     yarn_arguments,
     yarn_config,
-    yarn_scales,
 )
 from mcore_ckpt.models.families._table import Family, Model
 
@@ -124,77 +123,12 @@ def _rotary_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**base, "rope_type": "yarn", **yarn_arguments(found, "")}
 
 
-def _rotary_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    theta = float(number(arguments, "rotary_base", 10000))
-    if latent_rope_type(arguments) == "yarn":
-        return {"rope_theta": theta, "rope_scaling": {"type": "yarn", **yarn_config(arguments, "")}}
-    scale = yarn_scales(arguments, "")[1] ** 2
-    if scale != 1:
-        raise OptionError(
-            f"the stored arguments rope_type={arguments.get('rope_type')!r}, mscale_all_dim="
-            f"{arguments.get('mscale_all_dim')!r}, rotary_scaling_factor={arguments.get('rotary_scaling_factor')!r}: "
-            f"Megatron-Core's latent attention scales softmax by {scale:.6g} for them, transformers by YaRN only"
-        )
-    return {"rope_theta": theta, "rope_scaling": None}
-
-
-def _arguments(config: Mapping[str, Any], **router: Any) -> dict[str, Any]:
-    if number(config, "routed_scaling_factor") == 0:
-        raise OptionError("routed_scaling_factor=0: Megatron-Core takes zero for no factor at all")
-    model = _model(config)
-    plain = {**config, "num_key_value_heads": None, "head_dim": None, "rope_parameters": None, "rope_scaling": None}
-    return {
-        **decoder_arguments(plain, {"attention_bias": (False,), "mlp_bias": (False,)}),
-        **_rotary_arguments(config),
-        "qk_layernorm": True,
-        "multi_latent_attention": True,
-        "q_lora_rank": config.get("q_lora_rank"),
-        "kv_lora_rank": model.sizes["kv rank"],
-        "qk_head_dim": count(config, "qk_nope_head_dim"),
-        "qk_pos_emb_head_dim": count(config, "qk_rope_head_dim"),
-        "v_head_dim": count(config, "v_head_dim"),
-        "moe_shared_expert_intermediate_size": model.sizes["shared ffn"],
-        **expert_arguments(config, model, **router),
-        "moe_router_topk_scaling_factor": number(config, "routed_scaling_factor"),
-    }
-
-
-def _fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a `config.json` beyond those of any decoder."""
-    if not arguments.get("qk_layernorm"):
-        raise OptionError("the stored arguments have no qk_layernorm: this family has norms of its latent vectors")
-    layers = expert_layers_of(arguments)
-    first = layers.index(True) if True in layers else len(layers)
-    if not all(layers[first:]):
-        raise OptionError("the stored argument moe_layer_freq: in this family all layers behind the first have experts")
-    inner = count(arguments, "moe_ffn_hidden_size", count(arguments, "ffn_hidden_size"))
-    shared = count(arguments, "moe_shared_expert_intermediate_size")
-    if shared % inner or arguments.get("moe_shared_expert_gate"):
-        raise OptionError(f"shared experts of {shared}: expected a multiple of {inner}, and no gate, in this family")
-    heads = count(arguments, "num_attention_heads")
-    return {
-        **_rotary_fields(arguments),
-        "num_key_value_heads": heads,
-        "head_dim": count(arguments, "qk_pos_emb_head_dim"),
-        "q_lora_rank": arguments.get("q_lora_rank"),
-        "kv_lora_rank": count(arguments, "kv_lora_rank"),
-        "qk_nope_head_dim": count(arguments, "qk_head_dim"),
-        "qk_rope_head_dim": count(arguments, "qk_pos_emb_head_dim"),
-        "v_head_dim": count(arguments, "v_head_dim"),
-        "n_routed_experts": count(arguments, "num_experts"),
-        "n_shared_experts": shared // inner,
-        "num_experts_per_tok": count(arguments, "moe_router_topk"),
-        "moe_intermediate_size": inner,
-        "first_k_dense_replace": first,
-        "routed_scaling_factor": number(arguments, "moe_router_topk_scaling_factor", 1.0) or 1.0,
-        "attention_bias": False,
-    }
-
-
-def _groups(name: str, groups: int, chosen: int, experts: int, best: int) -> dict[str, Any]:
+def _groups(config: Mapping[str, Any], name: str, best: int, **usual: int) -> dict[str, Any]:
     """Megatron's arguments for a router that looks for experts in the best groups only; raises `OptionError`. It rates
     a group by the sum of its best `experts // chosen` scores; each family has a number of its own.
     """
+    groups, chosen = (count(config, field, usual.get(field)) for field in ("n_group", "topk_group"))
+    experts = count(config, "num_experts_per_tok")
     if chosen >= groups:
         return {}
     rated = experts // chosen
@@ -207,74 +141,77 @@ def _groups(name: str, groups: int, chosen: int, experts: int, best: int) -> dic
     return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
 
 
-def _stored_groups(name: str, arguments: Mapping[str, Any], best: int) -> tuple[int, int]:
-    """How many groups a router has, and how many it chooses; raises `OptionError` for a rating that is another."""
-    if not arguments.get("moe_router_group_topk"):
-        return 1, 1
-    groups, chosen = count(arguments, "moe_router_num_groups", 1), count(arguments, "moe_router_group_topk")
-    rated = count(arguments, "moe_router_topk") // chosen
-    if chosen >= groups:
-        return 1, 1
-    if rated != best:
-        raise OptionError(
-            f"the stored argument moe_router_group_topk={chosen}: {name} rates a group by its best {best} experts, and "
-            f"this checkpoint's router by its best {rated}"
-        )
-    return groups, chosen
-
-
-def _v2_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expect(config, "topk_method", "greedy", "group_limited_greedy")
-    router: dict[str, Any] = {"moe_router_pre_softmax": True}
-    if config.get("topk_method") == "group_limited_greedy":
-        groups, chosen = count(config, "n_group"), count(config, "topk_group")
-        router |= _groups("DeepSeek-V2", groups, chosen, count(config, "num_experts_per_tok"), 1)
-    return _arguments(config, **router)
-
-
-def _v2_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    if not arguments.get("moe_router_pre_softmax"):
-        raise OptionError("the stored argument moe_router_pre_softmax: DeepSeek-V2's router takes the softmax first")
-    if arguments.get("moe_router_enable_expert_bias"):
-        raise OptionError("the stored argument moe_router_enable_expert_bias: DeepSeek-V2's router has no bias")
-    groups, chosen = _stored_groups("DeepSeek-V2", arguments, 1)
+def _arguments(family: Family, config: Mapping[str, Any], **router: Any) -> dict[str, Any]:
+    if number(config, "routed_scaling_factor") == 0:
+        raise OptionError("routed_scaling_factor=0: Megatron-Core takes zero for no factor at all")
+    model = _model(config)
+    plain = {**config, "num_key_value_heads": None, "head_dim": None, "rope_parameters": None, "rope_scaling": None}
     return {
-        **decoder_config(arguments, vocabulary),
-        **_fields(arguments),
-        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
-        "norm_topk_prob": False,
-        "n_group": groups if groups > 1 else None,
-        "topk_group": chosen if groups > 1 else None,
+        **decoder_arguments(family, plain),
+        **_rotary_arguments(config),
+        "q_lora_rank": config.get("q_lora_rank"),
+        "kv_lora_rank": model.sizes["kv rank"],
+        "qk_head_dim": count(config, "qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": count(config, "qk_rope_head_dim"),
+        "v_head_dim": count(config, "v_head_dim"),
+        "moe_shared_expert_intermediate_size": model.sizes["shared ffn"],
+        **expert_arguments(config, model, **router),
+        "moe_router_topk_scaling_factor": number(config, "routed_scaling_factor"),
     }
 
 
-def _v3_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+def _config(family: Family, arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    layers, (chosen, inner) = expert_layers_of(arguments), experts_of(arguments)
+    has_groups = bool(arguments.get("moe_router_group_topk"))
+    is_yarn = latent_rope_type(arguments) == "yarn"
+    return {
+        **decoder_config(family, arguments, vocabulary),
+        "rope_scaling": {"type": "yarn", **yarn_config(arguments, "")} if is_yarn else None,
+        "num_key_value_heads": count(arguments, "num_attention_heads"),
+        "head_dim": count(arguments, "qk_pos_emb_head_dim"),
+        "q_lora_rank": arguments.get("q_lora_rank"),
+        "kv_lora_rank": count(arguments, "kv_lora_rank"),
+        "qk_nope_head_dim": count(arguments, "qk_head_dim"),
+        "qk_rope_head_dim": count(arguments, "qk_pos_emb_head_dim"),
+        "v_head_dim": count(arguments, "v_head_dim"),
+        "n_routed_experts": count(arguments, "num_experts"),
+        "n_shared_experts": count(arguments, "moe_shared_expert_intermediate_size") // inner,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": inner,
+        "first_k_dense_replace": layers.index(True) if True in layers else len(layers),
+        "routed_scaling_factor": number(arguments, "moe_router_topk_scaling_factor", 1.0) or 1.0,
+        "n_group": count(arguments, "moe_router_num_groups", 1) if has_groups else 1,
+        "topk_group": count(arguments, "moe_router_group_topk") if has_groups else 1,
+    }
+
+
+def _v2_arguments(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    has_groups = config.get("topk_method") == "group_limited_greedy"
+    groups = _groups(config, "DeepSeek-V2", 1) if has_groups else {}
+    return _arguments(family, config, moe_router_pre_softmax=True, **groups)
+
+
+def _v2_config(family: Family, arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    found = _config(family, arguments, vocabulary)
+    if found["n_group"] > 1:
+        return {**found, "topk_method": "group_limited_greedy", "norm_topk_prob": False}
+    return {**found, "n_group": None, "topk_group": None, "norm_topk_prob": False}
+
+
+def _v3_arguments(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     experts = count(config, "num_experts_per_tok")
     if bool(config.get("norm_topk_prob")) is not (experts > 1):
         raise OptionError(
             f"norm_topk_prob={config.get('norm_topk_prob')!r:.80}, num_experts_per_tok={experts}: Megatron-Core "
             "divides sigmoids by their sum where several experts are chosen, and only there"
         )
-    expect(config, "rope_interleave", True)
-    expect(config, "topk_method", "noaux_tc")
-    groups, chosen = count(config, "n_group", 1), count(config, "topk_group", 1)
-    router: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-    router |= _groups("DeepSeek-V3", groups, chosen, experts, 2)
-    return _arguments(config, **router)
+    sigmoid = {"moe_router_score_function": "sigmoid"}
+    return _arguments(family, config, **sigmoid, **_groups(config, "DeepSeek-V3", 2, n_group=1, topk_group=1))
 
 
-def _v3_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    if not arguments.get("moe_router_enable_expert_bias"):
-        raise OptionError("the stored arguments have no moe_router_enable_expert_bias: DeepSeek-V3's router has a bias")
-    groups, chosen = _stored_groups("DeepSeek-V3", arguments, 2)
-    return {
-        **decoder_config(arguments, vocabulary),
-        **_fields(arguments),
-        "norm_topk_prob": count(arguments, "moe_router_topk") > 1,
-        "rope_interleave": True,
-        "n_group": groups,
-        "topk_group": chosen,
-    }
+def _v3_config(family: Family, arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    found = _config(family, arguments, vocabulary)
+    return {**found, "norm_topk_prob": found["num_experts_per_tok"] > 1}
 
 
 def _remarks(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -286,17 +223,13 @@ def _remarks(config: Mapping[str, Any]) -> tuple[str, ...]:
     return () if epsilon == _LATENT_EPSILON else (text,)
 
 
-def _is_latent(arguments: Mapping[str, Any], score_function: str) -> bool:
-    return (
-        bool(arguments.get("multi_latent_attention"))
-        and bool(arguments.get("num_experts"))
-        and setting(arguments, "moe_router_score_function", default="softmax") == score_function
-    )
-
+_SETTINGS = {**SILU, "attention_bias": (False,), "mlp_bias": (False,)}
+_CONSTANTS = {"qk_layernorm": True, "multi_latent_attention": True}
+_TRAITS = "RMSNorm swiglu multi_latent_attention num_experts qk_layernorm moe_shared_expert_intermediate_size"
 
 DEEPSEEK_V2 = Family(
     name="deepseek-v2",
-    model_types=("deepseek_v2",),
+    model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     rows=_V2_ROWS,
     loaded=as_loaded(_V2_ROWS),
@@ -310,16 +243,18 @@ DEEPSEEK_V2 = Family(
         "topk_group": None,
         "topk_method": "greedy",
     },
+    settings={**_SETTINGS, "topk_method": ("greedy", "group_limited_greedy")},
+    constants=_CONSTANTS,
+    traits=f"{_TRAITS} softmax",
     model_of=_model,
     arguments_of=_v2_arguments,
     config_of=_v2_config,
-    recognizes=lambda arguments: _is_latent(arguments, "softmax"),
     remarks=_remarks,
 )
 
 DEEPSEEK_V3 = Family(
     name="deepseek-v3",
-    model_types=("deepseek_v3",),
+    model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     rows=_V3_ROWS,
     loaded=as_loaded(_V3_ROWS),
@@ -335,10 +270,12 @@ DEEPSEEK_V3 = Family(
         "routed_scaling_factor": 2.5,
         "topk_group": 4,
     },
+    settings={**_SETTINGS, "rope_interleave": (True,), "topk_method": ("noaux_tc",)},
+    constants={**_CONSTANTS, "moe_router_enable_expert_bias": True},
+    traits=f"{_TRAITS} sigmoid",
     model_of=_model,
     arguments_of=_v3_arguments,
     config_of=_v3_config,
-    recognizes=lambda arguments: _is_latent(arguments, "sigmoid"),
     remarks=_remarks,
     # Layers behind the last one predict further tokens; transformers loads the model without them.
     derived=(r"^model\.layers\.{layers}\.",),

@@ -21,83 +21,69 @@ from typing import Any
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.models.families._settings import (
     ATTENTION,
+    DECODER,
     DECODER_DEFAULTS,
     DENSE_MLP,
     EMBEDDING,
     QK_NORM,
     QKV_BIAS,
+    SILU,
     count,
     decoder_arguments,
     decoder_config,
-    decoder_model,
     epsilon_of,
-    expect,
     in_layer,
-    is_plain_decoder,
     layer_count,
     model_arguments,
-    no_windows,
     number,
     row,
     setting,
-    window_arguments,
-    window_config,
 )
 from mcore_ckpt.models.families._table import Family, Model
 
 _QWEN_DEFAULTS = {**DECODER_DEFAULTS, "layer_types": None, "num_key_value_heads": 32, "use_sliding_window": False}
+_BUFFERS = (r"\.rotary_emb\.inv_freq$",)
 
-
-_NO_BIAS = {"attention_bias": (False,)}
-
-
-LLAMA = Family(
+LLAMA = DECODER(
     name="llama",
-    model_types=("llama",),
+    model_type="llama",
     architecture="LlamaForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *DENSE_MLP),
     defaults=DECODER_DEFAULTS,
-    model_of=decoder_model,
-    arguments_of=lambda config: decoder_arguments(config, {**_NO_BIAS, "mlp_bias": (False,)}),
-    config_of=functools.partial(decoder_config, attention_bias=False, mlp_bias=False),
-    recognizes=is_plain_decoder,
-    derived=(r"\.rotary_emb\.inv_freq$",),
+    settings={**SILU, "attention_bias": (False,), "mlp_bias": (False,)},
+    traits="RMSNorm swiglu",
+    derived=_BUFFERS,
 )
 
-MISTRAL = Family(
+MISTRAL = DECODER(
     name="mistral",
-    model_types=("mistral",),
+    model_type="mistral",
     architecture="MistralForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *DENSE_MLP),
     defaults={**DECODER_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
-    model_of=decoder_model,
-    arguments_of=lambda config: decoder_arguments(config, **window_arguments(config)),
-    config_of=lambda arguments, vocabulary: decoder_config(arguments, vocabulary, **window_config(arguments)),
-    recognizes=lambda arguments: is_plain_decoder(arguments, "window_size"),
+    traits="RMSNorm swiglu window_size",
 )
 
-QWEN2 = Family(
+QWEN2 = DECODER(
     name="qwen2",
-    model_types=("qwen2",),
+    model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *QKV_BIAS, *DENSE_MLP),
     defaults=_QWEN_DEFAULTS,
-    model_of=decoder_model,
-    arguments_of=lambda config: decoder_arguments(config, no_windows(config), add_qkv_bias=True),
-    config_of=functools.partial(decoder_config, use_sliding_window=False),
-    recognizes=lambda arguments: is_plain_decoder(arguments, "add_qkv_bias"),
+    settings={**SILU, "use_sliding_window": (False,)},
+    constants={"add_qkv_bias": True},
+    traits="RMSNorm swiglu add_qkv_bias",
 )
 
-QWEN3 = Family(
+QWEN3 = DECODER(
     name="qwen3",
-    model_types=("qwen3",),
+    model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *QK_NORM, *DENSE_MLP),
     defaults={**_QWEN_DEFAULTS, "head_dim": 128},
-    model_of=decoder_model,
-    arguments_of=lambda config: decoder_arguments(config, {**no_windows(config), **_NO_BIAS}, qk_layernorm=True),
-    config_of=functools.partial(decoder_config, use_sliding_window=False, attention_bias=False),
-    recognizes=lambda arguments: is_plain_decoder(arguments, "qk_layernorm"),
+    settings={**SILU, "use_sliding_window": (False,), "attention_bias": (False,)},
+    constants={"qk_layernorm": True},
+    traits="RMSNorm swiglu qk_layernorm",
 )
 
 
@@ -112,63 +98,37 @@ LATER_GEMMAS: Mapping[str, str] = {
 }
 """What Megatron-Core's layers and its `GPTModel` have not, up to 0.19, by the `model_type` of those that need it."""
 
-_SCALE = "scale_embeddings_by_hidden_size"
 
+_GELU = "gelu_pytorch_tanh"
 
-def _gemma_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expected: dict[str, tuple[Any, ...]] = {
-        **_NO_BIAS,
-        "hidden_act": (
-            "gelu_pytorch_tanh",
-            "gelu",
-            None,
-        ),  # the first releases said "gelu", and meant the approximation
-        "hidden_activation": ("gelu_pytorch_tanh", None),
-        "use_bidirectional_attention": (None, False),
-    }
-    gate = {"swiglu": False, "gated_linear_unit": True}
-    norms = {"apply_layernorm_1p": True, "layernorm_zero_centered_gamma": True}
-    return decoder_arguments(config, expected, **gate, **norms, **{_SCALE: True})
-
-
-def _gemma_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    usual = {"swiglu": False, "gated_linear_unit": True, "layernorm_zero_centered_gamma": True}
-    plain = {**arguments, "apply_layernorm_1p": False}
-    return {
-        **decoder_config(plain, vocabulary, usual),
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-    }
-
-
-def _gemma_recognizes(arguments: Mapping[str, Any]) -> bool:
-    return (
-        arguments.get("normalization") == "RMSNorm"
-        and bool(arguments.get("layernorm_zero_centered_gamma"))
-        and bool(arguments.get("gated_linear_unit"))
-        and bool(arguments.get(_SCALE))
-    )
-
-
-GEMMA = Family(
+GEMMA = DECODER(
     name="gemma",
-    model_types=("gemma",),
+    model_type="gemma",
     architecture="GemmaForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *DENSE_MLP),
     defaults={
         **DECODER_DEFAULTS,
         "head_dim": 256,
-        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_act": _GELU,
         "num_key_value_heads": 16,
         "tie_word_embeddings": True,
         "use_bidirectional_attention": None,
     },
-    model_of=decoder_model,
-    arguments_of=_gemma_arguments,
-    config_of=_gemma_config,
-    recognizes=_gemma_recognizes,
-    derived=(r"\.rotary_emb\.inv_freq$",),
+    settings={
+        "attention_bias": (False,),
+        "hidden_act": (_GELU, "gelu", None),  # the first releases said "gelu", and meant the approximation
+        "hidden_activation": (_GELU, None),
+        "use_bidirectional_attention": (None, False),
+    },
+    constants={
+        "swiglu": False,
+        "gated_linear_unit": True,
+        "apply_layernorm_1p": True,
+        "layernorm_zero_centered_gamma": True,
+        "scale_embeddings_by_hidden_size": True,
+    },
+    traits="RMSNorm gated_linear_unit layernorm_zero_centered_gamma scale_embeddings_by_hidden_size",
+    derived=_BUFFERS,
 )
 
 
@@ -188,66 +148,44 @@ _STARCODER2_ROWS = (
 )
 
 
-def _starcoder2_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expected = {"hidden_act": ("gelu_pytorch_tanh", "gelu_new", "gelu"), "use_bias": (True,)}
+def _gelu_of(arguments: Mapping[str, Any], approximate: str) -> str:
+    """What Megatron-Core has fused of GELU is the approximation."""
+    return approximate if setting(arguments, "bias_gelu_fusion", "bias_activation_fusion", default=True) else "gelu"
+
+
+def _starcoder2_arguments(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     return decoder_arguments(
+        family,
         {**config, "rms_norm_eps": config["norm_epsilon"]},
-        expected,
-        normalization="LayerNorm",
-        add_bias_linear=True,
-        swiglu=False,
-        # What Megatron-Core has fused of it is the approximation.
         bias_gelu_fusion=config["hidden_act"] != "gelu",
         attention_dropout=number(config, "attention_dropout", 0.0),
         hidden_dropout=number(config, "residual_dropout", 0.0),
-        **window_arguments(config),
     )
 
 
-def _starcoder2_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    usual = {"normalization": "LayerNorm", "add_bias_linear": True, "swiglu": False}
-    found = decoder_config(arguments, vocabulary, usual, **window_config(arguments))
-    fused = setting(arguments, "bias_gelu_fusion", "bias_activation_fusion", default=True)
+def _starcoder2_config(family: Family, arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    found = decoder_config(family, arguments, vocabulary)
     dropout = number(arguments, "hidden_dropout", 0.1)
     epsilon = found.pop("rms_norm_eps")
     return {
         **found,
         "norm_epsilon": epsilon,
-        "hidden_act": "gelu_pytorch_tanh" if fused else "gelu",
+        "hidden_act": _gelu_of(arguments, _GELU),
         "attention_dropout": number(arguments, "attention_dropout", 0.1),
         "residual_dropout": dropout,
         "embedding_dropout": dropout,
-        "use_bias": True,
     }
 
 
-def _starcoder2_recognizes(arguments: Mapping[str, Any]) -> bool:
-    others = (
-        "swiglu",
-        "quick_geglu",
-        "gated_linear_unit",
-        "squared_relu",
-        "num_experts",
-        "multi_latent_attention",
-        "qk_layernorm",
-    )
-    return (
-        arguments.get("normalization") == "LayerNorm"
-        and arguments.get("position_embedding_type") in ("rope", "yarn")
-        and bool(arguments.get("add_bias_linear"))
-        and not any(arguments.get(name) for name in others)
-    )
-
-
-STARCODER2 = Family(
+STARCODER2 = DECODER(
     name="starcoder2",
-    model_types=("starcoder2",),
+    model_type="starcoder2",
     architecture="Starcoder2ForCausalLM",
     rows=_STARCODER2_ROWS,
     defaults={
         "attention_dropout": 0.0,
         "head_dim": None,
-        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_act": _GELU,
         "norm_epsilon": 1e-5,
         "num_key_value_heads": 2,
         "residual_dropout": 0.0,
@@ -256,11 +194,13 @@ STARCODER2 = Family(
         "tie_word_embeddings": True,
         "use_bias": True,
     },
-    model_of=decoder_model,
+    settings={"hidden_act": (_GELU, "gelu_new", "gelu"), "use_bias": (True,)},
+    constants={"normalization": "LayerNorm", "add_bias_linear": True, "swiglu": False},
+    traits="LayerNorm plain",
+    may_have="window_size add_qkv_bias",
     arguments_of=_starcoder2_arguments,
     config_of=_starcoder2_config,
-    recognizes=_starcoder2_recognizes,
-    derived=(r"\.rotary_emb\.inv_freq$",),
+    derived=_BUFFERS,
 )
 
 
@@ -302,40 +242,25 @@ def _gpt2_model(config: Mapping[str, Any]) -> Model:
     return Model(layer_count(config, "n_layer"), sizes, heads, heads, hidden // heads, holds=holds)
 
 
-def _gpt2_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expect(config, "activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu")
-    expect(config, "scale_attn_weights", True)
-    expect(config, "scale_attn_by_inverse_layer_idx", False)
-    expect(config, "add_cross_attention", False)
+def _gpt2_arguments(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     model = _gpt2_model(config)
     return {
         **model_arguments(model, model.sizes["positions"], number(config, "layer_norm_epsilon")),
-        "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "add_bias_linear": True,
-        "swiglu": False,
-        # What Megatron-Core has fused of it is the approximation.
         "bias_gelu_fusion": config["activation_function"] != "gelu",
         "attention_dropout": number(config, "attn_pdrop", 0.1),
         "hidden_dropout": number(config, "resid_pdrop", 0.1),
     }
 
 
-def _gpt2_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    hidden, heads = count(arguments, "hidden_size"), count(arguments, "num_attention_heads")
-    if arguments.get("group_query_attention") or count(arguments, "kv_channels", hidden // heads) * heads != hidden:
-        raise OptionError("the stored arguments ask for attention that GPT-2 has not: grouped, or wider than the model")
-    if arguments.get("apply_layernorm_1p") or arguments.get("squared_relu"):
-        raise OptionError("the stored arguments apply_layernorm_1p and squared_relu: GPT-2 has no such layers")
-    fused = setting(arguments, "bias_gelu_fusion", "bias_activation_fusion", default=True)
+def _gpt2_config(family: Family, arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
     return {
         "vocab_size": vocabulary,
         "n_positions": count(arguments, "max_position_embeddings"),
-        "n_embd": hidden,
+        "n_embd": count(arguments, "hidden_size"),
         "n_layer": count(arguments, "num_layers"),
-        "n_head": heads,
+        "n_head": count(arguments, "num_attention_heads"),
         "n_inner": count(arguments, "ffn_hidden_size"),
-        "activation_function": "gelu_new" if fused else "gelu",
+        "activation_function": _gelu_of(arguments, "gelu_new"),
         "layer_norm_epsilon": epsilon_of(arguments),
         "attn_pdrop": number(arguments, "attention_dropout", 0.1),
         "resid_pdrop": number(arguments, "hidden_dropout", 0.1),
@@ -344,17 +269,9 @@ def _gpt2_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any
     }
 
 
-def _gpt2_recognizes(arguments: Mapping[str, Any]) -> bool:
-    return (
-        arguments.get("normalization") == "LayerNorm"
-        and arguments.get("position_embedding_type") == "learned_absolute"
-        and not any(arguments.get(name) for name in ("swiglu", "num_experts", "multi_latent_attention", "qk_layernorm"))
-    )
-
-
 GPT2 = Family(
     name="gpt2",
-    model_types=("gpt2",),
+    model_type="gpt2",
     architecture="GPT2LMHeadModel",
     rows=_GPT2_ROWS,
     defaults={
@@ -368,10 +285,23 @@ GPT2 = Family(
         "scale_attn_weights": True,
         "tie_word_embeddings": True,
     },
+    settings={
+        "activation_function": ("gelu_new", _GELU, "gelu"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    constants={
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+        "swiglu": False,
+    },
+    traits="LayerNorm plain learned_absolute",
+    may_have="add_qkv_bias",
     model_of=_gpt2_model,
     arguments_of=_gpt2_arguments,
     config_of=_gpt2_config,
-    recognizes=_gpt2_recognizes,
     derived=(r"^(?:transformer\.)?h\.\d+\.attn\.(?:masked_)?bias$",),
     optional_prefix="transformer.",
 )

@@ -17,30 +17,28 @@ from typing import Any
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.models.families._settings import (
     ATTENTION,
+    DECODER,
     DECODER_DEFAULTS,
     DENSE_MLP,
     EMBEDDING,
     EXPERT_NORM,
     QK_NORM,
     QKV_BIAS,
+    SILU,
     as_loaded,
-    check_router,
     count,
     decoder_arguments,
     decoder_config,
     decoder_model,
     expert_arguments,
     expert_layers_of,
+    experts_of,
     gated_experts,
     in_layer,
-    is_plain_decoder,
     layer_count,
-    no_windows,
     number,
     rope_settings,
     shared_experts,
-    window_arguments,
-    window_config,
     yarn_arguments,
     yarn_config,
 )
@@ -68,12 +66,6 @@ _QWEN2_ROWS = (
 _QWEN3_ROWS = (*EMBEDDING, *ATTENTION, *QK_NORM, *DENSE_MLP, *_QWEN_EXPERTS)
 
 
-def _experts_of(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """How many experts each token has, and the size of one inside."""
-    inner = count(arguments, "moe_ffn_hidden_size", count(arguments, "ffn_hidden_size"))
-    return count(arguments, "moe_router_topk"), inner
-
-
 # --- Mixtral
 
 
@@ -83,27 +75,19 @@ def _mixtral_model(config: Mapping[str, Any]) -> Model:
     return decoder_model(config, sizes=sizes, experts=experts, expert_layers=(True,) * layer_count(config))
 
 
-def _mixtral_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    experts = expert_arguments(config, _mixtral_model(config))
-    return decoder_arguments(config, **window_arguments(config), **experts)
+def _mixtral_arguments(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    return decoder_arguments(family, config, **expert_arguments(config, family.model_of(config)))
 
 
-def _mixtral_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    check_router(arguments, moe_router_pre_softmax=False)
-    chosen, inner = _experts_of(arguments)
-    return decoder_config(
-        arguments,
-        vocabulary,
-        **window_config(arguments),
-        intermediate_size=inner,
-        num_local_experts=count(arguments, "num_experts"),
-        num_experts_per_tok=chosen,
-    )
+def _mixtral_config(family: Family, arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    chosen, inner = experts_of(arguments)
+    more = {"num_local_experts": count(arguments, "num_experts"), "num_experts_per_tok": chosen}
+    return decoder_config(family, arguments, vocabulary, intermediate_size=inner, **more)
 
 
-MIXTRAL = Family(
+MIXTRAL = DECODER(
     name="mixtral",
-    model_types=("mixtral",),
+    model_type="mixtral",
     architecture="MixtralForCausalLM",
     rows=_MIXTRAL_ROWS,
     loaded=as_loaded(_MIXTRAL_ROWS, "block_sparse_moe"),
@@ -115,10 +99,11 @@ MIXTRAL = Family(
         "rope_theta": 1000000.0,
         "sliding_window": None,
     },
+    traits="RMSNorm swiglu num_experts",
+    may_have="window_size",
     model_of=_mixtral_model,
     arguments_of=_mixtral_arguments,
     config_of=_mixtral_config,
-    recognizes=lambda arguments: is_plain_decoder(arguments, "num_experts", may_have=("window_size",)),
 )
 
 
@@ -133,43 +118,34 @@ def _expert_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
 
-def _qwen_model(config: Mapping[str, Any], **sizes: int) -> Model:
+def _qwen_model(config: Mapping[str, Any], **more: int) -> Model:
     experts = count(config, "num_experts", config.get("num_local_experts"))
     inner = count(config, "moe_intermediate_size")
-    sizes = {"experts": experts, "expert ffn": inner, "expert gate and up": 2 * inner, **sizes}
-    return decoder_model(config, sizes=sizes, experts=experts, expert_layers=_expert_layers(config))
+    sizes = {"experts": experts, "expert ffn": inner, "expert gate and up": 2 * inner}
+    return decoder_model(config, sizes={**sizes, **more}, experts=experts, expert_layers=_expert_layers(config))
 
 
 def _qwen2_model(config: Mapping[str, Any]) -> Model:
     return _qwen_model(config, **{"shared ffn": count(config, "shared_expert_intermediate_size")})
 
 
-def _router_arguments(config: Mapping[str, Any], model: Model) -> dict[str, Any]:
+def _qwen_arguments(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """Weights that are not normalized are those among all experts: softmax before the choice."""
-    return expert_arguments(config, model, moe_router_pre_softmax=not config.get("norm_topk_prob", False))
-
-
-def _qwen2_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    model = _qwen2_model(config)
-    return decoder_arguments(
-        config,
-        {**no_windows(config), "qkv_bias": (True,)},
-        add_qkv_bias=True,
-        moe_shared_expert_intermediate_size=model.sizes["shared ffn"],
-        moe_shared_expert_gate=True,
-        **_router_arguments(config, model),
+    model = family.model_of(config)
+    experts = expert_arguments(config, model, moe_router_pre_softmax=not config.get("norm_topk_prob", False))
+    shared = (
+        {"moe_shared_expert_intermediate_size": model.sizes["shared ffn"]}
+        if family.has("moe_shared_expert_gate")
+        else {}
     )
+    return decoder_arguments(family, config, **experts, **shared)
 
 
-def _qwen3_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    expected = {**no_windows(config), "attention_bias": (False,)}
-    return decoder_arguments(config, expected, qk_layernorm=True, **_router_arguments(config, _qwen_model(config)))
-
-
-def _qwen_config(arguments: Mapping[str, Any], vocabulary: int, **fields: Any) -> dict[str, Any]:
-    check_router(arguments)
-    (chosen, inner), layers = _experts_of(arguments), expert_layers_of(arguments)
+def _qwen_config(family: Family, arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    (chosen, inner), layers = experts_of(arguments), expert_layers_of(arguments)
+    shared = count(arguments, "moe_shared_expert_intermediate_size") if family.has("moe_shared_expert_gate") else None
     return decoder_config(
+        family,
         arguments,
         vocabulary,
         num_experts=count(arguments, "num_experts"),
@@ -178,42 +154,39 @@ def _qwen_config(arguments: Mapping[str, Any], vocabulary: int, **fields: Any) -
         norm_topk_prob=not arguments.get("moe_router_pre_softmax"),
         decoder_sparse_step=1,
         mlp_only_layers=[layer for layer, has_experts in enumerate(layers) if not has_experts],
-        use_sliding_window=False,
-        **fields,
+        **({} if shared is None else {"shared_expert_intermediate_size": shared}),
     )
 
 
-def _qwen2_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    shared = count(arguments, "moe_shared_expert_intermediate_size")
-    return _qwen_config(arguments, vocabulary, shared_expert_intermediate_size=shared, qkv_bias=True)
+_QWEN_MOE = functools.partial(DECODER, model_of=_qwen_model, arguments_of=_qwen_arguments, config_of=_qwen_config)
 
-
-QWEN2_MOE = Family(
+QWEN2_MOE = _QWEN_MOE(
     name="qwen2-moe",
-    model_types=("qwen2_moe",),
+    model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
     rows=_QWEN2_ROWS,
     loaded=as_loaded(_QWEN2_ROWS),
     defaults={**_QWEN_DEFAULTS, "num_experts_per_tok": 4, "num_key_value_heads": 16, "qkv_bias": True},
+    settings={**SILU, "use_sliding_window": (False,), "qkv_bias": (True,)},
+    constants={"add_qkv_bias": True, "moe_shared_expert_gate": True},
     model_of=_qwen2_model,
-    arguments_of=_qwen2_arguments,
-    config_of=_qwen2_config,
-    recognizes=lambda given: is_plain_decoder(given, "num_experts", "add_qkv_bias", "moe_shared_expert_gate"),
+    traits="RMSNorm swiglu num_experts add_qkv_bias moe_shared_expert_gate moe_shared_expert_intermediate_size",
 )
 
-QWEN3_MOE = Family(
+QWEN3_MOE = _QWEN_MOE(
     name="qwen3-moe",
-    model_types=("qwen3_moe",),
+    model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     rows=_QWEN3_ROWS,
     loaded=as_loaded(_QWEN3_ROWS),
     defaults={**_QWEN_DEFAULTS, "num_experts_per_tok": 8, "num_key_value_heads": 4},
-    model_of=_qwen_model,
-    arguments_of=_qwen3_arguments,
-    config_of=functools.partial(_qwen_config, attention_bias=False),
-    recognizes=lambda given: is_plain_decoder(given, "num_experts", "qk_layernorm"),
+    settings={**SILU, "use_sliding_window": (False,), "attention_bias": (False,)},
+    constants={"qk_layernorm": True},
+    traits="RMSNorm swiglu num_experts qk_layernorm",
 )
 
+
+# --- GPT-OSS
 
 _GPT_OSS_EXPERT = "mlp.experts.experts.{expert}."
 _WINDOW, _WHOLE = "sliding_attention", "full_attention"
@@ -285,49 +258,39 @@ def _layer_types(arguments: Mapping[str, Any], layers: int) -> list[str]:
     raise OptionError(f"the stored argument window_attn_skip_freq={frequency!r:.80}: expected a number, or one a layer")
 
 
-def _gpt_oss_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+def _gpt_oss_arguments(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     model, rope = _gpt_oss_model(config), rope_settings(config, "yarn", otherwise=_ROPE)
     return decoder_arguments(
-        {**config, "rope_parameters": None, "rope_scaling": None},
-        {"attention_bias": (True,), "swiglu_alpha": (_ALPHA,)},
-        position_embedding_type="yarn",
+        family,
+        {**config, "rope_parameters": None, "rope_scaling": None, "layer_types": None},
         rotary_base=rope["rope_theta"],
         **yarn_arguments(rope, "yarn_"),
-        **window_arguments({"sliding_window": count(config, "sliding_window")}),
+        window_size=(count(config, "sliding_window") - 1, 0),
         window_attn_skip_freq=_window_layers(config, model.layers),
-        softmax_type="learnable",
-        add_bias_linear=True,
-        add_qkv_bias=True,
-        swiglu=False,
-        quick_geglu=True,
         activation_func_clamp_value=float(number(config, "swiglu_limit")),
-        glu_linear_offset=1.0,
         **expert_arguments(config, model),
     )
 
 
-def _gpt_oss_config(arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    check_router(arguments, moe_router_pre_softmax=False)
-    layers = layer_count(arguments, "num_layers")
-    usual = {"swiglu": False, "add_bias_linear": True, "position_embedding_type": "yarn"}
-    usual |= {"softmax_type": "learnable", "quick_geglu": True, "glu_linear_offset": 1.0}
-    return {
-        **decoder_config(arguments, vocabulary, usual),
-        "rope_theta": float(number(arguments, "rotary_base", 150000)),
-        "rope_scaling": yarn_config(arguments, "yarn_"),
-        **window_config(arguments),
-        "intermediate_size": count(arguments, "moe_ffn_hidden_size", count(arguments, "ffn_hidden_size")),
-        "num_local_experts": count(arguments, "num_experts"),
-        "num_experts_per_tok": count(arguments, "moe_router_topk"),
-        "layer_types": _layer_types(arguments, layers),
-        "attention_bias": True,
-        "swiglu_limit": number(arguments, "activation_func_clamp_value"),
-    }
+def _gpt_oss_config(family: Family, arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    chosen, inner = experts_of(arguments)
+    return decoder_config(
+        family,
+        arguments,
+        vocabulary,
+        rope_theta=float(number(arguments, "rotary_base", 150000)),
+        rope_scaling=yarn_config(arguments, "yarn_"),
+        intermediate_size=inner,
+        num_local_experts=count(arguments, "num_experts"),
+        num_experts_per_tok=chosen,
+        layer_types=_layer_types(arguments, layer_count(arguments, "num_layers")),
+        swiglu_limit=number(arguments, "activation_func_clamp_value"),
+    )
 
 
-GPT_OSS = Family(
+GPT_OSS = DECODER(
     name="gpt-oss",
-    model_types=("gpt_oss",),
+    model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *QKV_BIAS, *_GPT_OSS_ROWS),
     defaults={
@@ -343,10 +306,18 @@ GPT_OSS = Family(
         "swiglu_alpha": _ALPHA,
         "swiglu_limit": 7.0,
     },
+    settings={**SILU, "attention_bias": (True,), "swiglu_alpha": (_ALPHA,)},
+    constants={
+        "position_embedding_type": "yarn",
+        "softmax_type": "learnable",
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        "swiglu": False,
+        "quick_geglu": True,
+        "glu_linear_offset": 1.0,
+    },
+    traits="RMSNorm quick_geglu num_experts add_qkv_bias window_size",
     model_of=_gpt_oss_model,
     arguments_of=_gpt_oss_arguments,
     config_of=_gpt_oss_config,
-    recognizes=lambda given: bool(
-        given.get("quick_geglu") and given.get("num_experts") and given.get("softmax_type") == "learnable"
-    ),
 )

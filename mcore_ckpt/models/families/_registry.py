@@ -18,6 +18,7 @@ from mcore_ckpt.models.families._settings import (
     groups_of,
     latent_rope_type,
     setting,
+    traits_of,
     yarn_scales,
 )
 from mcore_ckpt.models.families._table import Family
@@ -323,21 +324,22 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
     """The family that a `config.json` names; raises `OptionError`."""
     kind = config.get("model_type")
     for family in FAMILIES:
-        if kind in family.model_types:
+        if kind == family.model_type:
             return family
     if isinstance(kind, str) and kind in LATER_GEMMAS:
         raise OptionError(
             f"{where}: model_type {kind!r}: such a model has {LATER_GEMMAS[kind]}; Megatron-Core has no layers "
             "for that, so that whatever it made of these weights would be another model"
         )
-    known = ", ".join(kind for family in FAMILIES for kind in family.model_types)
+    known = ", ".join(family.model_type for family in FAMILIES)
     raise OptionError(f"{where}: model_type {kind!r:.80} is not known here; expected one of {known}")
 
 
 def family_of_arguments(arguments: Mapping[str, Any], where: str) -> Family:
     """The family that Megatron's arguments describe; raises `OptionError`."""
+    found = traits_of(arguments)
     for family in FAMILIES:
-        if family.recognizes(arguments):
+        if {*family.traits.split()} <= found <= {*family.traits.split(), *family.may_have.split()}:
             return family
     raise OptionError(
         f"{where}: its stored arguments are those of no family known here; name one (--arch) or give the model's "

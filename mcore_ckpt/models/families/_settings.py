@@ -6,13 +6,14 @@ for is refused in both directions.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.models.families._table import Model, Part, Row
+from mcore_ckpt.models.families._table import Family, Model, Part, Row, expect
 
 _MOST = 2**40
 MOST_LAYERS = 100_000
@@ -44,14 +45,6 @@ def layer_count(config: Mapping[str, Any], name: str = "num_hidden_layers") -> i
     return layers
 
 
-def expect(config: Mapping[str, Any], name: str, *values: Any) -> None:
-    """Raise `OptionError` unless a setting has one of these values, the first of which is what its absence means."""
-    value = config.get(name, values[0])
-    if value not in values:
-        shown = " or ".join(map(repr, values))
-        raise OptionError(f"{name}={value!r:.80}: this family's layers in Megatron-Core have {shown} only")
-
-
 def setting(arguments: Mapping[str, Any], *names: str, default: Any = None) -> Any:
     """The first of some arguments that is there and not None: versions of Megatron call some things differently."""
     return next((arguments[name] for name in names if arguments.get(name) is not None), default)
@@ -78,6 +71,12 @@ def expert_layers_of(arguments: Mapping[str, Any]) -> tuple[bool, ...]:
     if isinstance(frequency, list) and len(frequency) == layers:
         return tuple(bool(kind) for kind in frequency)
     raise OptionError(f"the stored argument moe_layer_freq={frequency!r:.80}: expected a number, or one for each layer")
+
+
+def experts_of(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """How many experts each token has, and the size of one inside, as Megatron's arguments say."""
+    inner = count(arguments, "moe_ffn_hidden_size", count(arguments, "ffn_hidden_size"))
+    return count(arguments, "moe_router_topk"), inner
 
 
 # What Megatron-Core's scaled rotary embedding has fixed, by the names of Hugging Face.
@@ -449,15 +448,14 @@ def decoder_model(config: Mapping[str, Any], **more: Any) -> Model:
     return Model(layers, sizes, heads, groups, head_dim, holds=frozenset(holds), **more)
 
 
-def decoder_arguments(
-    config: Mapping[str, Any], expected: Mapping[str, tuple[Any, ...]] | None = None, /, **constants: Any
-) -> dict[str, Any]:
-    """Megatron's arguments for a decoder with rotary embedding, RMS norms and a gated MLP; `constants` override.
-    `expected`: of settings, what alone Megatron-Core has layers for, first what their absence means.
-    """
-    for name, values in {"hidden_act": ("silu",), **(expected or {})}.items():
-        expect(config, name, *values)
+def decoder_arguments(family: Family, config: Mapping[str, Any], /, **more: Any) -> dict[str, Any]:
+    """Megatron's arguments for a decoder with rotary embedding, RMS norms and a gated MLP; `more` override."""
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise OptionError(f"layer_types={kinds!r:.80}: expected 'full_attention' for all layers of this family")
     model = decoder_model(config)
+    # Hugging Face counts the token itself in a window, Megatron those before it.
+    windowed = family.has("window_size") and config.get("sliding_window") is not None
     return {
         **model_arguments(model, count(config, "max_position_embeddings"), number(config, "rms_norm_eps")),
         "position_embedding_type": "rope",
@@ -469,8 +467,8 @@ def decoder_arguments(
         "swiglu": True,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "window_size": None,
-        **constants,
+        "window_size": (count(config, "sliding_window") - 1, 0) if windowed else None,
+        **more,
     }
 
 
@@ -501,33 +499,9 @@ def model_arguments(model: Model, positions: int, epsilon: float) -> dict[str, A
     }
 
 
-_DECODER = {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False}
-
-
-def decoder_config(
-    arguments: Mapping[str, Any], vocabulary: int, other: Mapping[str, Any] | None = None, /, **fields: Any
-) -> dict[str, Any]:
-    """A `config.json` for such arguments; `fields` are added, and `other` is what the family has unlike most. Raises
-    `OptionError` where the arguments ask for what the family has not.
-    """
-    for name, wanted in {**_DECODER, **(other or {})}.items():
-        # Positions that are stretched by YaRN are rotary, too.
-        if setting(arguments, name) != wanted and (setting(arguments, name), wanted) != ("yarn", "rope"):
-            raise OptionError(
-                f"the stored argument {name}={arguments.get(name)!r:.80}: expected {wanted!r} in this family"
-            )
-    for name in (
-        "apply_layernorm_1p",
-        "squared_relu",
-        "rotary_interleaved",
-        "apply_residual_connection_post_layernorm",
-    ):
-        if arguments.get(name):
-            raise OptionError(f"the stored argument {name}={arguments[name]!r}: this family has no such layers")
-    if number(arguments, "rotary_percent", 1.0) != 1.0:
-        raise OptionError(f"the stored argument rotary_percent={arguments['rotary_percent']!r}: expected 1.0")
+def decoder_config(family: Family, arguments: Mapping[str, Any], vocabulary: int, /, **more: Any) -> dict[str, Any]:
+    """A `config.json` for such arguments; `more` override."""
     hidden, heads = count(arguments, "hidden_size"), count(arguments, "num_attention_heads")
-    positions = count(arguments, "max_position_embeddings")
     return {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -536,72 +510,48 @@ def decoder_config(
         "num_attention_heads": heads,
         "num_key_value_heads": groups_of(arguments),
         "head_dim": count(arguments, "kv_channels", max(1, hidden // heads)),
-        "hidden_act": "silu",
-        "max_position_embeddings": positions,
+        "max_position_embeddings": count(arguments, "max_position_embeddings"),
         "rms_norm_eps": epsilon_of(arguments),
         "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights"),
         "attention_dropout": 0.0,
         **rope_config(arguments),
-        **fields,
+        **({"sliding_window": _window(arguments)} if family.has("window_size") else {}),
+        **more,
     }
 
 
-def no_windows(config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """What is expected of a model that may have windows: all layers look at everything. Raises `OptionError`."""
-    kinds = config.get("layer_types") or []
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise OptionError(f"layer_types={kinds!r:.80}: expected 'full_attention' for all layers of this family")
-    return {"use_sliding_window": (False,)}
-
-
-def window_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A window of attention: Hugging Face counts the token itself, Megatron those before it."""
-    if config.get("sliding_window") is None:
-        return {}
-    return {"window_size": (count(config, "sliding_window") - 1, 0)}
-
-
-def window_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _window(arguments: Mapping[str, Any]) -> int | None:
     """The window as Hugging Face counts it."""
     window = arguments.get("window_size")
     if window is None:
-        return {"sliding_window": None}
+        return None
     if not isinstance(window, (list, tuple)) or len(window) != 2 or window[1] not in (0, -1):
         raise OptionError(f"the stored argument window_size={window!r:.80}: expected (tokens before, 0)")
-    return {"sliding_window": count({"window_size": window[0]}, "window_size") + 1}
+    return count({"window_size": window[0]}, "window_size") + 1
 
 
-_OTHER_LAYERS = (
-    "num_experts",
-    "multi_latent_attention",
-    "qk_layernorm",
-    "add_qkv_bias",
-    "window_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
+SILU: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
+DECODER = functools.partial(
+    Family, model_of=decoder_model, arguments_of=decoder_arguments, config_of=decoder_config, settings=SILU
 )
+"""A family of decoders with rotary embedding, RMS norms and a gated MLP, but for what it says otherwise."""
+
+_TRAITS = (
+    "num_experts multi_latent_attention qk_layernorm add_qkv_bias window_size moe_shared_expert_gate "
+    "moe_shared_expert_intermediate_size layernorm_zero_centered_gamma scale_embeddings_by_hidden_size"
+).split()
+_GATES = "swiglu quick_geglu gated_linear_unit squared_relu".split()
 
 
-def is_plain_decoder(arguments: Mapping[str, Any], *has: str, may_have: tuple[str, ...] = ()) -> bool:
-    """Whether arguments are of a decoder with RMS norms and gated MLPs that has these features, and no others."""
-    if arguments.get("moe_shared_expert_gate"):
-        may_have = (*may_have, "moe_shared_expert_intermediate_size")
-    return (
-        arguments.get("normalization") == "RMSNorm"
-        and bool(arguments.get("swiglu"))
-        and all(arguments.get(name) for name in has)
-        and not any(arguments.get(name) for name in _OTHER_LAYERS if name not in (*has, *may_have))
-    )
-
-
-def check_router(arguments: Mapping[str, Any], **wanted: Any) -> None:
-    """Raise `OptionError` where a router does what a family's does not."""
-    for name, value in {"moe_router_score_function": "softmax", **wanted}.items():
-        if setting(arguments, name, default=value) != value:
-            raise OptionError(f"the stored argument {name}={arguments[name]!r:.80}: expected {value!r} in this family")
-    for name in ("moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "moe_router_group_topk"):
-        if arguments.get(name) and name not in wanted:
-            raise OptionError(f"the stored argument {name}={arguments[name]!r:.80}: this family's router has none")
+def traits_of(arguments: Mapping[str, Any]) -> set[str]:
+    """What tells families apart in Megatron's arguments; of experts under latent attention also what rates them."""
+    found = {name for name in _TRAITS if arguments.get(name)}
+    found |= {str(arguments.get("normalization")), next((name for name in _GATES if arguments.get(name)), "plain")}
+    if arguments.get("position_embedding_type") == "learned_absolute":
+        found.add("learned_absolute")
+    if arguments.get("multi_latent_attention"):
+        found.add(str(setting(arguments, "moe_router_score_function", default="softmax")))
+    return found
 
 
 def expert_arguments(config: Mapping[str, Any], model: Model, **constants: Any) -> dict[str, Any]:

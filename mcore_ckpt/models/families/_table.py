@@ -2,7 +2,7 @@
 
     FAMILY = Family(
         name="llama",
-        model_types=("llama",),
+        model_type="llama",
         architecture="LlamaForCausalLM",
         rows=(*EMBEDDING, *ATTENTION, *GATED_MLP),
         ...
@@ -75,9 +75,17 @@ class Model:
         return tuple(math.prod(self.shape(name if isinstance(name, tuple) else (name,))) for name in names)
 
 
+def expect(config: Mapping[str, Any], name: str, *values: Any) -> None:
+    """Raise `OptionError` unless a setting has one of these values, the first of which is what its absence means."""
+    value = config.get(name, values[0])
+    if value not in values:
+        shown = " or ".join(map(repr, values))
+        raise OptionError(f"{name}={value!r:.80}: this family's layers in Megatron-Core have {shown} only")
+
+
 # What `transformers` reads of the configuration of any model: whether tokens see those behind them, and settings that
 # layers have of their own.
-_EVERYWHERE: Mapping[str, Any] = {"is_causal": True, "per_layer_config": None}
+_EVERYWHERE: Mapping[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config": (None,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +93,22 @@ class Family:
     """A family of models."""
 
     name: str  # as people give it to `--arch`
-    model_types: tuple[str, ...]  # what `config.json` calls it
+    model_type: str  # what `config.json` calls it
     architecture: str  # the class that `transformers` loads it with
     rows: tuple[Row, ...]
     defaults: Mapping[str, Any]  # what `transformers` takes for a setting that `config.json` leaves out, except sizes
+    # Words that `traits_of` Megatron's arguments has to give for arguments of this family, and those that it may.
+    traits: str
     model_of: Callable[[Mapping[str, Any]], Model]  # what a complete `config.json` says about shapes
-    # Megatron's arguments for a complete `config.json`; stored arguments are compared with them.
-    arguments_of: Callable[[Mapping[str, Any]], dict[str, Any]]
-    # A `config.json` for Megatron's arguments and the vocabulary's size. Both raise `OptionError` for what the other
-    # side has not.
-    config_of: Callable[[Mapping[str, Any], int], dict[str, Any]]
-    # Whether arguments are of this family; of several that do, the first in the registry is taken.
-    recognizes: Callable[[Mapping[str, Any]], bool]
+    # Megatron's arguments for a complete `config.json`; raises `OptionError` for what Megatron-Core has not.
+    arguments_of: Callable[[Family, Mapping[str, Any]], dict[str, Any]]
+    # A `config.json` for Megatron's arguments and the vocabulary's size. It translates: what it cannot say is found by
+    # translating back (`compare_settings`).
+    config_of: Callable[[Family, Mapping[str, Any], int], dict[str, Any]]
+    may_have: str = ""
+    # Settings with the values for which Megatron-Core has layers; the first is meant where none is given, and written.
+    settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)  # Megatron's arguments, the same for all of its models
     # Regular expressions of keys that hold nothing of their own: buffers, layers that are not loaded.
     derived: tuple[str, ...] = ()
     optional_prefix: str = ""  # of keys that some checkpoints of the family leave out
@@ -115,14 +127,19 @@ class Family:
 
     def arguments(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Megatron's arguments for a `config.json`; raises `OptionError` for what Megatron-Core has not."""
-        for name, only in _EVERYWHERE.items():
-            if config.get(name, only) is not only:
-                raise OptionError(f"{name}={config[name]!r:.80}: models in Megatron-Core have {only!r} only")
-        return self.arguments_of(self.complete(config))
+        config = self.complete(config)
+        for name, values in {**_EVERYWHERE, **self.settings}.items():
+            expect(config, name, *values)
+        return {**self.arguments_of(self, config), **self.constants}
 
     def config(self, arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
         """A `config.json` for Megatron's arguments and a vocabulary without padding; raises `OptionError`."""
-        return self.config_of(arguments, vocabulary)
+        fixed = {name: values[0] for name, values in self.settings.items()}
+        return {**fixed, **self.config_of(self, arguments, vocabulary)}
+
+    def has(self, trait: str) -> bool:
+        """Whether its models have a trait, or may have it."""
+        return trait in f"{self.traits} {self.may_have}".split()
 
     def of_keys(self, keys: Iterable[str]) -> Family:
         """This family, with the table that stored keys are of: that of files, or that of a loaded model."""
