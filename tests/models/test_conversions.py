@@ -62,16 +62,12 @@ def read_by_definition(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_safetensors_in_one_file(checkpoint: Path, tmp_path: Path) -> None:
-    report = export_checkpoint(checkpoint, tmp_path / "e", to="safetensors")
+def test_safetensors_as_hugging_face_names_them(checkpoint: Path, tmp_path: Path) -> None:
+    report = export_checkpoint(checkpoint, tmp_path / "one")
     assert report.files == ("model.safetensors",)
     assert len(report.left_out) == 2
-    assert_same(read_by_definition(tmp_path / "e" / "model.safetensors"), model_tensors())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["e"]
-
-
-def test_safetensors_sharded_as_hugging_face_names_them(checkpoint: Path, tmp_path: Path) -> None:
-    export_checkpoint(checkpoint, tmp_path / "e", to="safetensors", max_shard_bytes=20_000)
+    assert_same(read_by_definition(tmp_path / "one" / "model.safetensors"), model_tensors())
+    export_checkpoint(checkpoint, tmp_path / "e", max_shard_bytes=20_000)
     document = json.loads((tmp_path / "e" / "model.safetensors.index.json").read_bytes())
     files = sorted(path.name for path in (tmp_path / "e").glob("*.safetensors"))
     assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
@@ -84,32 +80,27 @@ def test_safetensors_sharded_as_hugging_face_names_them(checkpoint: Path, tmp_pa
         tensors |= found
     assert_same(tensors, model_tensors())
     assert document["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["e", "one"]
 
 
-def test_torch(checkpoint: Path, tmp_path: Path) -> None:
-    export_checkpoint(checkpoint, tmp_path / "e", to="torch")
-    assert_same(torch.load(tmp_path / "e" / "pytorch_model.bin", weights_only=True), model_tensors())
+def test_torch_reads_what_is_written_for_it(checkpoint: Path, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
     export_checkpoint(checkpoint, tmp_path / "s", to="torch", max_shard_bytes=20_000)
     weights = json.loads((tmp_path / "s" / "pytorch_model.bin.index.json").read_bytes())["weight_map"]
     tensors: dict[str, Any] = {}
     for file in set(weights.values()):
         tensors |= torch.load(tmp_path / "s" / file, weights_only=True)
     assert_same(tensors, model_tensors())
-
-
-def test_dcp(checkpoint: Path, tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
     export_checkpoint(checkpoint, tmp_path / "e", to="dcp")
     assert sorted(path.name for path in (tmp_path / "e").iterdir()) == [".metadata", "__0_0.distcp"]
-    assert_same(read_all(tmp_path / "e"), model_tensors())
     dcp_to_torch_save(tmp_path / "e", tmp_path / "flat.pt")
     assert_same(torch.load(tmp_path / "flat.pt", weights_only=True), model_tensors())
 
 
 @pytest.mark.parametrize(("to", "layout"), [("safetensors", (4, 2)), ("torch", (1, 1)), ("dcp", (4, 2))], ids=str)
 def test_there_and_back(checkpoint: Path, tmp_path: Path, to: Any, layout: tuple[int, int]) -> None:
-    export_checkpoint(checkpoint, tmp_path / "e", to=to, **({} if to == "dcp" else {"max_shard_bytes": 30_000}))
+    export_checkpoint(checkpoint, tmp_path / "e", to=to)
     report = import_checkpoint(tmp_path / "e", tmp_path / "i", tp=layout[0], pp=layout[1])
     assert report.format == to
     assert_same(read_all(tmp_path / "i"), model_tensors())
@@ -142,6 +133,13 @@ def test_rename_only_drop_and_dtype(checkpoint: Path, tmp_path: Path) -> None:
     assert_same(read_all(tmp_path / "i"), wanted)
 
 
+def refused(source: Path, error: type[Exception], match: str) -> None:
+    """An import that ends in this error, and leaves nothing."""
+    with pytest.raises(error, match=match):
+        import_checkpoint(source, source.with_name("refused"))
+    assert not source.with_name("refused").exists()
+
+
 class TestRefusals:
     def test_names_that_collide(self, checkpoint: Path, tmp_path: Path) -> None:
         rules = parse_rename_rules(r"layers\.\d+ layers.0", "r")
@@ -153,11 +151,6 @@ class TestRefusals:
     def test_rename_rules_that_are_none(self, line: str) -> None:
         with pytest.raises(OptionError, match="r, line 1"):
             parse_rename_rules(line, "r")
-
-    def test_a_torch_file_that_runs_code(self, tmp_path: Path) -> None:
-        torch.save({"t": torch.zeros(2), "evil": _Evil()}, tmp_path / "x.pt")
-        with pytest.raises(UnsafePickleError):
-            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
 
     def test_a_torch_file_that_is_cut_while_it_is_imported(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -172,23 +165,12 @@ class TestRefusals:
             return found
 
         monkeypatch.setattr(_sources, "read_torch_file", then_cut)
-        with pytest.raises(CheckpointError, match=r"x\.pt"):
-            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
-        assert not (tmp_path / "t").exists()
+        refused(tmp_path / "x.pt", CheckpointError, r"x\.pt")
 
-    def test_a_torch_file_with_nested_dicts_and_other_values(self, tmp_path: Path) -> None:
-        tensors = {"a": {"b": torch.randn(3, 5).t(), "c": {"d": torch.arange(4)}}, "step": 3}
-        torch.save(tensors, tmp_path / "x.pt")
-        report = import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
-        assert (report.tensors, report.left_out) == (2, ("step",))
-        expected = {"a.b": tensors["a"]["b"].contiguous(), "a.c.d": tensors["a"]["c"]["d"]}  # type: ignore[index]
-        assert_same(read_all(tmp_path / "t"), expected)
-
-    @pytest.mark.parametrize(("to", "dtype"), [("safetensors", None)])
-    def test_a_damaged_source_is_not_exported(self, tmp_path: Path, to: Any, dtype: str | None) -> None:
+    def test_a_damaged_source_is_not_exported(self, tmp_path: Path) -> None:
         flip_byte(write_model(tmp_path / "c"), "output_layer.weight", at_fraction=0.5)
         with pytest.raises(CorruptCheckpointError, match="output_layer"):
-            export_checkpoint(tmp_path / "c", tmp_path / "e", to="safetensors")
+            export_checkpoint(tmp_path / "c", tmp_path / "e")
         assert not (tmp_path / "e").exists()
 
 
@@ -212,31 +194,50 @@ def safetensors_file(entries: dict[str, tuple[int, int]] | str | bytes, data_byt
     return struct.pack("<Q", len(header)) + header + bytes(data_bytes)
 
 
+class _Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("never",)
+
+
+def _circle() -> dict[str, Any]:
+    circle: dict[str, Any] = {"w": torch.ones(2)}
+    circle["again"] = circle
+    return circle
+
+
 class TestNothingIsLost:
     """Every key of what is imported arrives or is named; what cannot be told apart is refused."""
 
     @pytest.mark.parametrize(
-        "content",
-        [{"a": {"b": torch.zeros(2)}, "a.b": torch.ones(2)}, {1: torch.zeros(2), "1": torch.ones(2)}],
-        ids=["dict first", "number"],
+        ("content", "error", "says"),
+        [
+            ({"a": {"b": torch.zeros(2)}, "a.b": torch.ones(2)}, CorruptCheckpointError, "would both be called"),
+            ({1: torch.zeros(2), "1": torch.ones(2)}, CorruptCheckpointError, "would both be called"),
+            ({"w": torch.ones(2, 2).to_sparse()}, CorruptCheckpointError, r"x\.pt"),
+            ({"w": torch.ones(1).expand(2**40)}, CorruptCheckpointError, r"x\.pt"),
+            (_circle(), CorruptCheckpointError, "nested"),
+            ({"t": torch.zeros(2), "evil": _Evil()}, UnsafePickleError, "evil"),
+        ],
+        ids=["dict first", "number", "sparse", "expanded", "circle", "code"],
     )
-    def test_two_tensors_of_a_torch_file_under_one_key(self, tmp_path: Path, content: dict[Any, Any]) -> None:
+    def test_torch_files_that_hold_more_or_less_than_tensors(
+        self, tmp_path: Path, content: Any, error: type[Exception], says: str
+    ) -> None:
         torch.save(content, tmp_path / "x.pt")
-        with pytest.raises(CorruptCheckpointError, match="two of its tensors would both be called"):
-            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
-        assert not (tmp_path / "t").exists()
+        refused(tmp_path / "x.pt", error, says)
 
-    def test_what_is_no_tensor_is_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        torch.save({"w": torch.ones(2), "step": 3, "opt": {"groups": [torch.zeros(2)]}}, tmp_path / "x.pt")
-        assert main(["import", str(tmp_path / "x.pt"), str(tmp_path / "t"), "-q"]) == 0
-        shown = capsys.readouterr().out
-        assert "step" in shown
-        assert "opt.groups" in shown
-        write_model(tmp_path / "c")
-        report = import_checkpoint(tmp_path / "c", tmp_path / "d")
-        assert report.left_out == tuple(read_index(tmp_path / "c").objects)
-        exported = export_checkpoint(tmp_path / "c", tmp_path / "e")
-        assert exported.left_out == tuple(read_index(tmp_path / "c").objects)
+    def test_a_torch_file_with_nested_dicts_and_other_values(self, tmp_path: Path) -> None:
+        tensors = {"a": {"b": torch.randn(3, 5).t(), "c": {"d": torch.arange(4)}}, "step": 3}
+        torch.save({**tensors, "opt": {"groups": [torch.zeros(2)]}}, tmp_path / "x.pt")
+        report = import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
+        assert (report.tensors, report.left_out) == (2, ("step", "opt.groups"))
+        expected = {"a.b": tensors["a"]["b"].contiguous(), "a.c.d": tensors["a"]["c"]["d"]}  # type: ignore[index]
+        assert_same(read_all(tmp_path / "t"), expected)
+
+    def test_objects_of_a_checkpoint_are_named(self, checkpoint: Path, tmp_path: Path) -> None:
+        objects = tuple(read_index(checkpoint).objects)
+        assert import_checkpoint(checkpoint, tmp_path / "d").left_out == objects
+        assert export_checkpoint(checkpoint, tmp_path / "e").left_out == objects
 
     @pytest.mark.parametrize(
         ("entries", "data_bytes", "says"),
@@ -255,9 +256,7 @@ class TestNothingIsLost:
     )
     def test_safetensors_that_do_not_add_up(self, tmp_path: Path, entries: Any, data_bytes: int, says: str) -> None:
         (tmp_path / "x.safetensors").write_bytes(safetensors_file(entries, data_bytes))
-        with pytest.raises(CorruptCheckpointError, match=says):
-            import_checkpoint(tmp_path / "x.safetensors", tmp_path / "t")
-        assert not (tmp_path / "t").exists()
+        refused(tmp_path / "x.safetensors", CorruptCheckpointError, says)
 
     @pytest.mark.parametrize(
         ("mapped", "says"),
@@ -275,34 +274,14 @@ class TestNothingIsLost:
         (source / "y.safetensors").write_bytes(safetensors_file({"b": (0, 4)}, 4))
         (source / "sub" / "x.safetensors").write_bytes(safetensors_file({"a": (0, 4)}, 4))
         (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": mapped}))
-        with pytest.raises(CorruptCheckpointError, match=says):
-            import_checkpoint(source, tmp_path / "t")
+        refused(source, CorruptCheckpointError, says)
 
     def test_a_damaged_torch_file(self, tmp_path: Path) -> None:
         """torch.load compares no checksum of what it maps."""
         torch.save({"w": torch.full((100,), 7, dtype=torch.uint8)}, tmp_path / "x.pt")
         content = (tmp_path / "x.pt").read_bytes()
         (tmp_path / "x.pt").write_bytes(content.replace(b"\7" * 100, b"\7" * 99 + b"\6"))
-        with pytest.raises(ChecksumError, match=r"x\.pt"):
-            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
-
-    @pytest.mark.parametrize("value", [torch.ones(2, 2).to_sparse(), torch.ones(1).expand(2**40)])
-    def test_tensors_without_plain_elements(self, tmp_path: Path, value: torch.Tensor) -> None:
-        torch.save({"w": value}, tmp_path / "x.pt")
-        with pytest.raises(CorruptCheckpointError, match=r"x\.pt"):
-            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
-
-    def test_dicts_that_contain_themselves(self, tmp_path: Path) -> None:
-        circle: dict[str, Any] = {"w": torch.ones(2)}
-        circle["again"] = circle
-        torch.save(circle, tmp_path / "x.pt")
-        with pytest.raises(CorruptCheckpointError, match="nested"):
-            import_checkpoint(tmp_path / "x.pt", tmp_path / "t")
-
-
-class _Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return print, ("never",)
+        refused(tmp_path / "x.pt", ChecksumError, r"x\.pt")
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])

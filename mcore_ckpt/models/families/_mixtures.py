@@ -316,7 +316,7 @@ GPT_OSS = DECODER(
         "quick_geglu": True,
         "glu_linear_offset": 1.0,
     },
-    traits="RMSNorm quick_geglu num_experts add_qkv_bias window_size",
+    traits="RMSNorm quick_geglu num_experts add_qkv_bias add_bias_linear window_size",
     model_of=_gpt_oss_model,
     arguments_of=_gpt_oss_arguments,
     config_of=_gpt_oss_config,

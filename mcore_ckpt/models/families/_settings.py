@@ -537,7 +537,7 @@ DECODER = functools.partial(
 """A family of decoders with rotary embedding, RMS norms and a gated MLP, but for what it says otherwise."""
 
 _TRAITS = (
-    "num_experts multi_latent_attention qk_layernorm add_qkv_bias window_size moe_shared_expert_gate "
+    "num_experts multi_latent_attention qk_layernorm add_qkv_bias add_bias_linear window_size moe_shared_expert_gate "
     "moe_shared_expert_intermediate_size layernorm_zero_centered_gamma scale_embeddings_by_hidden_size"
 ).split()
 _GATES = "swiglu quick_geglu gated_linear_unit squared_relu".split()
