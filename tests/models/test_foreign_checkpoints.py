@@ -143,72 +143,58 @@ SCHEDULE = {"max_lr": 1e-3, "min_lr": 0.0, "lr_warmup_steps": 8, "lr_decay_steps
 MEGATRON_ARGUMENTS = {"num_layers": 2, "vocab_size": VOCABULARY, "make_vocab_size_divisible_by": 32, "swiglu": True}
 
 
-def test_a_checkpoint_of_megatron_fsdp_becomes_torch_dist(tmp_path: Path) -> None:
-    """Its DTensors have uneven shards, gates and what they let through are apart, and layers have numbers."""
-    given = layers_of("mlp.linear_fc1.weight_w", "mlp.linear_fc1.weight_v", "mlp.linear_fc2.weight")
+def _fc1_of(form: str, half: str, expert: int) -> str:
+    """What a module calls the first matrix of an MLP or of an expert, or half of it."""
+    if form == "dense":
+        return f"mlp.linear_fc1.weight{half}"
+    local = f"local_experts.{expert}.linear_fc1.weight" if form == "local" else f"linear_fc1.weight{expert}"
+    return f"mlp.experts.{local}{half}"
+
+
+@pytest.mark.parametrize("form", ["dense", "local", "grouped"])
+def test_a_checkpoint_of_megatron_fsdp_becomes_torch_dist(tmp_path: Path, form: str) -> None:
+    """Its DTensors have uneven shards, gates and what they let through are apart, layers and experts have numbers."""
+    experts = [0] if form == "dense" else [0, 1, 2]
+    gates = [_fc1_of(form, half, expert) for expert in experts for half in ("_w", "_v")]
+    given = layers_of(*gates, *(_fc1_of(form, "", expert).replace("fc1", "fc2") for expert in experts))
     progress = {"opt_param_scheduler": {**SCHEDULE, "num_steps": 72}, "num_floating_point_operations_so_far": 5e9}
-    run_ranks(save_megatron_fsdp, 2, tmp_path / "f", given, MEGATRON_ARGUMENTS, progress)
+    arguments = {**MEGATRON_ARGUMENTS, **({} if form == "dense" else {"num_experts": 3})}
+    run_ranks(save_megatron_fsdp, 2, tmp_path / "f", given, arguments, progress)
     target = str(tmp_path / "c")
-    assert main(["import", str(tmp_path / "f"), target, "--from", "dcp", "--tp", "2", "-q"]) == 0
+    words = ["--tp", "2"] if form == "dense" else ["--ep", "3"]
+    assert main(["import", str(tmp_path / "f"), target, "--from", "dcp", *words, "-q"]) == 0
     assert verify_checkpoint(target).whole
     found = read_all(tmp_path / "c")
+    fc1 = "mlp.linear_fc1.weight" if form == "dense" else "mlp.experts.experts.linear_fc1.weight"
     for prefix, scale in (("", 1.0), ("optimizer.state.param.", 1.0), ("optimizer.state.exp_avg.", 2.0)):
         for layer in range(2):
-            stored = {
-                key.removeprefix(f"decoder.layers.{layer}."): tensor * scale
-                for key, tensor in given.items()
-                if key.startswith(f"decoder.layers.{layer}.")
-            }
-            here = f"{prefix}decoder.layers."
-            assert torch.equal(
-                found[f"{here}mlp.linear_fc1.weight"][layer],
-                torch.cat([stored["mlp.linear_fc1.weight_w"], stored["mlp.linear_fc1.weight_v"]]),
-            )
+            here, stored = f"{prefix}decoder.layers.", f"decoder.layers.{layer}."
+            own = [torch.cat([given[stored + gates[2 * n + half]] for half in (0, 1)]) * scale for n in experts]
+            assert torch.equal(found[here + fc1][layer], own[0] if form == "dense" else torch.stack(own))
             for key, name in (
                 ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
                 ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
                 ("self_attention.linear_qkv.weight",) * 2,
             ):
-                assert torch.equal(found[here + key][layer], stored[name])
+                assert torch.equal(found[here + key][layer], given[stored + name] * scale)
         rows = found[f"{prefix}embedding.word_embeddings.weight"]
         assert rows.shape == (64, HIDDEN)
         assert torch.equal(rows[:VOCABULARY], given["embedding.word_embeddings.weight"] * scale)
     with open_checkpoint(target) as opened:
         common = opened.common_state()
-        assert opened["decoder.layers.mlp.linear_fc1._extra_state/shard_1_2"] in (None, [None])
+        counts = "_2" if form == "dense" else ".2_2.3"
+        assert opened[f"decoder.layers.{fc1.removesuffix('weight')}_extra_state/shard_1{counts}"] in (None, [None])
     assert (common["args"].num_layers, common["args"].swiglu, common["iteration"]) == (2, True, 9)
     assert common["opt_param_scheduler"] == {**SCHEDULE, "num_steps": 72}
     assert common["num_floating_point_operations_so_far"] == 5e9
-    assert [group["step"] for group in common["optimizer"]["optimizer"]["param_groups"]] == [4, 4]
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-def test_experts_of_megatron_fsdp_are_stacked(tmp_path: Path, grouped: bool) -> None:
-    experts = [
-        f"mlp.experts.{name}" if grouped else f"mlp.experts.local_experts.{expert}.{local}"
-        for expert in range(3)
-        for name, local in (
-            (f"linear_fc1.weight{expert}_w", "linear_fc1.weight_w"),
-            (f"linear_fc1.weight{expert}_v", "linear_fc1.weight_v"),
-            (f"linear_fc2.weight{expert}", "linear_fc2.weight"),
-        )
-    ]
-    given = layers_of(*experts)
-    meta = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 4}
-    moments = {f"module.{key}": {"exp_avg": 2 * tensor, "exp_avg_sq": tensor * tensor} for key, tensor in given.items()}
-    optimizer = {"state": moments, "param_to_group_meta": {key: dict(meta) for key in moments}}
-    model = {f"module.{key}": tensor for key, tensor in given.items()}
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "f")
-    import_checkpoint(tmp_path / "f", tmp_path / "c", kind="dcp", ep=3)
-    settings = common_of(tmp_path / "c")["optimizer"]  # experts on several ranks have an optimizer of their own
-    groups = [settings[number]["optimizer"]["param_groups"] for number in sorted(settings)]
+    optimizers = common["optimizer"] if form != "dense" else {0: common["optimizer"]}
+    groups = [optimizers[number]["optimizer"]["param_groups"] for number in sorted(optimizers)]
+    assert {group["step"] for own in groups for group in own} == {4}
+    # Experts on several ranks have an optimizer of their own.
     assert [[(group["wd_mult"], group["is_expert_parallel"]) for group in own] for own in groups] == [
         [(1.0, False), (0.0, False)],
-        [(1.0, True)],
+        *([] if form == "dense" else [[(1.0, True)]]),
     ]
-    stored = read_all(tmp_path / "c")["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
-    gate, up = (given[f"decoder.layers.1.{experts[6 + half]}"] for half in (0, 1))
-    assert torch.equal(stored[1, 2], torch.cat([gate, up]))
 
 
 class _Unknown:

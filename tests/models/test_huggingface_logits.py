@@ -195,7 +195,7 @@ def test_megatron_computes_the_same_logits(models: Path) -> None:
 
 
 @long
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES + OTHERS, ids=lambda case: case.name)
 def test_the_same_bits_come_back(models: Path, tmp_path: Path, case: HfCase) -> None:
     original, dtype = weights(models / case.name / "hf"), "fp32" if case.quantized else None
     for number, layout in enumerate(layouts_of(case)):
@@ -205,22 +205,12 @@ def test_the_same_bits_come_back(models: Path, tmp_path: Path, case: HfCase) -> 
         export_checkpoint(checkpoint, tmp_path / f"{number}", to="hf", hf_config=config, max_shard_bytes=60_000)
         assert_same(weights(tmp_path / f"{number}"), original)
     # Names of Transformer Engine's layers, which cannot run here.
-    numbered = CASES.index(case) % 2 == 0
+    numbered = len(case.name) % 2 == 0
     engine = tmp_path / "engine"
     import_checkpoint(models / case.name / "hf", engine, kind="hf", numbered_layers=numbered, tp=2, dtype=dtype)
     export_checkpoint(engine, tmp_path / "engine-hf", to="hf")
     assert_same(weights(tmp_path / "engine-hf"), original)
     assert torch.equal(hf_logits(tmp_path / "0", VOCABULARY), hf_logits(models / case.name / "hf", VOCABULARY))
-
-
-@long
-def test_the_same_bits_come_back_of_others(models: Path, tmp_path: Path) -> None:
-    for case in OTHERS:
-        export_checkpoint(imported(case, Parallel(), models), tmp_path / case.name, to="hf")
-        assert_same(weights(tmp_path / case.name), weights(models / case.name / "hf"))
-        assert torch.equal(
-            hf_logits(tmp_path / case.name, VOCABULARY), hf_logits(models / case.name / "hf", VOCABULARY)
-        ), case
 
 
 @long

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from mcore_ckpt import copy_checkpoint
-from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundError, SaveError
+from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundError
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from tests.models.test_huggingface import model_tensors, write_hf
 from tests.support.gcs_server import ObjectDirectory
 from tests.support.model_like import assert_same, read_all
-from tests.support.object_server import Fault, Proxy, Request
+from tests.support.object_server import Proxy
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "safetensors": ("files", {"max_shard_bytes": 10_000}),
@@ -75,17 +75,3 @@ def test_one_file_in_a_store_is_imported_alone(
         import_checkpoint(f"{object_directory.url}/model/other.bin", tmp_path / "none")
     with pytest.raises(CheckpointNotFoundError, match="nothing to import"):
         import_checkpoint(f"{object_directory.url}/", tmp_path / "none")
-
-
-def test_a_store_that_fails_at_the_last_file_is_left_without_the_others(
-    checkpoint: Path, object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(request: Request) -> Fault | None:
-        is_last = request.makes and request.key.endswith("index.json")
-        return Fault("status", status=403) if is_last else None
-
-    with Proxy(object_directory.server, refuse) as proxy:
-        monkeypatch.setenv(object_directory.variable, proxy.url)
-        with pytest.raises(SaveError, match="403"):
-            export_checkpoint(checkpoint, object_directory.url, to="hf", max_shard_bytes=10_000)
-    assert object_directory.names() == []

@@ -366,20 +366,16 @@ def test_gelu_is_as_megatron_computes_it() -> None:
     """Only what is fused is the approximation."""
     gpt2 = family_named("gpt2")
     stored = gpt2.arguments(CONFIGS["gpt2"])
-    assert gpt2.config(stored, 100)["activation_function"] == "gelu_new"
+    assert gpt2.config({**stored, "bias_gelu_fusion": None}, 100)["activation_function"] == "gelu_new"
     assert gpt2.config({**stored, "bias_gelu_fusion": False}, 100)["activation_function"] == "gelu"
-    del stored["bias_gelu_fusion"]
-    assert gpt2.config(stored, 100)["activation_function"] == "gelu_new"
     exact = {**CONFIGS["gpt2"], "activation_function": "gelu"}
     with pytest.raises(OptionError, match="bias_gelu_fusion"):
-        compare_settings(gpt2, exact, {**stored, "bias_gelu_fusion": True}, "ckpt", given=True)
+        compare_settings(gpt2, exact, stored, "ckpt", given=True)
 
 
-@pytest.mark.parametrize(("kind", "lacks"), [("gemma3", ["post_feedforward_layernorm", "two rotary bases", "images"])])
-def test_later_gemmas_are_refused_by_what_megatron_lacks(kind: str, lacks: list[str]) -> None:
-    with pytest.raises(OptionError, match=f"config.json: model_type '{kind}'") as refused:
-        family_of_config({"model_type": kind}, "config.json")
-    assert all(word in str(refused.value) for word in lacks)
+def test_later_gemmas_are_refused_by_what_megatron_lacks() -> None:
+    with pytest.raises(OptionError, match=r"config.json: model_type 'gemma3'.*post_feedforward_layernorm.*two rotary"):
+        family_of_config({"model_type": "gemma3"}, "config.json")
 
 
 def _fields_of_megatron() -> dict[str, Any]:
