@@ -216,7 +216,6 @@ _MOST_INSTANCES = 1_000_000
 _Slice = tuple[int, Box, Box, Axes | None]
 _Shape = tuple[int, ...]
 _Transform = Callable[[Model, Sequence[_Shape], int], tuple[_Shape, list[_Slice]]]
-_EXCHANGED: Axes = ((-2, -1), (-1, -2))
 
 
 def _all_of(shape: _Shape) -> Box:
@@ -234,12 +233,6 @@ def _same(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, 
     return shape, [(0, _all_of(shape), _all_of(shape), None)]
 
 
-def _transposed(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
-    """The one part is stored transposed: inputs before outputs."""
-    ((inputs, outputs),) = shapes
-    return (outputs, inputs), [(0, _all_of((outputs, inputs)), _all_of((inputs, outputs)), _EXCHANGED)]
-
-
 def _halves(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
     """Parts follow one another along the first axis: the gate, then what it lets through."""
     slices: list[_Slice] = []
@@ -250,97 +243,79 @@ def _halves(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape
     return (start, *shapes[0][1:]), slices
 
 
-def _group_rows(model: Model) -> Iterator[tuple[int, int, int, int]]:
-    """Of grouped queries, keys and values: which (0, 1, 2), first row there, first row in the parameter, rows."""
-    queries, row = model.heads // model.groups * model.head_dim, 0
-    for group in range(model.groups):
-        for which, rows in enumerate((queries, model.head_dim, model.head_dim)):
-            yield which, group * rows, row, rows
-            row += rows
+def _joined_halves(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
+    """The one part is the parameter: the gate, then what it lets through."""
+    (shape,) = shapes
+    half = shape[0] // 2
+    return shape, [(0, _rows(shape, start, half), _rows(shape, start, half), None) for start in (0, half)]
+
+
+def _pairs(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
+    """Axes are in the reverse order, and the last one counts pairs: the first of each, then the second of each."""
+    ((*inner, pairs, two),) = shapes
+    own = (two * pairs, *reversed(inner))
+    axes = (*((-1 - n, n - len(inner) - 2) for n in range(len(inner))), (-1 - len(inner), -2))
+    theirs = [Box((*(0,) * len(inner), 0, half), (*inner, pairs, 1)) for half in range(two)]
+    return own, [(0, _rows(own, half * pairs, pairs), theirs[half], axes) for half in range(two)]
 
 
 def _qkv(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
-    """Group by group: the queries of the group, its key, its value."""
-    inner = shapes[0][1:]
-    total = (sum(shape[0] for shape in shapes), *inner)
-    slices: list[_Slice] = [
-        (which, _rows(total, row, rows), _rows(shapes[which], first, rows), None)
-        for which, first, row, rows in _group_rows(model)
-    ]
+    """Group by group: the queries of the group, its key, its value. They come from three parts, or from one that has
+    all queries, then all keys, then all values.
+    """
+    total = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    joined = len(shapes) == 1
+    starts = (0, model.heads * model.head_dim, (model.heads + model.groups) * model.head_dim) if joined else (0, 0, 0)
+    slices: list[_Slice] = []
+    row = 0
+    for group in range(model.groups):
+        for which, rows in enumerate((model.heads // model.groups * model.head_dim, model.head_dim, model.head_dim)):
+            number = 0 if joined else which
+            theirs = _rows(shapes[number], starts[which] + group * rows, rows)
+            slices.append((number, _rows(total, row, rows), theirs, None))
+            row += rows
     return total, slices
 
 
-def _joined_qkv(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
-    """As `grouped qkv`, of one part that has all queries, then all keys, then all values."""
-    (shape,) = shapes
-    starts = (0, model.heads * model.head_dim, (model.heads + model.groups) * model.head_dim)
-    slices: list[_Slice] = [
-        (0, _rows(shape, row, rows), _rows(shape, starts[which] + first, rows), None)
-        for which, first, row, rows in _group_rows(model)
-    ]
-    return shape, slices
+def _transposed(transform: _Transform) -> _Transform:
+    """Of parts that are matrices stored transposed: inputs before outputs."""
+
+    def of_transposed(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
+        if len(shapes[0]) < 2:
+            return transform(model, shapes, expert)
+        own, slices = transform(model, [shape[::-1] for shape in shapes], expert)
+        exchanged = ((-2, -1), (-1, -2))
+        return own, [
+            (n, mine, Box(theirs.offsets[::-1], theirs.sizes[::-1]), exchanged) for n, mine, theirs, _ in slices
+        ]
+
+    return of_transposed
 
 
-def _joined_qkv_transposed(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
-    """As `joined qkv`, stored transposed."""
-    ((inputs, outputs),) = shapes
-    total, slices = _joined_qkv(model, [(outputs, inputs)], expert)
-    transposed: list[_Slice] = [
-        (0, mine, Box((0, theirs.offsets[0]), (inputs, theirs.sizes[0])), _EXCHANGED) for _, mine, theirs, _ in slices
-    ]
-    return total, transposed
+def _of_all(transform: _Transform) -> _Transform:
+    """Of parts that have all experts', one after another."""
 
+    def of_one(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
+        own, slices = transform(model, [shape[1:] for shape in shapes], expert)
+        return own, [
+            (n, mine, Box((expert, *theirs.offsets), (1, *theirs.sizes)), axes) for n, mine, theirs, axes in slices
+        ]
 
-def _of_all(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
-    """The expert's part of one that has all experts', one after another: a vector, or a transposed matrix."""
-    ((_, *inner),) = shapes
-    axes = tuple((-1 - n, n - len(inner)) for n in range(len(inner)))
-    own = tuple(reversed(inner))
-    return own, [(0, _all_of(own), Box((expert, *(0,) * len(inner)), (1, *inner)), axes)]
-
-
-def _paired_of_all(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
-    """As `of all experts`, where the last axis counts pairs: the first of each, then the second of each."""
-    ((_, *inner, pairs, two),) = shapes
-    own = (two * pairs, *reversed(inner))
-    axes = (*((-1 - n, n - len(inner) - 2) for n in range(len(inner))), (-1 - len(inner), -2))
-    slices: list[_Slice] = []
-    for half in range(two):
-        theirs = Box((expert, *(0,) * len(inner), 0, half), (1, *inner, pairs, 1))
-        slices.append((0, _rows(own, half * pairs, pairs), theirs, axes))
-    return own, slices
-
-
-def _each_of_all(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
-    """The expert's part of one that has all experts', one after another, each as it is."""
-    ((_, *inner),) = shapes
-    own = tuple(inner)
-    return own, [(0, _all_of(own), Box((expert, *(0,) * len(own)), (1, *own)), None)]
-
-
-def _halves_of_all(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
-    """The same, of gates in front of what they let through."""
-    ((_, rows, *inner),) = shapes
-    own, half = (rows, *inner), rows // 2
-    slices: list[_Slice] = []
-    for start in (0, half):
-        theirs = Box((expert, start, *(0,) * len(inner)), (1, half, *inner))
-        slices.append((0, _rows(own, start, half), theirs, None))
-    return own, slices
+    return of_one
 
 
 _TRANSFORMS: dict[str, _Transform] = {
     "same": _same,
     "vocabulary": _same,  # and Megatron's has rows behind it, up to a number that divides among its ranks
-    "transposed": _transposed,
+    "transposed": _transposed(_same),
     "halves": _halves,
     "grouped qkv": _qkv,
-    "joined qkv": _joined_qkv,
-    "joined qkv transposed": _joined_qkv_transposed,
-    "of all experts": _of_all,
-    "pairs of all experts": _paired_of_all,
-    "each of all experts": _each_of_all,
-    "halves of all experts": _halves_of_all,
+    "joined qkv": _qkv,
+    "joined qkv transposed": _transposed(_qkv),
+    "of all experts": _of_all(_transposed(_same)),
+    "pairs of all experts": _of_all(_pairs),
+    "each of all experts": _of_all(_same),
+    "halves of all experts": _of_all(_joined_halves),
 }
 
 
