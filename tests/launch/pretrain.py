@@ -111,7 +111,7 @@ def launch(
         folder: for the log and the records; made here.
         environment: added to this process's.
         expected_exit: its exit code; None for any but 0.
-        tree: another checkout than that of the environment.
+        tree: another checkout than that of the environment, or another script.
         terminated_at: iteration after which `torchrun` gets SIGTERM, as from a scheduler that takes the host away.
     """
     folder.mkdir(parents=True)
@@ -139,6 +139,8 @@ def launch(
 def script(side: Side, arguments: Sequence[str], tree: Path | None = None) -> list[str]:
     """What `torchrun` starts on each rank, with its arguments."""
     start = ["-m", "mcore_ckpt.launch"] if side == "ours" else []
+    if tree is not None and tree.suffix == ".py":
+        return [*start, str(tree), *arguments]
     return [*start, str((tree or megatron_lm()) / "pretrain_gpt.py"), *ARGUMENTS, *arguments]
 
 

@@ -18,6 +18,7 @@ import logging
 import os
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -202,6 +203,7 @@ def _replace_torch_cuda() -> None:
             name="cpu", major=9, minor=0, total_memory=1 << 34, multi_processor_count=1
         ),
         "mem_get_info": lambda *_, **__: (1 << 34, 1 << 34),
+        "memory_stats": lambda *_, **__: Counter(),
         "Stream": _Stream,
         "Event": _Stream,
         "current_stream": lambda *_, **__: stream,
