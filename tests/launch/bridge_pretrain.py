@@ -45,7 +45,11 @@ def _absent(name: str) -> _Absent:
 
 
 def _import_for_bridge(
-    name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0  # noqa: A002  (as `__import__`)
+    name: str,
+    globals: Any = None,
+    locals: Any = None,
+    fromlist: Any = (),
+    level: int = 0,  # noqa: A002  (as `__import__`)
 ) -> Any:
     importer = (globals or {}).get("__name__", "")
     if level or name.split(".")[0] not in _ABSENT or not importer.startswith("megatron.bridge"):
@@ -108,7 +112,7 @@ def main(folder: str, iterations: str, *fields: str) -> None:
                 dataloader_type="single",
                 num_workers=0,
             ),
-            logger=config.LoggerConfig(log_interval=1, tensorboard_dir=None),
+            logger=config.LoggerConfig(log_interval=1, tensorboard_dir=None, filter_warnings=False),
             tokenizer=config.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=1000),
             checkpoint=config.CheckpointConfig(
                 **{"save": folder, "load": folder, "save_interval": 2, "ckpt_format": "torch_dist", **checkpoint}
