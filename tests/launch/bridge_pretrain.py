@@ -2,7 +2,7 @@
 
     bridge_pretrain.py FOLDER ITERATIONS [NAME=VALUE ...]
 
-Saves into FOLDER every two iterations and resumes from it; NAME=VALUE are fields of Bridge's `CheckpointConfig`, VALUE in
+Saves into FOLDER every two iterations and resumes from it. NAME=VALUE are fields of Bridge's `CheckpointConfig`, in
 YAML. `site/sitecustomize.py` has to be on PYTHONPATH, as for `pretrain_gpt.py`.
 """
 
@@ -26,7 +26,7 @@ _import = builtins.__import__
 class _Absent(types.ModuleType):
     """A module of a package that is not installed: its classes are empty modules of torch."""
 
-    __path__: list[str] = []  # noqa: RUF012  (as of packages)
+    __path__: list[str] = []
 
     def __call__(self, *_: Any, **__: Any) -> None:
         """As a function: a predicate that says no, or a factory that has nothing."""
@@ -49,7 +49,7 @@ def _import_for_bridge(
     globals: Any = None,
     locals: Any = None,
     fromlist: Any = (),
-    level: int = 0,  # noqa: A002  (as `__import__`)
+    level: int = 0,
 ) -> Any:
     importer = (globals or {}).get("__name__", "")
     if level or name.split(".")[0] not in _ABSENT or not importer.startswith("megatron.bridge"):
