@@ -5,9 +5,9 @@ says. So a test that compares the two finds a page that is wrong, and a writer t
 
 `read_checkpoint(directory)` checks what the page calls normative, and gives tensors as numpy arrays. Archives are left
 to `zipfile`; the bytes around a payload are compared with frozen items in `test_container_hostile.py`.
-Numbers of dtypes that numpy does not have come as unsigned integers of their size. Objects come decoded if they are
-plain values, and as `Opaque` otherwise. `CorruptError`: the page says that this is damaged. `UnsupportedError`: the
-page has it, this reader does not (tensors behind stream transforms, items in forms that only other writers make).
+Numbers of dtypes that numpy does not have come as unsigned integers of their size, objects as their pickles.
+`CorruptError`: the page says that this is damaged. `UnsupportedError`: the page has it, this reader does not (tensors
+behind stream transforms, items in forms that only other writers make).
 """
 
 from __future__ import annotations
@@ -57,16 +57,10 @@ class UnsupportedError(Exception):
     """The page allows it, this reader does not read it."""
 
 
-class Opaque(NamedTuple):
-    """An object that is more than plain values: the bytes of its item."""
-
-    item: bytes
-
-
 @dataclass
 class Checkpoint:
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)  # their pickles
     sealed: bool = False
 
 
@@ -108,6 +102,12 @@ class Cursor:
 
     def numbers(self, size: int, count: int) -> list[int]:
         return np.frombuffer(self.take(size * count), f"<u{size}").tolist()
+
+    def names(self, lengths: list[int]) -> list[str]:
+        try:
+            return [self.take(length).decode("utf-8", "surrogatepass") for length in lengths]
+        except UnicodeDecodeError as error:
+            raise CorruptError(f"{self.what}: not UTF-8") from error
 
     def end(self) -> None:
         need(self.at == len(self.data), f"{self.what}: {len(self.data) - self.at} bytes too many")
@@ -189,21 +189,12 @@ def tensor_payload(item: bytes, dtype: str, shape: tuple[int, ...], what: str) -
 # --- object items
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        raise UnsupportedError(f"{module}.{name}")
-
-
-def decode_object(item: bytes, what: str) -> Any:
+def object_pickle(item: bytes, what: str) -> bytes:
+    """The pickle of an object item."""
     records = {name.partition("/")[2]: content for name, content in zip_records(item).items()}
     need("data.pkl" in records, f"{what}: no data.pkl")
     need(records.get("byteorder", b"little") == b"little", f"{what}: byte order")
-    try:
-        return _PlainUnpickler(io.BytesIO(records["data.pkl"]), encoding="utf-8").load()
-    except (UnsupportedError, pickle.UnpicklingError):  # a class, or a storage
-        return Opaque(item)
-    except Exception as error:
-        raise CorruptError(f"{what}: {error!r}") from error
+    return records["data.pkl"]
 
 
 # --- data files
@@ -222,11 +213,10 @@ class TableRow(NamedTuple):
 
 @dataclass
 class DataFile:
-    name: str
     content: bytes
-    save_id: bytes
-    table_crc: int
-    rows: dict[Span, list[TableRow]]  # by offset and length of the item
+    save_id: bytes = b""
+    table_crc: int = 0
+    rows: dict[Span, list[TableRow]] = field(default_factory=dict)  # by offset and length of the item
 
 
 def read_seal(name: str, content: bytes) -> DataFile | None:
@@ -243,15 +233,10 @@ def read_seal(name: str, content: bytes) -> DataFile | None:
     table = content[length - DATA_FOOTER - table_length : length - DATA_FOOTER]
     need(zlib.crc32(table) == table_crc, f"{name}: CRC-32 of the table")
     split = table_length - 16 * objects
-    inflater = zlib.decompressobj()
-    try:
-        names_and_boxes = inflater.decompress(table[:split], inflated + 1)
-    except zlib.error as error:
-        raise CorruptError(f"{name}: table: {error}") from error
-    need(inflater.eof and not inflater.unused_data and len(names_and_boxes) == inflated, f"{name}: length of the table")
+    names_and_boxes = inflate(table[:split], inflated)
     spans = [tuple(span) for span in np.frombuffer(table[split:], "<u8").reshape(-1, 2).tolist()]
     rows = _table_rows(name, names_and_boxes, spans)
-    return DataFile(name, content, footer[16:32], table_crc, rows)
+    return DataFile(content, footer[16:32], table_crc, rows)
 
 
 def _table_rows(file: str, table: bytes, objects: list[Span]) -> dict[Span, list[TableRow]]:
@@ -262,7 +247,7 @@ def _table_rows(file: str, table: bytes, objects: list[Span]) -> dict[Span, list
     dtypes, axes = cursor.numbers(4, n), cursor.numbers(4, n)
     boxes = [tuple(tuple(cursor.numbers(8, count)) for _ in range(3)) for count in axes]
     tensors: list[Span] = [tuple(cursor.numbers(8, 2)) for _ in range(n)]
-    names = [_utf8(cursor.take(length)) for length in name_lengths]
+    names = cursor.names(name_lengths)
     cursor.end()
     need(all(kind < d for kind in dtypes) and set(names[:d]) <= set(DTYPES), f"{file}: dtype in the table")
     keys = names[d:]
@@ -272,13 +257,6 @@ def _table_rows(file: str, table: bytes, objects: list[Span]) -> dict[Span, list
     for row, span in zip(listed, tensors + objects, strict=True):
         rows.setdefault(span, []).append(row)
     return rows
-
-
-def _utf8(name: bytes) -> str:
-    try:
-        return name.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError as error:
-        raise CorruptError(f"{name!r} is not UTF-8") from error
 
 
 # --- .metadata
@@ -401,7 +379,7 @@ def split_metadata(data: bytes) -> tuple[bytes, Sums | None]:
     ids = [cursor.take(16) for _ in range(file_count)]
     name_lengths = cursor.numbers(4, file_count)
     need(sum(name_lengths) == name_bytes, ".metadata: manifest: names")
-    names = [_utf8(cursor.take(count)) for count in name_lengths]
+    names = cursor.names(name_lengths)
     items = cursor.numbers(4, item_count)
     numbers, counts = cursor.numbers(8, with_running), cursor.numbers(4, with_running)
     need(sum(counts) == running_count and sorted(set(numbers)) == numbers, ".metadata: manifest: running sums")
@@ -440,13 +418,13 @@ def split_fingerprints(data: bytes) -> tuple[bytes, list[int | None] | None]:
 
 
 def inflate(packed: bytes, length: int) -> bytes:
-    need(length <= MIB + 100 * len(packed), ".metadata: a section inflates to too much")
+    need(length <= MIB + 100 * len(packed), "columns inflate to too much")
     unpack = zlib.decompressobj()
     try:
         content = unpack.decompress(packed, length + 1)
     except zlib.error as error:
-        raise CorruptError(f".metadata: {error}") from error
-    need(len(content) == length and unpack.eof and not unpack.unused_data, ".metadata: length of a section")
+        raise CorruptError(f"columns: {error}") from error
+    need(len(content) == length and unpack.eof and not unpack.unused_data, "columns: length")
     return content
 
 
@@ -458,8 +436,7 @@ def read_columns(first: bytes, second: bytes, files: list[str]) -> tuple[dict[st
     key_lengths, of_forms = cursor.numbers(4, tensors), cursor.numbers(4, tensors)
     places = list(zip(*(cursor.numbers(size, chunk_count) for size in (4, 8, 8)), strict=True))
     numbers, _notes = cursor.numbers(8, words), cursor.numbers(8, note_words)
-    dtypes = [_utf8(cursor.take(length)) for length in dtype_lengths]
-    keys = [_utf8(cursor.take(length)) for length in key_lengths]
+    dtypes, keys = cursor.names(dtype_lengths), cursor.names(key_lengths)
     cursor.end()
     forms = []
     while numbers:
@@ -486,8 +463,7 @@ def read_columns(first: bytes, second: bytes, files: list[str]) -> tuple[dict[st
     key_lengths = cursor.numbers(4, objects)
     places = list(zip(*(cursor.numbers(size, objects) for size in (4, 8, 8)), strict=True))
     cursor.numbers(4, paths)
-    for length, place in zip(key_lengths, places, strict=True):
-        key = _utf8(cursor.take(length))
+    for key, place in zip(cursor.names(key_lengths), places, strict=True):
         need(key not in entries and place[0] < len(files), ".metadata: an object")
         entries[key] = None
         chunks.append(Chunk(key, None, files[place[0]], *place[1:]))
@@ -543,7 +519,7 @@ def read_checkpoint(directory: str | Path) -> Checkpoint:
             used[chunk.file].append((chunk.start, chunk.length))
             if sums:
                 check_sums(item, zlib.crc32(item), sums.items[number], None, key)
-            result.objects[key] = decode_object(item, key)
+            result.objects[key] = object_pickle(item, key)
             continue
         array, todo = np.zeros(entry.shape, DTYPES[entry.dtype]), np.ones(entry.shape, bool)
         for offsets, sizes in entry.boxes:
@@ -585,17 +561,15 @@ def read_checkpoint(directory: str | Path) -> Checkpoint:
 
 def _open_data_file(directory: Path, name: str, sums: Sums | None) -> DataFile:
     content = read_file(directory, name)
-    sealed = read_seal(name, content)
+    file = read_seal(name, content) or DataFile(content)
     if sums is not None:
         need(name in sums.files, f"{name}: not in the seal of .metadata")
-        need(sealed, f"{name}: no footer")
-        found = (len(content), sealed.table_crc, sealed.save_id) if sealed else None
+        found = len(content), file.table_crc, file.save_id
         need(found == sums.files[name], f"{name}: not the file that .metadata means")
-    return sealed or DataFile(name, content, b"", 0, {})
+    return file
 
 
 def _check_row(file: DataFile, chunk: Chunk, expected: TableRow) -> None:
     """That the table of the file, where there is one, lists this item at its place."""
-    if file.save_id:
-        rows = file.rows.get((chunk.start, chunk.length), [])
-        need(expected in rows, f"{chunk.key}: the table of {file.name} has {rows} there")
+    rows = file.rows.get((chunk.start, chunk.length), [])
+    need(not file.save_id or expected in rows, f"{chunk.key}: the table of {chunk.file} has {rows} there")

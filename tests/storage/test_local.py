@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import threading
@@ -136,24 +135,6 @@ def test_write_errors_name_file_range_and_errno(
     writer.abort()
 
 
-def test_a_failing_write_back_is_not_swallowed(monkeypatch: pytest.MonkeyPatch, local: LocalStorage) -> None:
-    """The kernel reports it once; fsync would then say that all is well."""
-
-    class BrokenDevice:
-        fallocate = None
-
-        @staticmethod
-        def sync_file_range(*arguments: int) -> int:
-            ctypes.set_errno(errno.EIO)
-            return -1
-
-    writer = local.open_writer("file", direct="off")
-    monkeypatch.setattr(direct_io, "_libc", lambda: BrokenDevice)
-    with pytest.raises(SaveError, match="EIO"):
-        writer.write(0, memoryview(b"x" * 4096))
-    writer.abort()
-
-
 def test_a_failing_fsync_is_an_error_and_closes_the_file(
     monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
 ) -> None:
@@ -171,21 +152,6 @@ def test_a_failing_fsync_is_an_error_and_closes_the_file(
     assert open_fds() == before
     writer.abort()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_no_space_is_found_before_anything_is_written(
-    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
-) -> None:
-    before = open_fds()
-
-    def no_space(fd: int, nbytes: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(direct_io, "preallocate", no_space)
-    with pytest.raises(SaveError, match=r"file: creating the file failed: No space left.*free space"):
-        local.open_writer("file", size_bytes=MIB)
-    assert list(tmp_path.iterdir()) == []
-    assert open_fds() == before
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace", "pwrite"])
@@ -267,16 +233,6 @@ def test_readers_leave_no_descriptor_and_no_buffer(local: LocalStorage, tmp_path
     assert open_fds() == before
     assert Path("/proc/self/maps").read_text().count(str(tmp_path)) == maps_before
     assert local._bounce._free == []
-
-
-def test_aligned_buffers_are_not_shared_with_forked_children() -> None:
-    buffer = direct_io.aligned_buffer(4096)
-    child = os.fork()
-    if child == 0:
-        buffer[:4] = b"evil"
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert buffer[:4] == b"\0\0\0\0"
 
 
 @pytest.mark.timeout(60)
