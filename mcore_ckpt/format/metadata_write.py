@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 from mcore_ckpt.format.index import (
     CheckpointIndex,
     ObjectEntry,
-    StoredItem,
     TensorEntry,
     object_section,
     tensor_section,
@@ -298,22 +297,18 @@ class MetadataEncoder:
         entries = [_text(fqn) + b"\x94" + bytes_entry for fqn in objects]
         fqn_gets = [memo.next() for _ in objects]
         file_gets: dict[str, bytes] = {}
-        places = []
+        places: list[bytes] = []
         for fqn_get, entry in zip(fqn_gets, objects.values(), strict=True):
-            key = _new(get["MetadataIndex"], get["fqn"] + fqn_get + get["index"] + b"N")
-            name = entry.item.file
-            known = file_gets.get(name)
-            if known is None:
-                file_gets[name] = memo.next()
-            place = self._place(entry.item, file_gets, first_use=known is None)
-            places.append(key + place)
+            item = entry.item
+            file = file_gets.get(item.file)
+            if file is None:
+                file, file_gets[item.file] = _text(item.file) + b"\x94", memo.next()
+            places += (
+                _new(get["MetadataIndex"], get["fqn"] + fqn_get + get["index"] + b"N"),
+                self._place_open(file) + _integer(item.offset) + get["length"] + _integer(item.length),
+                self._transforms(item.transforms) + b"ub",
+            )
         return b"".join(entries), b"".join(places)
-
-    def _place(self, item: StoredItem, file_gets: Mapping[str, bytes], first_use: bool = False) -> bytes:
-        """A `_StorageInfo`; transforms are left out where there are none, as torch does."""
-        file = _text(item.file) + b"\x94" if first_use else file_gets[item.file]
-        length = self._attributes["length"] + _integer(item.length)
-        return self._place_open(file) + _integer(item.offset) + length + self._transforms(item.transforms) + b"ub"
 
     def _place_open(self, file: bytes) -> bytes:
         """A `_StorageInfo` up to its offset."""

@@ -114,7 +114,8 @@ def dtype_entry(dtype: str) -> DtypeEntry:
 # Opcodes of protocol 2, as `pickletools` names them.
 _PROTO_2, _GLOBAL, _MARK, _STOP = b"\x80\x02", b"c", b"(", b"."
 _BINUNICODE, _BININT1, _BININT2, _BININT, _LONG1 = b"X", b"K", b"M", b"J", b"\x8a"
-_EMPTY_TUPLE, _TUPLE1, _TUPLE2, _TUPLE3, _TUPLE = b")", b"\x85", b"\x86", b"\x87", b"t"
+_EMPTY_TUPLE, _TUPLE = b")", b"t"
+_SHORT_TUPLES = (_EMPTY_TUPLE, b"\x85", b"\x86", b"\x87")
 _BINPERSID, _REDUCE, _NEWFALSE = b"Q", b"R", b"\x89"
 
 _SMALL_INTS = tuple(_BININT1 + bytes((value,)) for value in range(256))
@@ -178,27 +179,13 @@ _AFTER_COUNT = _TUPLE + _BINPERSID + _int(0)  # ends the storage's id; the tenso
 def tensor_pickle(dtype: str, shape: Sequence[int], element_count: int) -> bytes:
     """The `data.pkl` of a C-contiguous tensor that fills storage `0`; `element_count` is the product of `shape`."""
     before_count, scale, after_strides = _PROGRAMS[dtype]
-    rank = len(shape)
-    layout: tuple[bytes, ...]
-    count = _int(element_count * scale)
-    if rank == 1:
-        size = shape[0]
-        layout = (_int(size), b"\x85K\x01\x85")
-    elif rank == 2:
-        rows, columns = shape
-        layout = (_int(rows), _int(columns), _TUPLE2, _int(columns or 1), b"K\x01\x86")
-    elif rank == 0:
-        layout = (_EMPTY_TUPLE, _EMPTY_TUPLE)
-    elif rank == 3:
-        planes, rows, columns = shape
-        row_stride = columns or 1
-        layout = (
-            *(_int(planes), _int(rows), _int(columns), _TUPLE3),
-            *(_int((rows or 1) * row_stride), _int(row_stride), b"K\x01\x87"),
-        )
-    else:
-        layout = (_MARK, *map(_int, shape), _TUPLE, _MARK, *map(_int, contiguous_strides(shape)), _TUPLE)
-    return b"".join((before_count, count, _AFTER_COUNT, *layout, after_strides))
+    place = _tuple(shape) + _tuple(contiguous_strides(shape))
+    return b"".join((before_count, _int(element_count * scale), _AFTER_COUNT, place, after_strides))
+
+
+def _tuple(values: Sequence[int]) -> bytes:
+    ints = b"".join(map(_int, values))
+    return ints + _SHORT_TUPLES[len(values)] if len(values) < 4 else _MARK + ints + _TUPLE
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

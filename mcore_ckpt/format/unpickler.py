@@ -26,6 +26,7 @@ from mcore_ckpt.core.errors import (
     UnsafePickleError,
     text_of,
 )
+from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.tensor_pickle import WrongArgumentsError
 
 # Tuples inside one another in a key of a dict or a member of a set: each is hashed by the C stack.
@@ -128,6 +129,13 @@ def check_opcodes(data: bytes) -> None:
         if opcode == 0x94:
             memo.append(stack[-1])
             at += 1
+        elif opcode == 0x71 or opcode == 0x72:  # BINPUT, LONG_BINPUT
+            end = at + (2 if opcode == 0x71 else 5)
+            number = int.from_bytes(data[at + 1 : end], "little")
+            if number > len(memo):
+                raise WrongArgumentsError(f"object {number} of {len(memo)}")
+            memo[number : number + 1] = (stack[-1],)
+            at = end
         elif (nbytes := _PUSHES.get(opcode)) is not None:
             stack.append(0)
             at += nbytes
@@ -164,13 +172,6 @@ def check_opcodes(data: bytes) -> None:
             _check_keys(stack[-2:-1])
             del stack[-2:]
             at += 1
-        elif opcode in b"q" or opcode in b"r":  # BINPUT, LONG_BINPUT
-            end = at + (2 if opcode == 0x71 else 5)
-            number = int.from_bytes(data[at + 1 : end], "little")
-            if number > len(memo):
-                raise WrongArgumentsError(f"object {number} of {len(memo)}")
-            memo[number : number + 1] = [stack[-1]]
-            at = end
         elif opcode == 0x63:  # GLOBAL
             at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
             stack.append(0)
@@ -317,7 +318,7 @@ def unpickle(data: bytes, rules: Rules, where: str) -> Any:
     """The value of the pickle in `data`; bytes after its end are ignored. `UnsafePickleError`: it names what no rule
     allows. `NewerFormatError`, `CorruptCheckpointError`: a newer writer's, or no pickle.
     """
-    with as_read_errors(where, len(data), rules.advice):
+    with as_read_errors(where, len(data), rules.advice), collector_paused():
         check_opcodes(data)
         unpickler = _Unpickler(data)
         try:
@@ -377,19 +378,19 @@ class _Realizer:
             return known[1]
         if kind is list:
             self._done[id(part)] = part, part
-            part[:] = [self.value_of(member) for member in part]
+            part[:] = self._values_of(part)
             return part
         if kind is dict:
             self._done[id(part)] = part, part
-            pairs = [(self.value_of(key), self.value_of(value)) for key, value in part.items()]
+            keys, values = self._values_of(part), self._values_of(part.values())
             part.clear()
-            part.update(pairs)
+            part.update(zip(keys, values, strict=True))
             return part
         value: Any
         if kind is tuple:
-            value = tuple([self.value_of(member) for member in part])
+            value = tuple(self._values_of(part))
         elif kind is set or kind is frozenset:
-            value = kind(map(self.value_of, part))
+            value = kind(self._values_of(part))
         elif kind is _Reference:
             value = self._rules.referred(self.value_of(part.persistent_id))
         elif isinstance(part, type):  # a name that is not called
@@ -399,6 +400,9 @@ class _Realizer:
             return self._made(part)
         self._done[id(part)] = part, value
         return value
+
+    def _values_of(self, parts: Iterable[Any]) -> list[Any]:
+        return [part if type(part) in _PLAIN else self.value_of(part) for part in parts]
 
     def _made(self, part: Opaque) -> Any:
         meaning = self._meanings[type(part)]
@@ -421,14 +425,15 @@ class _Realizer:
         else:
             value = (maker.make if part.is_called or maker.new is None else maker.new)(*arguments)
         self._done[id(part)] = part, value
-        if (part.items or part.members) and not maker.takes_members:
-            raise WrongArgumentsError(f"members of {part.name:.200}")
-        items, members = self.value_of(part.items), self.value_of(part.members)
-        with rebuilding(type(value), maker.is_vouched):
-            for key, item in items.items():
-                value[key] = item
-            for member in members:
-                value.append(member)
+        if part.items or part.members:
+            if not maker.takes_members:
+                raise WrongArgumentsError(f"members of {part.name:.200}")
+            items, members = self.value_of(part.items), self.value_of(part.members)
+            with rebuilding(type(value), maker.is_vouched):
+                for key, item in items.items():
+                    value[key] = item
+                for member in members:
+                    value.append(member)
         if part.is_built and not maker.with_state:
             if maker.build is None:
                 raise UnsafePickleError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -110,11 +109,9 @@ class GcsClient(ObjectClient):
     def get_into(self, key: str, offset: int, view: memoryview, version: str) -> None:
         if not len(view):
             return
-        into = _Into(view)
         try:
             with self.asked(f"bytes [{offset}, {offset + len(view)}) of", key):
-                self._bucket.blob(key).download_to_file(
-                    into,
+                content = self._bucket.blob(key).download_as_bytes(
                     start=offset,
                     end=offset + len(view) - 1,
                     raw_download=True,
@@ -125,8 +122,9 @@ class GcsClient(ObjectClient):
                 )
         except FileNotFoundError as error:
             raise FileExistsError(errno.EEXIST, f"{error.strerror}, or another version of it") from None
-        if into.tell() != len(view):
-            raise OSError(errno.ERANGE, f"GET {self.place}/{key}: {into.tell()} of {len(view)} bytes came")
+        if len(content) != len(view):
+            raise OSError(errno.ERANGE, f"GET {self.place}/{key}: {len(content)} of {len(view)} bytes came")
+        view[:] = content
 
     def put_once(self, key: str, content: bytes, condition: Condition, put_id: str) -> str:
         blob = self._bucket.blob(key)
@@ -175,33 +173,6 @@ class _Upload(Upload):
     def abandon(self) -> None:
         with contextlib.suppress(OSError), self.asked("DELETE", self.key):
             self.stream.terminate()
-
-
-class _Into(io.RawIOBase):
-    """A file whose bytes are those of a view. An attempt that is repeated goes on where it was."""
-
-    def __init__(self, view: memoryview) -> None:
-        super().__init__()
-        self._view = view
-        self._at = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset
-        return offset
-
-    def write(self, content: Any) -> int:
-        self._view[self._at : self._at + len(content)] = content
-        self._at += len(content)
-        return len(content)
 
 
 def _credentials(place: str, endpoint: str) -> Any:

@@ -20,7 +20,7 @@ import errno
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
@@ -151,25 +151,26 @@ class ObjectClient(ABC):
 
     def repeated(self, attempt: Callable[[], T]) -> T:
         """Repeat a read of which the answer was cut off, as long as attempts may be repeated."""
-        until_s, pause_s = self._patience()
+        pauses = self._pauses(time.monotonic())
         while True:
             try:
                 return attempt()
             except PassingError:
-                if time.monotonic() + pause_s > until_s:
+                if not next(pauses):
                     raise
+
+    def _pauses(self, began_s: float) -> Iterator[bool]:
+        """Waits before each further attempt; False when there is no time for one."""
+        until_s, pause_s = began_s + self.timeouts.retries_s, min(_FIRST_PAUSE_S, self.timeouts.retries_s / 10)
+        while time.monotonic() + pause_s <= until_s:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    def _patience(self) -> tuple[float, float]:
-        """When the last attempt may begin, on the clock of `time.monotonic()`, and the first pause, in seconds."""
-        retries_s = self.timeouts.retries_s
-        return time.monotonic() + retries_s, min(_FIRST_PAUSE_S, retries_s / 10)
+            yield True
+        yield False
 
     def put(self, key: str, content: bytes, condition: Condition = None) -> str:
         """Make an object, atomically; returns its `version`."""
-        put_id = secrets.token_hex(8)
-        until_s, pause_s = self._patience()
+        put_id, pauses = secrets.token_hex(8), self._pauses(time.monotonic())
         while True:
             try:
                 return self.put_once(key, content, condition, put_id)
@@ -183,10 +184,8 @@ class ObjectClient(ABC):
                 failure: OSError = refusal
             except PassingError as error:
                 failure = error
-            if time.monotonic() + pause_s > until_s:
+            if not next(pauses):
                 if condition is None:
                     raise OSError(failure.errno, failure.strerror) from failure
                 text = f"{failure.strerror}; whether it was done, the store has not said"
                 raise UndecidedError(errno.EREMOTEIO, text) from failure
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

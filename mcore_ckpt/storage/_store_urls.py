@@ -34,18 +34,13 @@ _GOOGLE: Final = "https://storage.googleapis.com"
 _S3_KEYS: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _AZURE_ENDPOINTS: Final = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 # With one of these obstore finds its way alone.
-_AZURE_CREDENTIALS: Final = (
-    "AZURE_STORAGE_ACCOUNT_KEY",
-    "AZURE_STORAGE_ACCESS_KEY",
-    "AZURE_STORAGE_MASTER_KEY",
-    "AZURE_STORAGE_KEY",
-    "AZURE_STORAGE_SAS_TOKEN",
-    "AZURE_STORAGE_SAS_KEY",
-    "AZURE_STORAGE_TOKEN",
-    "AZURE_STORAGE_CLIENT_SECRET",
-    "AZURE_CLIENT_SECRET",
-    "AZURE_FEDERATED_TOKEN_FILE",
-    "AZURE_SKIP_SIGNATURE",
+_AZURE_CREDENTIALS: Final = tuple(
+    f"AZURE_{name}"
+    for name in (
+        *(f"STORAGE_{kind}_KEY" for kind in ("ACCOUNT", "ACCESS", "MASTER")),
+        *("STORAGE_KEY", "STORAGE_SAS_TOKEN", "STORAGE_SAS_KEY", "STORAGE_TOKEN", "STORAGE_CLIENT_SECRET"),
+        *("CLIENT_SECRET", "FEDERATED_TOKEN_FILE", "SKIP_SIGNATURE"),
+    )
 )
 # In a URL of Azure's: a signature, which is a credential.
 _SIGNATURE: Final = re.compile(r"[?&]sig=")
