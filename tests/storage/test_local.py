@@ -57,30 +57,6 @@ def test_cold_reads_do_not_fill_the_page_cache_and_warm_ones_use_it(local: Local
         assert reader.read(0, 4 * MIB) == content
 
 
-def test_a_refused_trial_falls_back_and_is_remembered(
-    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
-) -> None:
-    """As on a file system that takes the flag and refuses the write."""
-    monkeypatch.setattr(direct_io, "_direct_io_by_device", {})
-    tried = []
-
-    def refuse(fd: int, content: object, offset: int) -> int:
-        tried.append(fd)
-        raise OSError(errno.EINVAL, "refused")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(direct_io.os, "pwrite", refuse)
-        first = local.open_writer("first")
-        second = local.open_writer("second")
-    if tried:  # a file system that refuses the flag is not tried
-        assert len(tried) == 1
-    for writer in (first, second):
-        assert not writer.direct
-        writer.write(0, memoryview(b"abc"))
-        writer.finish(3)
-    assert (tmp_path / "second").read_bytes() == b"abc"
-
-
 def test_a_file_that_is_resumed_keeps_what_it_holds_in_a_process_that_has_tried_no_direct_write(
     local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
