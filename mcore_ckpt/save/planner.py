@@ -13,16 +13,14 @@ so no rank waits in another exchange than the others. What has moved from one ra
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -49,32 +47,33 @@ from mcore_ckpt.state.torch_classes import (
     pointer_of,
 )
 
-# Each question to torch takes a tenth of a microsecond, and there may be tens of thousands of tensors: they are put by
-# loops of the interpreter's, to as many tensors as stay in the processor's cache from one question to the next.
+# What is compared of tensors that are read as they lie in memory, to know that this is as it was: where place in the
+# storage, length and what the storage holds are as before, a tensor lies in it as before. The address comes last: what
+# a save is given may be made for it, and then it lies elsewhere. Each question takes a tenth of a microsecond, and
+# there may be tens of thousands of tensors: they are put by loops of the interpreter's, to as many tensors as stay in
+# the processor's cache from one question to the next.
 _QUESTIONS: Final[tuple[Callable[[Any], Any], ...]] = (
-    torch.Tensor.data_ptr,  # (`_ADDRESS`)
-    torch.Tensor.is_contiguous,
-    torch.Tensor.is_neg,
     torch.Tensor.storage_offset,
     *map(attrgetter, ("dtype", "nbytes", "is_cpu")),
+    torch.Tensor.data_ptr,
 )
-_ANSWERS: Final = len(_QUESTIONS) + 2
-_ADDRESS: Final = 1  # (the first answer is the type)
-_ASKED_AT_ONCE: Final = 256
+_AT_ONCE: Final = 256
+
+_Answers = list[list[Any]]
 
 
 class Described(NamedTuple):
-    """The shards of one save, in columns of an entry for each, for the next save to compare: what has not changed is
-    neither worked out nor checked again.
+    """The shards of one save, for the next save to compare: what has not changed is neither worked out nor checked
+    again.
     """
 
-    fields: tuple[list[Any], ...]  # what a specification follows from, except the data; see `_fields`
-    memory: tuple[Sequence[Any], ...]  # what was checked of each tensor's memory; see `_memory`
+    fields: tuple[list[Any], ...]  # columns of what a specification follows from, except the data; see `_fields`
+    memory: list[_Answers | None]  # of so many shards at once, what was checked of their memory; see `_answers`
     pointers: list[int]  # where each tensor's bytes lie in order in host memory, as an address; 0 where they do not
     specs: tuple[TensorSpec, ...]  # the specifications
 
 
-NOTHING: Final = Described((), (), [], ())
+NOTHING: Final = Described((), [], [], ())
 
 
 class RankState(NamedTuple):
@@ -112,16 +111,9 @@ def collect(sharded_state_dict: Any, known: Described) -> RankState:
     no data, or data that cannot be its own; serializing an object may raise anything.
     """
     shards, sharded_objects = main_replicas(sharded_state_dict)
+    # Asked for once: data may be made when they are asked for, and then the next ones are others.
     tensors = [shard.data for shard in shards]
-    fields = _fields(shards)
-    described = known
-    if not shards or len(shards) != len(known.specs):
-        described = _described(shards, tensors, fields, NOTHING, range(len(shards)))
-    else:
-        others, elsewhere = _moved(tensors, known.memory)
-        others |= _changed(fields, known.fields)
-        if others or elsewhere:
-            described = _described(shards, tensors, fields, known, sorted(others), elsewhere)
+    described = _described(shards, tensors, known)
     if 0 in described.pointers:
         pairs = zip(tensors, described.pointers, strict=True)
         tensors = [tensor if pointer else tensor.detach() for tensor, pointer in pairs]
@@ -145,125 +137,63 @@ def _fields(shards: Sequence[Any]) -> tuple[list[Any], ...]:
     )
 
 
-def _changed(fields: tuple[list[Any], ...], before: tuple[list[Any], ...]) -> set[int]:
-    """Which shards are not described as before."""
-    changed: set[int] = set()
-    for column, known in zip(fields, before, strict=True):
-        if column != known:
-            pairs = enumerate(zip(column, known, strict=True))
-            changed.update(index for index, (value, former) in pairs if value != former)
-    return changed
-
-
-def _answers(tensors: Sequence[Any]) -> Iterator[list[Any]]:
-    """What is compared of tensors that are read as they lie in memory, to know that this is as it was: where address,
-    length and place in the storage are as before, and so is what the storage holds, a tensor lies in it as before.
+def _answers(some: Sequence[Any]) -> _Answers | None:
+    """What their storages hold, and to `_QUESTIONS`; None if one of the tensors is not read as it lies in memory, or
+    has none that could be asked for.
     """
-    yield list(map(type, tensors))
-    for question in _QUESTIONS:
-        yield list(map(question, tensors))
-    yield list(map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors)))
-
-
-def _memory(some: Sequence[Any]) -> list[list[Any]]:
-    """The answers of tensors, in columns; one that is not read as it lies there has no type, which is no answer."""
-    if all(kind in PLAIN for kind in map(type, some)):
-        with contextlib.suppress(RuntimeError):  # one has no memory that could be asked for
-            types, addresses, contiguous, negated, starts, dtypes, *others = _answers(some)
-            in_order = zip(types, contiguous, negated, dtypes, strict=True)
-            kept = [
-                kind if is_contiguous and not is_neg and not dtype.is_complex else None
-                for kind, is_contiguous, is_neg, dtype in in_order
-            ]
-            return [kept, addresses, contiguous, negated, starts, dtypes, *others]
-    if len(some) == 1:
-        return [[None] for _ in range(_ANSWERS)]
-    return [[answer for (answer,) in column] for column in zip(*(_memory([one]) for one in some), strict=True)]
-
-
-def _moved(tensors: Sequence[Any], before: tuple[Sequence[Any], ...]) -> tuple[set[int], dict[int, int]]:
-    """Which tensors' memory has to be checked again; and the addresses of those that only lie elsewhere: what a save is
-    given may be made for it, and then all of them do.
-    """
-    others: set[int] = set()
-    elsewhere: dict[int, int] = {}
-    for start in range(0, len(tensors), _ASKED_AT_ONCE):
-        _compare(tensors[start : start + _ASKED_AT_ONCE], before, start, others, elsewhere)
-    return others, elsewhere
-
-
-def _compare(
-    some: Sequence[Any], before: tuple[Sequence[Any], ...], start: int, others: set[int], elsewhere: dict[int, int]
-) -> None:
-    stop = start + len(some)
+    if not set(map(type, some)).issubset(PLAIN):
+        return None
     try:
-        # What is of another class may not be asked for anything.
-        answers = [] if list(map(type, some)) != before[0][start:stop] else list(_answers(some))
-    except RuntimeError:  # one has no memory that could be asked for
-        answers = []
-    if not answers and len(some) == 1:
-        others.add(start)
-    elif not answers:
-        for number, tensor in enumerate(some, start):
-            _compare([tensor], before, number, others, elsewhere)
-    for question, answered in enumerate(answers):
-        former = before[question][start:stop]
-        if answered != former:
-            pairs = enumerate(zip(answered, former, strict=True), start)
-            differing = [(index, answer) for index, (answer, known) in pairs if answer != known]
-            if question == _ADDRESS:
-                elsewhere.update(differing)
-            else:
-                others.update(index for index, _ in differing)
+        held_bytes = list(map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, some)))
+        answers = [held_bytes, *(list(map(question, some)) for question in _QUESTIONS)]
+    except RuntimeError:
+        return None
+    in_order = all(map(torch.Tensor.is_contiguous, some)) and not any(map(torch.Tensor.is_neg, some))
+    return answers if in_order and not any(dtype.is_complex for dtype in set(answers[2])) else None
 
 
-def _described(
-    shards: Sequence[Any],
-    tensors: list[Any],
-    fields: tuple[list[Any], ...],
-    known: Described,
-    others: Sequence[int],
-    elsewhere: Mapping[int, int] = MappingProxyType({}),
-) -> Described:
-    """The shards as described before, but for addresses `elsewhere`, and for `others`, which are looked at; their data
-    in `tensors` are replaced.
+def _described(shards: Sequence[Any], tensors: list[Any], known: Described) -> Described:
+    """The shards, as described before where they are as before. Data in `tensors` that are not read as they lie in
+    memory are replaced.
     """
-    number = len(shards)
-    specs: list[Any] = [*known.specs] or [None] * number
-    pointers = [*known.pointers] or [0] * number
-    memory = [[*column] for column in known.memory] or [[None] * number for _ in range(_ANSWERS)]
-    for index, address in elsewhere.items():
-        memory[_ADDRESS][index] = address
-        pointers[index] = pointers[index] and address  # (that of another device is none of the host's)
-    # Asked for once: data may be made when they are asked for, and then the next ones are others.
-    given = [tensors[index] for index in others]
-    for start in range(0, len(others), _ASKED_AT_ONCE):
-        some = others[start : start + _ASKED_AT_ONCE]
-        answers = _memory(given[start : start + _ASKED_AT_ONCE])
-        for column, answered in zip(memory, answers, strict=True):
-            for index, answer in zip(some, answered, strict=True):
-                column[index] = answer
-        for index, address in zip(some, _addresses(answers), strict=True):
-            if address:
-                pointers[index] = address
-            else:
-                tensors[index] = _own_data(shards[index], tensors[index])
-                pointers[index] = pointer_of(tensors[index])
-    for index in others:
-        same = bool(known.specs) and all(
-            column[index] == before[index] for column, before in zip(fields, known.fields, strict=True)
+    fields = _fields(shards)
+    is_known = len(shards) == len(known.specs)
+    is_same = is_known and fields == known.fields
+    unchanged = is_same
+    memory: list[_Answers | None] = []
+    pointers: list[int] = []
+    specs: list[TensorSpec] = []
+    for number, start in enumerate(range(0, len(shards), _AT_ONCE)):
+        part = slice(start, start + _AT_ONCE)
+        answers, before = _answers(tensors[part]), known.memory[number] if is_known else None
+        memory.append(answers)
+        is_as_before = (
+            answers is not None
+            and before is not None
+            and answers[:-1] == before[:-1]
+            and (is_same or all(one[part] == former[part] for one, former in zip(fields, known.fields, strict=True)))
         )
-        tensor = tensors[index]
-        if not same or (specs[index].dtype, specs[index].nbytes) != (dtype_name(tensor.dtype), tensor.nbytes):
-            specs[index] = _specified(shards[index], [column[index] for column in fields], tensor)
-    return Described(fields, tuple(memory), pointers, tuple(specs))
+        if is_as_before and answers is not None and before is not None:
+            moved = zip(known.pointers[part], answers[-1], strict=True)
+            pointers += [pointer and address for pointer, address in moved]  # (that of a device is none of the host's)
+            specs += known.specs[part]
+            unchanged = unchanged and answers[-1] == before[-1]
+            continue
+        unchanged = False
+        addresses = [0] * len(tensors[part]) if answers is None else _addresses(answers)
+        for index, address in enumerate(addresses, start):
+            if not address:
+                tensors[index] = _own_data(shards[index], tensors[index])
+            pointers.append(address or pointer_of(tensors[index]))
+            specs.append(_specified(shards[index], [column[index] for column in fields], tensors[index]))
+    return known if unchanged else Described(fields, memory, pointers, tuple(specs))
 
 
-def _addresses(answers: Sequence[Sequence[Any]]) -> list[int]:
+def _addresses(answers: _Answers) -> list[int]:
     """Of tensors with these answers, where each is read as it lies in host memory; 0 where it has to be looked at."""
     return [
-        address if kind is not None and is_cpu and start * dtype.itemsize + nbytes <= held_bytes else 0
-        for kind, address, _, _, start, dtype, nbytes, is_cpu, held_bytes in zip(*answers, strict=True)
+        address if is_cpu and start * dtype.itemsize + nbytes <= held_bytes else 0
+        for held_bytes, start, dtype, nbytes, is_cpu, address in zip(*answers, strict=True)
     ]
 
 
