@@ -28,17 +28,10 @@ _BAR_PERIOD_S: Final = 0.1
 _stuck: threading.Thread | None = None
 
 
-def show_aside(show: Callable[[], object], *, patience_s: float = _PATIENCE_S) -> None:
-    """Call `show` in a thread of its own, and wait for its end for `patience_s` at most. What it raises is dropped."""
-    thread = _started(show)
-    if thread is None:
-        _quietly(show)
-    else:
-        thread.join(patience_s)
-
-
 def _show_in_turn(show: Callable[[], object]) -> None:
-    """As `show_aside`, but nothing at all while something that was shown before is stuck."""
+    """Call `show` in a thread of its own, and wait a moment for its end; but nothing at all while something that was
+    shown before is stuck. What it raises is dropped.
+    """
     if not _is_stuck():
         thread = _started(show)
         if thread is None:

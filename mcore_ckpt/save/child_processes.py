@@ -35,7 +35,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from multiprocessing import connection as mp_connection
-from multiprocessing import util as mp_util
+from multiprocessing import process as mp_process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -469,8 +469,8 @@ def fork_call(
     on_submit: Callable[[ChildJob], None] | None = None,
 ) -> ChildJob:
     """Fork, and return when the child has begun; `fn` runs on the memory as it is now. `on_submit` gets the job before
-    that, for a caller that is interrupted. An expendable child ends with this process, has no children, and gives way
-    to training; it must not use torch.distributed, CUDA or threads started before.
+    that, for a caller that is interrupted. An expendable child ends with this process, and gives way to training; it
+    must not use torch.distributed, CUDA or threads started before.
     """
     child = _ForkedChild.start(what, (fn, args, kwargs or {}), expendable, deadline_s is not None)
     return child.submit(what, deadline_s, on_submit)
@@ -507,15 +507,14 @@ class _ForkedChild(SupervisedChild):
                     target=_run_forked,
                     args=(os.getpid(), expendable, theirs, result_fd, status, *call),
                     name=what,
-                    daemon=expendable,
                 )
                 with contextlib.ExitStack() as on_giving_up:
                     on_giving_up.callback(connection.close)
                     on_giving_up.callback(_kill, process)
                     with theirs, signals_held_back():
                         _fork(process, what)
-                    if expendable:
-                        _end_with_this_process(process)
+                    if expendable:  # at the exit multiprocessing would ask it to end, which it ignores, and wait for it
+                        mp_process._children.discard(process)  # type: ignore[attr-defined]  # noqa: SLF001
                     if _is_there(connection, deadline_s):
                         child = cls(process, connection, result_fd, status)
                         on_giving_up.pop_all()
@@ -583,28 +582,8 @@ def _fork(process: BaseProcess, what: str) -> None:
             # torch kernels and no logging of theirs, and the caller asked for a fork.
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
-    except (OSError, AssertionError) as error:  # multiprocessing asserts that a daemon has no children
+    except (OSError, AssertionError) as error:  # multiprocessing asserts that the trainer is no daemon of its own
         raise SaveError(f"{what}: cannot fork: {error}") from error
-
-
-_expendable: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
-_expendable_of_pid = 0  # of a fork of this process they are no children
-
-
-def _end_with_this_process(process: BaseProcess) -> None:
-    """Kill it before multiprocessing, at the exit, asks it by SIGTERM to end, which it ignores, and waits for it."""
-    global _expendable_of_pid
-    if _expendable_of_pid != os.getpid():
-        _expendable_of_pid = os.getpid()
-        _expendable.clear()
-        mp_util.Finalize(None, _kill_expendable, exitpriority=10)
-    _expendable.add(process)
-
-
-def _kill_expendable() -> None:
-    for process in list(_expendable):
-        with contextlib.suppress(ValueError):  # (one that was closed when it had ended)
-            process.kill()
 
 
 def _kill(process: BaseProcess) -> None:

@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from mcore_ckpt.core.console import line_level, logger_of, show_aside
+from mcore_ckpt.core.console import line_level, logger_of
 from mcore_ckpt.core.errors import Outcome, PlanError, SaveError
 from mcore_ckpt.core.fingerprints import products
 from mcore_ckpt.core.options import SaveOptions
@@ -148,9 +148,6 @@ class SaveDirectory:
             self.target.commit.give_up()
 
 
-# A trace may go to another file system than the checkpoint, which may hang; it is then written when that answers.
-_TRACE_PATIENCE_S: Final = 5.0
-
 _GB: Final = 1e9
 
 
@@ -220,15 +217,11 @@ def write_trace(path: Path, save: str, rank: int, spans: Sequence[Span], files: 
             }
         )
     name = f"{Path(save).name or 'save'}_rank{rank}.trace.json"
-
-    def write() -> None:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            (path / name).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-        except Exception as error:  # noqa: BLE001  (the checkpoint is published: nothing here may fail its save)
-            _logger.warning("%s: the trace of a save cannot be written: %s", path, error)
-
-    show_aside(write, patience_s=_TRACE_PATIENCE_S)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    except Exception as error:  # noqa: BLE001  (the checkpoint is published: nothing here may fail its save)
+        _logger.warning("%s: the trace of a save cannot be written: %s", path, error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,11 +91,6 @@ class RankState(NamedTuple):
         return self.described.specs
 
     @property
-    def nbytes(self) -> int:
-        """Size of all tensors and objects."""
-        return sum(spec.nbytes for spec in self.specs) + sum(self.object_bytes)
-
-    @property
     def object_keys(self) -> list[str]:
         """Keys of the objects."""
         return [key for key, _ in self.objects]

@@ -99,20 +99,6 @@ def test_callbacks_moved_to_the_next_request_go_with_their_save(outcome: str) ->
     assert len(queue.failures) == (outcome == "failed"), "one failure is reported once"
 
 
-def test_a_callback_that_fails_stops_those_behind_it() -> None:
-    queue, log = AsyncCallsQueue(), list[str]()
-
-    def broken() -> None:
-        raise PermissionError(13, "Permission denied", "/tracker")
-
-    request = AsyncRequest(_Save(), (), [partial(log.append, "a"), broken, partial(log.append, "b")])
-    queue.schedule_async_request(request)
-    with pytest.raises(SaveError, match=r"could not finalize the checkpoint of step 7: PermissionError.*/tracker"):
-        queue.maybe_finalize_async_calls()
-    assert log == ["a"]
-    assert queue.get_num_unfinalized_calls() == 0, "callbacks are not run twice"
-
-
 def test_close_deals_with_every_request_and_raises_the_first_failure() -> None:
     queue, log = AsyncCallsQueue(), list[str]()
     for name, save in {"a": _Save(SaveError("first")), "b": _Save(), "c": _Save(SaveError("second"))}.items():
