@@ -34,6 +34,7 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
 from mcore_ckpt.megatron._joint_calls import save_call
 from mcore_ckpt.megatron._versions import MegatronErrors, megatron_module
+from mcore_ckpt.save.plan_check import Accesses
 from mcore_ckpt.state.shards import is_main_replica, is_sharded_tensor, leaves
 
 _WHAT = "distribute the save over the ranks"
@@ -43,7 +44,7 @@ _WHAT = "distribute the save over the ranks"
 class _Agreed:
     """What the ranks of a parallelization group have agreed on, as one of them knows it."""
 
-    of: Columns
+    of: tuple[list[Any], ...]  # what all shards of this rank were (`Accesses`): the distribution follows from that
     place: tuple[int, int]  # rank in the group, and its size
     name: bytes  # the same on all ranks, and of no other agreement
     distribution: Any  # Megatron's `ShardDistribution`
@@ -121,10 +122,10 @@ def _agree(wrapper: Any, sharded_state_dict: Any, group: RankGroup) -> _Agreed:
     """What the ranks of a group agreed on last, if all hold what they held; else newly. Raises on all."""
     shards = [leaf for leaf in leaves(sharded_state_dict) if is_sharded_tensor(leaf)]
     known, place = _agreed.get(wrapper), (group.rank, group.size)
-    held: list[Columns] = []
+    held: list[tuple[list[Any], ...]] = []
 
     def name() -> bytes:
-        held.append(columns_of(shards))
+        held.append(Accesses.of(sharded_state_dict).tensors)
         return known.name if known is not None and (known.of, known.place) == (held[0], place) else b""
 
     def same(one: bytes, other: bytes) -> bytes:
@@ -138,7 +139,7 @@ def _agree(wrapper: Any, sharded_state_dict: Any, group: RankGroup) -> _Agreed:
     return found
 
 
-def _chosen(shards: list[Any], columns: Columns, group: RankGroup) -> _Agreed:
+def _chosen(shards: list[Any], columns: tuple[list[Any], ...], group: RankGroup) -> _Agreed:
     """What the coordinator chooses for the shards of all ranks, as far as this rank has part in it."""
     told = group.gather_parts(_WHAT, lambda: tell(shards), wrap=SaveError)
 
@@ -186,25 +187,6 @@ class Form(NamedTuple):
     size_bytes: int
 
 
-Columns = tuple[list[Any], ...]
-"""What the distribution of a rank's shards follows from, to compare with that of another save."""
-
-
-def columns_of(shards: Sequence[Any]) -> Columns:
-    """Those of sharded tensors, as they are now."""
-    return (
-        [shard.key for shard in shards],
-        [shard.dtype for shard in shards],
-        [tuple(shard.global_shape) for shard in shards],
-        [tuple(shard.global_offset) for shard in shards],
-        [tuple(shard.local_shape) for shard in shards],
-        [shard.prepend_axis_num for shard in shards],
-        [shard.axis_fragmentations for shard in shards],
-        [getattr(shard, "flattened_range", None) for shard in shards],
-        [is_main_replica(shard) for shard in shards],
-    )
-
-
 def tell(shards: Sequence[Any]) -> list[bytes]:
     """What a rank tells the coordinator of the sharded tensors that it holds, and whose replica is the main one."""
     codes: dict[Any, int] = {}
@@ -226,10 +208,7 @@ def tell(shards: Sequence[Any]) -> list[bytes]:
             forms.append(Form(*described, _megatrons_size(shard)))
         own_codes.append(code)
     told = pickle.dumps(([shard.key for shard in shards], forms, own_codes), protocol=5)
-    return [
-        zlib.compress(told, 1),
-        _bits([is_main_replica(shard) for shard in shards]),
-    ]
+    return [zlib.compress(told, 1), _bits([is_main_replica(shard) for shard in shards])]
 
 
 def _bits(flags: Sequence[bool] | _Flags) -> bytes:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -250,20 +250,14 @@ def quantized_test() -> Callable[[Any], bool] | None:
     return module.is_float8tensor if has_class else None
 
 
-def save_strategy_base() -> Any:
-    """The class that a save strategy must derive from: abstract to 0.16. Later ones replace, without a word, whatever
-    is not of their own class; of that, a method that is not overridden raises instead of running stock code.
+def strategy_base(kind: Literal["Save", "Load"]) -> Any:
+    """The class that a strategy must derive from: abstract to 0.16. Later ones replace, without a word, whatever is not
+    of their own class; of that, a method that is not overridden raises instead of running stock code.
     """
     if differences().has_registry:
-        return megatron_module("strategies.base").AsyncSaveShardedStrategy
-    return _closed_off(stock_class("TorchDistSaveShardedStrategy"))
-
-
-def load_strategy_base() -> Any:
-    """The class that a load strategy must derive from; see `save_strategy_base`."""
-    if differences().has_registry:
-        return megatron_module("strategies.base").LoadShardedStrategy
-    return _closed_off(stock_class("TorchDistLoadShardedStrategy"))
+        base = megatron_module("strategies.base")
+        return base.AsyncSaveShardedStrategy if kind == "Save" else base.LoadShardedStrategy
+    return _closed_off(stock_class(f"TorchDist{kind}ShardedStrategy"))
 
 
 def stock_class(name: str) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
-import os
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from mcore_ckpt.core.errors import OptionError, UnsupportedMegatronError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, unknown_variables
+from mcore_ckpt.core.process import free_host_bytes
 from mcore_ckpt.megatron._versions import TESTED_VERSIONS, installed_version_text, megatron_version
 from mcore_ckpt.megatron.contract import CONTRACT
-
-_ALIGNED_BYTES = 4096
+from mcore_ckpt.storage.direct_io import enable
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,10 @@ def diagnose(directory: str) -> list[Finding]:
     Raises:
         OSError: the directory cannot be written.
     """
-    return [*_software(), *_options(), _direct_io(directory), _staging_memory(), *_contract()]
+    free = Finding(
+        "host memory for staging", f"{free_host_bytes() / 1e9:.1f} GB", "asynchronous saves copy tensors there"
+    )
+    return [*_software(), *_options(), _direct_io(directory), free, *_contract()]
 
 
 def _software() -> list[Finding]:
@@ -76,49 +79,23 @@ def _options() -> list[Finding]:
 
 
 def _direct_io(directory: str) -> Finding:
-    what = f"direct I/O in {directory}"
-    folder = Path(directory)
-    if not folder.is_dir():
+    if not Path(directory).is_dir():
         raise NotADirectoryError(f"{directory}: there is no such directory; name the one where checkpoints will lie")
-    with (
-        tempfile.NamedTemporaryFile(dir=folder, prefix=".mcore_ckpt_doctor") as file,
-        mmap.mmap(-1, _ALIGNED_BYTES) as page,
-    ):
-        try:
-            fd = os.open(file.name, os.O_WRONLY | os.O_DIRECT)
-            try:
-                os.write(fd, page)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            return Finding(what, "refused", f"{error.strerror}: files are written and read through the page cache")
-    return Finding(what, "works")
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".mcore_ckpt_doctor") as file:
+        works = enable(file.fileno())
+    remark = "" if works else "files are written and read through the page cache"
+    return Finding(f"direct I/O in {directory}", "works" if works else "refused", remark)
 
 
-def _staging_memory() -> Finding:
-    """Asynchronous saves copy tensors into a memfd, which counts as shared memory."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-            return Finding(
-                "host memory for staging", f"{available / 1e9:.1f} GB", "asynchronous saves copy a rank's tensors there"
-            )
-    return Finding("host memory for staging", "unknown")
-
-
-def _contract() -> list[Finding]:
+def _contract() -> Iterator[Finding]:
     from mcore_ckpt.megatron.install import owner_of
 
-    try:
+    with contextlib.suppress(UnsupportedMegatronError):  # which has been said
         version = megatron_version()[:2]
-    except UnsupportedMegatronError:
-        return []
-    found = []
-    for name in CONTRACT:
-        if not name.belongs_to(version):
-            continue
-        if owner_of(name) is not None:
-            found.append(Finding(str(name), f"{name.use} by mcore_ckpt"))
-        else:
-            found.append(Finding(str(name), "missing", name.absence or "install() refuses", is_wrong=not name.absence))
-    return found
+        for name in CONTRACT:
+            if not name.belongs_to(version):
+                continue
+            if owner_of(name) is not None:
+                yield Finding(str(name), f"{name.use} by mcore_ckpt")
+            else:
+                yield Finding(str(name), "missing", name.absence or "install() refuses", is_wrong=not name.absence)

@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from mcore_ckpt.core.boxes import flat_boxes
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, MissingKeyError, ShapeMismatchError
@@ -73,14 +73,15 @@ def load_sharded_optimizer_state(
     if not keys:
         raise MissingKeyError(f"{optimizer_key}: {checkpoint} holds no key that begins with {prefix!r}")
     layouts = _Layouts(state_dict, offsets or {})
+    paths = {key: _path(index, key, optimizer_key, state_dict) for key in keys}
+    _check_paths(paths)
     requests: list[ReadRequest] = []
-    loaded: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key in keys:
         entry = index.tensors.get(key)
-        value = reader.read_object(key) if entry is None else _wanted_part(entry, layouts.of(key), requests)
-        _place(loaded, _path(index, key, optimizer_key, state_dict), value, len(keys) + _MAX_REMOVED)
+        values[key] = reader.read_object(key) if entry is None else _wanted_part(entry, layouts.of(key), requests)
     reader.read_items(requests)
-    return loaded
+    return unflatten_state_dict(values, paths)
 
 
 def _load_megatron(
@@ -197,38 +198,18 @@ def _path(index: CheckpointIndex, key: str, optimizer_key: str, model: Mapping[s
     return (optimizer_key, *rest.split("."))
 
 
-def _place(tree: dict[str, Any], path: Sequence[Any], value: Any, longest: int) -> None:
-    """Put `value` at `path`, where nothing is yet; integers in a path are positions in lists, as DCP writes them. Lists
-    get at most `longest` entries.
-    """
-    node: Any = tree
-    for here, following in pairwise(path):
-        empty: Any = [] if isinstance(following, int) else {}
-        if isinstance(here, int):
-            _make_room(node, here, path, longest)
-            if node[here] is None:
-                node[here] = empty
-            node = node[here]
-        elif isinstance(node, dict):
-            node = node.setdefault(here, empty)
-        else:
-            raise _contradiction(path)
-    last = path[-1]
-    if isinstance(last, int):
-        _make_room(node, last, path, longest)
-        if node[last] is not None:
-            raise _contradiction(path)
-    elif not isinstance(node, dict) or last in node:
-        raise _contradiction(path)
-    node[last] = value
+def _check_paths(paths: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise `LoadError` unless a state dict can have all of these places; integers are positions in lists."""
+    longest = len(paths) + _MAX_REMOVED
+    kinds: dict[tuple[Any, ...], type] = {}  # of what stands in each container: names, or positions
+    for key, path in paths.items():
+        for depth, part in enumerate(path):
+            kind = kinds.setdefault(path[:depth], type(part))
+            if kind is not type(part) or (isinstance(part, int) and not 0 <= part < longest):
+                raise _contradiction(key)
+    if inner := [key for key, path in paths.items() if path in kinds]:
+        raise _contradiction(inner[0])
 
 
-def _make_room(node: Any, position: int, path: Sequence[Any], longest: int) -> None:
-    """Lengthen a list until it has that position, which a file has named: within reason."""
-    if not isinstance(node, list) or not 0 <= position < longest:
-        raise _contradiction(path)
-    node.extend([None] * (position + 1 - len(node)))
-
-
-def _contradiction(path: Sequence[Any]) -> LoadError:
-    return LoadError(f"{'.'.join(map(str, path))}: the checkpoint's key contradicts the other keys' structure")
+def _contradiction(key: str) -> LoadError:
+    return LoadError(f"{key}: the checkpoint's key contradicts the other keys' structure")

@@ -104,7 +104,9 @@ def around_save(strategy_class: type, stock: Any) -> Any:
                     request = _with_config_told(partial(stock, sharded_state_dict, checkpoint_dir, *args, **kwargs))
                 if request is not None:
                     callbacks = request.finalize_fns
-                    callbacks[:] = [fn if hasattr(fn, "save_call") else _ConfigErrorsLate(fn) for fn in callbacks]
+                    callbacks[:] = [
+                        fn if hasattr(fn, "save_call") else partial(_with_config_told, fn) for fn in callbacks
+                    ]
                 return request
             except BaseException:
                 for begun in saves_in_progress(directory) - before:
@@ -177,19 +179,9 @@ def _with_config_told(call: Callable[[], Any]) -> Any:
             raise error
 
     if request is None:
-        coordination_group().run_on_coordinator("write metadata.json", tell, wrap=SaveError)
-    return request
-
-
-class _ConfigErrorsLate:
-    """A callback of Megatron's `save`, all of which take all ranks: one of them writes `metadata.json`."""
-
-    def __init__(self, callback: Callable[[], Any]) -> None:
-        self._callback = callback
-
-    def __call__(self) -> None:
         with MegatronErrors():
-            _with_config_told(self._callback)
+            coordination_group().run_on_coordinator("write metadata.json", tell, wrap=SaveError)
+    return request
 
 
 @without_modes()

@@ -53,15 +53,15 @@ from mcore_ckpt.megatron._versions import (
     differences,
     installed_version_text,
     is_first_rank,
-    load_strategy_base,
     mapping,
     megatron_module,
     quantized_test,
     replaced_load_planner,
-    save_strategy_base,
     sharded_tensor_of,
+    strategy_base,
 )
 from mcore_ckpt.megatron.nvrx import async_request_class
+from mcore_ckpt.megatron.serialization import directory_to_read
 from mcore_ckpt.save.buckets import check_hint
 from mcore_ckpt.save.commit import SaveTransaction
 from mcore_ckpt.save.planner import BucketWriter, SaveRequest, Structure
@@ -82,7 +82,7 @@ _logger = logger_of(__name__)
 _Path = str | os.PathLike[str]
 
 
-class TorchDistSaveStrategy(save_strategy_base()):  # type: ignore[misc]
+class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
     """Saves a sharded state dict in the `torch_dist` format, synchronously or asynchronously.
 
     Args:
@@ -224,7 +224,7 @@ class _Commit:
             self.save_call.commit()
 
 
-class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
+class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
     """Loads a `torch_dist` checkpoint into a sharded state dict of any layout.
 
     Args:
@@ -300,7 +300,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         loaded: list[dict[str, Any]] = []
 
         def load() -> dict[Identity, int]:
-            with self._one_save(self._to_read(checkpoint_dir)) as reader:
+            with self._one_save(directory_to_read(checkpoint_dir, self.options)) as reader:
                 reader.ranks = 1 if joint is not None and joint.is_distributed else ranks_that_load_here()
                 loaded.append(_load(reader, sharded_state_dict))
             return {identity_of(reader.index.manifest, ()): group.rank}
@@ -344,14 +344,6 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
             if is_first_rank():
                 _log_load(reader, before, time.monotonic() - started_s)
 
-    def _to_read(self, checkpoint_dir: _Path) -> Path:
-        path = checkpoint_path(checkpoint_dir)
-        if self.options.on_damaged == "go_back":
-            from mcore_ckpt.megatron.serialization import directory_to_read
-
-            path = directory_to_read(path, self.options)
-        return path
-
     def _opened(self, path: Path) -> FileSystemReader:
         """A reader whose index is read again only when the checkpoint is another one, or has been replaced."""
         reader = self._reader
@@ -363,7 +355,7 @@ class TorchDistLoadStrategy(load_strategy_base()):  # type: ignore[misc]
         return reader
 
     def _open(self, checkpoint_dir: _Path) -> FileSystemReader:
-        return self._opened(self._to_read(checkpoint_dir))
+        return self._opened(directory_to_read(checkpoint_dir, self.options))
 
     @without_modes()
     def load_tensors_metadata(self, checkpoint_dir: _Path, metadata: Any = None) -> dict[str, Any]:
@@ -482,19 +474,12 @@ class _ObjectsInTurn:
     """Objects that were saved together under one key are handed out one by one, in their order."""
 
     def __init__(self, stored: Mapping[str, Any]) -> None:
-        self._lists = {key: value if isinstance(value, list) else [value] for key, value in stored.items()}
-        self._next: dict[str, int] = {}
+        self._left = {key: iter(value if isinstance(value, list) else [value]) for key, value in stored.items()}
 
     def of(self, leaf: Any) -> Any:
-        key = leaf.unique_key
-        values = self._lists[key]
-        position = self._next.get(key, 0)
-        self._next[key] = position + 1
-        if position >= len(values):
-            raise KindMismatchError(
-                f"{key}: object {position + 1} is requested, the checkpoint holds {len(values)} under this key"
-            )
-        return values[position]
+        for value in self._left[leaf.unique_key]:
+            return value
+        raise KindMismatchError(f"{leaf.unique_key}: more objects are requested than are stored under this key")
 
 
 # --- strategies by action, backend and version -----------------------------------------------------------------------
