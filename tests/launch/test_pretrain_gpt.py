@@ -72,12 +72,6 @@ def test_goes_on_as_if_it_had_never_ended(variant: Variant, launches: Path) -> N
         assert [event["validated_cache_reuse"] for event in saves] == [False, True, True, True, True, True]
 
 
-def test_an_option_that_cannot_be_is_refused_before_training(launches: Path) -> None:
-    refused = launch("ours", 2, [], launches / "refused", {"MCORE_CKPT_WRITER": "carrier-pigeon"}, expected_exit=None)
-    assert "MCORE_CKPT_WRITER='carrier-pigeon': expected one of 'persistent', 'fork'" in refused.log
-    assert not refused.named("loss")
-
-
 def test_the_launch_that_pages_show_saves_while_training_goes_on(launches: Path) -> None:
     """The line as it stands, with a model and a directory in the place of its dots."""
     pages = [(ROOT / page).read_text() for page in ("README.md", "docs/index.md", "docs/guides/try.md")]

@@ -85,7 +85,7 @@ def _where(directory: Path) -> dict[tuple[str, tuple[int, ...]], int]:
 
 
 def _save_and_load(rank: int, root: Path) -> None:
-    """Save models by either, load ours by either, and compare."""
+    """Save models by either."""
     warnings.simplefilter("ignore")
     share_groups()
     for name, (shape, layout) in _MODELS.items():
@@ -102,35 +102,13 @@ def _save_and_load(rank: int, root: Path) -> None:
         with _counted(dist, "all_gather_object") as gathers:
             dc.save(state, path, _saving(group))
         assert not gathers
-        ours = dict(_flat(dc.load(training.sharded_state_dict(is_loading=True), path, _loading(group))))
         mcore_ckpt.uninstall()
-        _assert_same(ours, dict(_flat(dc.load(training.sharded_state_dict(is_loading=True), path))))
 
 
 def _stock_strategy() -> Any:
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 
     return get_default_save_sharded_strategy("torch_dist")
-
-
-def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _flat(value, f"{path}/{key}")
-    elif isinstance(tree, list | tuple):
-        for number, value in enumerate(tree):
-            yield from _flat(value, f"{path}/{number}")
-    else:
-        yield path, tree
-
-
-def _assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one.keys() == other.keys()
-    for key, value in one.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(value, other[key]), key
-        elif hasattr(value, "getvalue"):
-            assert value.getvalue() == other[key].getvalue(), key
 
 
 def test_checkpoints_have_what_megatrons_have_where_megatrons_have_it(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,22 @@ def test_options_that_differ_are_an_error_on_all_ranks(tmp_path: Path) -> None:
     run_ranks(differing, RANKS, tmp_path, deadline_s=DEADLINE_S)
 
 
+FAILING: list[tuple[dict[str, str], dict[str, Any]]] = [
+    ({}, {}),
+    ({"PROVE": "always"}, {}),
+    ({"ON_DAMAGED": "go_back"}, {}),
+    ({}, {"strict": "raise_all"}),
+    ({}, {"strict": "ignore_all"}),
+]
+
+
 def failing(rank: int, run: Path) -> None:
-    """One rank in turn cannot read the common state, and none can read damaged tensors."""
+    """One rank in turn cannot read the common state, or asks for what the checkpoint lacks, where Megatron gathers what
+    all ask for.
+    """
     dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing import ShardedTensor
+
     from mcore_ckpt.megatron import serialization
 
     for iteration in (1, 2):
@@ -55,8 +68,7 @@ def failing(rank: int, run: Path) -> None:
             raise CorruptCheckpointError("common state of iter_0000002: not here")
         return load_common(*args)
 
-    options: dict[str, str]
-    for fails, options in ((0, {}), (1, {}), (1, {"PROVE": "always"}), (0, {"ON_DAMAGED": "go_back"})):
+    for fails, (options, how) in itertools.product(range(2), FAILING):
         with pytest.MonkeyPatch.context() as patched:
             for option, value in options.items():
                 patched.setenv(f"MCORE_CKPT_{option}", value)
@@ -66,48 +78,20 @@ def failing(rank: int, run: Path) -> None:
                 check(dist_checkpointing.load(state(0), name), 1)
                 continue
             with pytest.raises(CorruptCheckpointError, match="not here"):
-                dist_checkpointing.load(state(0), name)
-
-
-def test_a_rank_that_cannot_read_the_common_state_tells_the_others(tmp_path: Path) -> None:
-    """They would wait in the next exchange; where they go back, all do."""
-    assert not any(name.startswith("MCORE_CKPT_") for name in os.environ)
-    run_ranks(failing, RANKS, tmp_path, deadline_s=DEADLINE_S)
-
-
-def asking_for_more(rank: int, run: Path) -> None:
-    """One rank in turn asks for what the checkpoint lacks, or cannot read, where Megatron gathers what all ask for."""
-    dist_checkpointing = installed()
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    from mcore_ckpt.megatron import serialization
-
-    name = str(run / "iter_0000001")
-    dist_checkpointing.save(state(1), made(Path(name)))
-
-    def cannot_read(*_: Any) -> Any:
-        raise CorruptCheckpointError("common state: not here")
-
-    for strict, checks in (("raise_unexpected", True), ("raise_all", False)):
-        for odd in range(2):
-            wanted = state(0)
-            if rank == odd:
-                wanted["new"] = ShardedTensor.from_rank_offsets("new", torch.ones(4))
-            with pytest.raises(Exception, match="Unexpected keys"):
-                dist_checkpointing.load(wanted, name, strict=strict, validate_access_integrity=checks)
-    for odd in range(2):
-        for strict in ("raise_all", "ignore_all"):
-            with pytest.MonkeyPatch.context() as patched:
-                if rank == odd:
-                    patched.setattr(serialization, "load_common", cannot_read)
-                with pytest.raises(CorruptCheckpointError, match="not here"):
-                    dist_checkpointing.load(state(0), name, strict=strict)
+                dist_checkpointing.load(state(0), name, **how)
+    for odd, (strict, checks) in itertools.product(range(2), (("raise_unexpected", True), ("raise_all", False))):
+        wanted = state(0)
+        if rank == odd:
+            wanted["new"] = ShardedTensor.from_rank_offsets("new", torch.ones(4))
+        with pytest.raises(Exception, match="Unexpected keys"):
+            dist_checkpointing.load(wanted, name, strict=strict, validate_access_integrity=checks)
     for strict in ("raise_all", "ignore_all"):
-        check(dist_checkpointing.load(state(0), name, strict=strict), 1)
+        check(dist_checkpointing.load(state(0), name, strict=strict), 2)
 
 
-def test_what_one_rank_asks_for_and_the_checkpoint_lacks_is_an_error_on_all(tmp_path: Path) -> None:
-    run_ranks(asking_for_more, RANKS, tmp_path, deadline_s=DEADLINE_S)
+def test_what_fails_on_one_rank_ahead_of_the_tensors_is_told_to_all(tmp_path: Path) -> None:
+    """They would wait in the next exchange; where they go back, all do."""
+    run_ranks(failing, RANKS, tmp_path, deadline_s=DEADLINE_S)
 
 
 def loading_alone(rank: int, run: Path) -> int:

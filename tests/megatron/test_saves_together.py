@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,47 +22,6 @@ RANKS = 3
 DEADLINE_S = 60.0
 
 
-def _cannot_be_built(*_: Any) -> Any:
-    raise MemoryError("no memory on this rank")
-
-
-def kept_away(rank: int, run: Path) -> None:
-    """Rank 1 fails before the first exchange of a save, in Megatron's code; the next save works."""
-    dist_checkpointing = installed()
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-
-    def with_factory(build: Callable[..., Any]) -> dict[str, Any]:
-        return {**state(1), "made": ShardedTensorFactory("made", torch.ones(2), build, lambda found: found)}
-
-    def no_common_state(common: Any) -> Any:
-        if rank == 1:
-            raise KeyError("args")
-        return common
-
-    def built(key: str, tensor: torch.Tensor, *_: Any) -> Any:
-        from megatron.core.dist_checkpointing import ShardedTensor
-
-        return ShardedTensor.from_rank_offsets(key, tensor, replica_id=rank)
-
-    name = made(run / "iter_0000001")
-    with pytest.raises((SaveError, MemoryError), match=r"rank 1.*MemoryError|no memory on this rank"):
-        dist_checkpointing.save(with_factory(_cannot_be_built if rank == 1 else built), name)
-    with pytest.raises((SaveError, KeyError), match=r"rank 1.*KeyError|args"):
-        dist_checkpointing.save(state(1), name, preprocess_common_before_consistancy_check=no_common_state)
-    with pytest.raises((SaveError, OSError), match=r"rank 0.*iter_0000009|No such file"):
-        dist_checkpointing.save(state(1), str(run / "iter_0000009"))
-    dist.barrier()
-    assert os.listdir(name) == []
-    with pytest.raises(OptionError, match="validate_access_integrity"):
-        dist_checkpointing.save(state(1), name, validate_access_integrity=rank != 1)
-    dist_checkpointing.save(state(1), name)
-    check(dist_checkpointing.load(state(0), name), 1)
-
-
-def test_what_one_rank_raises_before_the_first_exchange_all_raise(tmp_path: Path) -> None:
-    run_ranks(kept_away, RANKS, tmp_path, deadline_s=DEADLINE_S)
-
-
 def wrapped(**options: Any) -> Any:
     """A strategy behind Megatron's fully parallel wrapper over the group that this rank is in."""
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -76,11 +34,27 @@ def wrapped(**options: Any) -> Any:
     return FullyParallelSaveStrategyWrapper(TorchDistSaveStrategy(options=SaveOptions.from_environment(**options)), own)
 
 
-def kept_away_from_its_group(rank: int, run: Path) -> None:
-    """Each rank in turn fails before the first exchange of a save, which is one of a group from 0.19 on."""
+def _cannot_be_built(*_: Any) -> Any:
+    raise MemoryError("no memory on this rank")
+
+
+def kept_away(rank: int, run: Path) -> None:
+    """A rank fails before the first exchange of a save, which behind a wrapper is one of its group from 0.19 on: in the
+    common state each in turn, in a factory, or since there is no directory. The next save works.
+    """
     dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
     name = made(run / "iter_0000001")
     strategy = wrapped()
+
+    def fails(words: str, saved: dict[str, Any], directory: str = name, **how: Any) -> None:
+        with pytest.raises((SaveError, KeyError, MemoryError, OSError), match=words):
+            dist_checkpointing.save(saved, directory, how.pop("strategy", None), **how)
+        dist.barrier()
+        assert os.listdir(name) == []
+
     for failing in range(dist.get_world_size()):
 
         def no_common_state(common: Any, failing: int = failing) -> Any:
@@ -88,18 +62,25 @@ def kept_away_from_its_group(rank: int, run: Path) -> None:
                 raise KeyError("args")
             return common
 
-        with pytest.raises(KeyError if rank == failing else SaveError, match=r"KeyError|args"):
-            dist_checkpointing.save(
-                state(1), name, strategy, preprocess_common_before_consistancy_check=no_common_state
-            )
-        dist.barrier()
-        assert os.listdir(name) == []
-    dist_checkpointing.save(state(1), name, strategy)
-    check(dist_checkpointing.load(state(0), name), 1)
+        for used in (strategy, None) if failing == 1 else (strategy,):
+            fails("KeyError|args", state(1), strategy=used, preprocess_common_before_consistancy_check=no_common_state)
+
+    def built(key: str, tensor: torch.Tensor, *_: Any) -> Any:
+        return ShardedTensor.from_rank_offsets(key, tensor, replica_id=rank)
+
+    build = _cannot_be_built if rank == 1 else built
+    factory = ShardedTensorFactory("made", torch.ones(2), build, lambda found: found)
+    fails("rank 1.*MemoryError|no memory on this rank", {**state(1), "made": factory})
+    fails("rank 0.*iter_0000009|No such file", state(1), str(run / "iter_0000009"))
+    with pytest.raises(OptionError, match="validate_access_integrity"):
+        dist_checkpointing.save(state(1), name, validate_access_integrity=rank != 1)
+    for used in (None, strategy):
+        dist_checkpointing.save(state(1), name, used)
+        check(dist_checkpointing.load(state(0), name), 1)
 
 
-def test_what_a_rank_raises_before_the_first_exchange_of_its_group_all_raise(tmp_path: Path) -> None:
-    run_ranks(kept_away_from_its_group, 4, tmp_path, deadline_s=DEADLINE_S)
+def test_what_one_rank_raises_before_the_first_exchange_all_raise(tmp_path: Path) -> None:
+    run_ranks(kept_away, 4, tmp_path, deadline_s=DEADLINE_S)
 
 
 def differing_later(rank: int, run: Path) -> None:
