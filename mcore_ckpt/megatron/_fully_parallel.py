@@ -34,7 +34,7 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
 from mcore_ckpt.megatron._joint_calls import save_call
 from mcore_ckpt.megatron._versions import MegatronErrors, megatron_module
-from mcore_ckpt.save.plan_check import Accesses
+from mcore_ckpt.state.plan_check import Accesses
 from mcore_ckpt.state.shards import is_main_replica, is_sharded_tensor, leaves
 
 _WHAT = "distribute the save over the ranks"
@@ -144,9 +144,8 @@ def _chosen(shards: list[Any], columns: tuple[list[Any], ...], group: RankGroup)
     told = group.gather_parts(_WHAT, lambda: tell(shards), wrap=SaveError)
 
     def choose() -> list[tuple[bytes, bytes, bool]]:
-        held = merged(told or ())
-        given, own = secrets.token_bytes(8), own_of_each_rank(held, megatrons_owners(held))
-        return [(given, bits, held.is_each_main_once) for bits in own]
+        given, (own, are_mains) = secrets.token_bytes(8), distributed(told or ())
+        return [(given, bits, are_mains) for bits in own]
 
     given, bits, mains_are_saved = group.scatter(_WHAT, choose, wrap=SaveError)
     own = _shard_ids(compress(shards, flags_of(bits, len(shards))))
@@ -215,53 +214,26 @@ def _bits(flags: Sequence[bool] | _Flags) -> bytes:
     return np.packbits(np.asarray(flags, dtype=bool)).tobytes()
 
 
-def flags_of(bits: bytes, number: int) -> list[bool]:
+def flags_of(bits: bytes, number: int) -> _Flags:
     """One flag for each of a rank's shards."""
-    found: list[bool] = _unpacked(bits, number).tolist()
-    return found
-
-
-def _unpacked(bits: bytes, number: int) -> _Flags:
     return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=number).astype(bool)
 
 
-class _Holders(NamedTuple):
-    """Ranks that hold a shard, in rising order: with those that hold it twice, and each once."""
+def distributed(told: Sequence[Sequence[bytes]]) -> tuple[list[bytes], bool]:
+    """Who saves what, from what all ranks have told (`tell`).
 
-    times: _Ints
-    ranks: _Ints
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What the ranks of a group hold, each shard once, numbered as the ranks have them."""
-
-    ids: list[ShardId]
-    forms: list[Form]  # of each, that of the first rank that has it
-    sizes: _Ints  # bytes of each
-    main_replicas: _Ints  # of each, how many of its replicas are main ones
-    holders: list[_Holders]
-    held_by: _Ints  # of each shard, which of `holders`
-    odd: set[int]  # shards that some rank describes otherwise
-    of_rank: list[_Ints]  # the shards of each rank, in its own order
-    is_main: list[_Flags]  # which of those are main replicas
-
-    @property
-    def is_each_main_once(self) -> bool:
-        """Whether the main replicas of the group are different shards, that all ranks describe alike."""
-        return not self.odd and bool((self.main_replicas <= 1).all())
-
-
-def merged(told: Sequence[Sequence[bytes]]) -> Held:
-    """What all ranks have told (`tell`)."""
+    Returns:
+        For each rank a bit for each of its shards (`flags_of`): whether it saves that. And whether what they save are
+        the group's main replicas, different shards, as all ranks describe them.
+    """
     known: dict[bytes, int] = {}
-    ranks_of: list[list[int]] = []
+    ranks_of: list[list[int]] = []  # of each kind of rank: those of one kind describe the same
     shards_of: list[_Ints] = []
-    numbers: dict[ShardId, int] = {}
-    forms: list[Form] = []
-    kinds: list[list[int]] = []  # of each shard, which of `ranks_of` hold it
-    odd: set[int] = set()
-    for rank, (described, *_) in enumerate(told):
+    numbers: dict[ShardId, int] = {}  # of each shard of the group
+    forms: list[Form] = []  # of each shard, that of the first rank that has it
+    kinds: list[list[int]] = []  # of each shard, which kinds of rank hold it
+    is_alike = True
+    for rank, (described, _) in enumerate(told):
         kind = known.setdefault(described, len(known))
         if kind < len(ranks_of):
             ranks_of[kind].append(rank)
@@ -273,71 +245,42 @@ def merged(told: Sequence[Sequence[bytes]]) -> Held:
             number = numbers.setdefault((key, form.offset, form.stretch), len(numbers))
             if number == len(forms):
                 forms.append(form)
-                kinds.append([kind])
-            else:
-                kinds[number].append(kind)
-                if forms[number] != form:
-                    odd.add(number)
+                kinds.append([])
+            kinds[number].append(kind)
+            is_alike &= forms[number] == form
             numbered.append(number)
         ranks_of.append([rank])
         shards_of.append(np.frombuffer(numbered, dtype=np.int64))
-    kind_of = [known[described] for described, *_ in told]
-    of_rank = [shards_of[kind] for kind in kind_of]
-    is_main = [_unpacked(of[1], len(own)) for of, own in zip(told, of_rank, strict=True)]
-    main_replicas = np.zeros(len(numbers), dtype=np.int64)
-    for own, flags in zip(of_rank, is_main, strict=True):
-        np.add.at(main_replicas, own[flags], 1)
+    of_rank = [shards_of[known[described]] for described, _ in told]
+    mains = np.zeros(len(numbers), dtype=np.int64)  # how many replicas of each shard are main ones
+    for own, (_, bits) in zip(of_rank, told, strict=True):
+        np.add.at(mains, own[flags_of(bits, len(own))], 1)
+    owners = _megatrons_owners(list(numbers), forms, mains > 0, kinds, ranks_of)
+    return [_bits(owners[own] == rank) for rank, own in enumerate(of_rank)], is_alike and bool((mains <= 1).all())
+
+
+def _megatrons_owners(
+    ids: list[ShardId], forms: list[Form], here: _Flags, kinds: list[list[int]], ranks_of: list[list[int]]
+) -> _Ints:
+    """Of each shard the rank that saves it, or -1 if it is not main `here`, as Megatron's `distribute_shards_to_ranks`
+    chooses: first shards that few ranks hold, then large ones, each for the rank with the fewest bytes so far.
+    """
+    owners = np.full(len(ids), -1, dtype=np.int64)
+    sizes = np.asarray([form.size_bytes for form in forms], dtype=np.int64)
+    # The ranks that hold a shard, in rising order, twice where one holds it twice: alike for many shards.
     groups: dict[tuple[int, ...], int] = {}
-    held_by = [groups.setdefault(tuple(of_shard), len(groups)) for of_shard in kinds]
-    return Held(
-        ids=list(numbers),
-        forms=forms,
-        sizes=np.asarray([form.size_bytes for form in forms], dtype=np.int64),
-        main_replicas=main_replicas,
-        holders=[_holders([ranks_of[kind] for kind in group]) for group in groups],
-        held_by=np.asarray(held_by, dtype=np.int64),
-        odd=odd,
-        of_rank=of_rank,
-        is_main=is_main,
-    )
-
-
-def _holders(ranks: Sequence[Sequence[int]]) -> _Holders:
-    times = np.sort(np.concatenate([np.asarray(some, dtype=np.int64) for some in ranks]))
-    return _Holders(times, times[np.diff(times, prepend=-1) > 0])
-
-
-def megatrons_owners(held: Held) -> _Ints:
-    """Of each shard the rank that saves it, or -1, as Megatron's `distribute_shards_to_ranks` chooses: first shards
-    that few ranks hold, then large ones, each for the rank with the fewest bytes so far.
-    """
-    here = held.main_replicas > 0
-    owners = np.full(len(here), -1, dtype=np.int64)
-    loads_bytes = np.zeros(len(held.of_rank))
-    times = np.asarray([len(holders.times) for holders in held.holders], dtype=np.int64)[held.held_by]
-    first = np.asarray([holders.ranks[0] for holders in held.holders], dtype=np.int64)
+    held_by = np.asarray([groups.setdefault(tuple(of_shard), len(groups)) for of_shard in kinds], dtype=np.int64)
+    holders = [np.sort(np.concatenate([np.asarray(ranks_of[kind]) for kind in group])) for group in groups]
+    times = np.asarray([len(ranks) for ranks in holders], dtype=np.int64)[held_by]
     alone = np.flatnonzero(here & (times == 1))
-    owners[alone] = first[held.held_by[alone]]
-    np.add.at(loads_bytes, owners[alone], held.sizes[alone])
+    owners[alone] = np.asarray([ranks[0] for ranks in holders], dtype=np.int64)[held_by[alone]]
+    loads_bytes = np.zeros(sum(map(len, ranks_of)))
+    np.add.at(loads_bytes, owners[alone], sizes[alone])
     shared = np.flatnonzero(here & (times > 1)).tolist()
-    ids = map(held.ids.__getitem__, shared)
-    rows = zip(times[shared].tolist(), held.sizes[shared].tolist(), ids, shared, strict=True)
-    for _, _, _, _, _, number in sorted(
-        (held_times, -size, key, offset, stretch or (), number)
-        for held_times, size, (key, offset, stretch), number in rows
-    ):
-        ranks = held.holders[held.held_by[number]].ranks
+    rows = zip(times[shared].tolist(), sizes[shared].tolist(), shared, strict=True)
+    order = [(held, -size, *ids[number][:2], ids[number][2] or (), number) for held, size, number in rows]
+    for *_, number in sorted(order):
+        ranks = holders[held_by[number]]
         owners[number] = ranks[int(loads_bytes[ranks].argmin())]
-        loads_bytes[owners[number]] += held.sizes[number]
+        loads_bytes[owners[number]] += sizes[number]
     return owners
-
-
-def own_of_each_rank(held: Held, owners: _Ints) -> list[bytes]:
-    """For each rank a bit for each of its shards (`flags_of`): whether it saves that. Without an owner a shard stays
-    with its main replicas, if there are any.
-    """
-    answers: list[bytes] = []
-    for rank, (own, flags) in enumerate(zip(held.of_rank, held.is_main, strict=True)):
-        chosen = owners[own]
-        answers.append(_bits((chosen == rank) | ((chosen < 0) & flags)))
-    return answers
