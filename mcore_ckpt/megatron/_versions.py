@@ -6,8 +6,8 @@ Megatron-Core has three shapes that matter here:
     0.17, 0.18    no registry: the classes are used by name; `common.pt` by a function
     0.19 -        the same, and the common state is an object inside the checkpoint
 
-`Differences` says the rest; `install.py` turns it into what is replaced, by `Patches`. An error that leaves a strategy
-is an instance of this package's, of Megatron's and of DCP's classes at once (`MegatronErrors`).
+`contract.py` says which names each has, `install.py` replaces them, by `Patches`. An error that leaves a strategy is an
+instance of this package's, of Megatron's and of DCP's classes at once (`MegatronErrors`).
 
 Two things that Megatron's `dist_checkpointing` may lack are replaced, too: a CUDA device, and `numpy.product`. Nothing
 of torch or numpy is changed for that: Megatron's modules get a `torch` and a `numpy` of their own.

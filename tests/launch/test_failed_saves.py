@@ -17,12 +17,12 @@ pytestmark = pytest.mark.slow
 ASYNCHRONOUS = Variant("killed", (*ASYNC, "--use-distributed-optimizer"), interval=1)
 
 
-def _run(variant: Variant, checkpoints: Path, place: Path, **how: object) -> Launched:
+def _run(checkpoints: Path, place: Path, kill: str = "") -> Launched:
     """A launch as a scheduler repeats it: it goes on from what is there, and saves to where that is."""
-    options = {**environment("ours", variant, place), **how.pop("variables", {})}  # type: ignore[dict-item]
-    folders = ["--save", str(checkpoints), "--load", str(checkpoints), "--save-interval", str(variant.interval)]
-    arguments = [*command_line("ours", variant), *folders, *how.pop("arguments", ())]  # type: ignore[misc]
-    return launch("ours", 2, arguments, place, options, **how)  # type: ignore[arg-type]
+    options = {**environment("ours", ASYNCHRONOUS, place), "LAUNCH_KILL": kill}
+    folders = ["--save", str(checkpoints), "--load", str(checkpoints), "--save-interval", "1"]
+    arguments = [*command_line("ours", ASYNCHRONOUS), *folders]
+    return launch("ours", 2, arguments, place, options, expected_exit=None if kill else 0)
 
 
 def _assert_goes_on(run: Launched, launches: Path, after: int) -> None:
@@ -43,7 +43,7 @@ def _iterations(checkpoints: Path) -> dict[int, Path]:
 )
 def test_a_rank_killed_in_an_async_save(kill: str, published: bool, launches: Path, tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
-    killed = _run(ASYNCHRONOUS, checkpoints, tmp_path / "killed", variables={"LAUNCH_KILL": kill}, expected_exit=None)
+    killed = _run(checkpoints, tmp_path / "killed", kill)
     assert "SIGKILL" in killed.log
     tracked = tracked_iteration(checkpoints)
     assert tracked is not None
@@ -55,31 +55,9 @@ def test_a_rank_killed_in_an_async_save(kill: str, published: bool, launches: Pa
             assert_whole(path)
     assert published == (checkpoints / "iter_0000004" / ".metadata").exists()
 
-    again = _run(ASYNCHRONOUS, checkpoints, tmp_path / "again")
+    again = _run(checkpoints, tmp_path / "again")
     assert f"at iteration {tracked}" in again.log
     _assert_goes_on(again, launches, after=tracked)
     assert tracked_iteration(checkpoints) == 6
     for path in _iterations(checkpoints).values():
         assert_whole(path)
-
-
-def test_a_launch_goes_back_from_a_damaged_checkpoint_if_it_is_told_to(tmp_path: Path) -> None:
-    """A bit that has changed shows when one rank reads it."""
-    variant = Variant("go-back", ("--use-distributed-optimizer",), interval=2)
-    checkpoints = tmp_path / "checkpoints"
-    first = _run(variant, checkpoints, tmp_path / "first")
-    file = max((checkpoints / "iter_0000006").glob("*.distcp"), key=lambda path: path.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    file.write_bytes(content)
-    longer = ("--train-iters", "7")
-    refused = _run(variant, checkpoints, tmp_path / "refused", arguments=longer, expected_exit=None)
-    assert file.name in refused.log
-    assert not refused.losses
-
-    told = {"MCORE_CKPT_ON_DAMAGED": "go_back"}
-    again = _run(variant, checkpoints, tmp_path / "again", variables=told)
-    assert "THE CHECKPOINT IS DAMAGED" in again.log
-    assert again.losses == {iteration: first.losses[iteration] for iteration in (5, 6)}
-    assert tracked_iteration(checkpoints) == 6
-    assert_whole(checkpoints / "iter_0000006")

@@ -152,13 +152,6 @@ def answers(rank: int, root: Path, ours: bool) -> dict[str, Any]:
 
         ask(f"strict {strict.name}", load)
 
-    # Keys in another order on each rank, and the shards of one rank handed to the other.
-    order = [("a", 1.0), ("b", 2.0)][:: 1 if rank else -1]
-    mixed = fresh("mixed")
-    dc.save({key: part(key, torch.full((4, 2), value), rank) for key, value in order}, mixed)
-    turned = {key: part(key, torch.zeros(4, 2), 1 - rank) for key, _ in reversed(order)}
-    ask("another order", lambda: dict(sorted(load_unchecked(turned, mixed).items())))
-
     ask("a directory that is not there", lambda: load_unchecked({}, str(root / "nowhere")))
     ask("a directory that is no checkpoint", lambda: load_unchecked({}, fresh("empty")))
     return found

@@ -363,22 +363,19 @@ def test_a_load_planner_that_somebody_has_replaced_is_asked_for_its_plan() -> No
     directory = tempfile.mkdtemp()
     saved = state(torch.randn)
     save(saved, directory)
-    plans = []
+    planned: list[str] = []
     original = planner_class.create_local_plan
 
     def spy(planner: Any) -> Any:
         plan = original(planner)
-        places = planner.metadata.storage_data
-        plans.append([(item.dest_index.fqn, places[item.storage_index].relative_path) for item in plan.items])
+        planned.extend(item.dest_index.fqn for item in plan.items)
         return plan
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner_class, "create_local_plan", spy)
         loaded = load(state(torch.zeros), directory)
     load(state(torch.zeros), directory)
-    (plan,) = plans
-    assert sorted(fqn for fqn, _ in plan) == ["halves", "halves", "whole"]
-    assert all(file.endswith(".distcp") for _, file in plan)
+    assert sorted(planned) == ["halves", "halves", "whole"]
     assert torch.equal(loaded["whole"], saved["whole"].data)
     assert all(torch.equal(half, was.data) for half, was in zip(loaded["halves"], saved["halves"], strict=True))
     assert loaded["object"] == {"x": 1}
