@@ -198,24 +198,20 @@ class ItemDecoder:
     def _undo_transforms(self, stored: bytes, transforms: tuple[str, ...], where: str) -> bytes:
         """Undo DCP's stream transforms, in the order in which they are named."""
         stream: Any = io.BytesIO(stored)
-        at_fault = ", ".join(transforms)
         try:
             registry = self._extension_registry
             if registry is None:
                 from torch.distributed.checkpoint._extension import ExtensionRegistry
 
                 registry = ExtensionRegistry()
-            for descriptor in transforms:
-                at_fault = descriptor
-                for extension in registry.from_descriptor_list([descriptor]):
-                    # Any extension may be registered; those that transform streams have this method.
-                    if hasattr(extension, "transform_from"):
-                        stream = extension.transform_from(stream)
-            at_fault = ", ".join(transforms)
+            for extension in registry.from_descriptor_list(list(transforms)):
+                # Any extension may be registered; those that transform streams have this method.
+                if hasattr(extension, "transform_from"):
+                    stream = extension.transform_from(stream)
             return bytes(stream.read(-1))
         except Exception as error:
             raise LoadError(
-                f"{where}: stored through the extension {at_fault}, which cannot be undone here"
+                f"{where}: stored through the extensions {', '.join(transforms)}, which cannot be undone here"
                 f" ({type(error).__name__}: {error}); install what it needs, or read with"
                 " `FileSystemReader(path, _extension_registry=...)` and a registry that knows it"
             ) from error
@@ -226,13 +222,6 @@ _STRAIGHT_BYTES = 1024 * 1024
 
 # What so much of is requested, or is read anyway, is read completely.
 _MOSTLY = 0.8
-
-
-class PayloadPlace(NamedTuple):
-    """Where the payload of an item lies in its file."""
-
-    start: int  # its first byte
-    crc32: int | None  # of the payload; None if nothing states it
 
 
 class PartRead(NamedTuple):
@@ -247,9 +236,9 @@ class PartRead(NamedTuple):
     sums: PayloadSums | None  # of the payload, if all of it is read, or of the blocks that the part lies in
 
 
-def own_place(wanted: WantedItem) -> PayloadPlace | None:
-    """Where the payload lies if this package wrote the item; None if the index does not tell. It tells the CRC-32 of
-    each payload in a checkpoint with a manifest, with which its files are compared.
+def own_start(wanted: WantedItem) -> int | None:
+    """Where the payload begins in its file if this package wrote the item; None if the index does not tell. It tells
+    the CRC-32 of each payload in a checkpoint with a manifest, with which its files are compared.
     """
     item = wanted.item
     if item.crc32 is None:
@@ -260,7 +249,7 @@ def own_place(wanted: WantedItem) -> PayloadPlace | None:
         return None
     if template.item_bytes != item.length or not template.payload_bytes:
         return None
-    return PayloadPlace(item.offset + len(template.head), item.crc32)
+    return item.offset + len(template.head)
 
 
 class Extents:
@@ -282,12 +271,12 @@ class Extents:
             return True  # all of it is a single block, or less
         return length <= CHEAP_GAP_BYTES or wanted.needed_bytes >= _MOSTLY * length
 
-    def of(self, wanted: WantedItem, place: PayloadPlace) -> Iterator[Extent]:
-        """The extents of an item that is not packed, in order."""
+    def of(self, wanted: WantedItem, start: int, crc: int | None) -> Iterator[Extent]:
+        """The extents of an item that is not packed, in order; its payload begins at `start`, with that CRC-32."""
         clusters = cluster_boxes(wanted.chunk.sizes, [want.box for want in wanted.wants])
         if len(clusters) == 1 and self._reads_all(wanted, clusters[0][0]):
-            return self._complete(wanted, place)
-        slices = [self._slice(wanted, place, box, [wanted.wants[at] for at in members]) for box, members in clusters]
+            return self._complete(wanted, start, crc)
+        slices = [self._slice(wanted, start, box, [wanted.wants[at] for at in members]) for box, members in clusters]
         # Parts of one cluster may lie between those of another.
         return slices[0] if len(slices) == 1 else heapq.merge(*slices, key=lambda extent: extent.start)
 
@@ -300,18 +289,16 @@ class Extents:
         read_bytes = first.stop - first.start
         return read_bytes >= _MOSTLY * wanted.payload_bytes and read_bytes > math.prod(box.sizes) * elem_bytes
 
-    def _complete(self, wanted: WantedItem, place: PayloadPlace) -> Iterator[Extent]:
+    def _complete(self, wanted: WantedItem, start: int, crc: int | None) -> Iterator[Extent]:
         """The parts of all of a payload."""
         sizes = wanted.chunk.sizes
         whole = Box((0,) * len(sizes), sizes)
-        sums = None if place.crc32 is None else self._sums(wanted, place, (), place.crc32)
+        sums = None if crc is None else self._sums(wanted, start, (), crc)
         if len(wanted.wants) == 1 and wanted.wants[0].whole and wanted.wants[0].address:
-            return self._straight(wanted, place, whole, sums)
-        return self._parts(wanted, place, whole, wanted.wants, sums, is_complete=True)
+            return self._straight(wanted, start, whole, sums)
+        return self._parts(wanted, start, whole, wanted.wants, sums, is_complete=True)
 
-    def _straight(
-        self, wanted: WantedItem, place: PayloadPlace, whole: Box, sums: PayloadSums | None
-    ) -> Iterator[Extent]:
+    def _straight(self, wanted: WantedItem, start: int, whole: Box, sums: PayloadSums | None) -> Iterator[Extent]:
         """The parts of a payload all of which goes to one address as it is: byte ranges of about one length, of whose
         slice only the beginning counts.
         """
@@ -319,25 +306,25 @@ class Extents:
         length = align_up(-(-nbytes // -(-nbytes // self._sizes["window_bytes"])))
         for begin in range(0, nbytes, length):
             part = ChunkPart(whole, begin, min(begin + length, nbytes))
-            read = PartRead(wanted, place.start, part, wanted.wants, address + begin, 1, sums)
+            read = PartRead(wanted, start, part, wanted.wants, address + begin, 1, sums)
             yield _extent(read, part.stop - begin, alone=True)
 
-    def _slice(self, wanted: WantedItem, place: PayloadPlace, box: Box, wants: list[Want]) -> Iterator[Extent]:
-        checked = self._checked_slice(wanted, place, box, wants)
+    def _slice(self, wanted: WantedItem, start: int, box: Box, wants: list[Want]) -> Iterator[Extent]:
+        checked = self._checked_slice(wanted, start, box, wants)
         if checked is None:
-            return self._parts(wanted, place, box, wants, None)
-        return self._checked_parts(wanted, place, wants, *checked)
+            return self._parts(wanted, start, box, wants, None)
+        return self._checked_parts(wanted, start, wants, *checked)
 
-    def _sums(self, wanted: WantedItem, place: PayloadPlace, running: Sequence[int], crc: int) -> PayloadSums:
-        offset = place.start - wanted.item.offset
+    def _sums(self, wanted: WantedItem, start: int, running: Sequence[int], crc: int) -> PayloadSums:
+        offset = start - wanted.item.offset
 
-        def error(start: int, stop: int, got: int, expected: int) -> ChecksumError:
-            return damaged(wanted, offset + start, stop - start, got, expected)
+        def error(first: int, stop: int, got: int, expected: int) -> ChecksumError:
+            return damaged(wanted, offset + first, stop - first, got, expected)
 
         return PayloadSums(wanted.payload_bytes, crc, running, error)
 
     def _checked_slice(
-        self, wanted: WantedItem, place: PayloadPlace, box: Box, wants: list[Want]
+        self, wanted: WantedItem, start: int, box: Box, wants: list[Want]
     ) -> tuple[Box, PayloadSums] | None:
         """What is read of an item to check a slice of it, and its sums; None if it is not to be checked."""
         item, nbytes = wanted.item, wanted.payload_bytes
@@ -350,26 +337,26 @@ class Extents:
         # Columns of a wide matrix take a read of all of it, which is too much for a check.
         if part_bytes > (1 + MAX_WASTE) * needed_bytes + BLOCK_BYTES:
             return None
-        return box, self._sums(wanted, place, running, item.crc32)
+        return box, self._sums(wanted, start, running, item.crc32)
 
     def _checked_parts(
-        self, wanted: WantedItem, place: PayloadPlace, wants: list[Want], box: Box, sums: PayloadSums
+        self, wanted: WantedItem, start: int, wants: list[Want], box: Box, sums: PayloadSums
     ) -> Iterator[Extent]:
         """The parts of a slice without gaps, and what is missing of the blocks at both of its ends."""
         first = runs(wanted.chunk.sizes, box, wanted.dtype.itemsize).first_byte
         last = first + math.prod(box.sizes) * wanted.dtype.itemsize
-        start, stop = whole_blocks(first, last, wanted.payload_bytes)
-        for begin, end in ((start, first), (last, stop)):
+        around = whole_blocks(first, last, wanted.payload_bytes)
+        for begin, end in ((around[0], first), (last, around[1])):
             if begin == last:
-                yield from self._parts(wanted, place, box, wants, sums)
+                yield from self._parts(wanted, start, box, wants, sums)
             if begin < end:
                 part = ChunkPart(box, begin, end)
-                yield _extent(PartRead(wanted, place.start, part, [], 0, 1, sums), end - begin)
+                yield _extent(PartRead(wanted, start, part, [], 0, 1, sums), end - begin)
 
     def _parts(
         self,
         wanted: WantedItem,
-        place: PayloadPlace,
+        start: int,
         box: Box,
         wants: list[Want],
         sums: PayloadSums | None,
@@ -388,7 +375,7 @@ class Extents:
             # Long straight parts need no buffer to share; parts that are mostly gaps may be copied without a read.
             straight = address != 0 and read_bytes >= _STRAIGHT_BYTES
             gappy = read_bytes > (1 + MAX_WASTE) * needed_bytes
-            read = PartRead(wanted, place.start, part, wants, address, alignment, sums)
+            read = PartRead(wanted, start, part, wants, address, alignment, sums)
             yield _extent(read, needed_bytes, alone=straight or gappy)
 
 
@@ -486,7 +473,7 @@ class TensorReads:
         unlocated = [
             wanted
             for wanted, packed in ranged
-            if not packed and own_place(wanted) is None and _kind(wanted) not in self._located
+            if not packed and own_start(wanted) is None and _kind(wanted) not in self._located
         ]
         in_parallel(unlocated, self._locate, self._threads)
         spans: Iterator[Span | ColumnSpan] = coalesce(self._extents(ranged), **self._sizes)
@@ -505,11 +492,10 @@ class TensorReads:
             item = wanted.item
             if packed:
                 yield Extent(item.file, item.offset, item.offset + item.length, item.length, wanted)
-            elif where := own_place(wanted):
-                yield from self._planner.of(wanted, where)
+            elif (start := own_start(wanted)) is not None:
+                yield from self._planner.of(wanted, start, item.crc32)
             elif located := self._located.get(_kind(wanted)):  # else it was found not to be rangeable
-                place = PayloadPlace(item.offset + located.payload_offset, located.crc32)
-                yield from self._planner.of(wanted, place)
+                yield from self._planner.of(wanted, item.offset + located.payload_offset, located.crc32)
 
     def _locate(self, wanted: WantedItem) -> None:
         """Read the headers of an item of which the index does not tell where its payload lies."""
@@ -665,17 +651,14 @@ class TensorReads:
         expected, offset, length = located.record_crc32, located.record_offset, located.record_bytes
         if expected is not None and (got := crc32(view[offset : offset + length])) != expected:
             raise damaged(wanted, offset, length, got, expected)
-        self._place_payload(buffer, at + located.payload_offset, located.payload_bytes, wanted)
-        return int(expected is not None)
-
-    def _place_payload(self, buffer: ReadBuffer, at: int, length: int, wanted: WantedItem) -> None:
-        """Copy a whole payload out of the buffer."""
+        at += located.payload_offset
         for want in wanted.wants:
             if want.whole and want.address:
-                ctypes.memmove(want.address, buffer.address + at, length)
+                ctypes.memmove(want.address, buffer.address + at, located.payload_bytes)
             else:
                 sizes = wanted.chunk.sizes
                 place_box(buffer, at, Box((0,) * len(sizes), sizes), sizes, wanted.dtype, want)
+        return int(expected is not None)
 
     def _place_decoded(self, wanted: WantedItem, reason: str) -> None:
         loaded = self._decoder.tensor(wanted.fqn, wanted.chunk, wanted.dtype, reason)
