@@ -42,13 +42,10 @@ from mcore_ckpt.tools.keys import (
     group_of,
     is_optimizer_key,
     key_filter,
-    layer_number,
     layout_of_arguments,
     layout_of_chunks,
-    model_key,
     optimizer_layout,
     read_plain_state,
-    stacked_axes,
 )
 
 
@@ -401,8 +398,6 @@ def summarize(index: CheckpointIndex) -> CheckpointSummary:
 # Markup, style and script. All of it ends up in the page, which opens from a disk without a network; the script draws
 # from the JSON in `#data`, and puts keys and file names into the page as text, never as markup.
 _PAGE = Path(__file__).with_name("report.html")
-# What an index claims to be layers beyond these is shown as if it were none: no model has so many.
-_MOST_LAYERS = 10_000
 
 
 def write_report(index: CheckpointIndex, path: str | Path) -> None:
@@ -432,23 +427,12 @@ def _data(index: CheckpointIndex, summary: CheckpointSummary) -> dict[str, Any]:
     tensors = [_tensor(entry, numbers) for entry in index.tensors.values()]
     # The picture that opens first should show something: a weight of the model that is divided among ranks.
     first = max(range(len(tensors)), key=lambda n: _interest(tensors[n]), default=-1)
-    kinds, layers = _layers(index)
     return {
         "subtitle": summary.path,
         "summary": [*summary.facts(), *(("problem", problem) for problem in summary.problems)],
         "tensors": tensors,
         "first": first,
-        "files": [
-            {
-                "file": row.file,
-                "rank": row.rank,
-                "parts": [row.tensor_bytes, row.object_bytes, max(0, row.unused_bytes or 0)],
-            }
-            for row in files
-        ],
-        "ranks": [{"name": f"rank {rank}", "parts": [nbytes]} for rank, nbytes in rank_balance(files).items()],
-        "kinds": kinds,
-        "layers": layers,
+        "files": [{"file": row.file, "rank": row.rank} for row in files],
     }
 
 
@@ -467,23 +451,3 @@ def _tensor(entry: TensorEntry, numbers: dict[str, int]) -> dict[str, Any]:
             (chunk.offsets, chunk.sizes, numbers[chunk.item.file], *_place(chunk.item)[1:]) for chunk in entry.chunks
         ],
     }
-
-
-def _layers(index: CheckpointIndex) -> tuple[list[str], list[dict[str, Any]]]:
-    """Bytes of each kind of tensor in each layer, and in what is no layer."""
-    sizes: dict[str, dict[str, int]] = {}
-    for fqn, entry in index.tensors.items():
-        kind = "optimizer" if is_optimizer_key(fqn) else group_of(fqn)
-        nbytes = tensor_bytes(entry.dtype, entry.shape)
-        stacked = stacked_axes(fqn, entry.shape)
-        number = layer_number(model_key(fqn))
-        if stacked.layer is not None and 0 < entry.shape[0] <= _MOST_LAYERS:
-            names = [f"layer {n}" for n in range(entry.shape[0])]
-        else:
-            names = ["no layer" if number is None else f"layer {number}"]
-        for name in names:
-            row = sizes.setdefault(name, {})
-            row[kind] = row.get(kind, 0) + nbytes // len(names)
-    kinds = sorted({kind for row in sizes.values() for kind in row})
-    order = sorted(sizes, key=lambda name: -1 if name == "no layer" else int(name.removeprefix("layer ")))
-    return kinds, [{"name": name, "parts": [sizes[name].get(kind, 0) for kind in kinds]} for name in order]

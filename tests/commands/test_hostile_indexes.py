@@ -38,7 +38,6 @@ def claims(kind: str, item: StoredItem) -> TensorEntry:
     key, shape, item = {
         "400 axes": ("w", (1,) * 399 + (16,), item),
         "60 long axes": ("w", (2**62,) * 60, item),
-        "layers": ("decoder.layers.mlp.w", (MANY, 4), item),
         "layers in an endless file": ("decoder.layers.mlp.w", (MANY, 4), endless),
         "experts": ("decoder.layers.mlp.experts.experts.linear_fc1.weight", (1, MANY, 4, 4), endless),
         "digits of a layer": (f"decoder.layers.{'9' * 5000}.w", (4, 4), item),
@@ -76,7 +75,6 @@ def run_bounded(words: list[str], log: Path) -> tuple[int, str]:
         ("400 axes", "reshard --tp 2 --pp 1"),
         ("60 long axes", "inspect --html"),
         ("60 long axes", "cat --npy"),
-        ("layers", "inspect --html"),
         ("layers in an endless file", "diff"),
         ("layers in an endless file", "export --to dcp"),
         ("experts", "reshard --tp 2 --pp 2"),
