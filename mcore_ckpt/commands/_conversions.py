@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.commands._shell import Outcome, add_dry_run, numbers, one_line, table
+from mcore_ckpt.commands._shell import Outcome, add_dry_run, one_line, table
 from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import CheckpointError, OptionError
 from mcore_ckpt.reshard.options import ConversionOptions, ReshardOptions, flags_of, help_of, kinds_of
@@ -48,7 +48,7 @@ def plan_outcome(report: ConversionReport) -> Outcome:
     decided = any(key.decided_by for key in report.keys)
     header = ["source", "parts", "transform", "target", "shape", "dtype"]
     rows = [
-        [key.source, key.parts, key.transform, key.target, numbers(key.shape), key.dtype, *_decision(key, decided)]
+        [key.source, key.parts, key.transform, key.target, tuple(key.shape), key.dtype, *_decision(key, decided)]
         for key in report.keys
     ]
     header += ["decided by", "note"] if decided else []

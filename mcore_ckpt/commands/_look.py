@@ -53,7 +53,6 @@ def run_list(arguments: argparse.Namespace) -> Outcome:
     rows, notes, documents = [], [], []
     for listed in report.checkpoints:
         found = listed.checkpoint
-        layout = str(listed.layout) if listed.layout else "-"
         age_s = None if found.saved_at_s is None else max(0.0, now_s - found.saved_at_s)
         state = "complete" if found.whole else "INCOMPLETE" if found.problems else "WRITTEN BY SOMETHING NEWER"
         if found.locked:
@@ -65,8 +64,8 @@ def run_list(arguments: argparse.Namespace) -> Outcome:
                 found.name,
                 state,
                 human_bytes(found.size_bytes),
-                "-" if age_s is None else human_age(age_s),
-                layout,
+                None if age_s is None else human_age(age_s),
+                listed.layout,
                 "<- tracker" if found.tracked else "",
             )
         )
@@ -145,7 +144,7 @@ def _inspected(directory: Path, arguments: argparse.Namespace) -> Outcome:
         return Outcome({"report": arguments.html}, f"wrote {arguments.html}")
     summary = inspection.summarize(index)
     if arguments.args:
-        text = table(("argument", "value"), sorted(summary.arguments.items()))
+        text = table(("argument", "value"), [(name, str(value)) for name, value in sorted(summary.arguments.items())])
         return Outcome({"arguments": summary.arguments}, text)
     lines = [*starmap(fact, summary.facts()), "", _group_table(summary.groups)]
     if summary.arguments:
@@ -157,11 +156,8 @@ def _inspected(directory: Path, arguments: argparse.Namespace) -> Outcome:
 def _tensor_table(rows: Sequence[TensorRow]) -> str:
     cells = (
         (
-            row.fqn,
-            row.dtype,
-            numbers(row.shape),
-            row.chunks,
-            "x".join(map(str, row.grid)) or "-",
+            *(row.fqn, row.dtype, row.shape, row.chunks),
+            "x".join(map(str, row.grid)) or None,
             human_bytes(row.payload_bytes),
             " ".join(row.files[:4]) + (f" +{len(row.files) - 4}" if len(row.files) > 4 else ""),
         )
@@ -174,10 +170,7 @@ def _item_table(rows: Sequence[ItemRow]) -> str:
     cells = (
         (
             *(row.file, row.start, row.stop, row.half, row.fqn),
-            "object" if row.dtype is None else "tensor",
-            row.dtype or "-",
-            _numbers_or_none(row.shape),
-            _numbers_or_none(row.offsets),
+            *("object" if row.dtype is None else "tensor", row.dtype, row.shape, row.offsets),
         )
         for row in rows
     )
@@ -188,14 +181,10 @@ def _item_table(rows: Sequence[ItemRow]) -> str:
 def _file_table(rows: Sequence[FileRow]) -> str:
     cells = (
         (
-            row.file,
-            "-" if row.rank is None else row.rank,
-            "MISSING" if row.size_bytes is None else human_bytes(row.size_bytes),
-            row.tensors,
-            "-" if row.tensor_data is None else "[{}, {})".format(*row.tensor_data),
-            row.objects,
-            "-" if row.bytes_data is None else "[{}, {})".format(*row.bytes_data),
-            "-" if row.unused_bytes is None else human_bytes(row.unused_bytes),
+            *(row.file, row.rank, "MISSING" if row.size_bytes is None else human_bytes(row.size_bytes)),
+            *(row.tensors, row.tensor_data and "[{}, {})".format(*row.tensor_data)),
+            *(row.objects, row.bytes_data and "[{}, {})".format(*row.bytes_data)),
+            None if row.unused_bytes is None else human_bytes(row.unused_bytes),
         )
         for row in rows
     )
@@ -207,10 +196,6 @@ def _rank_table(balance: Mapping[int, int]) -> str:
     most = max(balance.values(), default=0) or 1
     cells = ((rank, human_bytes(nbytes), "#" * round(40 * nbytes / most)) for rank, nbytes in balance.items())
     return table(("rank", "size", ""), cells, right=(0, 1))
-
-
-def _numbers_or_none(values: tuple[int, ...] | None) -> str:
-    return "-" if values is None else numbers(values)
 
 
 def _group_table(groups: tuple[GroupRow, ...]) -> str:
@@ -519,12 +504,12 @@ def _what(tensor: TensorDiff) -> str:
 def _row(tensor: TensorDiff) -> tuple[object, ...]:
     values = tensor.values
     if values is None:
-        return (tensor.fqn, _what(tensor), "-", "-", "-", "-", "-")
+        return (tensor.fqn, _what(tensor), *[None] * 5)
     return (
         tensor.fqn,
         _what(tensor),
-        f"{values.max_abs:.3g}" if values.measured else "-",
-        f"{values.max_rel:.3g}" if values.measured else "-",
+        f"{values.max_abs:.3g}" if values.measured else None,
+        f"{values.max_rel:.3g}" if values.measured else None,
         f"{values.differing}/{values.elements}",
         values.nan_mismatches,
         f"{values.nans_a}/{values.nans_b}",

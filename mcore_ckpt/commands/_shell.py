@@ -80,11 +80,15 @@ def fact(name: str, value: object) -> str:
     return one_line(f"{name:<12}{value}")
 
 
+def _cell(value: object) -> str:
+    return "-" if value is None else numbers(value) if isinstance(value, tuple) else str(value)
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> str:
-    """Columns as wide as their widest cell; `right` names the columns that are aligned to the right. On a terminal that
-    is too narrow for them, the cells of each row stand below its first.
+    """Columns as wide as their widest cell, with `-` for None; `right` names those that are aligned to the right. On a
+    terminal that is too narrow for them, the cells of each row stand below its first.
     """
-    cells = [[one_line(str(cell)) for cell in row] for row in rows]
+    cells = [[one_line(_cell(cell)) for cell in row] for row in rows]
     widths = [
         max(len(header[n]), *(len(row[n]) for row in cells)) if cells else len(header[n]) for n in range(len(header))
     ]
