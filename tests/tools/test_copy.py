@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
+from urllib.error import HTTPError
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -79,7 +81,9 @@ def test_keys_that_no_file_can_have_are_refused_by_name(
     save(tmp_path / "saved")
     copy_checkpoint(tmp_path / "saved", object_directory.url)
     for key in keys:
-        if not object_directory.keeps(key, b"content"):
+        with suppress(HTTPError):
+            object_directory.put(key, b"content")
+        if key not in object_directory.names():
             pytest.skip(f"this server makes no object of the key {key}")
     for target in (tmp_path / "deep" / "copy", f"{object_directory.url}-copy"):
         with pytest.raises(LoadError, match=f"{named}|rename or delete that object"):
