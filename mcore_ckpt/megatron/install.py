@@ -1,8 +1,8 @@
 """`install()` and `uninstall()`: this package in the place of Megatron-Core's own checkpointing, version by version.
 
 Names are replaced, not behaviour of torch: the strategy classes and what hands them out, the writer for DCP, the
-readers and writers of the common state and of `metadata.json`, and the methods of the async queue. docs/megatron.md
-lists them. `contract.py` says of which version, `nvrx.py` has the async queues.
+readers and writers of the common state and of `metadata.json`, and the methods of the async queue. `contract.py` lists
+them, `nvrx.py` has the async queues.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def announce(text: str, *values: object) -> None:
 
 # --- integrity.json --------------------------------------------------------------------------------------------------
 
-# From 0.19 on (`--verify-integrity`): the SHA-256 of each file of a checkpoint. Megatron sums up whatever lies in the
+# From 0.17 on (`--verify-integrity`): the SHA-256 of each file of a checkpoint. Megatron sums up whatever lies in the
 # directory. Some of that is no part of the checkpoint: it changes later, goes, or is in no copy, and each of these
 # would make every later load fail.
 

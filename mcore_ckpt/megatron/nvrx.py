@@ -39,13 +39,9 @@ _VERSION = "0.7.0+mcore_ckpt"
 
 
 def is_installed() -> bool:
-    """Whether NVRx itself can be imported."""
-    return is_supplied() is False and find_spec(NVRX) is not None
-
-
-def is_supplied() -> bool:
-    """Whether the modules of its name are those of `supply`."""
-    return getattr(sys.modules.get(NVRX), "__version__", None) == _VERSION
+    """Whether NVRx itself can be imported, not only the modules of `supply`."""
+    is_supplied = getattr(sys.modules.get(NVRX), "__version__", None) == _VERSION
+    return not is_supplied and find_spec(NVRX) is not None
 
 
 def core() -> Any:
@@ -103,12 +99,8 @@ class CheckpointMetadataCache:
         """Nothing is kept."""
 
 
-def init_checkpoint_metadata_cache(cached_global_metadata: Metadata | None = None) -> None:
-    """Nothing is kept."""
-
-
-def results_queue_is_made_when_needed(mp_mode: str = "spawn") -> None:
-    """Called by a job ahead of its first save; ours needs no such queue."""
+def nothing_to_do(*_: Any, **__: Any) -> None:
+    """Called by a job ahead of its saves, for a cache and a queue of results: ours needs neither."""
 
 
 _Planned = tuple[FileSystemWriterAsync, Metadata | None, _DistWrapper]
@@ -171,11 +163,11 @@ def _names() -> dict[str, dict[str, Any]]:
         "filesystem_async": {
             "FileSystemWriterAsync": FileSystemWriterAsync,
             "_results_queue": None,
-            "get_write_results_queue": results_queue_is_made_when_needed,
+            "get_write_results_queue": nothing_to_do,
         },
         "state_dict_saver": {
             "CheckpointMetadataCache": CheckpointMetadataCache,
-            "init_checkpoint_metadata_cache": init_checkpoint_metadata_cache,
+            "init_checkpoint_metadata_cache": nothing_to_do,
             "save_state_dict_async_plan": save_state_dict_async_plan,
             "save_state_dict_async_finalize": save_state_dict_async_finalize,
         },
@@ -257,7 +249,7 @@ def async_strategy_source(stock: Any) -> Any:
         modules = {
             **modules,
             "AsyncCallsQueue": AsyncCallsQueue,
-            "get_write_results_queue": results_queue_is_made_when_needed,
+            "get_write_results_queue": nothing_to_do,
         }
         return name, modules if module is None else modules[module]
 

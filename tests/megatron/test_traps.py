@@ -6,6 +6,7 @@ All run on two gloo ranks of a machine without CUDA, in one world.
 from __future__ import annotations
 
 import inspect
+import json
 import warnings
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt import SaveError
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from tests.megatron.trap_ranks import check, installed, made, names, run_traps, state
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 
@@ -75,6 +77,14 @@ def stale_companions_do_not_survive(rank: int, directory: Path) -> None:
     assert ("common.pt" in names(target)) == (megatron_version() < (0, 19))
     assert dist_checkpointing.load_common_state_dict(target)["common"] == {"iteration": 2}
     check(dist_checkpointing.load(state(0), target), 2)
+    if rank == 0 and megatron_version() >= (0, 17):
+        from megatron.core.dist_checkpointing import validation
+
+        (directory / INCOMPLETE_MARKER).touch()
+        validation.save_integrity_manifest(target)
+        listed = json.loads((directory / "integrity.json").read_text())["files"]
+        assert ".metadata" in listed
+        assert INCOMPLETE_MARKER not in listed, "it goes, and a later load would miss it"
 
 
 def queues_made_before_install_are_served(rank: int, directory: Path) -> None:
