@@ -38,8 +38,9 @@ from mcore_ckpt.core.process import Crew, Task, in_parallel
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.format.integrity import RunningSum
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.load.checks import ItemCheck, check_item, global_shape, stretch_of
+from mcore_ckpt.load.checks import global_shape, stretch_of
 from mcore_ckpt.load.files import OpenFiles, padded_range
+from mcore_ckpt.load.records import item_name
 from mcore_ckpt.reshard.plan import TargetPlan, TensorMove, another_fingerprint, in_shares, source_sums
 from mcore_ckpt.reshard.target_files import FileStream, Journal, Streams, Sums, TargetFiles, Written
 from mcore_ckpt.reshard.view import check_sum
@@ -218,7 +219,6 @@ _SYNC_BYTES: Final = 1024**3
 _WRITES: Final = 2
 _MIN_BUFFER_BYTES: Final = 256 * 1024
 _MAX_BUFFER_BYTES: Final = 8 * 1024 * 1024
-_OBJECT_PART_BYTES: Final = 1024 * 1024
 # Of one worker: what is read ahead takes 16 MiB of it, or half of that.
 _MUCH_MEMORY_BYTES: Final = 96 * 1024 * 1024
 _MAX_PADDING_BYTES: Final = 64 * 1024
@@ -376,14 +376,8 @@ class _Worker:
     def _write_blobs(self, streams: Streams) -> None:
         for blob in self._run.plan.blobs:
             stream = self._main(streams, blob.file, blob.offset)
-            if isinstance(blob.content, bytes):
-                stream.write(blob.content)
-                continue
-            item = blob.content.item
-            with self._run.payloads.files.reader(item.file) as reader:
-                check_item(ItemCheck(blob.content.fqn, item), reader)
-                for done in range(0, item.length, _OBJECT_PART_BYTES):
-                    stream.write(reader.read(item.offset + done, min(_OBJECT_PART_BYTES, item.length - done)))
+            content = blob.content
+            stream.write(content if isinstance(content, bytes) else self._run.payloads.object_bytes(content))
 
     def _write_tensor(self, streams: Streams, ahead: Ahead, move: TensorMove) -> None:
         run, entry = self._run, move.entry
@@ -459,13 +453,11 @@ def check_all(
 
         in_parallel(in_shares(sorted(plan.moves, key=lambda move: move.slots[:1]), workers), check, workers)
         for fqn, entry in target.objects.items():  # objects keep their keys
-            item, origin = entry.item, payloads.index.objects[fqn].item
-            with written.files.reader(item.file) as copy, payloads.files.reader(origin.file) as original:
-                if copy.read(item.offset, item.length) != original.read(origin.offset, origin.length):
-                    raise CorruptCheckpointError(
-                        f"{fqn}: bytes [{item.offset}, {item.offset + item.length}) of {copy.name} differ from the "
-                        "source's item; check the device, then run the command again"
-                    )
+            if written.object_bytes(entry) != payloads.object_bytes(payloads.index.objects[fqn]):
+                raise CorruptCheckpointError(
+                    f"{item_name(fqn, entry.item)}: differs from the source's item; check the device, then run the "
+                    "command again"
+                )
 
 
 def _check_tensor(

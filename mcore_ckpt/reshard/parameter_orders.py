@@ -19,18 +19,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from mcore_ckpt.core import errors
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
+from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError, OptionError
 from mcore_ckpt.reshard.partition import expert_of, layer_of
 
 _ALIGNMENT = 64
@@ -48,12 +47,11 @@ class ParameterBox(NamedTuple):
 class FlatParameter(NamedTuple):
     """A parameter of one rank's chunk of the model, and the slices which together are all of it.
 
-    `own_bucket`: it shares no bucket, as embeddings that two stages hold. `is_copy`: another rank has the original.
+    `is_copy`: another rank has the original.
     """
 
     name: str
     numel: int
-    own_bucket: bool
     is_copy: bool
     boxes: tuple[ParameterBox, ...]
 
@@ -322,43 +320,43 @@ class ChildError(Exception):
 def in_own_process(
     module: str, name: str, request: Any, environ: Mapping[str, str | None], deadline_s: float | None = None
 ) -> Any:
-    """Call `module.name(request)` in another interpreter; request and result are JSON. A variable that is None in
-    `environ` is removed. Raises `CheckpointError` as the function does; otherwise `ChildError`.
+    """Call `module.name(request)` in another interpreter. A variable that is None in `environ` is removed. Raises
+    `CheckpointError` as the function does; otherwise `ChildError`.
     """
     ended = subprocess.run(
         [sys.executable, "-c", _CODE.format(sys.path, module, name)],
-        input=json.dumps(request),
+        input=pickle.dumps(request),
         capture_output=True,
-        text=True,
         env={key: value for key, value in {**os.environ, **environ}.items() if value is not None},
         timeout=deadline_s,
         check=False,
     )
     try:
-        found: Mapping[str, Any] = json.loads(ended.stdout)
-    except ValueError:
-        last = ended.stderr.strip().splitlines()[-1:]
+        value, error = pickle.loads(ended.stdout)
+    except (EOFError, pickle.UnpicklingError):
+        last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise ChildError(last[0] if last else f"exit code {ended.returncode}", ended.returncode) from None
-    if "result" in found:
-        return found["result"]
-    if "ours" in found:
-        raise getattr(errors, found["ours"])(found["text"])
-    raise ChildError(found["text"], ended.returncode)
+    if isinstance(error, CheckpointError):
+        raise error
+    if error is not None:
+        raise ChildError(error, ended.returncode)
+    return value
 
 
 def answer(module: str, name: str) -> None:
     """In that interpreter: a request from standard input, the result to standard output, all else to standard error."""
-    output = os.fdopen(os.dup(1), "w")
+    output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    request = json.load(sys.stdin)
+    value: Any = None
+    error: CheckpointError | str | None = None
     try:
-        found = {"result": getattr(importlib.import_module(module), name)(request)}
-    except errors.CheckpointError as error:
-        found = {"ours": type(error).__name__, "text": str(error)}
-    except Exception as error:  # noqa: BLE001  (what Megatron raises about arguments of other versions: anything)
-        found = {"text": f"{type(error).__name__}: {error!s:.400}"}
-    json.dump(found, output)
-    output.flush()
+        value = getattr(importlib.import_module(module), name)(pickle.load(sys.stdin.buffer))
+    except CheckpointError as caught:
+        error = caught
+    except Exception as caught:  # noqa: BLE001  (what Megatron raises about arguments of other versions: anything)
+        error = f"{type(caught).__name__}: {caught!s:.400}"
+    with output:
+        pickle.dump((value, error), output)
 
 
 _DEADLINE_S = 3600.0
@@ -396,12 +394,14 @@ def parameter_orders(
         )
     request = {"arguments": plain_values(arguments), "metadata": plain_values(metadata or {})}
     try:
-        groups = in_own_process(__name__, "all_groups", request, {"RANK": None, "WORLD_SIZE": None}, _DEADLINE_S)
+        groups: dict[tuple[bool, int], list[list[FlatParameter]]] = in_own_process(
+            __name__, "all_groups", request, {"RANK": None, "WORLD_SIZE": None}, _DEADLINE_S
+        )
     except ChildError as error:
         raise CorruptCheckpointError(
             f"megatron-core builds no model from the stored arguments: {error}. Nothing was written"
         ) from None
-    return _read_answer(groups)
+    return groups
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -415,33 +415,15 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _read_answer(groups: list[Any]) -> dict[tuple[bool, int], list[list[FlatParameter]]]:
-    return {
-        (bool(experts), group): [
-            [
-                FlatParameter(
-                    name,
-                    numel,
-                    own_bucket,
-                    is_copy,
-                    tuple(
-                        ParameterBox(key, tuple(shape), Box(tuple(offsets), tuple(sizes)), first)
-                        for key, shape, offsets, sizes, first in boxes
-                    ),
-                )
-                for name, numel, own_bucket, is_copy, boxes in chunk
-            ]
-            for chunk in chunks
-        ]
-        for experts, group, chunks in groups
-    }
-
-
 # --- in the process that builds the model
 
 
-def all_groups(request: Mapping[str, Any]) -> list[Any]:
-    """The parameters of each group of ranks, in the form that `_read_answer` reads."""
+_Row = tuple[FlatParameter, bool]
+"""A parameter, and whether it is of a divided expert."""
+
+
+def all_groups(request: Mapping[str, Any]) -> dict[tuple[bool, int], list[list[FlatParameter]]]:
+    """As `parameter_orders`."""
     try:
         import megatron.core  # noqa: F401
         import torch.distributed  # noqa: F401
@@ -454,7 +436,7 @@ def all_groups(request: Mapping[str, Any]) -> list[Any]:
     arguments, metadata = request["arguments"], request["metadata"]
     tensor, pipeline, expert, expert_tensor = _sizes(arguments)
     stage = math.lcm(tensor, expert_tensor * expert)
-    found: dict[tuple[bool, int], list[Any]] = {}
+    found: dict[tuple[bool, int], list[list[FlatParameter]]] = {}
     for rank in range(stage * pipeline):
         with _as_rank(rank, stage * pipeline, arguments) as groups:
             missing = [key for key in groups if key not in found]
@@ -464,7 +446,7 @@ def all_groups(request: Mapping[str, Any]) -> list[Any]:
                     found[experts, group] = [
                         [row for row, is_expert in reversed(chunk) if is_expert == experts] for chunk in chunks
                     ]
-    return [[experts, group, chunks] for (experts, group), chunks in sorted(found.items()) if any(chunks)]
+    return {key: chunks for key, chunks in sorted(found.items()) if any(chunks)}
 
 
 def _sizes(arguments: Mapping[str, Any]) -> tuple[int, int, int, int]:
@@ -519,8 +501,8 @@ def _as_rank(rank: int, world: int, arguments: Mapping[str, Any]) -> Iterator[li
     dist.destroy_process_group()
 
 
-def _parameters(arguments: Mapping[str, Any], metadata: Mapping[str, Any]) -> list[list[tuple[Any, bool]]]:
-    """For each chunk of the model, its parameters in their order, and whether each is of a divided expert."""
+def _parameters(arguments: Mapping[str, Any], metadata: Mapping[str, Any]) -> list[list[_Row]]:
+    """For each chunk of the model, its parameters in their order."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -538,15 +520,13 @@ def _parameters(arguments: Mapping[str, Any], metadata: Mapping[str, Any]) -> li
             if isinstance(getattr(leaf, "data", None), torch.Tensor):
                 parts = list(nested_values(leaf.build())) if isinstance(leaf, ShardedTensorFactory) else [leaf]
                 shards[id(leaf.data)] = parts
-        rows: list[tuple[Any, bool]] = []
+        rows: list[_Row] = []
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
             parts = shards[id(parameter)]
-            boxes = [_box(part, name) for part in parts]
             is_copy = any(any(part.replica_id) for part in parts)
-            own_bucket = bool(getattr(parameter, "shared_embedding", False))
-            row = [name, parameter.numel(), own_bucket, is_copy, boxes]
+            row = FlatParameter(name, parameter.numel(), is_copy, tuple(_box(part, name) for part in parts))
             rows.append((row, not getattr(parameter, "allreduce", True)))
         if arguments.get("transformer_impl") == "transformer_engine":
             rows = _as_transformer_engine(rows, grouped_experts=bool(arguments.get("moe_grouped_gemm")))
@@ -563,29 +543,30 @@ _HELD_NORMS = {
 }
 
 
-def _as_transformer_engine(rows: list[tuple[Any, bool]], grouped_experts: bool) -> list[tuple[Any, bool]]:
+def _as_transformer_engine(rows: list[_Row], grouped_experts: bool) -> list[_Row]:
     """Parameters of a chunk built of Megatron's own layers, as layers of Transformer Engine have and name them: a norm
     before the layer that holds it, the matrices of grouped experts by layer.
     """
-    names = [row[0] for row, _ in rows]
-    held: dict[str, list[tuple[Any, bool]]] = {}
+    names = [row.name for row, _ in rows]
+    held: dict[str, list[_Row]] = {}
     kept = []
     for row, is_expert in rows:
-        layer, rest = _in_layer(row[0])
+        layer, rest = _in_layer(row.name)
         norm = next((norm for norm in _HELD_NORMS if layer and rest.startswith(norm)), None)
         if norm is not None:
             holder = layer + _HELD_NORMS[norm]
             is_held = any(name.startswith(holder) for name in names)
             own = _HELD_NORMS[norm] + "layer_norm_" if is_held else norm
-            for box in row[4]:
-                box[0] = f"{_in_layer(box[0])[0]}{own}{rest.removeprefix(norm)}"
+            keys = [f"{_in_layer(box.key)[0]}{own}{rest.removeprefix(norm)}" for box in row.boxes]
+            boxes = tuple(box._replace(key=key) for box, key in zip(row.boxes, keys, strict=True))
+            row = row._replace(boxes=boxes)
             if is_held:
                 held.setdefault(holder, []).append((row, is_expert))
                 continue
         kept.append((row, is_expert))
     ordered = []
     for row, is_expert in kept:
-        for holder in [holder for holder in held if row[0].startswith(holder)]:
+        for holder in [holder for holder in held if row.name.startswith(holder)]:
             ordered += held.pop(holder)
         ordered.append((row, is_expert))
     return _grouped(ordered) if grouped_experts else ordered
@@ -600,26 +581,28 @@ def _in_layer(name: str) -> tuple[str, str]:
     return name.removesuffix(rest), rest
 
 
-def _grouped(rows: list[tuple[Any, bool]]) -> list[tuple[Any, bool]]:
+def _grouped(rows: list[_Row]) -> list[_Row]:
     """With the experts of a layer where its first one was, sorted by matrix and then by expert."""
-    groups: dict[str, list[tuple[Any, bool]]] = {}
-    for row, is_expert in rows:
-        expert = expert_of(row[0])
-        groups.setdefault(expert.before if expert else row[0], []).append((row, is_expert))
+    groups: dict[str, list[_Row]] = {}
+    for row in rows:
+        expert = expert_of(row[0].name)
+        groups.setdefault(expert.before if expert else row[0].name, []).append(row)
 
-    def place(row: tuple[Any, bool]) -> tuple[str, int]:
-        expert = expert_of(row[0][0])
+    def place(row: _Row) -> tuple[str, int]:
+        expert = expert_of(row[0].name)
         # Sorting leaves weight before bias.
         return (expert.rest.partition(".")[0], expert.number or 0) if expert else ("", 0)
 
     return [row for group in groups.values() for row in sorted(group, key=place)]
 
 
-def _box(part: Any, name: str) -> list[Any]:
+def _box(part: Any, name: str) -> ParameterBox:
     if not part.data.is_contiguous():
         raise NotImplementedError(f"{name}: its part {part.key} is no run of its elements")
     sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
-    return [part.key, list(part.global_shape), list(part.global_offset), list(sizes), part.data.storage_offset()]
+    return ParameterBox(
+        part.key, tuple(part.global_shape), Box(tuple(part.global_offset), sizes), part.data.storage_offset()
+    )
 
 
 def _model(arguments: Mapping[str, Any], stage: int | None) -> Any:

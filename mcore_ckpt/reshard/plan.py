@@ -218,10 +218,7 @@ class _TorchDistPlan(TargetPlan):
             listed[name] = ManifestFile(size_bytes, table_crc, save_id)
         sums = [known for key in self.index.tensors for known in journal.written[key].sums]
         crcs = array("I", [crc for crc, _ in sums])
-        for key in self.index.objects:
-            item = payloads.index.objects[key].item
-            with payloads.files.reader(item.file) as reader:
-                crcs.append(crc32(reader.read(item.offset, item.length)))
+        crcs.extend(crc32(payloads.object_bytes(payloads.index.objects[key])) for key in self.index.objects)
         running = [(number, sums_of) for number, (_, sums_of) in enumerate(sums) if sums_of]
         manifest = Manifest(
             save_id,

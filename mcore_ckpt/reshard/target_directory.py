@@ -30,13 +30,12 @@ from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import (
     CheckpointError,
     CheckpointExistsError,
-    CheckpointNotFoundError,
     OptionError,
     SaveError,
 )
 from mcore_ckpt.core.options import PARTIAL
 from mcore_ckpt.directory.commit import Commit, Owner, is_note, note_name, notes
-from mcore_ckpt.directory.iterations import NO_NAMES
+from mcore_ckpt.directory.iterations import files_below
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.reshard.target_files import FileJournal, Journal, TargetFiles
 from mcore_ckpt.storage.base import Storage
@@ -147,7 +146,8 @@ def _renamed(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
             raise
         finally:
             if not kept:
-                shutil.rmtree(folder, ignore_errors=True)
+                if _is(folder, own):
+                    shutil.rmtree(folder, ignore_errors=True)
                 if not folder.exists():
                     journal.remove()
 
@@ -228,25 +228,9 @@ def _noted(owner: Owner) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-def _folders(storage: Storage) -> Sequence[str]:
-    try:
-        return storage.folders()
-    except CheckpointNotFoundError:
-        return ()
-
-
 def _refuse_others(target: Path, storage: Storage) -> None:
-    if not all(map(is_note, storage.list())) or any(_has_files(target, name) for name in _folders(storage)):
+    if storage.is_directory() and any(files_below(target, is_note)):
         raise _exists(target)
-
-
-def _has_files(directory: Path, folder: str) -> bool:
-    """Whether there is a file in a folder, or below it: some stores list folders that are empty."""
-    if folder in NO_NAMES:
-        return True
-    inner = directory / folder
-    storage = storage_at(inner)
-    return bool(storage.list()) or any(_has_files(inner, name) for name in _folders(storage))
 
 
 def _remove_files(storage: Storage, names: Iterable[str]) -> None:
@@ -290,10 +274,14 @@ def _open(target: Path, folder: Path, fingerprint: str, *, restart: bool) -> Fil
         raise SaveError(f"{folder}: the directory cannot be made: {error.strerror or error}") from error
 
 
+def _is(folder: Path, own: os.stat_result) -> bool:
+    return folder.is_dir() and os.path.samestat(own, folder.stat())
+
+
 def _appear(folder: Path, own: os.stat_result, target: Path) -> None:
     """Give a complete directory its name, durably; a directory that is renamed replaces at most an empty one."""
     try:
-        if not os.path.samestat(own, folder.stat()):
+        if not _is(folder, own):
             raise SaveError(f"{folder}: another run has replaced the directory; run the command again")
         folder.rename(target)
     except OSError as error:

@@ -19,9 +19,9 @@ import math
 import operator
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -257,86 +257,45 @@ def check_sum(payload: StoredPayload, value: int) -> None:
         )
 
 
-class _Part(NamedTuple):
-    """Bytes `[first, stop)` of a payload, and their CRC-32."""
-
-    first: int
-    stop: int
-    crc32: int
-
-
 class PartSums:
-    """For any number of threads; `read_into` reads bytes of a payload."""
+    """Sums of payloads that are read in parts, by any number of threads; `read_into` reads bytes of a payload."""
 
     def __init__(self, read_into: _ReadInto) -> None:
         self._read_into = read_into
-        self._open: dict[str, tuple[StoredPayload, list[_Part]]] = {}
-        self._crossing: set[str] = set()
-        self._done: set[str] = set()
+        self._noted: dict[str, tuple[StoredPayload, list[tuple[int, int, int]]]] = {}
         self._lock = threading.Lock()
 
     def expect(self, payload: StoredPayload) -> None:
-        """`check_rest` compares this payload, even if no part of it is noted."""
-        key = payload.where
+        """`totals` has this payload, even if no part of it is noted."""
         with self._lock:
-            if payload.crc32 is not None and key not in self._done:
-                self._open.setdefault(key, (payload, []))
+            self._noted.setdefault(payload.where, (payload, []))
 
-    def note(self, payload: StoredPayload, first: int, nbytes: int, value: int) -> int | None:
-        """Note the CRC-32 of bytes that were read; bytes that were noted before do not count again.
+    def note(self, payload: StoredPayload, first: int, nbytes: int, value: int) -> None:
+        """Note the CRC-32 of bytes that were read."""
+        with self._lock:
+            self._noted.setdefault(payload.where, (payload, []))[1].append((first, first + nbytes, value))
 
-        Returns the payload's CRC-32 when this part completes it, else None. Raises `ChecksumError` if it is damaged.
+    def totals(self) -> Iterator[tuple[str, int]]:
+        """By `where` the CRC-32 of each payload, after what was not read of it is read, too; of one without a stored
+        CRC-32 only if all of it was read. Raises `ChecksumError` for damaged ones.
         """
-        key = payload.where
-        with self._lock:
-            if key in self._done or key in self._crossing:
-                return None
-            _, parts = self._open.setdefault(key, (payload, []))
-            part = _Part(first, first + nbytes, value)
-            at = bisect_right(parts, part.first, key=lambda known: known.first)
-            before = parts[at - 1] if at else None
-            after = parts[at] if at < len(parts) else None
-            if before is not None and part.stop <= before.stop:
-                return None
-            if (before is not None and part.first < before.stop) or (after is not None and part.stop > after.first):
-                self._crossing.add(key)  # `check_rest` reads this payload again
-                return None
-            parts.insert(at, part)
-            _join(parts, at)
-            _join(parts, at - 1)
-            if (parts[0].first, parts[0].stop) != (0, payload.nbytes):
-                return None
-            value = parts[0].crc32
-            del self._open[key]
-            self._done.add(key)
-        check_sum(payload, value)
-        return value
-
-    def check_rest(self) -> None:
-        """Read what was not read of payloads that were noted or expected, and compare; raises `ChecksumError`."""
-        window = memoryview(bytearray(_WINDOW_BYTES)) if self._open else memoryview(b"")
-        for key, (payload, parts) in self._open.items():
-            if payload.crc32 is None:
-                continue
+        window = memoryview(bytearray(_WINDOW_BYTES if self._noted else 0))
+        for where, (payload, parts) in self._noted.items():
             value = at = 0
-            for part in (*(() if key in self._crossing else parts), _Part(payload.nbytes, payload.nbytes, 0)):
-                value = range_crc(self._reader(payload), at, part.first - at, window, value)
-                value = crc32_combine(value, part.crc32, part.stop - part.first)
-                at = part.stop
-            check_sum(payload, value)
-            self._done.add(key)
-        self._open.clear()
-
-    def _reader(self, payload: StoredPayload) -> Callable[[int, memoryview], None]:
-        return lambda start, view: self._read_into(payload, start, view)
-
-
-def _join(parts: list[_Part], at: int) -> None:
-    """Make one of a part and its neighbour, if the second begins where the first ends."""
-    if 0 <= at < len(parts) - 1 and parts[at].stop == parts[at + 1].first:
-        first, second = parts[at : at + 2]
-        joined = crc32_combine(first.crc32, second.crc32, second.stop - second.first)
-        parts[at : at + 2] = [_Part(first.first, second.stop, joined)]
+            for first, stop, own in (*sorted(parts), (payload.nbytes, payload.nbytes, 0)):
+                crosses = first < at < stop
+                start = stop if crosses else first
+                if start > at:
+                    if payload.crc32 is None:
+                        break
+                    value = range_crc(partial(self._read_into, payload), at, start - at, window, value)
+                    at = start
+                if first == at:
+                    value, at = crc32_combine(value, own, stop - first), stop
+            if at == payload.nbytes:
+                check_sum(payload, value)
+                yield where, value
+        self._noted = {}
 
 
 _Fill = Callable[[int, memoryview], None]
@@ -351,6 +310,7 @@ class DerivedPayloads(StoredPayloads):
         self.files = base.files
         self._fills: dict[str, _Fill] = {}
         self._sums = PartSums(base.read_into)
+        self._chunks: dict[str, tuple[TensorEntry, StoredChunk]] = {}  # those of the base whose parts were read
 
     def base_chunk(self, entry: TensorEntry, chunk: StoredChunk) -> tuple[TensorEntry, StoredChunk] | None:
         """The base's chunk with exactly these elements, as they are; None: they are computed, or are others."""
@@ -375,21 +335,23 @@ class DerivedPayloads(StoredPayloads):
         else:
             fill(start, view)
 
+    def object_bytes(self, entry: ObjectEntry) -> bytes:
+        return self.base.object_bytes(entry)
+
     def read_part(self, entry: TensorEntry, chunk: StoredChunk, start: int, nbytes: int) -> memoryview:
         """Bytes of a chunk of the base, for computing others; their checksum counts for `check_rest`."""
         memory = memoryview(bytearray(nbytes))
         payload = self.base.locate(entry, chunk)
         self.base.read_into(payload, start, memory)
-        self.part_was_read(entry, chunk, payload, start, memory)
+        self.part_was_read(entry, chunk, payload, start, nbytes, crc32(memory))
         return memory
 
     def part_was_read(
-        self, entry: TensorEntry, chunk: StoredChunk, payload: StoredPayload, start: int, content: memoryview
+        self, entry: TensorEntry, chunk: StoredChunk, payload: StoredPayload, start: int, nbytes: int, value: int
     ) -> None:
-        """Bytes of a chunk of the base were read by other means than `read_part`."""
-        value = self._sums.note(payload, start, len(content), crc32(content))
-        if value is not None:
-            self.base.was_read(entry, chunk, value)
+        """Bytes of a chunk of the base were read, which have this CRC-32."""
+        self._chunks[payload.where] = entry, chunk
+        self._sums.note(payload, start, nbytes, value)
 
     def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:
         found = self.base_chunk(entry, chunk)
@@ -397,7 +359,9 @@ class DerivedPayloads(StoredPayloads):
             self.base.was_read(*found, value)
 
     def check_rest(self) -> None:
-        self._sums.check_rest()
+        for where, value in self._sums.totals():
+            if where in self._chunks:
+                self.base.was_read(*self._chunks[where], value)
         self.base.check_rest()
 
     def close(self) -> None:
@@ -502,11 +466,16 @@ class ViewPayloads(DerivedPayloads):
         objects: Mapping[str, bytes] | None = None,
         kept_objects: Iterable[str] = (),
     ) -> None:
-        index, self._slices, made = view_index(base.index, tensors, objects, kept_objects)
+        index, self._slices, self._made = view_index(base.index, tensors, objects, kept_objects)
         super().__init__(base, index)
-        self.files = _FilesAndMade(base, made)  # type: ignore[assignment]
         self._threads = threading.local()
         self._gathering = threading.Lock()
+
+    def object_bytes(self, entry: ObjectEntry) -> bytes:
+        item = entry.item
+        if item.file == MADE_HERE:
+            return self._made[item.offset : item.offset + item.length]
+        return super().object_bytes(entry)
 
     def base_chunk(self, entry: TensorEntry, chunk: StoredChunk) -> None:
         """As `DerivedPayloads.base_chunk`: chunks of a view are parts of others."""
@@ -564,9 +533,10 @@ class ViewPayloads(DerivedPayloads):
             stored = self.base.locate(origin.entry, origin.chunk)
             memory = memoryview(bytearray(math.prod(around.sizes) * origin.elem_bytes))
             self.base.read_into(stored, first, memory)
+            value = crc32(memory)
             if len(memory) == stored.nbytes:
-                check_sum(stored, crc32(memory))
-            self.part_was_read(origin.entry, origin.chunk, stored, first, memory)
+                check_sum(stored, value)
+            self.part_was_read(origin.entry, origin.chunk, stored, first, len(memory), value)
             own.around = key, np.frombuffer(memory, carrier(origin.elem_bytes)).reshape(around.sizes)
         inside = relative(origin.slice, around.offsets)
         cut = own.around[1][tuple(slice(at, at + n) for at, n in zip(inside.offsets, inside.sizes, strict=True))]
@@ -577,15 +547,12 @@ class ViewPayloads(DerivedPayloads):
         return memoryview(np.ascontiguousarray(cut).reshape(-1).view(np.uint8).data)
 
     def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:
-        """Note the CRC-32 of a chunk of the view; raise `ChecksumError` if its stored chunk turns out damaged."""
         origin = self._slices[entry.fqn, chunk.offsets]
         first = None if origin.chunk is None else _first_byte(origin)
         if origin.entry is None or origin.chunk is None or first is None:
             return
-        stored = self.base.locate(origin.entry, origin.chunk)
-        total = self._sums.note(stored, first, math.prod(origin.slice.sizes) * origin.elem_bytes, value)
-        if total is not None:
-            self.base.was_read(origin.entry, origin.chunk, total)
+        stored, nbytes = self.base.locate(origin.entry, origin.chunk), math.prod(origin.slice.sizes) * origin.elem_bytes
+        self.part_was_read(origin.entry, origin.chunk, stored, first, nbytes, value)
 
     def check_rest(self) -> None:
         """Read the rest of each chunk that the view has slices of, and compare its checksum; raises `ChecksumError`.
@@ -610,37 +577,6 @@ def _first_byte(origin: ChunkSlice) -> int | None:
     assert origin.chunk is not None
     run = runs(origin.chunk.sizes, origin.slice, origin.elem_bytes)
     return run.first_byte if origin.order is None and len(run) == 1 else None
-
-
-class _FilesAndMade:
-    """Files of the base, and a pseudo-file with the objects that are made here."""
-
-    def __init__(self, base: StoredPayloads, made: bytes) -> None:
-        self._base = base
-        self._made = _MadeReader(made)
-
-    def reader(self, name: str) -> AbstractContextManager[RangeReader]:
-        return nullcontext(self._made) if name == MADE_HERE else self._base.files.reader(name)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._base.files.close()
-
-
-class _MadeReader(RangeReader):
-    """Bytes in memory as a file."""
-
-    def __init__(self, content: bytes) -> None:
-        self.name, self.size_bytes, self._content = MADE_HERE, len(content), content
-
-    def read_into(self, offset: int, view: memoryview, arrived: Any = None) -> None:
-        self.check_range(offset, len(view))
-        view[:] = self._content[offset : offset + len(view)]
-        if arrived is not None:
-            arrived(view)
-
-    def close(self) -> None:
-        pass
 
 
 class Record(NamedTuple):
@@ -712,4 +648,5 @@ class FilePayloads(StoredPayloads):
 
     def check_rest(self) -> None:
         """Of records that were read in part, read and compare the rest (padding); raises `ChecksumError`."""
-        self._sums.check_rest()
+        for _ in self._sums.totals():
+            pass

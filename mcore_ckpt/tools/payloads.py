@@ -24,7 +24,7 @@ from mcore_ckpt.core.boxes import Box, covers, intersect, relative, runs, stride
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import LoadOptions, PageCache
-from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, TensorEntry
 from mcore_ckpt.format.integrity import inner_blocks
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor
@@ -33,9 +33,11 @@ from mcore_ckpt.load.checks import range_crc
 from mcore_ckpt.load.files import FileFooters, OpenFiles, ReadStats, naming
 from mcore_ckpt.load.ranges import split_box
 from mcore_ckpt.load.records import (
+    ItemCheck,
     PartSum,
     PayloadSums,
     check_apart,
+    check_item,
     check_located,
     check_proportion,
     checksum_error,
@@ -165,6 +167,13 @@ class StoredPayloads:
         except (RuntimeError, TypeError) as error:
             raise LoadError(f"{where}: its elements cannot be taken as they are ({error!s:.200})") from error
         return StoredPayload(where, chunk.item.file, 0, len(content), None, content)
+
+    def object_bytes(self, entry: ObjectEntry) -> bytes:
+        """A stored object, after its checksums were compared. Raises `LoadError`."""
+        item = entry.item
+        with self.files.reader(item.file) as reader:
+            check_item(ItemCheck(entry.fqn, item), reader)
+            return reader.read(item.offset, item.length)
 
     def was_read(self, entry: TensorEntry, chunk: StoredChunk, value: int) -> None:
         """Told the CRC-32 of a chunk that was read completely: what stores no sum of its own may add them up."""

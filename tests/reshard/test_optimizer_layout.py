@@ -43,7 +43,7 @@ def ordered(rank: int) -> list[tuple[FlatParameter, bool]]:
     def parameter(name: str, is_copy: bool, *boxes: tuple[str, Box, int]) -> FlatParameter:
         found = tuple(ParameterBox(key, tuple(SHAPES[key]), box, first) for key, box, first in boxes)
         numel = sum(torch.Size(box.sizes).numel() for _, box, _ in boxes)
-        return FlatParameter(name, numel, False, is_copy, found)
+        return FlatParameter(name, numel, is_copy, found)
 
     rows = Box((0, 0), (7, 5)) if rank == 0 else Box((7, 0), (7, 5))
     gated = [
@@ -245,8 +245,9 @@ def test_layers_of_transformer_engine_have_norms_of_their_own() -> None:
         (f"{layer}pre_mlp_layernorm.weight", f"{stacked}mlp.linear_fc1.layer_norm_weight"),
         (f"{layer}mlp.linear_fc1.weight", f"{stacked}mlp.linear_fc1.weight"),
     ]
-    rows = [([name, 1, False, False, [[key, [1], [0], [1], 0]]], False) for name, key in names]
-    reordered = [row[0] for row, _ in parameter_orders._as_transformer_engine(rows, False)]
+    box = Box((0,), (1,))
+    rows = [(FlatParameter(name, 1, False, (ParameterBox(key, (1,), box, 0),)), False) for name, key in names]
+    reordered = [row.name for row, _ in parameter_orders._as_transformer_engine(rows, False)]
     # As Transformer Engine registers them: LayerNormLinear its norm, then its own.
     assert reordered == [names[at][0] for at in (1, 0, 2, 3, 4)]
 
