@@ -17,7 +17,7 @@ import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
@@ -124,12 +124,8 @@ def _unflattened(entry: TensorEntry, shape: tuple[int, ...]) -> TensorView:
 # --- from flat buckets
 
 
-class _Buffer(NamedTuple):
-    """Which buffer of the optimizer: the prefix of its keys, the group of ranks, and its number there."""
-
-    chained: str
-    group: int
-    number: int
+_Buffers = dict[tuple[str, int], dict[int, dict[str, list[str]]]]
+"""Buffers by prefix of their keys and group of ranks, then by number: by state, the keys of the buckets in order."""
 
 
 def _from_buckets(payloads: StoredPayloads, common: Mapping[str, Any]) -> ConvertedOptimizer:
@@ -145,19 +141,18 @@ def _from_buckets(payloads: StoredPayloads, common: Mapping[str, Any]) -> Conver
     sources: dict[str, list[Part]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     done: set[tuple[bool, int]] = set()
-    for (chained, group), numbers in _by_group(buffers).items():
+    for (chained, group), numbered in buffers.items():
         held_by = chained == "chained_1.", group
         chunks = [chunk for chunk in orders.get(held_by, []) if chunk]
         where = f"{index.path}: {chained}optimizer.distributed.dp_group_idx_{group}"
-        if chained not in ("", "chained_0.", "chained_1.") or len(chunks) != len(numbers):
+        if chained not in ("", "chained_0.", "chained_1.") or len(chunks) != len(numbered):
             raise OptionError(
-                f"{where}: holds {len(numbers)} buffers, expected {len(chunks)}, one for each chunk of the model that "
+                f"{where}: holds {len(numbered)} buffers, expected {len(chunks)}, one for each chunk of the model that "
                 "megatron-core builds from the stored arguments; parameters of several dtypes, or several optimizers, "
                 "are not converted. Nothing was written"
             )
         done.add(held_by)
-        for number, chunk in zip(sorted(numbers), chunks, strict=True):
-            states = buffers[_Buffer(chained, group, number)]
+        for (number, states), chunk in zip(numbered.items(), chunks, strict=True):
             sizes = _bucket_sizes(index, states, f"{where}.gbuf_idx_{number}")
             places = places_in_buckets(chunk, sizes, f"{where}.gbuf_idx_{number}")
             prefix = "" if avoid_prefix else chained
@@ -183,37 +178,29 @@ def _from_buckets(payloads: StoredPayloads, common: Mapping[str, Any]) -> Conver
     objects, common_file = _with_layout(index, common, _shared_state(index, group_objects))
     kept = tuple(key for key in index.objects if key not in objects and key not in group_objects)
     note = (
-        f"optimizer: {sum(len(keys) for states in buffers.values() for keys in states.values())} flat buckets become "
+        f"optimizer: {len(index.tensors.keys() - views.keys())} flat buckets become "
         f"{len(sources)} tensors of the parameters' shapes ({FULLY_RESHARDABLE})"
     )
     return ConvertedOptimizer(views, kept, objects, common_file, (note,))
 
 
-def _buffers(index: CheckpointIndex) -> dict[_Buffer, dict[str, list[str]]]:
-    """For each buffer and state, the keys of its buckets in order."""
-    found: dict[_Buffer, dict[str, dict[int, str]]] = {}
+def _buffers(index: CheckpointIndex) -> _Buffers:
+    found: dict[tuple[str, int, int, str], dict[int, str]] = {}
     for key in index.tensors:
         match = _BUCKET.fullmatch(key)
         if match is not None:
-            buffer = _Buffer(match["chained"] or "", int(match["group"]), int(match["buffer"]))
-            found.setdefault(buffer, {}).setdefault(match["state"], {})[int(match["bucket"])] = key
-    buffers: dict[_Buffer, dict[str, list[str]]] = {}
-    for buffer, states in found.items():
-        for state, buckets in states.items():
-            if sorted(buckets) != list(range(len(buckets))):
-                raise CorruptCheckpointError(
-                    f"{index.path}: {next(iter(buckets.values()))}: buckets {sorted(buckets)[:8]} of {state} are "
-                    f"stored, expected all from 0 to {max(buckets)}. Nothing was written"
-                )
-            buffers.setdefault(buffer, {})[state] = [buckets[n] for n in range(len(buckets))]
+            of = match["chained"] or "", int(match["group"]), int(match["buffer"]), match["state"]
+            found.setdefault(of, {})[int(match["bucket"])] = key
+    buffers: _Buffers = {}
+    for (chained, group, number, state), buckets in sorted(found.items()):
+        if sorted(buckets) != list(range(len(buckets))):
+            raise CorruptCheckpointError(
+                f"{index.path}: {next(iter(buckets.values()))}: buckets {sorted(buckets)[:8]} of {state} are stored, "
+                f"expected all from 0 to {max(buckets)}. Nothing was written"
+            )
+        keys = [buckets[n] for n in range(len(buckets))]
+        buffers.setdefault((chained, group), {}).setdefault(number, {})[state] = keys
     return buffers
-
-
-def _by_group(buffers: Iterable[_Buffer]) -> dict[tuple[str, int], list[int]]:
-    groups: dict[tuple[str, int], list[int]] = {}
-    for chained, group, number in sorted(buffers):
-        groups.setdefault((chained, group), []).append(number)
-    return groups
 
 
 def _bucket_sizes(index: CheckpointIndex, states: Mapping[str, Sequence[str]], where: str) -> list[int]:

@@ -31,7 +31,8 @@ from mcore_ckpt.tools.runs import Places
 
 
 class SourceFiles:
-    """The files of the tensors with these keys (default: all, and all objects), as they are now.
+    """The index and the files of the tensors with these keys (default: all, and all objects), as they are now. Files
+    next to them do not say of which save they are: that the index has not been replaced tells.
 
     `states`: length, time of change in nanoseconds, and what tells versions apart, by name. Raises
     `CheckpointNotFoundError` if one is missing.
@@ -56,7 +57,8 @@ class SourceFiles:
                     f"incomplete, `mcore-ckpt verify {index.path}` lists what is missing"
                 )
             found[file] = [version.size_bytes, version.modified_ns, version.number]
-        return found
+        version = storage.version(METADATA_FILE)
+        return found if version is None else {**found, METADATA_FILE: list(version)}
 
     def refuse_changes(self) -> None:
         """Raise `LoadError` if the files are not as they were: what was read may be of two saves, each part sound."""
@@ -223,8 +225,10 @@ def _write(conversion: Conversion, target: Path, options: ConversionOptions, pro
             with Progress("verify", total, shown=progress) as bar:
                 check_all(plan, payloads, written, journal, workers=options.workers, advance=bar.advance)
         checked = time.monotonic()
-        conversion.carry(files)
-        source.refuse_changes()
+        try:
+            conversion.carry(files)
+        finally:
+            source.refuse_changes()
         if content is not None:
             made.publish(METADATA_FILE, bind_common_file(content, folder))
         elif plan.index_file is not None:

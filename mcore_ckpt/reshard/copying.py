@@ -295,6 +295,7 @@ class _Worker:
         self._mains: dict[str, FileStream] = {}
         self._written: dict[str, Written] = {}
         self._unsynced_bytes = 0
+        self._fills_gaps = run.plan.filled_gaps
 
     def work(self) -> None:
         """Write all that is not there yet."""
@@ -303,6 +304,7 @@ class _Worker:
         for move in self._moves:
             if self._is_there(move):
                 run.advance(move.payload_bytes)
+                self._fills_gaps = False  # it may lie in one
             else:
                 left.append(move)
         files = run.plan.files_at_once or len({slot.file for move in self._moves for slot in move.slots}) + 1
@@ -363,7 +365,7 @@ class _Worker:
         stream = self._mains.get(name)
         if stream is None:
             stream = self._mains[name] = streams.open(self._file(name), position)
-        elif self._run.plan.filled_gaps and 0 <= position - stream.position <= _MAX_PADDING_BYTES:
+        elif self._fills_gaps and 0 <= position - stream.position <= _MAX_PADDING_BYTES:
             stream.write(bytes(position - stream.position))
         else:
             stream.seek(position)
@@ -451,7 +453,8 @@ def check_all(
                     _check_tensor(move, division, ahead, source_sums(move, journal, payloads), payloads.index, target)
                     advance(move.payload_bytes)
 
-        in_parallel(in_shares(sorted(plan.moves, key=lambda move: move.slots[:1]), workers), check, workers)
+        everything = sorted(plan.moves, key=lambda move: move.slots[:1])
+        in_parallel(in_shares(everything, lambda move: move.payload_bytes, workers), check, workers)
         for fqn, entry in target.objects.items():  # objects keep their keys
             if written.object_bytes(entry) != payloads.object_bytes(payloads.index.objects[fqn]):
                 raise CorruptCheckpointError(

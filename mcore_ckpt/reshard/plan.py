@@ -20,10 +20,10 @@ import os
 import re
 import secrets
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import counted
@@ -41,6 +41,8 @@ from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.tools.keys import data_file_rank, is_optimizer_key, layer_number, model_key, stacked_axes
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.regrid import Block, blocks
+
+_T = TypeVar("_T")
 
 
 class Frame(Protocol):
@@ -101,7 +103,11 @@ class TensorMove:
     @property
     def payload_bytes(self) -> int:
         """Of all elements."""
-        return math.prod(self.entry.shape) * element_bytes(self.entry.dtype)
+        return _payload_bytes(self.entry)
+
+
+def _payload_bytes(entry: TensorEntry) -> int:
+    return math.prod(entry.shape) * element_bytes(entry.dtype)
 
 
 def all_in_one(entry: TensorEntry, key: str, file: str, offset: int) -> TensorMove:
@@ -111,13 +117,13 @@ def all_in_one(entry: TensorEntry, key: str, file: str, offset: int) -> TensorMo
     return TensorMove(entry, key, (Slot(file, offset, everything),), tuple(blocks(sources, [everything])))
 
 
-def in_shares(moves: Sequence[TensorMove], workers: int) -> tuple[tuple[TensorMove, ...], ...]:
-    """Moves in their order, for workers of about the same number of bytes: one reads while another arranges."""
-    total, done = sum(move.payload_bytes for move in moves), 0
-    shares: tuple[list[TensorMove], ...] = tuple([] for _ in range(workers))
-    for move in moves:
-        shares[min(workers - 1, done * workers // max(1, total))].append(move)
-        done += move.payload_bytes
+def in_shares(items: Sequence[_T], size: Callable[[_T], int], workers: int) -> tuple[tuple[_T, ...], ...]:
+    """Items in their order, for workers of about the same number of bytes: one reads while another arranges."""
+    total, done = sum(map(size, items)), 0
+    shares: tuple[list[_T], ...] = tuple([] for _ in range(workers))
+    for item in items:
+        shares[min(workers - 1, done * workers // max(1, total))].append(item)
+        done += size(item)
     return tuple(map(tuple, shares))
 
 
@@ -185,6 +191,8 @@ def another_fingerprint(key: str, found: int, known: int) -> ChecksumError:
 
 # Objects come first in a file; a little room behind them keeps tensors on pages of their own.
 _PAGE_BYTES = 4096
+# What a tensor costs besides its bytes: many small ones are not to end up with one worker.
+_TENSOR_BYTES = 64 * 1024
 
 
 class DividedTensor(NamedTuple):
@@ -266,10 +274,9 @@ def plan_torch_dist(
         blobs.append(Blob(file, align_up(sizes.get(file, 0), 64), entry))
         sizes[file] = blobs[-1].offset + entry.item.length
     sizes = {file: align_up(size, _PAGE_BYTES) for file, size in sizes.items()}
-    work = [
-        [_lay_out(tensors[position], worker, sizes) for position in share]
-        for worker, share in enumerate(_shares([tensor.entry for tensor in tensors], workers))
-    ]
+    in_source = sorted(tensors, key=lambda tensor: [chunk.item[:2] for chunk in tensor.entry.chunks[:1]])
+    shares = in_shares(in_source, lambda tensor: _payload_bytes(tensor.entry) + _TENSOR_BYTES, workers)
+    work = [[_lay_out(tensor, worker, sizes) for tensor in share] for worker, share in enumerate(shares)]
     moves = {move.entry.fqn: move for worker in work for move in worker}
     keys = {tensor.entry.fqn: tensor.key for tensor in tensors}
     stored = {}
@@ -293,29 +300,6 @@ def plan_torch_dist(
         index=target,
         footers=footers,
     )
-
-
-def _shares(entries: Sequence[TensorEntry], workers: int) -> list[list[int]]:
-    """Positions of tensors for each worker: about the same bytes, and in each the order of the source's files."""
-
-    def size(entry: TensorEntry) -> int:
-        return math.prod(entry.shape) * element_bytes(entry.dtype)
-
-    loads = [0] * workers
-    shares: list[list[int]] = [[] for _ in range(workers)]
-    for position in sorted(range(len(entries)), key=lambda n: -size(entries[n])):
-        worker = min(range(workers), key=lambda w: loads[w])
-        shares[worker].append(position)
-        # A tensor costs something even if it is small: many small ones are not to end up with one worker.
-        loads[worker] += size(entries[position]) + 64 * 1024
-
-    def in_source(position: int) -> tuple[str, int]:
-        chunks = entries[position].chunks
-        return (chunks[0].item.file, chunks[0].item.offset) if chunks else ("", 0)
-
-    for share in shares:
-        share.sort(key=in_source)
-    return shares
 
 
 def _lay_out(tensor: DividedTensor, worker: int, sizes: dict[str, int]) -> TensorMove:

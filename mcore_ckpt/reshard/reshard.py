@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from mcore_ckpt.core.errors import LoadError, OptionError
+from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import is_note
 from mcore_ckpt.directory.in_force import common_file_in_force, read_common_file, with_common_files
@@ -152,17 +152,9 @@ def plan_reshard(directory: Path, options: ReshardOptions) -> tuple[Conversion, 
         payloads.close()
         raise
 
-    def carry(target: TargetFiles) -> None:
-        # Files next to the data do not say of which save they are, except a common state that the manifest names.
-        try:
-            _carry_sidecars(source, sidecars, target, None if converted is None else converted.common)
-        except LoadError as error:
-            if index_version(directory) != version:
-                raise replaced_error(source.path) from error
-            raise
-        if index_version(directory) != version:
-            raise replaced_error(source.path)
-
+    if index_version(directory) != version:
+        payloads.close()
+        raise replaced_error(source.path)
     return Conversion(
         payloads=payloads,
         source=files,
@@ -175,7 +167,7 @@ def plan_reshard(directory: Path, options: ReshardOptions) -> tuple[Conversion, 
             guesses=plan.guesses,
             notes=(*plan.notes, *(() if converted is None else converted.notes), *shadow_note(stored)),
         ),
-        carry=carry,
+        carry=lambda target: _carry_sidecars(source, sidecars, target, None if converted is None else converted.common),
         carried=(*sidecars, COMMON_FILE, CONFIG_FILE),
     ), plan
 

@@ -20,7 +20,7 @@ import operator
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,11 +98,11 @@ def as_stored(entry: TensorEntry) -> TensorView:
 def view_index(
     base: CheckpointIndex,
     tensors: Mapping[str, TensorView],
-    objects: Mapping[str, bytes] | None = None,
-    kept_objects: Iterable[str] = (),
-) -> tuple[CheckpointIndex, ChunkSlices, bytes]:
-    """The index of a view with `tensors` by requested key, the slice of `base` behind each of its chunks, and its new
-    `objects` (archives of `torch.save` by full key), joined. `kept_objects`: stored ones that stay.
+    objects: Mapping[str, bytes],
+    kept_objects: Iterable[str],
+) -> tuple[CheckpointIndex, ChunkSlices]:
+    """The index of a view with `tensors` by requested key, and the slice of `base` behind each of its chunks; with new
+    `objects` (archives of `torch.save` by full key). `kept_objects`: stored ones that stay.
     """
     chunks_of = _ChunksByLead(base)
     entries: dict[str, TensorEntry] = {}
@@ -120,15 +120,9 @@ def view_index(
         if problem and math.prod(view.shape):
             raise CorruptCheckpointError(f"{key}: the chunks in {base.path} do not make it up: {problem}")
         entries[key] = TensorEntry(key, dtype, view.shape, tuple(found))
-    made = b""
     kept = {key: base.objects[key] for key in kept_objects}
-    starts: dict[bytes, int] = {}
-    for key, content in (objects or {}).items():
-        if content not in starts:
-            starts[content] = len(made)
-            made += content
-        kept[key] = ObjectEntry(key, StoredItem(MADE_HERE, starts[content], len(content)))
-    return CheckpointIndex(base.path, entries, kept, blocks=base.blocks), slices, made
+    kept |= {key: ObjectEntry(key, StoredItem(MADE_HERE, 0, len(content))) for key, content in objects.items()}
+    return CheckpointIndex(base.path, entries, kept, blocks=base.blocks), slices
 
 
 def _dtype_of(key: str, view: TensorView, base: CheckpointIndex) -> str:
@@ -448,12 +442,14 @@ _GATHERED_BYTES = 128 * 1024 * 1024
 _COMPLETE_BYTES = 64 * 1024 * 1024
 
 
-@dataclass(slots=True)
-class _Gathered:
-    """What one thread has gathered last, by name of the view's chunk, and what it was gathered from."""
+class _Gathered(threading.local):
+    """What one thread has gathered last, by name of the view's chunk, and what it was gathered from. Two threads would
+    replace each other's.
+    """
 
-    parts: dict[str, memoryview]
-    around: tuple[tuple[str, tuple[int, ...], int], np.ndarray[Any, Any]] | None = None
+    def __init__(self) -> None:
+        self.parts: dict[str, memoryview] = {}
+        self.around: tuple[tuple[str, tuple[int, ...], int], np.ndarray[Any, Any]] | None = None
 
 
 class ViewPayloads(DerivedPayloads):
@@ -466,16 +462,15 @@ class ViewPayloads(DerivedPayloads):
         objects: Mapping[str, bytes] | None = None,
         kept_objects: Iterable[str] = (),
     ) -> None:
-        index, self._slices, self._made = view_index(base.index, tensors, objects, kept_objects)
+        self._objects = objects or {}
+        index, self._slices = view_index(base.index, tensors, self._objects, kept_objects)
         super().__init__(base, index)
-        self._threads = threading.local()
+        self._own = _Gathered()
         self._gathering = threading.Lock()
 
     def object_bytes(self, entry: ObjectEntry) -> bytes:
-        item = entry.item
-        if item.file == MADE_HERE:
-            return self._made[item.offset : item.offset + item.length]
-        return super().object_bytes(entry)
+        made = self._objects.get(entry.fqn)
+        return super().object_bytes(entry) if made is None else made
 
     def base_chunk(self, entry: TensorEntry, chunk: StoredChunk) -> None:
         """As `DerivedPayloads.base_chunk`: chunks of a view are parts of others."""
@@ -504,23 +499,20 @@ class ViewPayloads(DerivedPayloads):
         return StoredPayload(where, stored.file, stored.offset + first, nbytes, crc)
 
     def _gathered(self, where: str, origin: ChunkSlice) -> memoryview:
-        """A slice in memory of its own, in the view's order; the last few are kept: readers alternate between them.
-        Each thread has its own: two threads would replace each other's.
-        """
-        if not hasattr(self._threads, "gathered"):
-            self._threads.gathered = _Gathered({})
-        own: _Gathered = self._threads.gathered
+        """A slice in memory of its own, in the view's order; the last few are kept: readers alternate between them."""
+        own = self._own
         known = own.parts.pop(where, None)
         if known is None:
             room = _GATHERED_BYTES - math.prod(origin.slice.sizes) * origin.elem_bytes
             while own.parts and sum(map(len, own.parts.values())) > room:
                 own.parts.pop(next(iter(own.parts)))
             with self._gathering:  # one thread at a time, since what is gathered from takes memory, too
-                known = self._gather(origin, own)
+                known = self._gather(origin)
         own.parts[where] = known
         return known
 
-    def _gather(self, origin: ChunkSlice, own: _Gathered) -> memoryview:
+    def _gather(self, origin: ChunkSlice) -> memoryview:
+        own = self._own
         assert origin.entry is not None
         assert origin.chunk is not None
         around = Box((0,) * len(origin.chunk.sizes), origin.chunk.sizes)

@@ -131,7 +131,7 @@ def plan_safetensors(tensors: Sequence[Exported], most_bytes: int, workers: int)
         sizes[file] = len(header) + sum(tensor.nbytes for tensor in shard)
         moves += [all_in_one(tensor.entry, tensor.name, file, starts[tensor.name]) for tensor in shard]
     return TargetPlan(
-        work=in_shares(moves, workers),
+        work=in_shares(moves, lambda move: move.payload_bytes, workers),
         blobs=tuple(blobs),
         sizes=sizes,
         files_at_once=1,
@@ -356,7 +356,7 @@ def plan_state_files(
         sizes[file] = layout.size_bytes
         archives[file] = _Archive(layout, tuple(sums))
     return _TorchPlan(
-        work=in_shares(moves, workers),
+        work=in_shares(moves, lambda move: move.payload_bytes, workers),
         blobs=tuple(blobs),
         sizes=sizes,
         files_at_once=1,

@@ -322,6 +322,22 @@ class TestInterruption:
         assert_same(read_all(tmp_path / "t"), big)
         assert verify_checkpoint(tmp_path / "t").whole
 
+    def test_what_lies_between_two_that_are_written_again_stays(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Short gaps between tensors are filled, but not over what is there."""
+        tensors = {f"decoder.layers.0.x{n:02}.weight": torch.randn(32, 32) for n in range(40)}
+        write_model(tmp_path / "s", tensors=tensors)
+        self.interrupt(tmp_path, monkeypatch)
+        for file in sorted((tmp_path / "t.partial").glob("*.distcp")):
+            content = bytearray(file.read_bytes())
+            for part in (3, 5):
+                content[len(content) * part // 8] ^= 4
+            file.write_bytes(content)
+        assert reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, verify=False).resumed
+        assert_same(read_all(tmp_path / "t"), tensors)
+        assert verify_checkpoint(tmp_path / "t").whole
+
     @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT], ids=lambda stop: stop.name)
     def test_a_process_that_is_stopped(
         self,
