@@ -77,7 +77,7 @@ class Read(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """They lie in a file as they are."""
-        return self.payload.decoded is None and not self.payload.computed
+        return self.payload.decoded is None and self.payload.fill is None
 
 
 class Step(NamedTuple):

@@ -57,19 +57,15 @@ class Part(NamedTuple):
 
 
 class TensorView(NamedTuple):
-    """A requested tensor: its shape in elements, its parts, and its dtype in case nothing of it is stored.
-
-    `made`: the bytes of its elements, where they are made here; its one part is all of it, without a key.
-    """
+    """A requested tensor: its shape in elements, its parts, and its dtype in case nothing of it is stored."""
 
     shape: tuple[int, ...]
     parts: Sequence[Part]
     dtype: str | None = None
-    made: bytes | None = None
 
 
 class ChunkSlice(NamedTuple):
-    """A slice of a stored chunk, in the chunk's own coordinates; without an entry: `made`, or zeros.
+    """A slice of a stored chunk, in the chunk's own coordinates; without an entry: zeros.
 
     `order` is that of the chunk's axes in the view, where it is another than in the file.
     """
@@ -78,7 +74,6 @@ class ChunkSlice(NamedTuple):
     chunk: StoredChunk | None
     slice: Box
     order: tuple[int, ...] | None
-    made: bytes | None = None
 
     @property
     def elem_bytes(self) -> int:
@@ -114,8 +109,7 @@ def view_index(
             for box, origin in _chunk_slices(base, chunks_of, part):
                 nbytes = math.prod(box.sizes) * element_bytes(dtype)
                 found.append(StoredChunk(box.offsets, box.sizes, _item(origin, nbytes)))
-                slices[key, box.offsets] = origin._replace(made=view.made)
-        found = _with_named_zeros(found)
+                slices[key, box.offsets] = origin
         problem = covers(view.shape, [Box(chunk.offsets, chunk.sizes) for chunk in found])
         if problem and math.prod(view.shape):
             raise CorruptCheckpointError(f"{key}: the chunks in {base.path} do not make it up: {problem}")
@@ -227,17 +221,6 @@ def _item(origin: ChunkSlice, nbytes: int) -> StoredItem:
     )
 
 
-def _with_named_zeros(chunks: list[StoredChunk]) -> list[StoredChunk]:
-    """Zeros lie in no file; the index has them where the chunks that they fill up lie."""
-    real = next((chunk.item for chunk in chunks if chunk.item.file != MADE_HERE), None)
-    if real is None:
-        return chunks
-    return [
-        chunk if chunk.item.file != MADE_HERE else chunk._replace(item=StoredItem(real.file, real.offset, 0))
-        for chunk in chunks
-    ]
-
-
 _WINDOW_BYTES = 4 * 1024 * 1024
 _ReadInto = Callable[[StoredPayload, int, memoryview], None]
 
@@ -292,9 +275,6 @@ class PartSums:
         self._noted = {}
 
 
-_Fill = Callable[[int, memoryview], None]
-
-
 class DerivedPayloads(StoredPayloads):
     """Payloads of `index` that are made of those of `base`; a context manager, which closes its base."""
 
@@ -302,7 +282,6 @@ class DerivedPayloads(StoredPayloads):
         super().__init__(index, base.storage)
         self.base = base
         self.files = base.files
-        self._fills: dict[str, _Fill] = {}
         self._sums = PartSums(base.read_into)
         self._chunks: dict[str, tuple[TensorEntry, StoredChunk]] = {}  # those of the base whose parts were read
 
@@ -315,19 +294,12 @@ class DerivedPayloads(StoredPayloads):
         assert found is not None, "a subclass locates what it computes"
         return self.base.locate(*found)
 
-    def computed(self, entry: TensorEntry, chunk: StoredChunk, fill: _Fill, file: str = "") -> StoredPayload:
-        """A payload whose bytes `fill(start, view)` makes; `file` is where most of them come from."""
-        where = chunk_name(entry.fqn, chunk)
-        self._fills[where] = fill
+    def computed(
+        self, entry: TensorEntry, chunk: StoredChunk, fill: Callable[[int, memoryview], None]
+    ) -> StoredPayload:
+        """A payload whose bytes `fill(start, view)` makes."""
         nbytes = math.prod(chunk.sizes) * element_bytes(entry.dtype)
-        return StoredPayload(where, file or chunk.item.file, 0, nbytes, None, computed=True)
-
-    def read_into(self, payload: StoredPayload, start: int, view: memoryview) -> None:
-        fill = self._fills.get(payload.where) if payload.computed else None
-        if fill is None:
-            self.base.read_into(payload, start, view)
-        else:
-            fill(start, view)
+        return StoredPayload(chunk_name(entry.fqn, chunk), chunk.item.file, 0, nbytes, None, fill=fill)
 
     def object_bytes(self, entry: ObjectEntry) -> bytes:
         return self.base.object_bytes(entry)
@@ -480,7 +452,7 @@ class ViewPayloads(DerivedPayloads):
         nbytes = math.prod(chunk.sizes) * element_bytes(entry.dtype)
         where = chunk_name(entry.fqn, chunk)
         if origin.entry is None or origin.chunk is None:
-            return StoredPayload(where, chunk.item.file, 0, nbytes, None, origin.made or bytes(nbytes))
+            return StoredPayload(where, chunk.item.file, 0, nbytes, None, bytes(nbytes))
         stored = self.base.locate(origin.entry, origin.chunk)
         first = _first_byte(origin)
         if first is None:
@@ -488,13 +460,13 @@ class ViewPayloads(DerivedPayloads):
             def gather(start: int, view: memoryview) -> None:
                 view[:] = self._gathered(where, origin)[start : start + len(view)]
 
-            return self.computed(entry, chunk, gather, stored.file)
+            return self.computed(entry, chunk, gather)
         if stored.decoded is not None:
             content = memoryview(stored.decoded)[first : first + nbytes]
             return StoredPayload(where, stored.file, 0, nbytes, None, content)
-        if stored.computed:
+        if stored.fill is not None:
             read_into = self.base.read_into
-            return self.computed(entry, chunk, lambda start, view: read_into(stored, first + start, view), stored.file)
+            return self.computed(entry, chunk, lambda start, view: read_into(stored, first + start, view))
         crc = stored.crc32 if nbytes == stored.nbytes else None
         return StoredPayload(where, stored.file, stored.offset + first, nbytes, crc)
 

@@ -11,7 +11,7 @@ import math
 import operator
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -72,7 +72,8 @@ class StoredPayload(NamedTuple):
     crc32: int | None  # of all; None if the item carries none
     # The elements themselves, where they cannot be read from the file by range.
     decoded: bytes | memoryview | None = None
-    computed: bool = False  # they lie nowhere as they are: `StoredPayloads.read_into` makes them, range by range
+    # Makes them, from a byte on, where they lie nowhere as they are.
+    fill: Callable[[int, memoryview], None] | None = None
 
 
 class StoredPayloads:
@@ -142,6 +143,9 @@ class StoredPayloads:
 
     def read_into(self, payload: StoredPayload, start: int, view: memoryview) -> None:
         """Fill `view` with the payload's bytes from `start` on; raises as `RangeReader.read_into`."""
+        if payload.fill is not None:
+            payload.fill(start, view)
+            return
         if payload.decoded is not None:
             view[:] = payload.decoded[start : start + len(view)]
             return
