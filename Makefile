@@ -89,7 +89,7 @@ $(VENV)/docs.stamp: $(INSTALLED)
 dist: $(INSTALLED)  ## wheel and sdist; the wheel in empty environments, with torch alone and with [megatron]: minutes
 	$(BIN)/python scripts/dist.py $(ARGS)
 
-pictures: $(INSTALLED)  ## the pictures of the docs; trains two ranks, and needs Chromium for one of them
+pictures: $(INSTALLED)  ## the pictures of the docs; trains two ranks
 	$(BIN)/python scripts/pictures.py $(ARGS)
 
 layers: $(INSTALLED)  ## draw the picture of the layers in docs/design.md again, and the list of modules in each layer's __init__

@@ -3,7 +3,6 @@
 
     scripts/pictures.py diagrams    a save and a load with their processes, from the text in this file
     scripts/pictures.py trace       two ranks save a Megatron model while they train it; the trace, and its picture
-    scripts/pictures.py page        a screenshot of `mcore-ckpt inspect --html` on such a checkpoint; needs Chromium
 
 Without a name all are made, into docs/pictures.
 """
@@ -16,8 +15,6 @@ import json
 import math
 import os
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -225,54 +222,28 @@ def joined(work: Path) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def photograph(checkpoint: Path, picture: Path, work: Path) -> None:
-    """What a browser shows of the page of a checkpoint."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        raise SystemExit("no Chromium here: the picture of the page is left as it is")
-    subprocess.run(
-        [sys.executable, "-m", "mcore_ckpt", "inspect", checkpoint.name, "--html", work / "page.html"],
-        check=True,
-        cwd=checkpoint.parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    subprocess.run(
-        [
-            *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-            *(f"--user-data-dir={work / 'browser'}", "--window-size=1100,930", "--virtual-time-budget=3000"),
-            *(f"--screenshot={picture}", (work / "page.html").as_uri()),
-        ],
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
-
-
 def make(names: Sequence[str], target: Path) -> None:
     """Write the pictures of these names into `target`."""
     target.mkdir(parents=True, exist_ok=True)
     if "diagrams" in names:
         for name, text in DIAGRAMS.items():
             (target / name).write_text(draw_diagram(text))
-    if "trace" not in names and "page" not in names:
+    if "trace" not in names:
         return
     from tests.support.gloo_ranks import run_ranks
 
     with tempfile.TemporaryDirectory(prefix="mcore-ckpt-pictures-") as folder:
         work = Path(folder)
         run_ranks(train_and_save, 2, work, deadline_s=240)
-        if "trace" in names:
-            trace = joined(work)
-            events = ",\n".join(json.dumps(event) for event in trace["traceEvents"])
-            (target / TRACE).write_text(f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n')
-            (target / "async_save.svg").write_text(draw_trace(trace))
-        if "page" in names:
-            photograph(work / "iter_0000002", target / "inspect.png", work)
+        trace = joined(work)
+    events = ",\n".join(json.dumps(event) for event in trace["traceEvents"])
+    (target / TRACE).write_text(f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n')
+    (target / "async_save.svg").write_text(draw_trace(trace))
 
 
 def main() -> None:
     """Make the pictures that the command line names."""
-    kinds = ("diagrams", "trace", "page")
+    kinds = ("diagrams", "trace")
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(kinds)}; all if none is named")
     parser.add_argument("--to", type=Path, default=PICTURES, metavar="DIR", help="(default: docs/pictures)")

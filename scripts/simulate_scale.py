@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import tables  # noqa: E402  (found by the line above)
 from benchmarks.machine import describe_machine  # noqa: E402
 from benchmarks.results import add_busy, wait_until_quiet  # noqa: E402
-from benchmarks.scale import Job, Network, Ours, measure_ours, measure_stock  # noqa: E402
+from benchmarks.scale import Job, Network, measure_ours, measure_stock  # noqa: E402
 from benchmarks.scale_ranks import expected, measure_message_s, measure_ranks  # noqa: E402
 
 
@@ -35,16 +35,12 @@ def main() -> int:
     parser.add_argument("--latency-us", type=float, default=30.0, help="of a message between hosts (default: 30)")
     parser.add_argument("--gbit", type=float, default=10.0, help="of one host's card, a second (default: 10)")
     parser.add_argument("--out", type=Path, default=tables.SCALE_FILE, help="results (default: docs/scale.json)")
-    parser.add_argument("--plot", type=Path, help="a picture of blocking times (needs matplotlib)")
-    parser.add_argument("--tables", action="store_true", help="only the table again, and the picture")
+    parser.add_argument("--tables", action="store_true", help="only the table again")
     add_busy(parser)
     arguments = parser.parse_args()
     if not arguments.tables:
         tables.put_results(arguments.out, _measured(arguments))
-    results = json.loads(arguments.out.read_text())
-    sys.stdout.write(tables.of_scale(results))
-    if arguments.plot:
-        _plot(results, arguments.plot)
+    sys.stdout.write(tables.of_scale(json.loads(arguments.out.read_text())))
     return 0
 
 
@@ -74,30 +70,6 @@ def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
         "stock": [asdict(one) for one in stock],
         "real": real,
     }
-
-
-def _plot(results: dict[str, Any], path: Path) -> None:
-    from matplotlib import pyplot
-
-    net = Network(**results["network"])
-    ours = [Ours(**one) for one in results["ours"]]
-    stock = sorted((one for one, _ in tables.stock_for(results).values()), key=lambda one: one.ranks)
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for label, points, style in (
-        ("stock, first save", [(one.ranks, one.first_s(net)) for one in stock], "C3-"),
-        ("stock, later save", [(one.ranks, one.later_s(net)) for one in stock], "C3--"),
-        ("mcore_ckpt, first save", [(one.ranks, one.first_s(net)) for one in ours], "C0-"),
-        ("mcore_ckpt, later save", [(one.ranks, one.later_s(net)) for one in ours], "C0--"),
-    ):
-        if points:
-            axes.loglog(*zip(*points, strict=True), style, marker="o", label=label)
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("seconds of planning that training waits for")
-    axes.set_title(results["what"])
-    axes.grid(visible=True, which="major", alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
 
 
 if __name__ == "__main__":

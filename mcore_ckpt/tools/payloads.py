@@ -29,15 +29,13 @@ from mcore_ckpt.format.integrity import inner_blocks
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.load.checks import range_crc
+from mcore_ckpt.load.checks import ItemCheck, check_item, range_crc
 from mcore_ckpt.load.files import FileFooters, OpenFiles, ReadStats, naming
 from mcore_ckpt.load.ranges import split_box
 from mcore_ckpt.load.records import (
-    ItemCheck,
     PartSum,
     PayloadSums,
     check_apart,
-    check_item,
     check_located,
     check_proportion,
     checksum_error,
