@@ -29,7 +29,7 @@ from benchmarks import tables
 from benchmarks.machine import describe_machine, drop_page_cache
 from benchmarks.results import ROOT, add_busy, wait_until_quiet
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
-from mcore_ckpt.megatron._proof import prove_load
+from mcore_ckpt.megatron.certificate import certify
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 
@@ -50,8 +50,8 @@ _STATES: Final[dict[str, _Shapes]] = {
 }
 # Ways that are compared within each part; the first one is what the others are divided by.
 _PARTS: Final[dict[str, tuple[str, ...]]] = {
-    "load, cold": ('prove="off"', 'prove="sample"', 'prove="always"'),
-    "load, page cache": ('prove="off"', 'prove="sample"', 'prove="always"'),
+    "load, cold": ('certify="off"', 'certify="sample"', 'certify="warn"'),
+    "load, page cache": ('certify="off"', 'certify="sample"', 'certify="warn"'),
     "save with 0.9 times as many bytes of replicas": (
         'compare_replicas="off"',
         'compare_replicas="sample"',
@@ -124,6 +124,7 @@ def _round(state: dict[str, Any], folder: Path, name: str) -> _Round:
     saved = folder / "saved"
     if not saved.exists():
         _save(state, saved, SaveOptions())
+        torch.save({}, saved / "common.pt")
     for part, way in turns:
         option, _, value = way.partition("=")
         options = {option: value.strip('"')}
@@ -185,10 +186,12 @@ def _load(state: dict[str, Any], path: Path, options: LoadOptions) -> float:
     for shard in state.values():
         shard.data.view(torch.int32).fill_(-1)
     strategy = TorchDistLoadStrategy(options=options)
-    call: Callable[..., Any] = strategy.load
-    if options.prove != "off":
-        call = partial(prove_load, strategy.load, options)
-    return _cpu_s(time.process_time, partial(call, dict(state), path))
+
+    def load() -> None:
+        strategy.load(dict(state), path)
+        certify(state, path, options=options)
+
+    return _cpu_s(time.process_time, load)
 
 
 def _warm(path: Path) -> None:

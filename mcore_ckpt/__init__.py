@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.dcp.writer import FileSystemWriterAsync
     from mcore_ckpt.directory.retention import PruneReport, prune_run
     from mcore_ckpt.load.reader import FileSystemReader
+    from mcore_ckpt.megatron.certificate import Certificate, certify
     from mcore_ckpt.megatron.install import install, uninstall
     from mcore_ckpt.megatron.optimizer_state import load_sharded_optimizer_state
     from mcore_ckpt.megatron.strategy import (
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AsyncCallsQueue": "save.async_queue",
+    "Certificate": "megatron.certificate",
     "Checkpoint": "tools.checkpoint",
     "CheckpointSummary": "tools.inspection",
     "ConversionReport": "reshard.conversion",
@@ -59,6 +61,7 @@ _HOME = {
     "TorchDistLoadStrategy": "megatron.strategy",
     "TorchDistSaveStrategy": "megatron.strategy",
     "VerifyReport": "tools.verify",
+    "certify": "megatron.certificate",
     "checkpoint_fingerprint": "tools.diff",
     "copy_checkpoint": "tools.runs",
     "diff_checkpoints": "tools.diff",
@@ -81,6 +84,7 @@ _HOME = {
 
 __all__ = [
     "AsyncCallsQueue",
+    "Certificate",
     "Checkpoint",
     "CheckpointSummary",
     "ConversionReport",
@@ -100,6 +104,7 @@ __all__ = [
     "TorchDistSaveStrategy",
     "VerifyReport",
     "__version__",
+    "certify",
     "checkpoint_fingerprint",
     "copy_checkpoint",
     "diff_checkpoints",

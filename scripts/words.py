@@ -25,7 +25,7 @@ WORDS = {
     r"who(m|so)?ever": "name the component: the caller, another save",
     r"(hear|hears|heard|hearing) of": "is notified of",
     r"mend(s|ed|ing)?": "repair, fix",
-    r"prov(ed|ing)": "verify, check, show",  # (`prove` is an option of loads)
+    r"prov(ed|ing)": "verify, check, show",
     r"by way of": "through",
     r"(is|are|was|were|be) wanted": "is requested",
     r"(somebody|someone)": "name the component: another save, a third-party callback",

@@ -15,13 +15,14 @@ import mcore_ckpt
 from mcore_ckpt.commands.cli import main
 
 PUBLIC = """
-    AsyncCallsQueue Checkpoint CheckpointError CheckpointExistsError CheckpointNotFoundError CheckpointSummary
-    ChecksumError ConversionReport CopyReport CorruptCheckpointError DiffReport DtypeMismatchError FileSystemReader
+    AsyncCallsQueue Certificate Checkpoint CheckpointError CheckpointExistsError CheckpointNotFoundError
+    CheckpointSummary ChecksumError ConversionReport CopyReport CorruptCheckpointError DiffReport DtypeMismatchError
+    FileSystemReader
     FileSystemWriterAsync KindMismatchError LazyTensor LoadError LoadOptions MCoreLoadPlanner MCoreSavePlanner
     MissingKeyError NewerFormatError OptionError PlanError PruneReport RunReport SaveError SaveOptions
     ShapeMismatchError StateFingerprint StrategyNotFoundError TorchDistLoadStrategy TorchDistSaveStrategy
     UnsafePickleError UnsupportedMegatronError VerifyReport WriteTimeoutError WriterDiedError __version__
-    checkpoint_fingerprint copy_checkpoint diff_checkpoints export_checkpoint fingerprint get_strategy
+    certify checkpoint_fingerprint copy_checkpoint diff_checkpoints export_checkpoint fingerprint get_strategy
     import_checkpoint install list_run load_sharded_optimizer_state open_checkpoint prune_run register_strategy
     repair_checkpoint reshard_checkpoint summarize_checkpoint uninstall verify_checkpoint
 """.split()

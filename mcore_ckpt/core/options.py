@@ -306,9 +306,10 @@ class LoadOptions:
         on_damaged: what a load by Megatron-Core does, after `install()`, if the checkpoint that is named is damaged:
             `"raise"`, or `"go_back"` to the newest older one of the run that is complete, with a warning on rank 0. All
             ranks must load together then.
-        prove: after a load by Megatron-Core, after `install()`, compare the fingerprint of what is in memory with the
-            checkpoint's: `"always"`, of all tensors; `"sample"`, of one in 16, which depend on the save; `"off"`. All
-            ranks must load together then. Tensors that differ are named in a `LoadError` on all ranks.
+        certify: at the end of Megatron-LM's `load_checkpoint`, after `install()`, and by `mcore_ckpt.certify`, compare
+            what the job is with the checkpoint: `"sample"`, one tensor in 16, which depend on the save, and all
+            objects and random states; `"warn"`, all tensors. Rank 0 warns of each difference; or all ranks raise
+            `LoadError` (`"raise"`, all tensors). `"off"` compares nothing.
     """
 
     page_cache: PageCache = "auto"
@@ -317,7 +318,7 @@ class LoadOptions:
     on_dtype_mismatch: Literal["convert", "raise"] = "convert"
     allowed_classes: tuple[str, ...] = field(default=())
     on_damaged: Literal["raise", "go_back"] = "raise"
-    prove: Literal["always", "sample", "off"] = "off"
+    certify: Literal["sample", "warn", "raise", "off"] = "sample"
 
     def __post_init__(self) -> None:
         _check_choices(self)

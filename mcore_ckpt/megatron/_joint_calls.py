@@ -47,7 +47,7 @@ from mcore_ckpt.storage.resolve import storage_at
 
 # --- loads ------------------------------------------------------------------------------------------------------------
 
-_Exchange = Literal["options", "sync", "check", "load", "proof"]
+_Exchange = Literal["options", "sync", "check", "load"]
 
 
 @dataclass(slots=True)
@@ -129,8 +129,7 @@ def join(options: LoadOptions, goes_back: bool, arguments: dict[str, Any]) -> Jo
     gathers = validation.StrictHandling.requires_global_app_metadata(strict)
     strategy: Any = arguments.get("sharded_strategy")
     is_wrapped = hasattr(strategy, "base_strategy")
-    needs_all = goes_back or is_wrapped or options.prove != "off"
-    if not (differences().all_ranks_load or validates or gathers or needs_all):
+    if not (differences().all_ranks_load or validates or gathers or goes_back or is_wrapped):
         return None
     group = coordination_group(arguments.get("process_group"))
     _check_all_agree(goes_back, options, group)
@@ -138,8 +137,7 @@ def join(options: LoadOptions, goes_back: bool, arguments: dict[str, Any]) -> Jo
     if validates or gathers:
         last = "check" if validates else "sync"
     if is_ours(strategy):
-        # Behind a wrapper Megatron's exchange of tensors comes between reading and the proof.
-        last = "proof" if options.prove != "off" and not is_wrapped else "load"
+        last = "load"
     joint = JointLoad(group, is_wrapped and dist.get_world_size(strategy.parallelization_group) > 1, last)
     joint.has_made("options")
     return joint
@@ -159,12 +157,12 @@ def is_ours(strategy: Any) -> bool:
 
 
 def _check_all_agree(goes_back: bool, options: LoadOptions, group: RankGroup) -> None:
-    """Raise `OptionError` on all ranks unless all go back and prove alike: those that do otherwise exchange
+    """Raise `OptionError` on all ranks unless all go back and certify alike: those that do otherwise exchange
     other things, and one alone would wait for ever.
     """
-    values = [int(goes_back), ("off", "sample", "always").index(options.prove)]
+    values = [int(goes_back), ("off", "sample", "warn", "raise").index(options.certify)]
     maxima = group.maximum("compare the options of a load", values + [-value for value in values], wrap=LoadError)
-    named = {"on_damaged": "go_back" if goes_back else "raise", "prove": options.prove}
+    named = {"on_damaged": "go_back" if goes_back else "raise", "certify": options.certify}
     for (name, value), highest, negated_lowest in zip(
         named.items(), maxima[: len(values)], maxima[len(values) :], strict=True
     ):

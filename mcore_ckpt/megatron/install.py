@@ -117,6 +117,7 @@ def uninstall() -> None:
 
 def _replace_all() -> None:
     # Here and not above: importing the strategies needs megatron-core, importing the name `install` must not.
+    from mcore_ckpt.megatron.certificate import certify_training
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy, register_in_megatron
 
     # Name in the contract -> what makes the replacement, of Megatron's own.
@@ -152,6 +153,7 @@ def _replace_all() -> None:
         if owner is not None:
             attribute = name.name.rpartition(".")[2]
             patches.replace(owner, attribute, replacements[str(name)](getattr(owner, attribute)))
+    certify_training()
     if nvrx.is_installed() and (core := nvrx.core()) is not None:
         nvrx.served(core.AsyncCallsQueue)
     serve_with_numpy_2(patches)

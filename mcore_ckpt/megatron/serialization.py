@@ -254,6 +254,11 @@ _Version = tuple[int, ...]
 _chosen: dict[str, tuple[_Version, Path]] = {}
 
 
+# Within Megatron-LM's `load_checkpoint`: as "load" the directory that is read, the version of `.metadata`, options and
+# ranks; what else is noted, `certificate.py` says.
+noted_of_resume: ContextVar[dict[str, Any] | None] = ContextVar("noted_of_resume", default=None)
+
+
 def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's `dist_checkpointing.load`, which goes back if its options say so."""
     names = list(inspect.signature(stock).parameters)[2:]  # versions have them in another order
@@ -268,16 +273,14 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             if not isinstance(options, LoadOptions):
                 options = LoadOptions.from_environment()
             goes_back = options.on_damaged == "go_back" and not is_in_load()
-            call = stock
-            if options.prove != "off":
-                from mcore_ckpt.megatron._proof import prove_load
-
-                call = partial(prove_load, stock, options)
             joint = join(options, goes_back, arguments)
 
             def read(read_directory: Any) -> Any:
                 with storage_at(read_directory).in_use(METADATA_FILE), one_load(joint):
-                    return call(sharded_state_dict, read_directory, *args, **kwargs)
+                    if (noted := noted_of_resume.get()) is not None:
+                        path = checkpoint_path(read_directory)
+                        noted["load"] = path, metadata_version(path), options, arguments.get("process_group")
+                    return stock(sharded_state_dict, read_directory, *args, **kwargs)
 
             if not goes_back:
                 return read(checkpoint_dir)

@@ -259,8 +259,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         self.cached_global_metadata = None
         self._reader: FileSystemReader | None = None
         # To go back, all ranks have to be told of the damage that one has found.
-        needs_all = self.options.on_damaged == "go_back" or self.options.prove != "off"
-        self._collective = differences().all_ranks_load or needs_all
+        self._collective = differences().all_ranks_load or self.options.on_damaged == "go_back"
 
     @property
     def can_handle_sharded_objects(self) -> bool:

@@ -31,7 +31,7 @@ LOAD_VARIABLES: dict[str, tuple[str, Any]] = {
     "on_dtype_mismatch": ("raise", "raise"),
     "allowed_classes": ("numpy.dtype, collections.deque", ("numpy.dtype", "collections.deque")),
     "on_damaged": ("go_back", "go_back"),
-    "prove": ("sample", "sample"),
+    "certify": ("raise", "raise"),
     "page_cache": ("on", "on"),
 }
 # What cannot be without another field is tried in a test of its own.

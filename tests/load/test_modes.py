@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mcore_ckpt import open_checkpoint
+from mcore_ckpt import certify, open_checkpoint
 from mcore_ckpt.dcp.planners import MCoreLoadPlanner, MCoreSavePlanner
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.load.reader import FileSystemReader
@@ -80,10 +80,11 @@ def _save_and_load(rank: int, directory: Path) -> None:
             queue.schedule_async_request(request)
             queue.maybe_finalize_async_calls(blocking=True)
             loaded = dist_checkpointing.load(asked, path)
+            assert not certify(saved, path).differing
         assert loaded["w"].tolist() == [[2.0 + rank] * 8] * 4, name
         assert loaded["o"]["rng"].tolist() == loaded["common"]["seed"].tolist() == [2.0, 2.0], name
 
 
 def test_a_save_and_a_load_by_megatron_within_a_mode(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core.dist_checkpointing")
-    run_megatron_ranks(_save_and_load, 2, tmp_path, environment={"MCORE_CKPT_PROVE": "always"})
+    run_megatron_ranks(_save_and_load, 2, tmp_path, environment={"MCORE_CKPT_CERTIFY": "raise"})

@@ -1,0 +1,562 @@
+"""Is a job, when it resumes, what was saved? The certificate says so, or names what differs, with rank and key.
+
+Checksums say that the right bytes were read. The certificate looks at what they became: after all steps that follow a
+load (the optimizer takes its state, masters and weights are copied, random states are set) the sharded state dict is
+made again, as a save would make it, and compared with the checkpoint.
+
+**Tensors** by fingerprints: each rank sums up what it holds, and takes the stored fingerprint from its sum where it
+holds the tensor's first element. What ranks that hold one tensor tell adds up to zero if it is what was stored.
+**Replicas** count as tensors of their own, by their `replica_id`. Where it is not zero, or nothing is stored to compare
+with, ranks read those tensors again and compare each bit. **Objects** (random states, parameter groups) and the common
+state (iteration, scheduler, consumed samples) are read again by each rank. **Weights** must be what their FP32 masters
+round to.
+
+Megatron-LM's `load_checkpoint` ends with it (`LoadOptions.certify`); loops of one's own call `certify`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import io
+import logging
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path, PurePath
+from types import ModuleType
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt.core.console import counted, logger_of
+from mcore_ckpt.core.crc import crc32
+from mcore_ckpt.core.errors import CheckpointError, LoadError
+from mcore_ckpt.core.options import LoadOptions, checkpoint_path
+from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
+from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, parse_shadow_key
+from mcore_ckpt.format.metadata_read import METADATA_FILE
+from mcore_ckpt.load.checks import global_shape
+from mcore_ckpt.load.ranges import batches
+from mcore_ckpt.load.reader import FileSystemReader, read_shards
+from mcore_ckpt.megatron._joint_calls import metadata_version
+from mcore_ckpt.megatron._versions import is_first_rank, patches
+from mcore_ckpt.megatron.serialization import load_common, noted_of_resume
+from mcore_ckpt.state.shards import is_main_replica, is_sharded_object, leaves, local_box, part_of_shard, shards_of
+from mcore_ckpt.state.torch_classes import PLAIN, dtype_name
+from mcore_ckpt.storage.resolve import storage_at
+
+_logger = logger_of("mcore_ckpt")
+
+_SAMPLE: Final = 16  # one tensor in so many
+_SHOWN: Final = 10
+_SCRATCH_BYTES: Final = 64 * 1024 * 1024
+_WHAT: Final = "certify the state that was resumed"
+# Of the common state: what jobs may change, or what says how it was saved.
+_NOT_STATE: Final = ("args", "content_metadata", "checkpoint_version", "params")
+_COUNTED: Final = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+# What `--override-opt-param-scheduler` sets.
+_SCHEDULED: Final = tuple(
+    "lr weight_decay max_lr min_lr lr_warmup_steps lr_decay_steps lr_decay_style start_wd end_wd wd_incr_steps "
+    "wd_incr_style".split()
+)
+
+
+class Difference(NamedTuple):
+    """Something that is not as it was saved.
+
+    Attributes:
+        what: `"tensor"`, `"object"`, `"common state"`, or `"weight"` (not what its master rounds to).
+        rank: that holds it.
+        key: in the checkpoint.
+        where: of a tensor, the index of the first element that differs; of an object the path in it.
+        expected: what is stored there; of a weight, what its master rounds to.
+        got: what the rank holds.
+    """
+
+    what: str
+    rank: int
+    key: str
+    where: str
+    expected: str
+    got: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.key}{self.where} on rank {self.rank}: expected {self.expected}, got {self.got}"
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What was compared, and what differs; the same on all ranks.
+
+    Attributes:
+        checkpoint: name of its directory.
+        tensors, objects: how many were compared, each once for all ranks.
+        ranks: how many there are.
+        differences: the first ones, in the order of ranks.
+        differing: how many there are.
+        not_compared: how much of what, and why.
+    """
+
+    checkpoint: str
+    tensors: int
+    objects: int
+    ranks: int
+    differences: tuple[Difference, ...] = ()
+    differing: int = 0
+    not_compared: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        compared = f"{self.tensors:,} tensors, {self.objects:,} objects, {counted(self.ranks, 'rank')}"
+        left = "; not compared: " + ", ".join(self.not_compared) if self.not_compared else ""
+        if not self.differing:
+            return f"resumed from {self.checkpoint} as saved: {compared}{left}"
+        more = ", and more" if self.differing > len(self.differences) else ""
+        return (
+            f"resumed from {self.checkpoint} NOT as saved: {counted(self.differing, 'difference')} in {compared}: "
+            f"{'; '.join(map(str, self.differences))}{more}{left}"
+        )
+
+
+class _Found(NamedTuple):
+    """Of one rank, or of several: how often what was found, and of tensors and replicas of one name what they add."""
+
+    counts: Counter[str]
+    differences: tuple[Difference, ...] = ()
+    absent: frozenset[str] = frozenset()
+    residues: Mapping[str, int] = {}
+
+    def merged(self, other: _Found) -> _Found:
+        """Of both; ranks of `self` are lower."""
+        both = self.residues, other.residues
+        names = both[0].keys() | both[1].keys()
+        residues = {name: added for name in names if (added := both[0].get(name, 0) ^ both[1].get(name, 0))}
+        differences = (*self.differences, *other.differences)[:_SHOWN]
+        return _Found(self.counts + other.counts, differences, self.absent | other.absent, residues)
+
+
+@without_modes()
+def certify(
+    sharded_state_dict: Any,
+    checkpoint_dir: str | os.PathLike[str],
+    optimizer: Any = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    options: LoadOptions | None = None,
+    reasons: Sequence[str] = (),
+) -> Certificate:
+    """Compare what the ranks hold with a checkpoint; all ranks of the group call it together, after the load.
+
+    Args:
+        sharded_state_dict: as a save would be given it now: nested dict/list of Megatron's sharded tensors (shapes in
+            elements) and objects, and of the common state; or a function that makes it.
+        checkpoint_dir: what was loaded.
+        optimizer: Megatron's; the weights of its parameters are compared with their FP32 masters.
+        process_group: the ranks; None: all.
+        options: `certify` of them says what is compared, and what becomes of differences; None: of the environment.
+        reasons: why parts of the checkpoint were not loaded, for the log.
+
+    Returns:
+        What was compared; nothing where `options.certify` is `"off"`. Rank 0 logs it, as a warning if something
+        differs.
+
+    Raises:
+        LoadError: on all ranks, if something differs and `options.certify` is `"raise"`; or if the checkpoint cannot be
+            read.
+    """
+    options = LoadOptions.from_environment() if options is None else options
+    directory, group = checkpoint_path(checkpoint_dir), coordination_group(process_group)
+    if options.certify == "off":
+        return Certificate(directory.name, 0, 0, group.size)
+    reader, shards = FileSystemReader(directory, options=options), list[Any]()
+
+    def compare() -> _Found:
+        state = sharded_state_dict() if callable(sharded_state_dict) else sharded_state_dict
+        chosen = functools.partial(_is_chosen, options, reader.index)
+        _fill_padding(state, reader, chosen)
+        found = _of_tensors(state, reader.index, chosen, group.rank, shards)
+        others = [*_of_objects(state, reader, directory, group.rank, found.counts)]
+        others += _of_weights(optimizer, shards, chosen, group.rank)
+        found.counts["differing"] = len(others)
+        return found._replace(differences=tuple(others[:_SHOWN]))
+
+    def read_again() -> _Found:
+        stored = reader.index.fingerprints
+        named = _named(shards, group.rank)
+        doubtful = [shard for name, shard in named if name in found.residues or shard.key not in stored]
+        wrong = list(_read_differences(doubtful, reader, group.rank))
+        return _Found(Counter(differing=len(wrong)), tuple(wrong[:_SHOWN]))
+
+    with storage_at(directory).in_use(METADATA_FILE):
+        found = group.run_merged(_WHAT, compare, _Found.merged, lambda merged: merged, wrap=LoadError)
+        if found.residues or found.counts["unstored"]:
+            found = found.merged(group.run_merged(_WHAT, read_again, _Found.merged, lambda both: both, wrap=LoadError))
+    certificate = _certificate(found, reader.index, options, group, reasons)
+    if certificate.differing and options.certify == "raise":
+        raise LoadError(f"{certificate}. Do not train with this state")
+    if group.is_coordinator:
+        level = logging.WARNING if certificate.differing or found.absent else logging.INFO
+        _logger.log(level, "%s", certificate)
+    return certificate
+
+
+def _certificate(
+    found: _Found, index: CheckpointIndex, options: LoadOptions, group: RankGroup, reasons: Sequence[str]
+) -> Certificate:
+    counts, stored = found.counts, [key for key in index.tensors if parse_shadow_key(key) is None]
+    chosen = sum(_is_chosen(options, index, key) for key in stored)
+    tensors = chosen - counts["tensors"] - counts["unlike"]
+    objects = len(index.objects.keys() - {COMMON_STATE_KEY}) - counts["objects"] - counts["rewritten"]
+    names = ", ".join(sorted(found.absent)[:_SHOWN]) + (", ..." if len(found.absent) > _SHOWN else "")
+    left = (
+        (len(stored) - chosen, "tensor", f"one in {_SAMPLE} is"),
+        (counts["unlike"], "tensor", "of another dtype, shape or class"),
+        (counts["rewritten"], "object", "written in another way by its module"),
+        (len(found.absent), "tensor", f"not in the checkpoint: {names}"),
+        (max(0, tensors), "tensor", why := ", ".join(reasons) or "not requested"),
+        (max(0, objects), "object", why),
+    )
+    return Certificate(
+        checkpoint=PurePath(index.path).name,
+        tensors=counts["tensors"],
+        objects=counts["objects"],
+        ranks=group.size,
+        differences=found.differences,
+        differing=counts["differing"],
+        not_compared=tuple(f"{counted(count, what)} ({why})" for count, what, why in left if count),
+    )
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _is_chosen(options: LoadOptions, index: CheckpointIndex, key: str) -> bool:
+    """Whether this tensor is compared; of a sample, other ones of each save."""
+    if options.certify != "sample":
+        return True
+    # A save is known by its id, and where it has none by the name of its directory.
+    save = os.fsencode(PurePath(index.path).name) if index.manifest is None else index.manifest.save_id
+    return crc32(key.encode("utf-8", "surrogatepass"), crc32(save)) % _SAMPLE == 0
+
+
+def _fill_padding(state: Any, reader: FileSystemReader, chosen: Callable[[str], bool]) -> None:
+    """Read what pads flat buckets (`dp_reshardable`): it is memory that nobody has written."""
+    if isinstance(state, dict) and getattr(state.get("padding"), "obj", False):
+        read_shards(reader, [one for one in leaves(state) if one.key in reader.index.tensors and chosen(one.key)])
+    elif isinstance(state, (dict, list, tuple)):
+        for value in state.values() if isinstance(state, dict) else state:
+            _fill_padding(value, reader, chosen)
+
+
+def _of_tensors(
+    state: Any, index: CheckpointIndex, chosen: Callable[[str], bool], rank: int, compared: list[Any]
+) -> _Found:
+    """What shards of tensors add that are stored in the same dtype and shape: what is converted, quantized or padded
+    otherwise has other bits. Those go into `compared`.
+    """
+    counts, absent, residues = Counter[str](), set(), dict[str, int]()
+    for shard in shards_of(state):
+        entry = index.tensors.get(shard.key)
+        if parse_shadow_key(shard.key) is not None or shard.data is None:
+            continue
+        if entry is None:
+            absent.add(shard.key)
+        elif chosen(shard.key):
+            stretch = getattr(shard, "flattened_range", None)
+            is_first = is_main_replica(shard) and not any(shard.global_offset) and not (stretch and stretch.start)
+            is_alike = type(shard.data) in PLAIN and dtype_name(shard.data.dtype) == entry.dtype
+            is_alike = is_alike and global_shape(index, entry) == tuple(shard.global_shape)
+            counts["tensors" if is_alike else "unlike"] += is_first
+            if is_alike:
+                compared.append(shard)
+    for name, shard in _named(compared, rank):
+        stored = index.fingerprints.get(shard.key)
+        if stored is None:
+            counts["unstored"] += 1
+        elif shard.data.numel():
+            part = part_of_shard(shard.key, shard, True)
+            residues[name] = residues.get(name, 0) ^ part.crc ^ (stored if part.is_first else 0)
+    return _Found(counts, (), frozenset(absent), {name: residue for name, residue in residues.items() if residue})
+
+
+def _named(shards: Iterable[Any], rank: int) -> Iterator[tuple[str, Any]]:
+    """Shards with the name under which what ranks hold of a tensor, or of a replica, adds up to zero."""
+    wholes = Counter[str]()
+    for shard in shards:
+        name = shard.key
+        if not is_main_replica(shard):
+            name += f"\0{shard.replica_id}"
+            if shard.data.numel() == math.prod(shard.global_shape):  # a copy by itself: several ranks may have one id
+                wholes[name] += 1
+                name += f"\0{rank}\0{wholes[name]}"
+        yield name, shard
+
+
+def _read_differences(shards: Iterable[Any], reader: FileSystemReader, rank: int) -> Iterator[Difference]:
+    """What is not what is stored, bit for bit, of shards whose slices are read for it."""
+    for batch in batches(shards, lambda shard: int(shard.data.nbytes), _SCRATCH_BYTES):
+        stored = [copy.copy(shard) for shard in batch]
+        for one in stored:
+            one.allow_shape_mismatch = False
+            one.data = torch.empty(tuple(one.data.shape), dtype=one.data.dtype, device="cpu")
+        read_shards(reader, stored)
+        for one, shard in zip(stored, batch, strict=True):
+            if (found := _first_difference(one.data, shard.data)) is not None:
+                number, expected, got, more = found
+                stretch = getattr(shard, "flattened_range", None)
+                number += stretch.start if stretch else 0
+                inside = np.unravel_index(number, local_box(shard) or (1,))
+                at = [int(a) + b for a, b in zip(inside, shard.global_offset, strict=False)]
+                which = "" if is_main_replica(shard) else f" (replica {shard.replica_id})"
+                yield Difference("tensor", rank, shard.key, f"{at}{which}", expected, f"{got}{more}")
+
+
+def _first_difference(expected: torch.Tensor, got: torch.Tensor) -> tuple[int, str, str, str] | None:
+    """Number of the first element in which two tensors of one dtype and number of elements differ by a bit, both there,
+    and how many more do.
+    """
+    pair = [one.detach().cpu().contiguous().reshape(-1) for one in (expected, got)]
+    first, second = (one.view(torch.uint8).view(-1, max(1, one.element_size())) for one in pair)
+    if torch.equal(first, second):
+        return None
+    differing = (first != second).any(1).nonzero().view(-1)
+    number = int(differing[0])
+    more = f", and {len(differing) - 1} more elements differ" if len(differing) > 1 else ""
+    return number, repr(pair[0][number].item()), repr(pair[1][number].item()), more
+
+
+def _of_weights(
+    optimizer: Any, shards: Iterable[Any], chosen: Callable[[str], bool], rank: int
+) -> Iterator[Difference]:
+    """Weights that are not what their FP32 masters round to."""
+    for number, (weight, master) in enumerate(_pairs(optimizer)):
+        is_plain = type(weight) in PLAIN and type(master) in PLAIN and weight.numel() == master.numel()
+        if not is_plain or not chosen(f"weight {number}"):
+            continue
+        found = _first_difference(master.detach().to(weight.dtype), weight)
+        if found is not None:
+            at, expected, got, more = found
+            key = next((shard.key for shard in shards if _lies_in(weight, shard.data)), f"number {number}")
+            yield Difference("weight", rank, key, f"[element {at}]", f"{expected} of its master", f"{got}{more}")
+
+
+def _lies_in(part: torch.Tensor, whole: Any) -> bool:
+    if not isinstance(whole, torch.Tensor) or whole.dtype != part.dtype:
+        return False
+    return 0 <= part.data_ptr() - whole.data_ptr() < whole.nbytes
+
+
+def _pairs(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Weights, or the rank's parts of them, with their masters, and with the copies of an offloaded optimizer."""
+    for one in getattr(optimizer, "chained_optimizers", () if optimizer is None else (optimizer,)):
+        both = getattr(one, "_get_model_and_main_params_data_float16", None)
+        if both is not None and not getattr(one, "is_stub_optimizer", False):
+            try:
+                weights, masters = both()
+            except AttributeError:  # that of Megatron-FSDP or of FP32 has none
+                weights, masters = (), ()
+            yield from zip(weights, masters, strict=False)
+        for name in ("param_to_fp32_param", "gpu_params_map_cpu_copy"):
+            yield from dict(getattr(getattr(one, "optimizer", None), name, None) or {}).items()
+
+
+# --- objects ----------------------------------------------------------------------------------------------------------
+
+
+def _of_objects(
+    state: Any, reader: FileSystemReader, directory: Path, rank: int, counts: Counter[str]
+) -> Iterator[Difference]:
+    """What differs in objects and in the common state."""
+    held: dict[str, list[Any]] = {}
+    for leaf in leaves(state):
+        if is_sharded_object(leaf) and leaf.unique_key in reader.index.objects:
+            held.setdefault(leaf.unique_key, []).append(leaf)
+    stored, common = reader.read_objects(held), load_common(directory, reader.options)
+    job, saved = (one.get("args") if isinstance(one, dict) else None for one in (state, common))
+    ignored = _SCHEDULED if getattr(job, "override_opt_param_scheduler", False) else ()
+    for key, of_key in held.items():
+        values = stored[key] if isinstance(stored[key], list) else [stored[key]]
+        found = [
+            one for leaf, value in zip(of_key, values, strict=False) for one in _unequal(value, leaf.data, ignored)
+        ]
+        is_rewritten = bool(found) and "_extra_state" in key  # Transformer Engine pickles it each time
+        counts["rewritten" if is_rewritten else "objects"] += any(map(is_main_replica, of_key))
+        if not is_rewritten:
+            yield from (Difference("object", rank, key, *one) for one in found)
+    if isinstance(state, dict) and isinstance(common, dict):
+        names = [name for name in _COUNTED if hasattr(saved, name) and hasattr(job, name)]
+        pairs = {key: (value, state[key]) for key, value in common.items() if key in state and key not in _NOT_STATE}
+        pairs |= {f"args.{name}": (getattr(saved, name), getattr(job, name)) for name in names}
+        for key, pair in pairs.items():
+            yield from (Difference("common state", rank, key, *one) for one in _unequal(*pair, ignored))
+
+
+def _unequal(stored: Any, held: Any, ignored: tuple[str, ...] = (), where: str = "") -> Iterator[tuple[str, str, str]]:
+    """Path, stored value and held value, of what differs in all that is stored."""
+    if hasattr(held, "unwrap") or hasattr(held, "replica_id"):  # what is local to the rank, or compared as a shard
+        return
+    if isinstance(stored, dict) and isinstance(held, dict):
+        for key, value in stored.items():
+            if key in ignored or key in _NOT_STATE:
+                continue
+            if key in held:
+                yield from _unequal(value, held[key], ignored, f"{where}[{key!r}]")
+            else:
+                yield f"{where}[{key!r}]", _shown(value), "nothing"
+    elif isinstance(stored, (list, tuple)) and isinstance(held, (list, tuple)):
+        if where.endswith("['param_groups']"):  # the order of groups is a rank's own
+            yield from _unequal_groups(stored, held, where, ignored)
+        elif len(stored) != len(held):
+            yield where, f"{len(stored)} values", f"{len(held)}"
+        else:
+            pairs = enumerate(zip(stored, held, strict=True))
+            found = (list(_unequal(value, own, ignored, f"{where}[{number}]")) for number, (value, own) in pairs)
+            yield from next(filter(None, found), ())  # those of a generator may differ in hundreds of numbers
+    elif not _is_equal(stored, held):
+        yield where, _shown(stored), _shown(held)
+
+
+def _unequal_groups(stored: Any, held: Any, where: str, ignored: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
+    for number, group in enumerate(held):
+        found = [list(_unequal(one, group, ignored, f"{where}[{number}]")) for one in stored]
+        if found and all(found):
+            yield from min(found, key=len)
+
+
+def _is_equal(stored: Any, held: Any) -> bool:
+    if isinstance(stored, torch.Tensor) and isinstance(held, torch.Tensor):
+        alike = stored.dtype == held.dtype and stored.shape == held.shape
+        return alike and _first_difference(stored, held) is None
+    if isinstance(stored, np.ndarray) and isinstance(held, np.ndarray):
+        return stored.dtype == held.dtype and stored.shape == held.shape and stored.tobytes() == held.tobytes()
+    if isinstance(stored, io.BytesIO) and isinstance(held, io.BytesIO):
+        return stored.getvalue() == held.getvalue()
+    if type(stored) is type(held) and "__eq__" not in vars(type(stored)) and hasattr(stored, "__dict__"):
+        return not any(_unequal(vars(stored), vars(held)))
+    try:
+        return bool(stored == held) or (stored != stored and held != held)  # (NaN)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        content = np.ascontiguousarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+        return f"{value.dtype}{list(value.shape)} with CRC-32 {crc32(content.tobytes()):08x}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# --- Megatron-LM's load_checkpoint ------------------------------------------------------------------------------------
+
+_TRAINING: Final = "megatron.training.checkpointing"
+
+
+def certify_training() -> None:
+    """Let Megatron-LM's `load_checkpoint` end with a certificate, now or when its module is imported."""
+    if _TRAINING in sys.modules:
+        _certify_module(sys.modules[_TRAINING])
+    elif _AfterImport not in sys.meta_path:
+        sys.meta_path.insert(0, _AfterImport)
+
+
+class _AfterImport:
+    """Finds nothing by itself. Asked for the module, it changes that when it has been imported."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """As of `importlib.abc.MetaPathFinder`."""
+        if name != _TRAINING or not patches.replaced():
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_change(module: ModuleType) -> None:
+                execute(module)
+                _certify_module(module)
+
+            spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec
+
+
+def _certify_module(module: Any) -> None:
+    names = "get_rng_state", "generate_state_dict", "load_checkpoint"
+    if all(hasattr(module, name) for name in names):
+        stock = {name: getattr(module, name) for name in names}
+        for name in names[:2]:
+            patches.replace(module, name, _noting(name, stock[name]))
+        patches.replace(module, names[2], _certified(stock))
+
+
+def _noting(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if (noted := noted_of_resume.get()) is not None:
+            noted[name] = args, kwargs
+        return stock(*args, **kwargs)
+
+    return call
+
+
+def _certified(stock: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    @functools.wraps(stock["load_checkpoint"])
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        noted: dict[str, Any] = {}
+        token = noted_of_resume.set(noted)
+        try:
+            result = stock["load_checkpoint"](*args, **kwargs)
+        finally:
+            noted_of_resume.reset(token)
+        if "load" in noted and "generate_state_dict" in noted:
+            optimizer = kwargs["optimizer"] if "optimizer" in kwargs else args[1]
+            _certify_resume(stock, noted, optimizer, result[0])
+        return result
+
+    return load_checkpoint
+
+
+@without_modes()
+def _certify_resume(
+    stock: Mapping[str, Callable[..., Any]], noted: Mapping[str, Any], optimizer: Any, iteration: int
+) -> None:
+    directory, version, options, process_group = noted["load"]
+    args, kwargs = noted["generate_state_dict"]
+    call = inspect.signature(stock["generate_state_dict"]).bind(*args, **kwargs)
+    call.apply_defaults()
+    given, job = call.arguments, call.arguments["args"]
+    flags = [name for name in ("finetune", "no_load_optim", "no_load_rng") if getattr(job, name)]
+    reasons = [f"--{name.replace('_', '-')}" for name in flags]
+    if given["rng_state"] is None and not reasons:
+        reasons.append("random states of another layout")
+    if given["rerun_state"]:
+        reasons.append("the rerun state machine")
+
+    def make_state() -> Any:
+        if metadata_version(directory) != version:
+            raise LoadError(f"{directory} was replaced while it was loaded")
+        if given["rng_state"] is not None:
+            again, named = noted["get_rng_state"]
+            given["rng_state"] = stock["get_rng_state"](*again, **named)
+        # As for a save: on its way to a load, an optimizer gives itself states of zeros.
+        given["optim_sd_kwargs"] = {**(given["optim_sd_kwargs"] or {}), "is_loading": False}
+        given.update(rerun_state=None, iteration=iteration)
+        state = stock["generate_state_dict"](*call.args, **call.kwargs)
+        if job.finetune or directory.name == "release" or getattr(job, "override_ckpt_iteration", None) is not None:
+            del state["args"], state["iteration"]
+        return state
+
+    try:
+        certify(make_state, directory, optimizer, process_group=process_group, options=options, reasons=reasons)
+    except CheckpointError as error:
+        if options.certify == "raise":
+            raise
+        if is_first_rank():
+            _logger.warning("what was resumed from %s could not be certified: %s", directory, error)

@@ -1,0 +1,358 @@
+"""A certificate compares what a job is when it resumes with what was saved, and names what differs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from mcore_ckpt import LoadError, LoadOptions, SaveOptions, TorchDistSaveStrategy, certify
+from tests.support.gloo_ranks import run_megatron_ranks, run_pretending_ranks
+from tests.support.kept_log import kept_log
+from tests.support.models import DENSE, ModelShape, Parallel, build_training
+from tests.support.shared_groups import share_groups
+
+pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
+
+TRAINING = Path(__file__).resolve().parents[1] / "support" / "training"
+SHAPES = {"rows": ((64, 128), 0), "columns": ((64, 128), 1), "stacked": ((2, 64, 32), 1)}
+WARN, RAISE = LoadOptions(certify="warn"), LoadOptions(certify="raise")
+
+
+def state(pieces: int) -> dict[str, Any]:
+    """All shards of every tensor, in so many pieces, an object and common state."""
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    generator = torch.Generator().manual_seed(1)
+    found: dict[str, Any] = {}
+    for key, (shape, axis) in SHAPES.items():
+        whole = torch.randn(shape, generator=generator)
+        for number, piece in enumerate(whole.chunk(pieces, axis)):
+            found[f"{key} {number}"] = ShardedTensor.from_rank_offsets(key, piece.contiguous(), (axis, number, pieces))
+    groups = [{"wd_mult": 0.0, "step": 3, "params": [0]}, {"wd_mult": 1.0, "step": 3, "params": [1]}]
+    states = {"numpy": numpy.arange(5), "torch": torch.arange(4), "python": (3, (1, 2), None), "param_groups": groups}
+    found["states"] = ShardedObject("states", states, (1,), (0,))
+    arguments = Namespace(consumed_train_samples=24, lr=1.0)
+    return {**found, "iteration": 3, "opt_param_scheduler": {"num_steps": 24, "max_lr": 1.0}, "args": arguments}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    common = {key: value for key, value in state(2).items() if not hasattr(value, "key")}
+    TorchDistSaveStrategy(options=SaveOptions()).save(state(2), path)
+    torch.save(common, path / "common.pt")
+    return path
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_what_was_saved_is_certified_under_any_layout(
+    pieces: int, saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mcore_ckpt")
+    certificate = certify(state(pieces), saved, options=RAISE)
+    assert (certificate.tensors, certificate.objects, certificate.differing) == (3, 1, 0)
+    assert caplog.messages == ["resumed from checkpoint as saved: 3 tensors, 1 objects, 1 rank"]
+    held = state(pieces)
+    held["states"].data["param_groups"].reverse()  # each rank has an order of its own
+    held["args"].lr = 2.0
+    assert not certify(held, saved, options=RAISE).differing
+    sampled = certify(held, saved, options=LoadOptions(certify="sample"))
+    assert sampled.tensors < 3
+    assert sampled.objects == 1
+    assert "tensors (one in 16 is)" in str(sampled)
+    caplog.clear()
+    assert not certify({}, saved, options=LoadOptions(certify="off")).tensors
+    assert not caplog.messages
+
+
+def swap(held: dict[str, Any]) -> None:
+    held["columns 0"].data, held["columns 1"].data = held["columns 1"].data, held["columns 0"].data
+
+
+def bit(held: dict[str, Any]) -> None:
+    held["columns 1"].data.view(torch.int32)[7, 3] ^= 1
+
+
+def held_object(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda held: held["states"].data.update({name: value})
+
+
+FAULTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "slices": (
+        swap,
+        r"2 differences in .*tensor columns\[0, 0\] on rank 0: expected \S+, got \S+, and \d+ more elements",
+    ),
+    "bit": (bit, r"1 difference in .*: tensor columns\[7, 67\] on rank 0: expected (\S+), got (?!\1)\S+$"),
+    "iteration": (lambda held: held.update(iteration=2), r"common state iteration on rank 0: expected 3, got 2$"),
+    "scheduler": (
+        lambda held: held["opt_param_scheduler"].update(num_steps=16),
+        r"opt_param_scheduler\['num_steps'\] .*expected 24, got 16$",
+    ),
+    "samples": (
+        lambda held: vars(held["args"]).update(consumed_train_samples=0),
+        r"args.consumed_train_samples on rank 0: expected 24, got 0$",
+    ),
+    "python": (
+        held_object("python", (3, (1, 4), None)),
+        r"object states/shard_0_1\['python'\]\[1\]\[1\] .*expected 2, got 4$",
+    ),
+    "numpy": (
+        held_object("numpy", numpy.arange(6)),
+        r"\['numpy'\] on rank 0: expected int64\[5\] .* got int64\[6\]",
+    ),
+    "torch": (
+        held_object("torch", torch.arange(1, 5)),
+        r"\['torch'\] on rank 0: expected torch.int64\[4\] with CRC-32",
+    ),
+    "groups": (
+        held_object("param_groups", [{"wd_mult": 1.0, "step": 2}]),
+        r"\['param_groups'\]\[0\]\['step'\] on rank 0: expected 3, got 2$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_differs_is_named(name: str, saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fault, said = FAULTS[name]
+    held = state(2)
+    fault(held)
+    with pytest.raises(LoadError, match=r"^resumed from checkpoint NOT as saved: .*"):
+        certify(held, saved, options=RAISE)
+    certify(held, saved, options=WARN)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert re.search(said, record.getMessage()), record.getMessage()
+
+
+def test_what_cannot_be_compared_is_counted(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    held = state(1)
+    held["columns 0"].data = held["columns 0"].data.bfloat16()
+    del held["rows 0"], held["states"]
+    held["new"] = ShardedTensor.from_rank_offsets("new.weight", torch.zeros(3))
+    certify(held, saved, options=WARN, reasons=["--no-load-rng"])
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING  # of what the checkpoint lacks
+    assert record.getMessage() == (
+        "resumed from checkpoint as saved: 1 tensors, 0 objects, 1 rank; not compared: 1 tensor (of another dtype, "
+        "shape or class), 1 tensor (not in the checkpoint: new.weight), 1 tensor (--no-load-rng), "
+        "1 object (--no-load-rng)"
+    )
+
+
+def held_rows(*shares: tuple[Any, int, int]) -> dict[str, Any]:
+    """Rows of a tensor that are held together, each with its `replica_id`, its first row and its end."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    whole = torch.arange(32.0).view(8, 4) + 1
+    found = {}
+    for number, (replica, start, stop) in enumerate(shares):
+        shard = ShardedTensor.from_rank_offsets("w", whole.clone(), replica_id=replica)
+        shard.data, shard.local_shape, shard.global_offset = whole[start:stop].clone(), (stop - start, 4), (start, 0)
+        found[f"w {number}"] = shard
+    return found
+
+
+MAINS = (0, 0, 4), (0, 4, 8)
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [MAINS + ((1, 0, 8),) * 3, MAINS + ((1, 0, 4), (1, 4, 8)) * 3, MAINS * 2, (*MAINS, (1, 2, 6))],
+    ids=str,
+)
+def test_each_replica_is_compared(shares: tuple[Any, ...], tmp_path: Path) -> None:
+    """Only 0 is special for Megatron: several ranks may have the same other `replica_id`, or parts of a replica."""
+    TorchDistSaveStrategy(options=SaveOptions()).save(held_rows(*MAINS), tmp_path)
+    torch.save({}, tmp_path / "common.pt")
+    assert not certify(held_rows(*shares), tmp_path, options=RAISE).differing
+    # One after the other, and all replicas alike, which must not cancel.
+    for wrong in [*((number,) for number in range(len(shares))), tuple(range(2, len(shares)))]:
+        held = held_rows(*shares)
+        for number in wrong:
+            held[f"w {number}"].data[0, 1] = 0
+        assert certify(held, tmp_path, options=WARN).differing == len(wrong)
+
+
+def two_ranks(rank: int, path: Path) -> tuple[list[str], str, int]:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    def replicas() -> dict[str, Any]:
+        return {
+            key: ShardedTensor.from_rank_offsets(key, torch.full((8, 8), 1.0), replica_id=(0, 0, rank)) for key in "abc"
+        }
+
+    TorchDistSaveStrategy(options=SaveOptions()).save(replicas(), path)
+    if rank == 0:
+        torch.save({}, path / "common.pt")
+    torch.distributed.barrier()
+    wrong = replicas()
+    wrong["b"].data[rank, 5] += rank
+    with kept_log(logging.INFO) as lines:
+        found = certify(replicas(), path, options=RAISE).differing
+        with pytest.raises(LoadError) as caught:
+            certify(wrong, path, options=RAISE)
+    return lines, str(caught.value), found
+
+
+def test_all_ranks_are_told_which_one_differs(tmp_path: Path) -> None:
+    (lines, said, _), (others, also, _) = run_megatron_ranks(two_ranks, 2, tmp_path)
+    assert lines == [f"resumed from {tmp_path.name} as saved: 3 tensors, 0 objects, 2 ranks"]
+    assert not others
+    assert said == also
+    assert "tensor b[1, 5] (replica (0, 0, 1)) on rank 1: expected 1.0, got 2.0" in said
+
+
+# --- at the end of `load_checkpoint` ----------------------------------------------------------------------------------
+
+
+class Scheduler:
+    """Megatron's, of which the number of steps is all that changes."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps, "max_lr": 1.0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_steps = state["num_steps"]
+
+
+class Job:
+    """A job of two ranks as Megatron-LM's, that was trained, saved, and is resumed."""
+
+    def __init__(self, shape: ModelShape, parallel: Parallel, seed: int, **flags: Any) -> None:
+        import mcore_ckpt
+
+        share_groups()
+        sys.path.insert(0, str(TRAINING))
+        mcore_ckpt.install()
+        self.training = build_training(shape, parallel, seed=seed)
+        from megatron.training import checkpointing
+
+        self.module: Any = checkpointing
+        self.scheduler = Scheduler()
+        layout = {
+            "distrib_optim_sharding_type": flags.pop("layout", "dp_reshardable"),
+            "chained_optim_avoid_prefix": True,
+        }
+        off = dict.fromkeys(("finetune", "no_load_optim", "no_load_rng"), False)
+        self.args = Namespace(metadata=layout, consumed_train_samples=0, **{**off, **flags})
+
+    @property
+    def parts(self) -> tuple[Any, Any, Any, Any]:
+        return self.training.model, self.training.optimizer, self.scheduler, self.args
+
+    def save(self, path: Path) -> None:
+        self.training.train(2)
+        self.scheduler.num_steps, self.args.consumed_train_samples = 16, 16
+        self.module.save_checkpoint(2, *self.parts, str(path))
+
+    def resume(self, path: Path, *faults: Callable[[], None]) -> list[str]:
+        """What the log says of it."""
+        self.module.AFTERWARDS[:] = faults
+        with kept_log(logging.INFO) as lines:
+            assert self.module.load_checkpoint(*self.parts, str(path))[0] in (0, 2)
+        return [line for line in lines if "resumed from" in line]
+
+
+def resume_with_faults(rank: int, path: Path) -> dict[str, list[str]]:
+    job = Job(DENSE, Parallel(), 1)
+    job.save(path)
+    (own,) = job.training.optimizer.chained_optimizers
+    inner = own.optimizer
+    masters = [master for group in own.shard_fp32_from_float16_groups for master in group]
+    weight = next(iter(job.training.model[0].parameters()))
+    from megatron.core import tensor_parallel
+
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+
+    def of_rank(which: int, fault: Callable[[], Any]) -> Callable[[], None]:
+        return lambda: None if rank != which else fault()
+
+    faults = {
+        "none": of_rank(2, lambda: None),
+        "master": of_rank(1, lambda: masters[0].data.add_(0.25)),
+        "moment": of_rank(0, lambda: inner.state[masters[0]]["exp_avg"].mul_(0.5)),
+        "weight": of_rank(1, lambda: weight.data.view(-1)[5:6].add_(1.0)),
+        "step": of_rank(1, lambda: [group.update(step=1) for group in inner.param_groups]),
+        "scheduler": of_rank(0, lambda: setattr(job.scheduler, "num_steps", 8)),
+        "samples": of_rank(1, lambda: setattr(job.args, "consumed_train_samples", 0)),
+        "python": of_rank(1, lambda: random.random()),
+        "numpy": of_rank(1, lambda: numpy.random.rand()),
+        "torch": of_rank(1, lambda: torch.rand(1)),
+        "tracker": of_rank(0, lambda: tracker.states_["model-parallel-rng"].view(-1)[30:31].bitwise_xor_(1)),
+    }
+    os.environ["MCORE_CKPT_CERTIFY"] = "warn"
+    return {name: job.resume(path, fault) for name, fault in faults.items()}
+
+
+def test_faults_after_a_load_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "iter_0000002"
+    path.mkdir()
+    said, of_others = run_pretending_ranks(resume_with_faults, 2, path)
+    assert not any(of_others.values())
+    assert all(len(lines) == 1 for lines in said.values()), said
+    found = {name: line for name, (line,) in said.items()}
+    assert found.pop("none").startswith("resumed from iter_0000002 as saved: ")
+    named = {
+        "master": ("tensor optimizer.", ".param[", "weight decoder.", " on rank 1: ", " of its master, got "),
+        "moment": ("tensor optimizer.", ".exp_avg[", " on rank 0: "),
+        "weight": ("tensor embedding.word_embeddings.weight[0, 5] (replica", " on rank 1: "),
+        "step": ("['param_groups'][0]['step'] on rank 1: expected 2, got 1",),
+        "scheduler": ("common state opt_param_scheduler['num_steps'] on rank 0: expected 16, got 8",),
+        "samples": ("common state args.consumed_train_samples on rank 1: expected 16, got 0",),
+        "python": ("object rng_state/shard_0.0_1.1[0]['random_rng_state'][1][", " on rank 1: "),
+        "numpy": ("[0]['np_rng_state'][", " on rank 1: "),
+        "torch": ("[0]['torch_rng_state'] on rank 1: ",),
+        "tracker": ("['rng_tracker_states']['model-parallel-rng'] on rank 0: ",),
+    }
+    for name, parts in named.items():
+        assert found[name].startswith("resumed from iter_0000002 NOT as saved: "), (name, found[name])
+        for part in parts:
+            assert part in found[name], (name, found[name])
+
+
+def save_job(rank: int, path: Path, shape: ModelShape, parallel: Parallel) -> None:
+    Job(shape, parallel, 1, layout="fully_reshardable").save(path)
+
+
+def resume_job(rank: int, path: Path, shape: ModelShape, parallel: Parallel, flags: dict[str, Any]) -> list[str]:
+    os.environ["MCORE_CKPT_CERTIFY"] = "warn"
+    return Job(shape, parallel, 9, layout="fully_reshardable", **flags).resume(path)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "flags", "left"),
+    [
+        (2, Parallel(tensor=2), {}, ""),
+        (1, Parallel(), {"no_load_rng": True}, "compared: 2 objects (--no-load-rng)"),
+        (2, Parallel(pipeline=2), {"finetune": True}, " tensors (--finetune), 2 objects"),
+        (2, Parallel(), {"no_load_optim": True, "no_load_rng": True}, " tensors (--no-load-optim, --no-load-rng)"),
+    ],
+    ids=str,
+)
+def test_clean_resumes_raise_no_alarm(
+    ranks: int, layout: Parallel, flags: dict[str, Any], left: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("run") / "iter_0000002"
+    path.mkdir()
+    run_pretending_ranks(save_job, 2, path, DENSE, Parallel(tensor=2))
+    (line,), *_ = run_pretending_ranks(resume_job, ranks, path, DENSE, layout, flags)
+    assert line.startswith("resumed from iter_0000002 as saved: "), line
+    assert left in line
+    assert ("not compared" in line) == bool(left), line

@@ -1,0 +1,103 @@
+"""What `megatron.training.checkpointing` of Megatron-LM does, by its names and in its order, without all else.
+
+The wheel has `megatron.core` alone. With this folder on the path a test imports it as a job imports that of a checkout.
+"""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedObject
+
+AFTERWARDS: list[Callable[[], None]] = []
+"""Called where the training code's own steps after a load have run: faults."""
+
+
+def get_rng_state() -> Any:
+    state = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": numpy.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    tensor, pipeline = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    sizes = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return ShardedObject("rng_state", [state], sizes, (pipeline, tensor), replica_id=replica)
+
+
+def generate_state_dict(
+    args: Any,
+    model: Any,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    rng_state: Any,
+    iteration: int | None = None,
+    optim_sd_kwargs: Any = None,
+    rerun_state: Any = None,
+) -> dict[str, Any]:
+    state: dict[str, Any] = {"args": args, "model": model[0].module.sharded_state_dict()}
+    if iteration is not None:
+        state["iteration"] = iteration
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(state["model"], **optim_sd_kwargs)
+        state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
+    if rng_state is not None:
+        state["rng_state"] = rng_state
+    return state
+
+
+def save_checkpoint(
+    iteration: int, model: Any, optimizer: Any, opt_param_scheduler: Any, args: Namespace, path: str
+) -> None:
+    options = {"metadata": args.metadata}
+    state = generate_state_dict(
+        args, model, optimizer, opt_param_scheduler, get_rng_state(), iteration, optim_sd_kwargs=options
+    )
+    dist_checkpointing.save(state, path)
+
+
+def load_checkpoint(
+    ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, args: Namespace, path: str
+) -> tuple[int, int]:
+    options = {"metadata": args.metadata, "is_loading": True}
+    with_optimizer = not args.finetune and not args.no_load_optim
+    with_states = not args.finetune and not args.no_load_rng
+    wanted = generate_state_dict(
+        args,
+        ddp_model,
+        optimizer if with_optimizer else None,
+        opt_param_scheduler,
+        get_rng_state() if with_states else None,
+        optim_sd_kwargs=options,
+    )
+    state = dist_checkpointing.load(wanted, path)
+    if not args.finetune:
+        args.consumed_train_samples = state["args"].consumed_train_samples
+    ddp_model[0].module.load_state_dict(state["model"])
+    if with_optimizer:
+        optimizer.load_state_dict(state["optimizer"])
+        opt_param_scheduler.load_state_dict(state["opt_param_scheduler"])
+    else:
+        optimizer.reload_model_params()
+    if with_states:
+        states = state["rng_state"][0]
+        random.setstate(states["random_rng_state"])
+        numpy.random.set_state(states["np_rng_state"])
+        torch.set_rng_state(states["torch_rng_state"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
+    for fault in AFTERWARDS:
+        fault()
+    return (0 if args.finetune else state["iteration"]), 0
