@@ -1,4 +1,4 @@
-"""The figures in README.md and docs are those of docs/benchmark.json, which `make bench` writes."""
+"""The figures in README.md and docs are those of the benchmarks' results, and the benchmarks run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tables
+from benchmarks.calls import CALLS, OURS, SAVES, STOCK
 
 ROOT = Path(__file__).resolve().parent.parent
+SHORT = {
+    "bench": "scripts/bench.py --only dense async phases --gb 0.02 --rounds 1 --python312 /nowhere --dir {dir}",
+    "scale": "scripts/simulate_scale.py --items 20 --ranks 2 4 8 --stock-up-to 4 --real 2",
+    "calls": "-m benchmarks.calls --items 3 --ranks 2",
+}
 
 
 def test_tables_are_those_of_the_results() -> None:
@@ -20,22 +26,29 @@ def test_tables_are_those_of_the_results() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_short_run_measures_and_compares(tmp_path: Path) -> None:
-    out = tmp_path / "bench.json"
-    options = "--only dense async phases --gb 0.02 --rounds 1 --python312 /nowhere --busy".split()
-    command = [sys.executable, str(ROOT / "scripts" / "bench.py"), *options, "--out", str(out), "--dir", str(tmp_path)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+@pytest.mark.parametrize("name", SHORT)
+def test_a_short_run_measures_and_compares(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    words = SHORT[name].format(dir=tmp_path).split()
+    command = [sys.executable, "-W", "ignore", *words, "--busy", "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     results = json.loads(out.read_text())
-    assert {part: about["failed"] for part, about in results["parts"].items()} == {
-        "dense": [],
-        "async": [],
-        "phases": [],
-    }
-    assert "nvidia-resiliency-ext" in results["not run"]
-    own, *_ = (label for label, one in results["contenders"].items() if one["adapter"] == "mcore_ckpt")
-    (megatron,) = (label for label, one in results["contenders"].items() if one["adapter"] == "megatron")
-    for figure in ("save s", "save cpu s", "cold s", "second s", "warm s"):
-        assert len(results["samples"]["dense"][figure][megatron]) == 1
-    assert results["samples"]["async dense"]["isolated"][own] == [1.0]
-    assert own in tables.one(results, "saves and loads")
+    if name == "bench":
+        assert {part: about["failed"] for part, about in results["parts"].items()} == {
+            part: [] for part in ("dense", "async", "phases")
+        }
+        own, *_ = (label for label, one in results["contenders"].items() if one["adapter"] == "mcore_ckpt")
+        (megatron,) = (label for label, one in results["contenders"].items() if one["adapter"] == "megatron")
+        for figure in ("save s", "save cpu s", "cold s", "second s", "warm s"):
+            assert len(results["samples"]["dense"][figure][megatron]) == 1
+        assert results["samples"]["async dense"]["isolated"][own] == [1.0]
+        assert own in tables.one(results, "saves and loads")
+    elif name == "scale":
+        assert [one["items"] for one in results["ours"]] == [40, 80, 160]
+        assert [one["ranks"] for one in results["stock"]] == [2, 4]
+        assert all(one["first_s"] > 0 and one["later_s"] > 0 for one in results["real"])
+    else:
+        measured = [(one["replicas"], one["side"], one["call"]) for one in results["calls"] if one["cpu_s"] > 0]
+        expected = ((0, CALLS), (2, SAVES))
+        assert measured == [(n, side, call) for n, calls in expected for side in (OURS, STOCK) for call in calls]
     assert [path.name for path in tmp_path.iterdir()] == [out.name], "checkpoints are left"

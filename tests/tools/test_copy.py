@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -89,18 +88,6 @@ def test_keys_that_no_file_can_have_are_refused_by_name(
         with pytest.raises(LoadError, match=f"{named}|rename or delete that object"):
             copy_checkpoint(object_directory.url, target)
         assert not storage_at(target).is_directory()
-
-
-def test_names_that_are_no_text_are_copied_to_directories_only(
-    saved: Path, object_directory: ObjectDirectory, tmp_path: Path
-) -> None:
-    for name in (".merges.tmp", os.fsdecode(b"bad\xff")):
-        (saved / "tokenizer" / name).write_text(name.encode(errors="replace").decode())
-    with pytest.raises(LoadError, match=r"'tokenizer/bad\\udcff': is not UTF-8"):
-        copy_checkpoint(saved, object_directory.url)
-    assert not object_directory.names()
-    copy_checkpoint(saved, tmp_path / "copy")
-    assert contents(tmp_path / "copy") == contents(saved)
 
 
 @pytest.mark.parametrize("place", ["directory", "store"])
