@@ -11,7 +11,6 @@ import html
 import json
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,16 +20,14 @@ from typing import Any, Literal
 from mcore_ckpt.core.console import counted, human_bytes, human_count
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path, local_path
+from mcore_ckpt.directory.in_force import tracked_name
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import shown_id
 from mcore_ckpt.format.metadata_read import (
-    MAX_TRACKER_BYTES,
     METADATA_FILE,
     NEMO_WEIGHTS,
-    TRACKER_FILE,
     read_config,
     read_index,
-    read_small_file,
 )
 from mcore_ckpt.format.tensor_pickle import DTYPES
 from mcore_ckpt.storage.base import FileVersion
@@ -187,20 +184,15 @@ class CheckpointSummary:
 def checkpoint_directory(path: str | os.PathLike[str]) -> Path:
     """The directory that holds `.metadata`: `path` itself, or the iteration that the tracker file in `path` names.
 
-    Of a directory that NeMo has made, the one within it that holds the tensors.
+    Of a directory that NeMo has made, the one within it that holds the tensors. Raises `LoadError`.
     """
     directory = checkpoint_path(path)
     if storage_at(directory).exists(METADATA_FILE):
         return directory
     if storage_at(directory / NEMO_WEIGHTS).exists(METADATA_FILE):
         return directory / NEMO_WEIGHTS
-    if storage_at(directory, follow_links=True).exists(TRACKER_FILE):
-        text = read_small_file(directory, TRACKER_FILE, MAX_TRACKER_BYTES, follow_links=True).decode(errors="replace")
-        text = text.strip()
-        name = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() and len(text) < 20 else text
-        if name == "release" or re.fullmatch(r"iter_\w+", name):  # and not a path that leads elsewhere
-            return directory / name
-    return directory
+    tracked = tracked_name(directory)
+    return directory if tracked is None else directory / tracked
 
 
 def index_version(directory: Path) -> FileVersion | None:

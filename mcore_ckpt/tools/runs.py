@@ -29,7 +29,7 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.core.options import PARTIAL, checkpoint_path
 from mcore_ckpt.directory.copying import CheckpointFiles, copy_and_commit, files_of, refuse_others
-from mcore_ckpt.directory.in_force import is_checkpoint_name, iteration_of, read_common_file, tracked_name
+from mcore_ckpt.directory.in_force import RELEASE, is_checkpoint_name, iteration_of, read_common_file, tracked_name
 from mcore_ckpt.directory.iterations import (
     FOLDERS_OF_MEGATRON,
     RunCheckpoint,
@@ -40,12 +40,10 @@ from mcore_ckpt.directory.iterations import (
 )
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
-    MAX_TRACKER_BYTES,
     METADATA_FILE,
     NEMO_CONTEXT,
     NEMO_WEIGHTS,
     TRACKER_FILE,
-    read_small_file,
 )
 from mcore_ckpt.load.checks import check_data_files
 from mcore_ckpt.storage.base import RangeReader, RangeWriter
@@ -117,7 +115,6 @@ def list_run(run: str | os.PathLike[str]) -> RunReport:
     return RunReport(str(run), tracked, problem, tuple(found), unfinished)
 
 
-_RELEASE = "release"
 _COPY_BYTES = 4 * 1024**2
 
 
@@ -137,15 +134,16 @@ class Places:
         around = storage_at(self.target.parent)
         if self.context is not None and NEMO_CONTEXT not in around.folders():
             _copy_folder(self.context, self.target.parent / NEMO_CONTEXT)
-        own = -1 if self.target.name == _RELEASE else iteration_of(self.target.name)
+        own = -1 if self.target.name == RELEASE else iteration_of(self.target.name)
         if own is None:
             return
-        if around.exists(TRACKER_FILE):
-            content = read_small_file(self.target.parent, TRACKER_FILE, MAX_TRACKER_BYTES)
-            named = content.decode(errors="replace").strip()
-            if own < 0 or not named.isascii() or not named.isdigit() or len(named) > 19 or int(named) >= own:
-                return
-        around.publish(TRACKER_FILE, (_RELEASE if own < 0 else str(own)).encode())
+        try:
+            named = tracked_name(self.target.parent)
+        except CorruptCheckpointError:
+            return
+        earlier = own if named is None else iteration_of(named)
+        if named is None or (earlier is not None and earlier < own):
+            around.publish(TRACKER_FILE, (RELEASE if own < 0 else str(own)).encode())
 
 
 def places_of(source: str | os.PathLike[str], target: str | os.PathLike[str], *, same_format: bool) -> Places:
