@@ -18,7 +18,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -153,17 +152,6 @@ class _ActiveCall(NamedTuple):
         return saves[0].what if saves else f"async request {self.idx}" + (f" ({name})" if name else "")
 
 
-@dataclass(frozen=True, slots=True)
-class FailedCall:
-    """A request that failed: its number in the queue, what it was in words, and the first cause, the same on every
-    rank.
-    """
-
-    call_idx: int
-    what: str
-    error: BaseException
-
-
 class AsyncCallsQueue:
     """Requests in flight, oldest first. Every rank makes the same calls in the same order, as with Megatron's queue.
 
@@ -171,7 +159,7 @@ class AsyncCallsQueue:
         async_calls: requests that are not finalized yet.
         call_idx: number of the last request.
         persistent, persistent_caller: for the sake of Megatron's; every function of others runs in a forked child.
-        failures: requests that failed; their callbacks were not run.
+        failures: what requests have failed with, the same on every rank; their callbacks were not run.
         skipped: how many saves were skipped; nor were theirs.
     """
 
@@ -189,7 +177,7 @@ class AsyncCallsQueue:
         self.call_idx = -1
         self.persistent = persistent
         self.persistent_caller = None
-        self.failures: list[FailedCall] = []
+        self.failures: list[BaseException] = []
         self.skipped = 0
         self._options = options if options is not None else SaveOptions.from_environment()
         self._reported: list[SaveTransaction] = []
@@ -350,7 +338,7 @@ class AsyncCallsQueue:
         if self.async_calls and self.async_calls[0] is active:
             self.async_calls.popleft()
         active.abort()
-        self.failures.append(FailedCall(active.idx, active.what, error))
+        self.failures.append(error)
         # Only requests that are still queued can bring the same save up again.
         queued = [save for call in self.async_calls for save in call.saves]
         self._reported = [save for save in (*self._reported, *active.saves) if save in queued]

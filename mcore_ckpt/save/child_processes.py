@@ -204,7 +204,7 @@ class ChildJob(Job):
         """Whether no process works any more on the job's memory, so that it may be used again: one that was killed and
         hangs inside the kernel may read and write there all the same.
         """
-        return self.done and self._child.lets_go_of_memory()
+        return self.done and (not self._child.dead or self._child.has_ended())
 
     def watch(self) -> JobWatch:
         return self._watch
@@ -277,13 +277,13 @@ class SupervisedChild(ABC):
         with self._lock:
             if self.dead:
                 return
-            ended = self._has_ended()  # before reading: what it sent before its end must be read
+            ended = self.has_ended()  # before reading: what it sent before its end must be read
             try:
                 connected = self._receive()
             except (EOFError, OSError):
                 connected = False
             if not (ended or connected):  # the connection closes a moment before the process is gone
-                ended = self._has_ended(_REAP_DEADLINE_S)
+                ended = self.has_ended(_REAP_DEADLINE_S)
                 if not ended:
                     self._process.kill()
             if ended or not connected:
@@ -329,7 +329,7 @@ class SupervisedChild(ABC):
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def _has_ended(self, within_s: float = 0.0) -> bool:
+    def has_ended(self, within_s: float = 0.0) -> bool:
         """Whether the process is gone: its memory is not in use any more. Collects its exit status."""
         if not self._gone:
             # Where exit statuses are collected elsewhere, only the sentinel knows; it is asked first, or a process that
@@ -339,10 +339,6 @@ class SupervisedChild(ABC):
             self._exit_code = process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
             self._gone = ended or self._exit_code is not None
         return self._gone
-
-    def lets_go_of_memory(self) -> bool:
-        """Whether memory of jobs that have ended may be used again: not where a killed process is still there."""
-        return not self.dead or self._has_ended()
 
     def kill(self, reason: str, error: type[CheckpointError] = WriteTimeoutError) -> None:
         """Kill the process; its jobs end with `error`."""
@@ -359,7 +355,7 @@ class SupervisedChild(ABC):
             with self._lock:
                 if not self.dead:
                     self._ask_to_stop()
-            self._has_ended(self.stop_deadline_s)
+            self.has_ended(self.stop_deadline_s)
         with self._lock:
             if not self.dead:
                 self._process.kill()
@@ -371,7 +367,7 @@ class SupervisedChild(ABC):
     def _end(self, error: Callable[[ChildJob], CheckpointError]) -> None:
         """The process is dead or as good as dead: reap it, fail its jobs, release what belongs to it."""
         self.dead = True
-        self._has_ended(_REAP_DEADLINE_S)
+        self.has_ended(_REAP_DEADLINE_S)
         self._at_end()
         self._fail_jobs(error)
         self._close_descriptors()
