@@ -106,7 +106,7 @@ def _loads(folder: Path) -> None:
     import mcore_ckpt
     from mcore_ckpt.load.reader import FileSystemReader
 
-    read = FileSystemReader.read
+    read = FileSystemReader._read
 
     def stays(self: FileSystemReader, plan: Any) -> None:
         _tell(folder, reads=True)
@@ -114,7 +114,7 @@ def _loads(folder: Path) -> None:
         read(self, plan)
 
     if platform.node() == os.environ["STAYS"]:
-        FileSystemReader.read = stays  # type: ignore[method-assign]
+        FileSystemReader._read = stays  # type: ignore[method-assign]
     make = dist_checkpointing.ShardedTensor.from_rank_offsets
     directory = folder / "lost"
     if dist.get_rank() == 0:

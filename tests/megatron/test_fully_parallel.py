@@ -235,7 +235,7 @@ def _fail(rank: int, root: Path) -> list[str]:
     def cannot_read(*args: Any) -> Any:
         raise LoadError("this is not here")
 
-    for owner, name in ((serialization, "load_common"), (FileSystemReader, "read")):
+    for owner, name in ((serialization, "load_common"), (FileSystemReader, "_read")):
         with pytest.MonkeyPatch.context() as patched:
             if rank == 3:
                 patched.setattr(owner, name, cannot_read)

@@ -104,7 +104,7 @@ def replaced_under_a_load(rank: int, directory: Path) -> str:
     run = directory / "run"
     dist_checkpointing.save(state(1), made(run / "iter_0000001"))
     named, replace = two_saves(run)
-    read: Any = FileSystemReader.read
+    read: Any = FileSystemReader._read
 
     def replace_ahead(self: Any, *args: Any) -> Any:
         self.index.tensors  # noqa: B018  (what is to be read is known by now)
@@ -114,7 +114,7 @@ def replaced_under_a_load(rank: int, directory: Path) -> str:
         return read(self, *args)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(FileSystemReader, "read", replace_ahead)
+        patched.setattr(FileSystemReader, "_read", replace_ahead)
         with pytest.raises(LoadError) as raised:
             dist_checkpointing.load(state(0), str(named))
     check(dist_checkpointing.load(state(0), str(named)), 7)

@@ -150,13 +150,13 @@ def megatron_optimizer(rank: int, path: Path) -> None:
     save(state(5.0), str(path), TorchDistSaveStrategy())
     dist.barrier()
     read = []
-    original = reader.FileSystemReader.read
+    original = reader.FileSystemReader._read
 
     def counted(self: FileSystemReader, plan: Any) -> None:
         original(self, plan)
         read.append(self.stats.bytes_read)
 
-    reader.FileSystemReader.read = counted  # type: ignore[method-assign]
+    reader.FileSystemReader._read = counted  # type: ignore[method-assign]
     loaded = load_sharded_optimizer_state(state(0.0), path)
     assert (loaded["optimizer"]["exp_avg"] == 5.0).all()
     assert set(loaded) == {"optimizer"}
