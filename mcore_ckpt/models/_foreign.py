@@ -67,13 +67,8 @@ def plain_names(keys: Iterable[str], known: Collection[str]) -> dict[str, str]:
     bare = {key: without_wrappers(key) for key in keys}
     found: Counter[str] = Counter()
     for name in bare.values():
-        at = 0
-        while name[at:] not in known:
-            at = name.find(".", at) + 1
-            if not at:
-                break
-        else:
-            found[name[:at]] += 1
+        if (end := _suffix(name, known)) is not None:
+            found[name.removesuffix(end)] += 1
     prefix = min(found, key=lambda text: (-found[text], len(text)), default="")
     names: dict[str, str] = {}
     for key, name in bare.items():
@@ -239,8 +234,6 @@ def launch_state(
     """What a job needs besides tensors to resume: for the common state, for the arguments, and what is good to know.
     `batch`: its `--global-batch-size`, where nothing stored tells how many samples there were.
     """
-    if batch is not None and batch < 1:
-        raise OptionError(f"global batch size {batch}: expected at least 1")
     iteration, notes = training.iteration, tuple[str, ...]()
     if optimizer.states and not iteration and batch is not None:
         iteration = optimizer.step
@@ -267,7 +260,7 @@ def launch_state(
     return common, more, notes
 
 
-def _suffix(key: str, names: Mapping[str, str]) -> str | None:
+def _suffix(key: str, names: Collection[str]) -> str | None:
     """The longest end of a key, from a dot on, that is a name."""
     at = 0
     while key[at:] not in names:

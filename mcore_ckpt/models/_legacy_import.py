@@ -88,14 +88,16 @@ class _Parameter:
         return f"{self.rank.folder}/{state}{self.chunk}/{self.stored}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """Elements of a rank: their key in the payloads of all files, and the index along counting axes that they are."""
+class _Shard(NamedTuple):
+    """A parameter, or one of its optimizer states: its key in the payloads of all files, and the file it is in."""
 
     base: str
-    where: str
-    index: tuple[int, ...]
-    rank: RankFiles
+    file: str
+    of: _Parameter
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}: {self.of.stored}"
 
 
 @dataclass(slots=True)
@@ -121,12 +123,12 @@ class _Model:
     objects: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
-    def add(self, key: str, name: ShardedName, at: FileRange, shard: _Shard) -> None:
+    def add(self, key: str, parameter: _Parameter, at: FileRange, state: str = "model") -> None:
         """One more shard of the tensor `key`."""
+        shard, counts = _Shard(parameter.base(state), at.file, parameter), parameter.name.counts
         self.ranges[shard.base] = at
-        pattern = pattern_of(shard.where.partition(": ")[2])
-        known = self.tensors.setdefault(key, _Tensor(name.counts, at.shape, at.dtype, pattern))
-        if (known.shape, known.dtype, known.counts) != (at.shape, at.dtype, name.counts):
+        known = self.tensors.setdefault(key, _Tensor(counts, at.shape, at.dtype, pattern_of(parameter.stored)))
+        if (known.shape, known.dtype, known.counts) != (at.shape, at.dtype, counts):
             raise CorruptCheckpointError(
                 f"{shard.where}: {at.dtype} of {list(at.shape)}, but {known.shards[0].where} of the same tensor is "
                 f"{known.dtype} of {list(known.shape)}; the files are of different checkpoints"
@@ -243,9 +245,8 @@ def _read_model(model: _Model) -> list[_Parameter]:
                         "ranks' parts of it belong together"
                     )
     for parameter in parameters:
-        shard = _Shard(parameter.base(), parameter.where, parameter.name.offsets, parameter.rank)
         lies = file_range(parameter.rank.file, parameter.tensor, parameter.rank.model)
-        model.add(parameter.name.key, parameter.name, lies, shard)
+        model.add(parameter.name.key, parameter, lies)
     return parameters
 
 
@@ -297,7 +298,7 @@ def _put_together(
         parts = partition.parts if count > 1 else 1
         chosen: dict[tuple[tuple[int, ...], int], _Shard] = {}
         for shard in tensor.shards:
-            first = chosen.setdefault((shard.index, shard.rank.tp if count > 1 else 0), shard)
+            first = chosen.setdefault((shard.of.name.offsets, shard.of.rank.tp if count > 1 else 0), shard)
             if first is not shard:
                 pairs.append((first, shard, key))
         places = itertools.product(itertools.product(*map(range, tensor.counts)), range(count))
@@ -369,12 +370,10 @@ def _read_optimizer(
         for parts, distributed in state_parts(rank, own, model.arguments):
             for part in parts:
                 parameter = own[part.number]
-                base = parameter.base(part.state)
-                shard = _Shard(base, f"{part.range.file}: {parameter.stored}", parameter.name.offsets, rank)
-                model.add(f"optimizer.state.{part.state}.{parameter.name.key}", parameter.name, part.range, shard)
+                model.add(f"optimizer.state.{part.state}.{parameter.name.key}", parameter, part.range, part.state)
                 with_state.add(parameter.name.key)
                 if part.state == main_parameter(distributed):
-                    masters.append((parameter, base))
+                    masters.append((parameter, parameter.base(part.state)))
     first = model.ranks[0]
     settings = [_settings(model, optimizer) for optimizer in optimizers_of(first)]
     if any("param_state_sharding_type" in one for one in settings):
