@@ -20,7 +20,7 @@ import re
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +32,6 @@ from mcore_ckpt.core.options import StorePath, checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry, object_key
 from mcore_ckpt.format.metadata_read import read_small_file
 from mcore_ckpt.models._foreign import (
-    OptimizerPlan,
     Training,
     import_conversion,
     is_foreign_optimizer_key,
@@ -85,38 +84,27 @@ _MODEL_FILES = (
 _TOKENIZER_FILES = "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt spiece.model".split()
 
 
-@dataclass(frozen=True, slots=True)
-class _Converted:
-    """A model on both sides: its family, its settings, and which slice is which."""
-
-    family: Family
-    model: Model
-    config: dict[str, Any]
-    arguments: dict[str, Any]
-    relation: Relation
-    naming: Naming
-    tensors: dict[str, TensorView]
-    notes: tuple[str, ...]
-    left_out: tuple[str, ...]
-    names: Mapping[str, str] = field(default_factory=dict)  # stored keys by Hugging Face's, where they are others
-    optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
-
-    def keys(self, dtype_of: Callable[[str], str], *, to_megatron: bool) -> Iterator[KeyPlan]:
-        """One after another, for showing; `dtype_of` gives the target's, by Hugging Face's key."""
-        seen = set()
-        for link in self.relation.links:
-            shape = self.relation.joined.get(link.hf, self.relation.hf[link.hf])
-            lead = link.lead
-            index = ", ".join(map(str, link.megatron_box.offsets[:lead]))
-            megatron = f"{link.megatron}[{index}]" if index else link.megatron
-            if (link.hf, megatron) in seen:
-                continue
-            seen.add((link.hf, megatron))
-            stored = self.names.get(link.hf, link.hf)
-            pair = (stored, megatron) if to_megatron else (megatron, stored)
-            yield KeyPlan(pair[0], 1, link.how, pair[1], shape, dtype_of(link.hf))
-            for state, keys in self.optimizer.states.items():
-                yield KeyPlan(keys[link.hf], 1, link.how, f"{_STATE}.{state}.{megatron}", shape, "float32")
+def _rows(
+    relation: Relation,
+    dtype_of: Callable[[str], str],
+    names: Mapping[str, str] | None = None,
+    states: Mapping[str, Mapping[str, str]] | None = None,
+) -> Iterator[KeyPlan]:
+    """One after another, for showing; `dtype_of` gives the target's, by Hugging Face's key. Of an import, `names` are
+    stored keys by Hugging Face's, and `states` those of the optimizer's states.
+    """
+    seen = set()
+    for link in relation.links:
+        shape = relation.joined.get(link.hf, relation.hf[link.hf])
+        index = ", ".join(map(str, link.megatron_box.offsets[: link.lead]))
+        megatron = f"{link.megatron}[{index}]" if index else link.megatron
+        if (link.hf, megatron) in seen:
+            continue
+        seen.add((link.hf, megatron))
+        pair = (megatron, link.hf) if names is None else (names[link.hf], megatron)
+        yield KeyPlan(pair[0], 1, link.how, pair[1], shape, dtype_of(link.hf))
+        for state, keys in (states or {}).items():
+            yield KeyPlan(keys[link.hf], 1, link.how, f"{_STATE}.{state}.{megatron}", shape, "float32")
 
 
 # --- to Hugging Face
@@ -125,29 +113,6 @@ class _Converted:
 def export_model(index: CheckpointIndex, options: ExportOptions) -> Conversion:
     """The model in a checkpoint as a directory that `AutoModelForCausalLM.from_pretrained` loads."""
     files = SourceFiles(index)
-    found = _export_conversion(index, options)
-    payloads = in_dtype(ViewPayloads(StoredPayloads(index), found.tensors), options.dtype)
-    entries = payloads.index.tensors
-    tensors = [Exported(key, entry, found.relation.joined.get(key)) for key, entry in entries.items()]
-    return Conversion(
-        payloads=payloads,
-        source=files,
-        plan=plan_safetensors(tensors, options.max_shard_bytes, options.workers),
-        keys=lambda: found.keys(lambda key: entries[key].dtype, to_megatron=False),
-        report=ConversionReport(
-            format="hf",
-            family=found.family.name,
-            config=found.config,
-            arguments=found.arguments,
-            notes=found.notes,
-            left_out=found.left_out,
-        ),
-        carry=lambda target: _write_model_files(target, found, tensors, options),
-        carried=_MODEL_FILES,
-    )
-
-
-def _export_conversion(index: CheckpointIndex, options: ExportOptions) -> _Converted:
     keys = [key for key in index.tensors if not is_optimizer_key(key)]
     check_tiled(index, keys)
     arguments = arguments_of(read_plain_state(index))
@@ -186,7 +151,7 @@ def _export_conversion(index: CheckpointIndex, options: ExportOptions) -> _Conve
     model = family.model(config)
     _refuse_too_many(model, index, where)
     notes += compare_settings(family, config, arguments, where, given=options.hf_config is not None)
-    naming, relation = _naming_of(index, names, family, model, padded)
+    relation = _relation_of(index, names, family, model, padded)
     _compare_tensors(
         {name: index.tensors[key].shape for name, key in names.items()},
         relation.megatron,
@@ -194,10 +159,27 @@ def _export_conversion(index: CheckpointIndex, options: ExportOptions) -> _Conve
         index.path,
     )
     parts = _by_hf_key(relation, names)
-    tensors = {key: TensorView(shape, tuple(parts[key])) for key, shape in relation.hf.items()}
+    views = {key: TensorView(shape, tuple(parts[key])) for key, shape in relation.hf.items()}
     optimizer = sum(map(is_optimizer_key, (*index.tensors, *index.objects)))
-    left_out = (f"{optimizer} keys of the optimizer's state",) if optimizer else ()
-    return _Converted(family, model, config, arguments, relation, naming, tensors, tuple(notes), left_out)
+    payloads = in_dtype(ViewPayloads(StoredPayloads(index), views), options.dtype)
+    entries = payloads.index.tensors
+    tensors = [Exported(key, entry, relation.joined.get(key)) for key, entry in entries.items()]
+    return Conversion(
+        payloads=payloads,
+        source=files,
+        plan=plan_safetensors(tensors, options.max_shard_bytes, options.workers),
+        keys=lambda: _rows(relation, lambda key: entries[key].dtype),
+        report=ConversionReport(
+            format="hf",
+            family=family.name,
+            config=config,
+            arguments=arguments,
+            notes=tuple(notes),
+            left_out=(f"{optimizer} keys of the optimizer's state",) if optimizer else (),
+        ),
+        carry=lambda target: _write_model_files(target, config, tensors, options),
+        carried=_MODEL_FILES,
+    )
 
 
 def _by_hf_key(relation: Relation, names: Mapping[str, str]) -> dict[str, list[Part]]:
@@ -208,10 +190,8 @@ def _by_hf_key(relation: Relation, names: Mapping[str, str]) -> dict[str, list[P
     return found
 
 
-def _naming_of(
-    index: CheckpointIndex, keys: Iterable[str], family: Family, model: Model, padded: int
-) -> tuple[Naming, Relation]:
-    """How a checkpoint names things, from its keys, and the family's table under those names."""
+def _relation_of(index: CheckpointIndex, keys: Iterable[str], family: Family, model: Model, padded: int) -> Relation:
+    """The family's table under the names that a checkpoint has, as its keys tell."""
     found = set(keys)
     layers, experts = map(layer_of, found), map(expert_of, found)
     naming = Naming(
@@ -224,8 +204,8 @@ def _naming_of(
         engine = replace(naming, implementation="transformer_engine")
         other = relate(family, model, engine, padded)
         if len(other.megatron.keys() ^ found) < len(relation.megatron.keys() ^ found):
-            return engine, other
-    return naming, relation
+            return other
+    return relation
 
 
 def _refuse_too_many(model: Model, index: CheckpointIndex, where: str) -> None:
@@ -273,7 +253,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _write_model_files(
-    target: TargetFiles, conversion: _Converted, tensors: list[Exported], options: ExportOptions
+    target: TargetFiles, given: Mapping[str, Any], tensors: list[Exported], options: ExportOptions
 ) -> None:
     """What else belongs to the weights; `config.json` last, since nothing is loaded without it."""
     # What most elements are: norms and routers may be kept in another.
@@ -281,7 +261,7 @@ def _write_model_files(
     for tensor in tensors:
         sizes[tensor.entry.dtype] = sizes.get(tensor.entry.dtype, 0) + tensor.nbytes
     dtype = max(sizes, key=lambda name: sizes[name])
-    config = {name: value for name, value in conversion.config.items() if name != "quantization_config"}  # it is plain
+    config = {name: value for name, value in given.items() if name != "quantization_config"}  # it is plain
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     carried = set()
     if options.hf_config is not None:
@@ -303,37 +283,6 @@ def _write_model_files(
 
 def import_model(opened: Opened, options: ImportOptions) -> Conversion:
     """A Hugging Face model, or a checkpoint of others under its names, as one with which a job of Megatron starts."""
-    found, payloads = _import_conversion(opened, options)
-    index = payloads.index
-    state, arguments, notes = launch_state(found.optimizer, Training(), found.arguments, options.global_batch_size)
-    empty = [None]
-    objects = extra_states(found.relation.parameters(), engine=options.transformer_impl == "transformer_engine")
-
-    def dtype_of(key: str) -> str:
-        return target_dtype(index.tensors[found.names[key]], options.dtype)
-
-    def common(dtypes: set[str]) -> bytes:
-        return encode_state({"args": _stored_arguments(found, opened.directory, dtypes, options, arguments), **state})
-
-    return import_conversion(
-        payloads,
-        options,
-        layout_of(options),
-        found.arguments,
-        common,
-        format=opened.kind,
-        keys=lambda: found.keys(dtype_of, to_megatron=True),
-        tensors=found.tensors,
-        objects={object_key(*state): empty for state in objects},
-        family=found.family.name,
-        config=found.config,
-        notes=(*found.notes, *notes),
-        left_out=found.left_out,
-    )
-
-
-def _import_conversion(opened: Opened, options: ImportOptions) -> tuple[_Converted, StoredPayloads]:
-    """What is to be done, and the plain tensors, of which it is to be done."""
     stored, directory = opened.payloads, opened.directory
     layout = layout_of(options)
     model_directory = directory if options.hf_config is None else checkpoint_path(options.hf_config)
@@ -385,11 +334,33 @@ def _import_conversion(opened: Opened, options: ImportOptions) -> tuple[_Convert
         "expert_tensor_parallel_size": layout.expert_tp,
     }
     left_out += [*optimizer.left_out, *opened.left_out]
-    notes = (*family.remarks(family.complete(config)), *launch_notes(arguments))
-    conversion = _Converted(
-        family, model, config, arguments, relation, naming, tensors, notes, tuple(left_out), names, optimizer
+    launched, more, notes = launch_state(optimizer, Training(), arguments, options.global_batch_size)
+
+    def common(dtypes: set[str]) -> bytes:
+        return encode_state({"args": _stored_arguments(arguments, directory, dtypes, options, more), **launched})
+
+    empty = [None]
+    objects = extra_states(relation.parameters(), engine=options.transformer_impl == "transformer_engine")
+    return import_conversion(
+        payloads,
+        options,
+        layout,
+        arguments,
+        common,
+        format=opened.kind,
+        keys=lambda: _rows(
+            relation,
+            lambda key: target_dtype(payloads.index.tensors[names[key]], options.dtype),
+            names,
+            optimizer.states,
+        ),
+        tensors=tensors,
+        objects={object_key(*one): empty for one in objects},
+        family=family.name,
+        config=config,
+        notes=(*family.remarks(family.complete(config)), *launch_notes(arguments), *notes),
+        left_out=tuple(left_out),
     )
-    return conversion, payloads
 
 
 def _by_megatron_key(
@@ -464,7 +435,7 @@ def _known_names(
 
 
 def _stored_arguments(
-    conversion: _Converted, directory: Path, dtypes: set[str], options: ImportOptions, more: Mapping[str, Any]
+    arguments: Mapping[str, Any], directory: Path, dtypes: set[str], options: ImportOptions, more: Mapping[str, Any]
 ) -> Namespace:
     """Megatron's arguments, as a job looks for them."""
     directories = ([] if options.hf_config is None else [checkpoint_path(options.hf_config)]) + [directory]
@@ -472,7 +443,7 @@ def _stored_arguments(
     # A job takes what is stored rather than its own options, and may start in another directory.
     of_tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer} if tokenizer else {}
     return Namespace(
-        **conversion.arguments,
+        **arguments,
         bf16="bfloat16" in dtypes,
         fp16="float16" in dtypes and "bfloat16" not in dtypes,
         ckpt_format="torch_dist",

@@ -153,12 +153,15 @@ def test_what_a_launch_asks_for_is_there(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("config", [True, False])
 def test_the_same_model_comes_back(model: Path, checkpoint: Path, tmp_path: Path, config: bool) -> None:
-    beside = tmp_path / "original" if config else None
+    beside = tmp_path / "original"
     if config:  # as that of a model whose weights were quantized; those that are written are not
-        shutil.copytree(model, tmp_path / "original")
+        shutil.copytree(model, beside)
         document = json.loads((model / "config.json").read_bytes()) | {"quantization_config": {"quant_method": "fp8"}}
-        (tmp_path / "original" / "config.json").write_text(json.dumps(document))
-    report = export_checkpoint(checkpoint, tmp_path / "back", to="hf", hf_config=beside, max_shard_bytes=3000)
+        (beside / "config.json").write_text(json.dumps(document))
+        for name in ("tokenizer.json", "generation_config.json", "notes.txt"):
+            (beside / name).write_text(name)
+    how = {"hf_config": beside if config else None, "max_shard_bytes": 3000}
+    report = export_checkpoint(checkpoint, tmp_path / "back", to="hf", **how)
     tensors: dict[str, torch.Tensor] = {}
     for file in report.files:
         tensors |= read_by_definition(tmp_path / "back" / file)
@@ -169,7 +172,10 @@ def test_the_same_model_comes_back(model: Path, checkpoint: Path, tmp_path: Path
     assert written["torch_dtype"] == "bfloat16"
     assert written["architectures"] == ["LlamaForCausalLM"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "original"][: 1 + config]
-    assert (tmp_path / "back" / "generation_config.json").exists()
+    others = {path.name for path in (tmp_path / "back").iterdir()} - {*report.files, "model.safetensors.index.json"}
+    assert others == {"config.json", "generation_config.json", *(["tokenizer.json"] if config else [])}
+    generation = (tmp_path / "back" / "generation_config.json").read_text()
+    assert (generation == "generation_config.json") is config
     assert report.notes == report.left_out == ()
 
 
@@ -246,12 +252,8 @@ def test_torch_files_and_a_tied_copy(tmp_path: Path) -> None:
             {"model.norm.weight": torch.ones(HIDDEN + 1).bfloat16()},
             r"model\.norm\.weight has the shape \[17\], expected \[16\]",
         ),
-        (
-            {"model.layers.0.self_attn.k_proj.weight": torch.ones(GROUPS * HEAD, HIDDEN)},
-            r"linear_qkv.weight is made of .* bfloat16, float32",
-        ),
     ],
-    ids=["extra", "missing", "shape", "mixed"],
+    ids=["extra", "missing", "shape"],
 )
 def test_keys_and_shapes_that_are_not_the_familys_are_named(tmp_path: Path, change: dict[str, Any], match: str) -> None:
     tensors = {key: tensor for key, tensor in {**model_tensors(), **change}.items() if tensor is not None}
@@ -328,18 +330,6 @@ def test_files_of_a_stranger(model: Path, checkpoint: Path, tmp_path: Path) -> N
     assert not (tmp_path / "e" / "tokenizer.json").exists()
 
 
-def test_tokenizer_files_come_along(model: Path, checkpoint: Path, tmp_path: Path) -> None:
-    beside = tmp_path / "beside"
-    beside.mkdir()
-    for name in ("tokenizer.json", "generation_config.json", "notes.txt"):
-        (beside / name).write_text(name)
-    (beside / "config.json").write_bytes((model / "config.json").read_bytes())
-    export_checkpoint(checkpoint, tmp_path / "e", to="hf", hf_config=beside)
-    names = {path.name for path in (tmp_path / "e").iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
-    assert (tmp_path / "e" / "generation_config.json").read_text() == "generation_config.json"
-
-
 def test_nothing_is_overwritten_and_a_named_target_gets_a_tracker(
     model: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -347,13 +337,10 @@ def test_nothing_is_overwritten_and_a_named_target_gets_a_tracker(
         import_checkpoint(model, checkpoint, kind="hf")
     with pytest.raises(CheckpointExistsError):
         export_checkpoint(checkpoint, model, to="hf")
-    import_checkpoint(model, tmp_path / "run" / "release", kind="hf")
-    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "release"
-    import_checkpoint(model, tmp_path / "other" / "iter_0000000", kind="hf")
-    assert (tmp_path / "other" / "latest_checkpointed_iteration.txt").read_text() == "0"
-    export_checkpoint(tmp_path / "run" / "release", tmp_path / "e", to="hf")
-    import_checkpoint(model, tmp_path / "plain", kind="hf")
-    assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
+    for name, told in (("release", "release"), ("iter_0000000", "0"), ("plain", None)):
+        import_checkpoint(model, tmp_path / told / name if told else tmp_path / name, kind="hf")
+        tracker = tmp_path / (told or "") / "latest_checkpointed_iteration.txt"
+        assert tracker.read_text() == told if told else not tracker.exists()
 
 
 def test_a_dry_run_lists_every_key(model: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
