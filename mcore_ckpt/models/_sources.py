@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
-from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
+from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import METADATA_FILE, read_index, read_small_file
 from mcore_ckpt.format.tensor_pickle import DTYPES
@@ -222,8 +222,4 @@ def _new_names(keys: Iterable[str], rules: Sequence[RenameRule], source: Path) -
 
 
 def _renamed(index: CheckpointIndex, names: dict[str, str]) -> CheckpointIndex:
-    tensors = {}
-    for old, new in names.items():
-        entry = index.tensors[old]
-        tensors[new] = TensorEntry(new, entry.dtype, entry.shape, entry.chunks, entry.requires_grad)
-    return CheckpointIndex(index.path, tensors, {})
+    return CheckpointIndex(index.path, {new: index.tensors[old]._replace(fqn=new) for old, new in names.items()}, {})

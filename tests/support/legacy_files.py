@@ -12,9 +12,7 @@ import torch
 
 HIDDEN, FFN, LAYERS, ROWS, HEADS = 8, 12, 4, 16, 4
 
-
 EMBEDDING = "embedding.word_embeddings.weight"
-
 
 # Axis along which tensor parallel ranks divide a parameter (None: all have it), and whether it has two halves.
 LAYER = {
@@ -28,16 +26,12 @@ LAYER = {
     "mlp.linear_fc2.weight": ((HIDDEN, FFN), 1, False),
 }
 
-
 EXPERTS = 4
-
 
 # Layers of experts have these instead of an MLP; each expert has what `EXPERT` says.
 ROUTER = {"mlp.router.weight": ((EXPERTS, HIDDEN), None, False)}
 
-
 EXPERT = {name.removeprefix("mlp."): how for name, how in LAYER.items() if name.startswith("mlp.")}
-
 
 AT_TARGET = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -197,37 +191,23 @@ class Model:
     def flat_buffers(self, chunks: list[dict[str, Parameter]], rank: int) -> dict[Any, Any]:
         found: dict[Any, Any] = {"buckets_coalesced": True}
         for number, chunk in enumerate(chunks):
-            buckets: list[list[torch.Tensor]] = [[]]
-            inside = 0
+            starts: dict[str, int] = {}
+            bucket = inside = 0
             for key, parameter in reversed(chunk.items()):
-                alone = self.pp > 1 and parameter is self.outer[EMBEDDING]
                 inside += -inside % 64
+                alone = self.pp > 1 and parameter is self.outer[EMBEDDING]
                 if alone and inside:
-                    buckets.append([])
-                    inside = 0
-                size = parameter.part(parameter.model, rank, self.tp).numel()
-                buckets[-1].append((key, inside, size))  # type: ignore[arg-type]
-                inside += size
+                    bucket, inside = bucket + inside, 0
+                starts[key] = bucket + inside
+                inside += parameter.part(parameter.model, rank, self.tp).numel()
                 if alone:
-                    buckets.append([])
-                    inside = 0
-            tensors: dict[str, Any] = {}
+                    bucket, inside = bucket + inside, 0
+            tensors: dict[str, Any] = {"numel_unpadded": bucket + inside}
             for name, state in (("param", "main"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-                flats = []
-                for at, bucket in enumerate(buckets):
-                    if not bucket:
-                        continue
-                    key, start, size = bucket[-1]
-                    # What comes behind the last one is its alignment, where a bucket ends because of the next.
-                    end = start + size
-                    end += -end % 64 if at + 1 < len(buckets) and buckets[at + 1] and at == 0 and self.pp > 1 else 0
-                    flat = torch.zeros(end)
-                    for key, start, size in bucket:
-                        part = chunk[key].part(chunk[key].states[state], rank, self.tp)
-                        flat[start : start + size] = part.reshape(-1).float()
-                    flats.append(flat)
-                tensors[name] = torch.cat(flats)
-            tensors["numel_unpadded"] = tensors["param"].numel()
+                tensors[name] = torch.zeros(bucket + inside)
+                for key, start in starts.items():
+                    part = chunk[key].part(chunk[key].states[state], rank, self.tp)
+                    tensors[name][start : start + part.numel()] = part.reshape(-1).float()
             found[number] = {(self.dtype, torch.float32): tensors}
         return found
 

@@ -1,7 +1,7 @@
 """What families share: settings of a `config.json` and of Megatron's arguments, and rows of their tables.
 
 Both come from files that are not trusted: each number is checked before it is used. What Megatron-Core has no layer
-for is refused in both directions.
+for is refused. The other direction only translates: `compare_settings` translates what it gives back, and compares.
 """
 
 from __future__ import annotations
