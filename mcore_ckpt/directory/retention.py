@@ -221,10 +221,7 @@ def _reason_to_keep(
     if _half_removed(storage_at(checkpoint.path)):
         return None
     if newest.lowest is None:
-        if not newest.by_time:
-            return "no checkpoint is complete"
-        said = "is no complete checkpoint" if keep_last == 1 else f"are no {keep_last} complete checkpoints"
-        return f"there {said}, counted down from iteration {newest.head}, which was saved last"
+        return f"not {keep_last} checkpoints are complete, counted down from the one that was saved last, {newest.head}"
     if checkpoint.iteration > newest.head:
         return f"its number is above that of the last save, {newest.head}"
     if checkpoint.iteration in newest.by_time:

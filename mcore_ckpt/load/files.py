@@ -150,8 +150,7 @@ def items_by_file(index: CheckpointIndex) -> dict[str, dict[tuple[int, int], str
 def _described(index: CheckpointIndex) -> Iterator[tuple[StoredItem, str | _Row]]:
     for fqn, entry in index.tensors.items():
         for chunk in entry.chunks:
-            row = _Row(fqn, entry.dtype, entry.shape, chunk.offsets, chunk.sizes)
-            yield chunk.item, fqn if chunk.item.transforms else row
+            yield chunk.item, _Row(fqn, entry.dtype, entry.shape, chunk.offsets, chunk.sizes)
     for fqn, stored in index.objects.items():
         yield stored.item, fqn
 
