@@ -60,19 +60,14 @@ def _refuse(extensions: Iterable[Any]) -> None:
         raise OptionError("stream transforms (`_extensions`) are not supported; save with DCP's own FileSystemWriter")
 
 
-def items_of(metadata: Metadata) -> Counter[MetadataIndex]:
-    """Every item that the metadata promises: the chunks of its tensors, and its objects."""
-    items: Counter[MetadataIndex] = Counter()
+def compare_items(metadata: Metadata, written: Counter[MetadataIndex], path: str) -> None:
+    """Raise `SaveError` unless each item that the metadata promises was written once, and nothing else."""
+    planned: Counter[MetadataIndex] = Counter()
     for key, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, BytesStorageMetadata):
-            items[MetadataIndex(key)] += 1
+            planned[MetadataIndex(key)] += 1
         else:
-            items.update(MetadataIndex(key, chunk.offsets) for chunk in stored.chunks)
-    return items
-
-
-def compare_items(planned: Counter[MetadataIndex], written: Counter[MetadataIndex], path: str) -> None:
-    """Raise `SaveError` unless each planned item was written once, and nothing else."""
+            planned.update(MetadataIndex(key, chunk.offsets) for chunk in stored.chunks)
     missing, excess = planned - written, written - planned
     if missing or excess:
         examples = ", ".join(f"{index.fqn} at {index.offset}" for index in list(chain(missing, excess))[:5])
@@ -411,7 +406,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         if target is None:
             raise SaveError(f"{self.path}: this save was given up; nothing of it is published")
         written = list(chain.from_iterable(results))
-        compare_items(items_of(metadata), Counter(result.index for result in written), str(self.path))
+        compare_items(metadata, Counter(result.index for result in written), str(self.path))
         metadata.version = _DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for result in written}
         metadata.storage_meta = self.storage_meta()
