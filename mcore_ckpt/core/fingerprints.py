@@ -7,8 +7,7 @@ the same sums of rows: each byte is summed once. (`crc32_combine` is Mark Adler'
 Kadatch and Jenkins', "Everything we know about CRC but afraid to forget", 2010.)
 
 The fingerprint of a state has 128 bits: four words, each the XOR over its tensors of their CRC-32 times one word of a
-hash of key, dtype and shape, plus another. So ranks put it together by one XOR of 16 bytes, and no rank needs a list of
-the tensors. Without torch.
+hash of key, dtype and shape, plus another. Without torch.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from mcore_ckpt.core.errors import OptionError
 
 _Words = npt.NDArray[np.uint32]
 _WORDS: Final = 4
-_ZERO: Final = (0,) * _WORDS
 _ONE: Final = np.uint32(shift_factor(0))
 # Short rows so close together are summed with zeros between: a call for each takes as long as 3 KB of zeros.
 _PADDED_BYTES: Final = 2048
@@ -100,18 +98,6 @@ class StateFingerprint:
             raise OptionError("a fingerprint without the names of its tensors names none that differ: ask for names")
         keys = dict.fromkeys((*self.tensors, *other.tensors))
         return [key for key in keys if self.tensors.get(key) != other.tensors.get(key)]
-
-
-class StateWords(NamedTuple):
-    """The four words of a state's fingerprint, or of a part of it; parts are added by XOR."""
-
-    words: tuple[int, ...] = _ZERO
-
-    def __xor__(self, other: StateWords) -> StateWords:
-        return StateWords(tuple(a ^ b for a, b in zip(self.words, other.words, strict=True)))
-
-    def __str__(self) -> str:
-        return "".join(f"{word:08x}" for word in self.words)
 
 
 def part_of(content: Any, shape: Sequence[int], box: Box, elem_bytes: int) -> int:
@@ -292,30 +278,15 @@ def products(crcs: _Words, factors: _Words) -> _Words:
     return result
 
 
-def state_words(parts: Iterable[tuple[str, str, tuple[int, ...], int, bool]]) -> StateWords:
-    """The words of a state, or of the part of it that one rank holds.
-
-    Args:
-        parts: key, dtype, global shape, XOR of the parts of its CRC-32; and whether the tensor's first element is
-            among them (of tensors without elements one rank says so), for which its constant is added.
-    """
-    factors, constants, crcs = [], [], []
-    for key, dtype, shape, crc, is_first in parts:
-        factor, constant = _hash_words(key, dtype, shape)
-        factors.append(factor)
-        constants.append(constant if is_first else _ZERO)
-        crcs.append(crc)
-    if not crcs:
-        return StateWords()
-    sums = _products(np.array(factors, np.uint32), np.array(crcs, np.uint32)[:, None])
-    words = np.bitwise_xor.reduce(sums ^ np.array(constants, np.uint32), axis=0)
-    return StateWords(tuple(words.tolist()))
-
-
 def state_of(tensors: Mapping[str, TensorFingerprint], diverged: Sequence[DivergedReplica] = ()) -> StateFingerprint:
     """The fingerprint of a state from those of its tensors by key."""
-    total = state_words((key, *tensor, True) for key, tensor in tensors.items())
-    return StateFingerprint(str(total), tensors, tuple(diverged))
+    words = np.zeros(_WORDS, np.uint32)
+    if tensors:
+        hashed = [_hash_words(key, tensor.dtype, tensor.shape) for key, tensor in tensors.items()]
+        factors, constants = (np.array(column, np.uint32) for column in zip(*hashed, strict=True))
+        crcs = np.array([tensor.crc32 for tensor in tensors.values()], np.uint32)
+        words = np.bitwise_xor.reduce(_products(factors, crcs[:, None]) ^ constants, axis=0)
+    return StateFingerprint("".join(f"{word:08x}" for word in words.tolist()), tensors, tuple(diverged))
 
 
 def _hash_words(key: str, dtype: str, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -245,7 +245,7 @@ class SaveOptions:
         compare_replicas: compare the replicas of tensors that ranks hold (data-parallel ranks, tied weights) with those
             that are saved: `"always"` all, `"sample"` one in 16, which depend on the save, `"off"` none. Each rank
             sums its own before the call returns, so training waits longer. Rank 0 warns of each that differs, before
-            the checkpoint is published.
+            the checkpoint is published. (Replicas of objects are compared by every save.)
         trace_path: directory for Chrome trace files, one for each rank and save, to see what a save waits for; None
             writes none.
     """

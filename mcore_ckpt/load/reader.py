@@ -19,7 +19,7 @@ import math
 import operator
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeGuard
@@ -249,11 +249,13 @@ class FileSystemReader(StorageReader):
         )
 
     @without_modes()
-    def read_objects(self, fqns: Iterable[str]) -> dict[str, Any]:
-        """Stored objects by key; those that lie together are read together. Raises as `read_object`."""
+    def read_objects(self, fqns: Iterable[str], version: Callable[[str, bytes], bytes] | None = None) -> dict[str, Any]:
+        """Stored objects by key; those that lie together are read together. Raises as `read_object`. `version`: makes
+        of key and record of each what is unpickled.
+        """
         keys = list(dict.fromkeys(fqns))
         loaded = {
-            entry.fqn: self._unpickled(entry.fqn, content)
+            entry.fqn: self._unpickled(entry.fqn, content if version is None else version(entry.fqn, content))
             for entry, content in self._object_contents(self._object_entry(fqn) for fqn in keys)
         }
         return {fqn: loaded[fqn] for fqn in keys}

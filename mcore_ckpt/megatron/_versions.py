@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from mcore_ckpt.core.errors import CheckpointError, SaveError, UnsupportedMegatronError
+from mcore_ckpt.format.versions import version_of
 
 # The one list: scripts/test_matrix.sh reads this line, and a test compares it with README and docs/megatron.md.
 TESTED_VERSIONS = ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
@@ -248,6 +249,22 @@ def quantized_test() -> Callable[[Any], bool] | None:
     # The second is the name to 0.13.
     has_class = getattr(module, "HAVE_TE_FP8_TENSOR_CLASS", False) or getattr(module, "HAVE_TE_FLOAT8TENSOR", False)
     return module.is_float8tensor if has_class else None
+
+
+def parallel_layout() -> str:
+    """Sizes of the job and its parallel groups: where they are the same, a rank holds what that of its number did."""
+    groups: Any = sys.modules.get("megatron.core.parallel_state")
+    sizes = [("world", dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)]
+    if groups is not None and groups.model_parallel_is_initialized():
+        names = "tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor"
+        found = [(name, getattr(groups, f"get_{name}_parallel_world_size", None)) for name in names]
+        sizes += [(name, size()) for name, size in found if size is not None]
+    return ", ".join(f"{name} {size}" for name, size in sizes)
+
+
+def own_version(_: str, content: bytes) -> bytes:
+    """Of the record of an object, that of the version which this rank has saved, or of the main one."""
+    return version_of(content, parallel_layout(), dist.get_rank() if dist.is_initialized() else 0)
 
 
 def strategy_base(kind: Literal["Save", "Load"]) -> Any:

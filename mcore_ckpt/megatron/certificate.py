@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import io
 import logging
 import math
 import os
@@ -43,14 +42,16 @@ from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, parse_shadow_key
 from mcore_ckpt.format.metadata_read import METADATA_FILE
+from mcore_ckpt.format.versions import layout_of_versions
 from mcore_ckpt.load.checks import global_shape
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import FileSystemReader, read_shards
 from mcore_ckpt.megatron._joint_calls import metadata_version
-from mcore_ckpt.megatron._versions import is_first_rank, patches
+from mcore_ckpt.megatron._versions import is_first_rank, own_version, parallel_layout, patches
 from mcore_ckpt.megatron.serialization import load_common, noted_of_resume
 from mcore_ckpt.state.shards import is_main_replica, is_sharded_object, leaves, local_box, part_of_shard, shards_of
 from mcore_ckpt.state.torch_classes import PLAIN, dtype_name
+from mcore_ckpt.state.values import first_difference, unequal
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of("mcore_ckpt")
@@ -60,7 +61,7 @@ _SHOWN: Final = 10
 _SCRATCH_BYTES: Final = 64 * 1024 * 1024
 _WHAT: Final = "certify the state that was resumed"
 # Of the common state: what jobs may change, or what says how it was saved.
-_NOT_STATE: Final = ("args", "content_metadata", "checkpoint_version", "params")
+_NOT_STATE: Final = ("args", "content_metadata", "checkpoint_version")
 _COUNTED: Final = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 # What `--override-opt-param-scheduler` sets.
 _SCHEDULED: Final = tuple(
@@ -219,6 +220,7 @@ def _certificate(
         (len(stored) - chosen, "tensor", f"one in {_SAMPLE} is"),
         (counts["unlike"], "tensor", "of another dtype, shape or class"),
         (counts["rewritten"], "object", "written in another way by its module"),
+        (counts["elsewhere"], "object", "in a version of this rank: these are of another layout"),
         (len(found.absent), "tensor", f"not in the checkpoint: {names}"),
         (max(0, tensors), "tensor", why := ", ".join(reasons) or "not requested"),
         (max(0, objects), "object", why),
@@ -308,7 +310,7 @@ def _read_differences(shards: Iterable[Any], reader: FileSystemReader, rank: int
             one.data = torch.empty(tuple(one.data.shape), dtype=one.data.dtype, device="cpu")
         read_shards(reader, stored)
         for one, shard in zip(stored, batch, strict=True):
-            if (found := _first_difference(one.data, shard.data)) is not None:
+            if (found := first_difference(one.data, shard.data)) is not None:
                 number, expected, got, more = found
                 stretch = getattr(shard, "flattened_range", None)
                 number += stretch.start if stretch else 0
@@ -316,20 +318,6 @@ def _read_differences(shards: Iterable[Any], reader: FileSystemReader, rank: int
                 at = [int(a) + b for a, b in zip(inside, shard.global_offset, strict=False)]
                 which = "" if is_main_replica(shard) else f" (replica {shard.replica_id})"
                 yield Difference("tensor", rank, shard.key, f"{at}{which}", expected, f"{got}{more}")
-
-
-def _first_difference(expected: torch.Tensor, got: torch.Tensor) -> tuple[int, str, str, str] | None:
-    """Number of the first element in which two tensors of one dtype and number of elements differ by a bit, both there,
-    and how many more do.
-    """
-    pair = [one.detach().cpu().contiguous().reshape(-1) for one in (expected, got)]
-    first, second = (one.view(torch.uint8).view(-1, max(1, one.element_size())) for one in pair)
-    if torch.equal(first, second):
-        return None
-    differing = (first != second).any(1).nonzero().view(-1)
-    number = int(differing[0])
-    more = f", and {len(differing) - 1} more elements differ" if len(differing) > 1 else ""
-    return number, repr(pair[0][number].item()), repr(pair[1][number].item()), more
 
 
 def _of_weights(
@@ -340,7 +328,7 @@ def _of_weights(
         is_plain = type(weight) in PLAIN and type(master) in PLAIN and weight.numel() == master.numel()
         if not is_plain or not chosen(f"weight {number}"):
             continue
-        found = _first_difference(master.detach().to(weight.dtype), weight)
+        found = first_difference(master.detach().to(weight.dtype), weight)
         if found is not None:
             at, expected, got, more = found
             key = next((shard.key for shard in shards if _lies_in(weight, shard.data)), f"number {number}")
@@ -375,17 +363,21 @@ def _of_objects(
 ) -> Iterator[Difference]:
     """What differs in objects and in the common state."""
     held: dict[str, list[Any]] = {}
+
+    def version(key: str, content: bytes) -> bytes:
+        if any(map(is_main_replica, held[key])) and layout_of_versions(content) not in (None, parallel_layout()):
+            counts["elsewhere"] += 1
+        return own_version(key, content)
+
     for leaf in leaves(state):
         if is_sharded_object(leaf) and leaf.unique_key in reader.index.objects:
             held.setdefault(leaf.unique_key, []).append(leaf)
-    stored, common = reader.read_objects(held), load_common(directory, reader.options)
+    stored, common = reader.read_objects(held, version), load_common(directory, reader.options)
     job, saved = (one.get("args") if isinstance(one, dict) else None for one in (state, common))
     ignored = _SCHEDULED if getattr(job, "override_opt_param_scheduler", False) else ()
     for key, of_key in held.items():
         values = stored[key] if isinstance(stored[key], list) else [stored[key]]
-        found = [
-            one for leaf, value in zip(of_key, values, strict=False) for one in _unequal(value, leaf.data, ignored)
-        ]
+        found = [one for leaf, value in zip(of_key, values, strict=False) for one in unequal(value, leaf.data, ignored)]
         is_rewritten = bool(found) and "_extra_state" in key  # Transformer Engine pickles it each time
         counts["rewritten" if is_rewritten else "objects"] += any(map(is_main_replica, of_key))
         if not is_rewritten:
@@ -395,63 +387,7 @@ def _of_objects(
         pairs = {key: (value, state[key]) for key, value in common.items() if key in state and key not in _NOT_STATE}
         pairs |= {f"args.{name}": (getattr(saved, name), getattr(job, name)) for name in names}
         for key, pair in pairs.items():
-            yield from (Difference("common state", rank, key, *one) for one in _unequal(*pair, ignored))
-
-
-def _unequal(stored: Any, held: Any, ignored: tuple[str, ...] = (), where: str = "") -> Iterator[tuple[str, str, str]]:
-    """Path, stored value and held value, of what differs in all that is stored."""
-    if hasattr(held, "unwrap") or hasattr(held, "replica_id"):  # what is local to the rank, or compared as a shard
-        return
-    if isinstance(stored, dict) and isinstance(held, dict):
-        for key, value in stored.items():
-            if key in ignored or key in _NOT_STATE:
-                continue
-            if key in held:
-                yield from _unequal(value, held[key], ignored, f"{where}[{key!r}]")
-            else:
-                yield f"{where}[{key!r}]", _shown(value), "nothing"
-    elif isinstance(stored, (list, tuple)) and isinstance(held, (list, tuple)):
-        if where.endswith("['param_groups']"):  # the order of groups is a rank's own
-            yield from _unequal_groups(stored, held, where, ignored)
-        elif len(stored) != len(held):
-            yield where, f"{len(stored)} values", f"{len(held)}"
-        else:
-            pairs = enumerate(zip(stored, held, strict=True))
-            found = (list(_unequal(value, own, ignored, f"{where}[{number}]")) for number, (value, own) in pairs)
-            yield from next(filter(None, found), ())  # those of a generator may differ in hundreds of numbers
-    elif not _is_equal(stored, held):
-        yield where, _shown(stored), _shown(held)
-
-
-def _unequal_groups(stored: Any, held: Any, where: str, ignored: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
-    for number, group in enumerate(held):
-        found = [list(_unequal(one, group, ignored, f"{where}[{number}]")) for one in stored]
-        if found and all(found):
-            yield from min(found, key=len)
-
-
-def _is_equal(stored: Any, held: Any) -> bool:
-    if isinstance(stored, torch.Tensor) and isinstance(held, torch.Tensor):
-        alike = stored.dtype == held.dtype and stored.shape == held.shape
-        return alike and _first_difference(stored, held) is None
-    if isinstance(stored, np.ndarray) and isinstance(held, np.ndarray):
-        return stored.dtype == held.dtype and stored.shape == held.shape and stored.tobytes() == held.tobytes()
-    if isinstance(stored, io.BytesIO) and isinstance(held, io.BytesIO):
-        return stored.getvalue() == held.getvalue()
-    if type(stored) is type(held) and "__eq__" not in vars(type(stored)) and hasattr(stored, "__dict__"):
-        return not any(_unequal(vars(stored), vars(held)))
-    try:
-        return bool(stored == held) or (stored != stored and held != held)  # (NaN)
-    except (TypeError, ValueError, RuntimeError):
-        return False
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        content = np.ascontiguousarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-        return f"{value.dtype}{list(value.shape)} with CRC-32 {crc32(content.tobytes()):08x}"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+            yield from (Difference("common state", rank, key, *one) for one in unequal(*pair, ignored))
 
 
 # --- Megatron-LM's load_checkpoint ------------------------------------------------------------------------------------

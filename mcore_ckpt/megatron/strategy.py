@@ -55,6 +55,8 @@ from mcore_ckpt.megatron._versions import (
     is_first_rank,
     mapping,
     megatron_module,
+    own_version,
+    parallel_layout,
     quantized_test,
     replaced_load_planner,
     sharded_tensor_of,
@@ -198,6 +200,7 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
             is_async=is_async,
             bucket_writer=_replaced_bucket_writer(),
             validation=noted_validation(),
+            layout=parallel_layout(),
             has_common_file=not differences().common_state_is_an_object,
         )
         transaction = begin_save(sharded_state_dict, request, coordination_group(), self._structure)
@@ -453,7 +456,8 @@ def _load(reader: FileSystemReader, sharded_state_dict: dict[str, Any]) -> dict[
         with reader.conversions.of_one_load(), reader.files_stay_open():
             _read(reader, plain)
             read_quantized(partial(_read, reader), quantized)
-            objects = _ObjectsInTurn(reader.read_objects(leaf.unique_key for leaf in wanted if is_sharded_object(leaf)))
+            keys = (leaf.unique_key for leaf in wanted if is_sharded_object(leaf))
+            objects = _ObjectsInTurn(reader.read_objects(keys, own_version))
     except LoadError as error:
         if advice := advice_on(reader.path, reader.index, [leaf for leaf in wanted if is_sharded_tensor(leaf)]):
             error.args = (f"{error}{advice}",)

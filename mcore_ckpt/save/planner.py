@@ -38,6 +38,7 @@ from mcore_ckpt.save.buckets import (
     lay_out_rank,
 )
 from mcore_ckpt.save.plan_check import ReplicaCheck, global_plan
+from mcore_ckpt.save.versions import Digests, differing, digests_of, keep_versions, merged
 from mcore_ckpt.state.plan_check import Accesses
 from mcore_ckpt.state.shards import StoredForm, main_replicas, stored_form
 from mcore_ckpt.state.torch_classes import (
@@ -78,12 +79,13 @@ NOTHING: Final = Described((), [], [], ())
 
 class RankState(NamedTuple):
     """One rank's part of a save: tensors (detached, unless they are read by address), objects by key in serialized
-    form, and the tensors as the checkpoint will know them.
+    form, and the tensors as the checkpoint will know them; and the objects that another rank saves.
     """
 
     tensors: list[torch.Tensor]
     objects: list[tuple[str, memoryview]]
     described: Described
+    replicas: Sequence[tuple[str, memoryview]] = ()
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -105,18 +107,21 @@ def collect(sharded_state_dict: Any, known: Described) -> RankState:
     """What this rank writes of a nested dict/list of Megatron's sharded tensors and objects. `PlanError`: a shard has
     no data, or data that cannot be its own; serializing an object may raise anything.
     """
-    shards, sharded_objects = main_replicas(sharded_state_dict)
+    shards, sharded_objects, other_objects = main_replicas(sharded_state_dict)
     # Asked for once: data may be made when they are asked for, and then the next ones are others.
     tensors = [shard.data for shard in shards]
     described = _described(shards, tensors, known)
     if 0 in described.pointers:
         pairs = zip(tensors, described.pointers, strict=True)
         tensors = [tensor if pointer else tensor.detach() for tensor, pointer in pairs]
+    return RankState(tensors, _serialized(sharded_objects), described, _serialized(other_objects))
+
+
+def _serialized(sharded_objects: Sequence[Any]) -> list[tuple[str, memoryview]]:
     objects: dict[str, list[Any]] = {}
     for leaf in sharded_objects:
         objects.setdefault(leaf.unique_key, []).append(leaf.data)
-    serialized = [(key, memoryview(serialize_objects(values).getvalue())) for key, values in objects.items()]
-    return RankState(tensors, serialized, described)
+    return [(key, memoryview(serialize_objects(values).getvalue())) for key, values in objects.items()]
 
 
 def _fields(shards: Sequence[Any]) -> tuple[list[Any], ...]:
@@ -259,6 +264,7 @@ class SaveRequest:
     is_async: bool = False  # take a snapshot, which another process writes during training
     bucket_writer: BucketWriter | None = None  # writes the buckets instead of this package, before the call returns
     validation: Validation | None = None  # what is to be checked besides the plan
+    layout: str = ""  # of the job, as text: where it is the same, ranks of the same number hold the same
     has_common_file: bool = False  # the common state is a file: no object may have the key that it has where it is none
 
 
@@ -317,7 +323,7 @@ class SavePlan:
 class Proposal(NamedTuple):
     """What ranks say ahead of a save: the plan that they can use, by the id of the save that made it, empty if there is
     none or there are several; whether the save is to be left out; where it is to be copied to; digests of the common
-    state; the name of its directory.
+    state; the name of its directory; digests of objects.
     """
 
     plan: bytes
@@ -325,6 +331,7 @@ class Proposal(NamedTuple):
     second_tiers: frozenset[str | None]
     common: frozenset[bytes | None]
     names: frozenset[str]
+    objects: Digests
 
     def merged(self, other: Proposal) -> Proposal:
         """Of both."""
@@ -334,6 +341,7 @@ class Proposal(NamedTuple):
             self.second_tiers | other.second_tiers,
             self.common | other.common,
             self.names | other.names,
+            merged(self.objects, other.objects),
         )
 
     def settle(self, open_directory: Callable[[], bytes]) -> Agreement | None:
@@ -354,7 +362,11 @@ class Proposal(NamedTuple):
                 "the access integrity is to be validated on some ranks of the save, and not on others: pass "
                 "validate_access_integrity alike on all"
             )
-        return None if self.left_out else Agreement(self.plan, open_directory(), len(self.common) > 1)
+        return (
+            None
+            if self.left_out
+            else Agreement(self.plan, open_directory(), len(self.common) > 1, differing(self.objects))
+        )
 
 
 class Agreement(NamedTuple):
@@ -363,6 +375,7 @@ class Agreement(NamedTuple):
     plan: bytes
     save_id: bytes
     common_differs: bool  # between ranks, the state that all should have alike
+    objects_differ: frozenset[bytes]  # between ranks that hold replicas of them: hashes of their keys
 
 
 def agree(
@@ -386,7 +399,8 @@ def agree(
         plan = structure.laid_out_in if _fits(structure, state.value(), group, request) else b""
         common = None if validation is None else validation.common_digest
         tier, name = request.options.drain_to, request.directory.absolute().name
-        return Proposal(plan, left_out, frozenset([tier]), frozenset([common]), frozenset([name]))
+        objects = digests_of([*state.value().objects, *state.value().replicas])
+        return Proposal(plan, left_out, frozenset([tier]), frozenset([common]), frozenset([name]), objects)
 
     settle = partial(Proposal.settle, open_directory=open_directory)
     agreed = group.run_merged("prepare the save", propose, Proposal.merged, settle, wrap=SaveError)
@@ -394,6 +408,13 @@ def agree(
         return None
     if agreed.common_differs and validation is not None and validation.compare_common is not None:
         validation.compare_common(group)
+    if agreed.objects_differ:
+        own, what = state.value(), str(request.directory)
+        kept = keep_versions(agreed.objects_differ, own.objects, own.replicas, request.layout, group, what)
+        state = Outcome(own._replace(objects=kept))
+        is_longer = not _fits(structure, state.value(), group, request)
+        if group.any("plan the kept objects", is_longer, wrap=SaveError):
+            agreed = agreed._replace(plan=b"")
     if agreed.plan and structure.layout is not None:
         return SavePlan(structure.layout, structure.planned, agreed.save_id, reused=True), state.value()
     structure.layout = structure.planned = structure.accesses = None

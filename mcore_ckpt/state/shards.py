@@ -124,13 +124,16 @@ def leaves_by_kind(tree: object) -> tuple[list[Any], list[Any]]:
     return list(compress(found, are_tensors)), list(compress(found, map(operator.not_, are_tensors)))
 
 
-def main_replicas(tree: object) -> tuple[list[Any], list[Any]]:
-    """Sharded tensors and sharded objects of a nested dict/list that this rank writes (`is_main_replica`), in order."""
+def main_replicas(tree: object) -> tuple[list[Any], list[Any], list[Any]]:
+    """Sharded tensors and sharded objects of a nested dict/list that this rank writes (`is_main_replica`), in order;
+    and the objects that it does not write.
+    """
+    of_kinds = leaves_by_kind(tree)
     tensors, objects = (
         [leaf for leaf in of_kind if (type(leaf.replica_id) is int and leaf.replica_id == 0) or is_main_replica(leaf)]
-        for of_kind in leaves_by_kind(tree)
+        for of_kind in of_kinds
     )
-    return tensors, objects
+    return tensors, objects, [leaf for leaf in of_kinds[1] if not is_main_replica(leaf)]
 
 
 def replace_leaves(tree: Any, replacement: Callable[[Any], Any]) -> Any:

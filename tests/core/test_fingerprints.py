@@ -16,13 +16,11 @@ from mcore_ckpt.core.boxes import Box, Stretch, runs
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.fingerprints import (
     StateFingerprint,
-    StateWords,
     TensorFingerprint,
     part_of,
     part_of_elements,
     part_of_run,
     state_of,
-    state_words,
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
@@ -71,22 +69,8 @@ def test_stretches_of_a_flattened_tensor_do_too(shape: list[int], cuts: list[int
     assert total == from_runs == zlib.crc32(whole)
 
 
-def test_parts_of_ranks_add_up_to_the_state() -> None:
-    tensors = {f"layer.{n}.weight": TensorFingerprint("bfloat16", (n, 4), 0x1234567 * n) for n in range(9)}
-    whole = state_of(tensors)
-    words = StateWords()
-    for rank in range(3):
-        held = []
-        for n, (key, (dtype, shape, crc)) in enumerate(tensors.items()):
-            part = (0xABCDEF << n) & 0xFFFFFFFF  # what the first rank holds of it; the second has the rest
-            if rank < 2:
-                held.append((key, dtype, shape, part if rank else part ^ crc, rank == n % 2))
-        words ^= state_words(held)
-    assert str(words) == whole.total
-    assert state_of({}).total == "0" * 32
-
-
 def test_keys_dtypes_shapes_and_bytes_all_count() -> None:
+    assert state_of({}).total == "0" * 32
     base = {"a": TensorFingerprint("float32", (2, 3), 5), "b": TensorFingerprint("float32", (2, 3), 6)}
     others = [
         {"a": base["b"], "b": base["a"]},
@@ -108,7 +92,7 @@ def test_keys_dtypes_shapes_and_bytes_all_count() -> None:
 def test_the_vectors_on_the_page() -> None:
     page = PAGE.read_text()
     page = page[page.index("## Fingerprints") :]
-    rows = re.findall(r"^\| `([^`]+)` \| (\w+) \| \[([\d, ]*)\] \| ([^|]+) \| `([0-9a-f]{8})` \|$", page, re.MULTILINE)
+    rows = re.findall(r"^    (\S+) +(\w+) +\[([\d, ]*)\] +(.+?) +([0-9a-f]{8})$", page, re.MULTILINE)
     assert len(rows) >= 4
     tensors = {}
     for key, dtype, sizes, elements, crc in rows:

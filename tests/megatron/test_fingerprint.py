@@ -62,7 +62,7 @@ def train_and_save(rank: int, path: Path) -> Any:
 
 
 def load_and_take(rank: int, path: Path, layouts: dict[str, Parallel]) -> dict[str, Found]:
-    """The fingerprint after a load under each layout; and what is said of faults that only the last rank has."""
+    """The fingerprint after a load under each layout; and what is said of a replica that only the last rank has."""
     dist_checkpointing = _prepared()
     last = torch.distributed.get_world_size() - 1
     found = {}
@@ -71,21 +71,8 @@ def load_and_take(rank: int, path: Path, layouts: dict[str, Parallel]) -> dict[s
         training.load(dist_checkpointing.load(training.sharded_state_dict(is_loading=True), str(path)))
         loaded = _taken(training.sharded_state_dict())
         found[name] = {"loaded": loaded}
-        parameters = dict(training.model[0].module.named_parameters())
-        key = next(key for key in parameters if key.endswith("linear_fc2.weight"))
-        weight, norm = parameters[key], parameters[key.replace("mlp.linear_fc2.weight", "input_layernorm.weight")]
-        if rank == last:
-            weight.data.view(-1)[3].mul_(-1)  # one bit
-        found[name]["flipped"] = loaded.differing(_taken(training.sharded_state_dict())), key
-        if rank == last:
-            weight.data.view(-1)[3].mul_(-1)
-        if layout.tensor == 2:
-            parts = [torch.empty_like(weight.data, dtype=torch.float32) for _ in range(2)]
-            torch.distributed.all_gather(parts, weight.data.float())
-            mine = weight.data.clone()
-            weight.data.copy_(parts[1 - rank])
-            found[name]["swapped"] = loaded.differing(_taken(training.sharded_state_dict()))
-            weight.data.copy_(mine)
+        parameters = training.model[0].module.named_parameters()
+        norm = next(weight for key, weight in parameters if key.endswith("input_layernorm.weight"))
         if layout.pipeline == 1:  # all ranks have a replica
             held = norm.data.clone()
             if rank == last:
@@ -127,19 +114,10 @@ def test_a_gpt_has_one_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture
     for by_rank in run_pretending_ranks(load_and_take, 2, resharded, layouts, deadline_s=300):
         for name, found in by_rank.items():
             assert found["loaded"] == stored, name
-            _check_faults(found, name)
+            _check_faults(found)
 
 
-def _check_faults(found: Found, name: str) -> None:
-    flipped, key = found["flipped"]
-    if name == "tp":
-        assert [one.rpartition("layers.")[2].rpartition("mlp")[2] for one in flipped] == [".linear_fc2.weight"], key
-    else:
-        assert len(flipped) == 1
-        assert flipped[0].endswith("mlp.linear_fc2.weight")
-    if "swapped" in found:
-        assert len(found["swapped"]) == 1
-        assert found["swapped"][0].endswith("mlp.linear_fc2.weight")
+def _check_faults(found: Found) -> None:
     if "diverged" in found:
         same_total, named = found["diverged"]
         assert same_total

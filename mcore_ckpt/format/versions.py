@@ -1,0 +1,68 @@
+"""Versions of an object: what ranks hold that claim to hold a replica of it, though theirs is another.
+
+Stock saves the main one alone, which all of these ranks get at a load. Here the others lie in the record of the main
+one: that is a zip archive, and its readers, stock's among them, pass by members that they do not know.
+
+    archive/mcore_ckpt/ranks.json   {"layout": of the job, "ranks": {"1": 0, "3": 1}}: which rank had which version
+    archive/mcore_ckpt/0            a version as `torch.save` makes it; stored, not compressed
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from mcore_ckpt.core.errors import CorruptCheckpointError
+
+_FOLDER: Final = "archive/mcore_ckpt/"
+_RANKS: Final = f"{_FOLDER}ranks.json"
+_MARK: Final = _RANKS.encode()
+
+
+def with_versions(content: bytes, layout: str, ranks: Mapping[int, int], versions: Sequence[bytes]) -> bytes:
+    """The record of an object, with other versions of it. `ranks`: for each that has one, which; `layout`: of the job,
+    under which alone the numbers of ranks mean something.
+    """
+    stream = io.BytesIO(content)
+    with zipfile.ZipFile(stream, "a") as archive:
+        archive.writestr(_RANKS, json.dumps({"layout": layout, "ranks": dict(ranks)}))
+        for number, version in enumerate(versions):
+            archive.writestr(f"{_FOLDER}{number}", version)
+    return stream.getvalue()
+
+
+def layout_of_versions(content: bytes) -> str | None:
+    """Of which layout ranks had versions of an object; None where its record has the main one alone."""
+    found = _told(content)
+    return None if found is None else found[0]
+
+
+def version_of(content: bytes, layout: str, rank: int) -> bytes:
+    """The record of a rank's own version; the main one, if it has none, or if the job has another layout. Raises
+    `CorruptCheckpointError`.
+    """
+    found = _told(content)
+    number = None if found is None or found[0] != layout else found[1].get(str(rank))
+    if number is None:
+        return content
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            return archive.read(f"{_FOLDER}{int(number)}")
+    except (zipfile.BadZipFile, KeyError, TypeError, ValueError, NotImplementedError) as error:
+        raise CorruptCheckpointError(f"version {number!r} of an object: {error}") from error
+
+
+def _told(content: bytes) -> tuple[str, dict[str, int]] | None:
+    if _MARK not in content:
+        return None
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            if _RANKS not in archive.namelist():  # the mark is in an object's own bytes
+                return None
+            told = json.loads(archive.read(_RANKS))
+            return str(told["layout"]), dict(told["ranks"])
+    except (zipfile.BadZipFile, KeyError, TypeError, ValueError, NotImplementedError) as error:
+        raise CorruptCheckpointError(f"{_RANKS} of an object: expected versions by rank, got {error!r}") from error

@@ -1,0 +1,109 @@
+"""Objects that claim to be replicas and are not: named at the save, kept, and given back to their ranks."""
+
+from __future__ import annotations
+
+import io
+import logging
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt import CorruptCheckpointError, LoadOptions, certify
+from mcore_ckpt.format.versions import version_of, with_versions
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.megatron.trap_ranks import installed
+from tests.support.gloo_ranks import run_megatron_ranks, run_stock_ranks
+from tests.support.kept_log import kept_log
+
+pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
+
+
+def state(own: Any, rank: int) -> dict[str, Any]:
+    """Random states as Megatron-LM describes them, an object that all ranks have alike, and a tensor."""
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    return {
+        "rng_state": ShardedObject("rng_state", [own], (1, 1), (0, 0), replica_id=rank),
+        "alike": ShardedObject("alike", {"groups": ["a", "b"]}, (1,), (0,), replica_id=(0, 0, rank)),
+        "w": ShardedTensor.from_rank_offsets("w", torch.ones(4, 4), replica_id=rank),
+        "iteration": 3,
+    }
+
+
+def states_of(rank: int) -> dict[str, Any]:
+    """Ranks 1 and 3 have their own, rank 2 has that of rank 0."""
+    return {"tracker": torch.arange(4) + (rank if rank % 2 else 0), "python": (3, (rank % 2,))}
+
+
+def save_and_load(rank: int, path: Path) -> tuple[list[str], list[Any]]:
+    dist_checkpointing = installed()
+    with kept_log() as lines:
+        for name in ("first", "second"):
+            (path / name).mkdir(exist_ok=True)
+            torch.distributed.barrier()
+            dist_checkpointing.save(state(states_of(rank), rank), str(path / name))
+    loaded = [dist_checkpointing.load(state(None, rank), str(path / name))["rng_state"] for name in ("first", "second")]
+    assert not certify(state(states_of(rank), rank), path / "first", options=LoadOptions(certify="warn")).differing
+    with kept_log() as told:
+        wrong = certify(state(states_of(0), rank), path / "first", options=LoadOptions(certify="warn"))
+    assert wrong.differing == 4, told  # of two ranks, two values
+    return lines, loaded
+
+
+def load_alone(rank: int, path: Path) -> tuple[Any, list[str]]:
+    loaded = installed().load(state(None, 0), str(path))
+    with kept_log(logging.INFO) as lines:
+        certify(state(loaded["rng_state"][0], 0), path)
+    return loaded["rng_state"], lines
+
+
+def load_by_stock(rank: int, path: Path) -> Any:
+    from megatron.core import dist_checkpointing
+
+    return dist_checkpointing.load(state(None, rank), str(path), strict="raise_all")["rng_state"]
+
+
+def is_same(found: Any, rank: int) -> bool:
+    expected = states_of(rank)
+    (one,) = found
+    return bool(one["tracker"].equal(expected["tracker"]) and one["python"] == expected["python"])
+
+
+def test_each_rank_gets_its_own_object_back(tmp_path: Path) -> None:
+    told = run_megatron_ranks(save_and_load, 4, tmp_path)
+    assert all(is_same(one, rank) for rank, (_, loaded) in enumerate(told) for one in loaded)
+    lines, *others = [lines for lines, _ in told]
+    named = "1 object, of which ranks hold others than the one that is saved though they claim to hold a replica: "
+    assert len(lines) == 2
+    assert all(f"{named}rng_state/shard_0.0_1.1 on ranks 1, 3. Each version is kept" in line for line in lines)
+    assert not any(others)
+    assert verify_checkpoint(tmp_path / "first").whole
+    # Under another layout, and by stock with every key checked, all ranks get the one that was saved.
+    ((loaded, said),) = run_megatron_ranks(load_alone, 1, tmp_path / "first")
+    assert is_same(loaded, 0)
+    assert "1 object (in a version of this rank: these are of another layout)" in said[-1]
+    assert all(is_same(loaded, 0) for loaded in run_stock_ranks(load_by_stock, 4, tmp_path / "first"))
+
+
+def record(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save([value], stream)
+    return stream.getvalue()
+
+
+def test_versions_that_cannot_be_are_refused() -> None:
+    main = record("mcore_ckpt/ranks.json, archive/mcore_ckpt/ranks.json")
+    assert version_of(main, "world 2", 1) is main
+    kept = with_versions(main, "world 2", {1: 0}, [record("own")])
+    assert torch.load(io.BytesIO(kept)) == torch.load(io.BytesIO(main))
+    assert torch.load(io.BytesIO(version_of(kept, "world 2", 1))) == ["own"]
+    assert version_of(kept, "world 2", 0) == version_of(kept, "world 4", 1) == kept
+    for text in ("[]", "{}", '{"layout": "world 2", "ranks": {"1": 7}}', '{"layout": "world 2", "ranks": [[]]}', "{"):
+        stream = io.BytesIO(main)
+        with zipfile.ZipFile(stream, "a") as archive:
+            archive.writestr("archive/mcore_ckpt/ranks.json", text)
+        with pytest.raises(CorruptCheckpointError):
+            version_of(stream.getvalue(), "world 2", 1)
