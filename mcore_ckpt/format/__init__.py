@@ -5,5 +5,5 @@ Out: an index (which items, where), payloads located inside their items, the byt
 Must not know: who reads or writes, in which process, or in which order.
 
 Modules: index, index_pickle, integrity, item_layout, item_reading, metadata_read, metadata_write, safe_pickle,
-state_file, tensor_pickle, unpickler, zip_records.
+state_file, tensor_pickle, unpickler, versions, zip_records.
 """
