@@ -6,10 +6,10 @@ made again, as a save would make it, and compared with the checkpoint.
 
 **Tensors** by fingerprints: each rank sums up what it holds, and takes the stored fingerprint from its sum where it
 holds the tensor's first element. What ranks that hold one tensor tell adds up to zero if it is what was stored.
-**Replicas** count as tensors of their own, by their `replica_id`. Where it is not zero, or nothing is stored to compare
-with, ranks read those tensors again and compare each bit. **Objects** (random states, parameter groups) and the common
-state (iteration, scheduler, consumed samples) are read again by each rank. **Weights** must be what their FP32 masters
-round to.
+**Replicas** count as tensors of their own, by their `replica_id`. Where it is not zero, where ranks hold a tensor more
+than once under one `replica_id`, or nothing is stored to compare with, they read it again and compare each bit.
+**Objects** (random states, parameter groups) and the common state (iteration, scheduler, consumed samples) are read
+again by each rank. **Weights** must be what their FP32 masters round to.
 
 Megatron-LM's `load_checkpoint` ends with it (`LoadOptions.certify`); loops of one's own call `certify`.
 """
@@ -126,19 +126,24 @@ class Certificate:
         )
 
 
+# What ranks hold of a tensor, or of a replica, adds up to this if it is there once, and what is stored: the XOR of
+# CRC-32s, and how many have its first element.
+_ONCE_AS_STORED: Final = (0, 1)
+
+
 class _Found(NamedTuple):
-    """Of one rank, or of several: how often what was found, and of tensors and replicas of one name what they add."""
+    """Of one rank, or of several: how often what was found, and of tensors and replicas of one name what they add up
+    to, where that is not `_ONCE_AS_STORED`.
+    """
 
     counts: Counter[str]
     differences: tuple[Difference, ...] = ()
     absent: frozenset[str] = frozenset()
-    residues: Mapping[str, int] = {}
+    residues: Mapping[str, tuple[int, int]] = {}
 
     def merged(self, other: _Found) -> _Found:
         """Of both; ranks of `self` are lower."""
-        both = self.residues, other.residues
-        names = both[0].keys() | both[1].keys()
-        residues = {name: added for name in names if (added := both[0].get(name, 0) ^ both[1].get(name, 0))}
+        residues = _added([*self.residues.items(), *other.residues.items()])
         differences = (*self.differences, *other.differences)[:_SHOWN]
         return _Found(self.counts + other.counts, differences, self.absent | other.absent, residues)
 
@@ -263,7 +268,7 @@ def _of_tensors(
     """What shards of tensors add that are stored in the same dtype and shape: what is converted, quantized or padded
     otherwise has other bits. Those go into `compared`.
     """
-    counts, absent, residues = Counter[str](), set(), dict[str, int]()
+    counts, absent, residues = Counter[str](), set(), list[tuple[str, tuple[int, int]]]()
     for shard in shards_of(state):
         entry = index.tensors.get(shard.key)
         if parse_shadow_key(shard.key) is not None or shard.data is None:
@@ -284,12 +289,20 @@ def _of_tensors(
             counts["unstored"] += 1
         elif shard.data.numel():
             part = part_of_shard(shard.key, shard, True)
-            residues[name] = residues.get(name, 0) ^ part.crc ^ (stored if part.is_first else 0)
-    return _Found(counts, (), frozenset(absent), {name: residue for name, residue in residues.items() if residue})
+            residues.append((name, (part.crc ^ stored, 1) if part.is_first else (part.crc, 0)))
+    return _Found(counts, (), frozenset(absent), _added(residues))
+
+
+def _added(residues: Iterable[tuple[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for name, (crc, firsts) in residues:
+        known = found.get(name, (0, 0))
+        found[name] = known[0] ^ crc, known[1] + firsts
+    return {name: residue for name, residue in found.items() if residue != _ONCE_AS_STORED}
 
 
 def _named(shards: Iterable[Any], rank: int) -> Iterator[tuple[str, Any]]:
-    """Shards with the name under which what ranks hold of a tensor, or of a replica, adds up to zero."""
+    """Shards with the name under which what ranks hold of a tensor, or of a replica, is added up."""
     wholes = Counter[str]()
     for shard in shards:
         name = shard.key

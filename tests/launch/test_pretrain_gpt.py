@@ -6,11 +6,12 @@ iteration 3, ours from what stock saved and the other way round, too. Their loss
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.launch.pretrain import ROOT, launch, tracked_iteration
+from tests.launch.pretrain import ROOT, launch, megatron_lm, tracked_iteration
 from tests.launch.variants import ASYNC, Variant, assert_ours_ran, assert_whole, resumed, trained
 from tests.support.shown_launches import shown_launches
 
@@ -70,6 +71,19 @@ def test_goes_on_as_if_it_had_never_ended(variant: Variant, launches: Path) -> N
         saves = [event for event in ours.events[0] if event["event"] == "TorchDistSaveStrategy.async_save"]
         assert all(event["use_cached_ckpt_structure"] for event in saves)
         assert [event["validated_cache_reuse"] for event in saves] == [False, True, True, True, True, True]
+
+
+def test_each_rank_of_a_job_with_experts_gets_its_own_random_states_back(launches: Path) -> None:
+    """Later than 0.16 Megatron-LM describes those of data-parallel ranks as replicas, which here they are not."""
+    arguments = "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather"
+    variant = Variant("experts", (*arguments.split(), "--disable-bias-linear", _DISTRIBUTED, "--bf16"))
+    run, checkpoints = trained("ours", variant, launches)
+    if "ep_size > 1" not in (megatron_lm() / "megatron/training/checkpointing.py").read_text():
+        assert "hold a replica: rng_state/shard_0.0_1.1 on ranks 1. Each version is kept" in run.log
+    certified = replace(variant, options={"MCORE_CKPT_CERTIFY": "raise"})
+    on = resumed("ours", certified, checkpoints, launches / "experts-on")
+    assert "resumed from iter_0000003 as saved: " in on.log
+    assert on.losses == {iteration: loss for iteration, loss in run.losses.items() if iteration > 3}
 
 
 def test_the_launch_that_pages_show_saves_while_training_goes_on(launches: Path) -> None:

@@ -6,7 +6,6 @@ import logging
 import os
 import random
 import re
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -171,7 +170,7 @@ MAINS = (0, 0, 4), (0, 4, 8)
 
 @pytest.mark.parametrize(
     "shares",
-    [MAINS + ((1, 0, 8),) * 3, MAINS + ((1, 0, 4), (1, 4, 8)) * 3, MAINS * 2, (*MAINS, (1, 2, 6))],
+    [MAINS + ((1, 0, 8),) * 3, MAINS + ((1, 0, 4), (1, 4, 8)) * 2, MAINS * 2, (*MAINS, (1, 2, 6))],
     ids=str,
 )
 def test_each_replica_is_compared(shares: tuple[Any, ...], tmp_path: Path) -> None:
@@ -180,7 +179,8 @@ def test_each_replica_is_compared(shares: tuple[Any, ...], tmp_path: Path) -> No
     torch.save({}, tmp_path / "common.pt")
     assert not certify(held_rows(*shares), tmp_path, options=RAISE).differing
     # One after the other, and all replicas alike, which must not cancel.
-    for wrong in [*((number,) for number in range(len(shares))), tuple(range(2, len(shares)))]:
+    together = tuple(range(2, len(shares))), tuple(range(len(shares)))
+    for wrong in [*((number,) for number in range(len(shares))), *together]:
         held = held_rows(*shares)
         for number in wrong:
             held[f"w {number}"].data[0, 1] = 0
@@ -239,7 +239,9 @@ class Job:
         import mcore_ckpt
 
         share_groups()
-        sys.path.insert(0, str(TRAINING))
+        import megatron
+
+        megatron.__path__ = [str(TRAINING / "megatron"), *megatron.__path__]
         mcore_ckpt.install()
         self.training = build_training(shape, parallel, seed=seed)
         from megatron.training import checkpointing

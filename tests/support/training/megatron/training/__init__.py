@@ -1,0 +1,1 @@
+"""In the place of that of a wheel which has one."""
