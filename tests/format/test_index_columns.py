@@ -33,7 +33,7 @@ from tests.format.test_index_round_trip import indexes
 SAVE_ID = bytes(range(16))
 
 
-def sealed(index: CheckpointIndex, plans: list[Any] | None = None) -> bytes:
+def sealed(index: CheckpointIndex) -> bytes:
     items = [chunk.item for entry in index.tensors.values() for chunk in entry.chunks]
     items += [entry.item for entry in index.objects.values()]
     seal = Manifest(
@@ -43,7 +43,7 @@ def sealed(index: CheckpointIndex, plans: list[Any] | None = None) -> bytes:
         *((array("Q", [1]), array("I", [2]), array("I", [7, 8])) if len(items) > 1 else ()),
     )
     encoder = MetadataEncoder(index)
-    return encoder.encode(index.objects, storage_meta=index.storage_meta, local_plans=plans, manifest=seal)
+    return encoder.encode(index.objects, storage_meta=index.storage_meta, manifest=seal)
 
 
 def read(data: bytes) -> CheckpointIndex:
@@ -79,14 +79,13 @@ def sayable(index: CheckpointIndex, has_paths: bool) -> CheckpointIndex:
     )
 
 
-@given(indexes(), st.booleans(), st.sampled_from([None, [{"a plan": [1, 2]}]]))
-def test_columns_say_what_the_pickle_says(index: CheckpointIndex, has_paths: bool, plans: list[Any] | None) -> None:
-    data = sealed(sayable(index, has_paths), plans)
+@given(indexes(), st.booleans())
+def test_columns_say_what_the_pickle_says(index: CheckpointIndex, has_paths: bool) -> None:
+    data = sealed(sayable(index, has_paths))
     found = read(data)
     assert found == unpickled(data)
     assert found.planner_data == sayable(index, has_paths).planner_data
     assert (list(found.tensors), list(found.objects)) == (list(index.tensors), list(index.objects))
-    assert found.has_local_plans == (plans is not None)
 
 
 @given(indexes())

@@ -163,6 +163,7 @@ def test_a_forked_process_that_cleans_up_does_not_touch_the_trainers_save(tmp_pa
 def _be_cut_off(tmp_path: Path, ending: str, told: int) -> None:
     """A job on another host that is stopped after its files are written, and goes on when another has saved."""
     commit.platform = SimpleNamespace(node=lambda: "another-host")  # type: ignore[assignment]
+    commit._place = lambda: "another kernel"
     queue = AsyncCallsQueue()
     request = strategy().async_save(state(1), tmp_path)
     queue.schedule_async_request(request)
