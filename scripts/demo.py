@@ -290,7 +290,8 @@ def report(rows: list[Row], work: Path, seconds: float) -> None:
         paths = [path for path in (work / name).iterdir() if path.is_file()]
         data_files = sum(path.suffix == ".distcp" for path in paths)
         on_disk = sum(path.stat().st_size for path in paths)
-        files.add_row(name, str(len(reference.tensors)), f"{reference.total_bytes:,}", str(data_files), f"{on_disk:,}")
+        size = sum(tensor.nbytes for tensor in reference.tensors.values())
+        files.add_row(name, str(len(reference.tensors)), f"{size:,}", str(data_files), f"{on_disk:,}")
     console.print(files)
     table = Table(title="What was compared, every byte of every tensor", title_justify="left")
     for column in ("step", "layout", "seconds", "", "verdict"):

@@ -29,7 +29,7 @@ from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_ind
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.directory import commit_model
 from tests.directory.test_publish import file_of, save, sealed
-from tests.support.faulty_storage import At, FaultyStorage
+from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.forked import exit_code, fork, in_child
 from tests.support.local_files import names
 
@@ -61,7 +61,7 @@ def save_on(storage: Any, common: bytes) -> str:
 
 def steps(path: Path) -> int:
     """How many operations a save has."""
-    faults = At()
+    faults = Faults()
     save_on(FaultyStorage(LocalStorage(path), faults), b"counted")
     return len(faults.operations)
 
@@ -85,8 +85,7 @@ def test_a_save_that_is_stopped_at_any_step_harms_no_save_that_comes_meanwhile(e
         if exists:
             save(path, b"before")
         other: list[str] = []
-        faults = At(at=at)
-        faults.do = lambda path=path, other=other: other.append(save_on(LocalStorage(path), b"other"))  # type: ignore[misc]
+        faults = Faults(at, lambda path=path, other=other: other.append(save_on(LocalStorage(path), b"other")))
         with contextlib.suppress(SaveError):  # its files may be gone before it has written them
             save_on(FaultyStorage(LocalStorage(path), faults), b"stopped")
             told -= 1
@@ -110,9 +109,7 @@ def test_a_save_that_is_killed_at_any_step_is_completed_or_gone(exists: bool, tm
         before = save(path, b"before") if exists else None
 
         def killed(path: Path = path, at: int = at) -> None:
-            faults = At(at=at)
-            faults.do = lambda: os._exit(9)  # type: ignore[method-assign]
-            save_on(FaultyStorage(LocalStorage(path), faults), b"killed")
+            save_on(FaultyStorage(LocalStorage(path), Faults(at, lambda: os._exit(9))), b"killed")
 
         assert exit_code(fork(killed)) == 9
         # What it has claimed the next save completes, before it does anything itself.
@@ -266,8 +263,8 @@ def test_a_save_that_begins_at_any_step_of_another_never_replaces_what_it_has_no
         path = tmp_path / str(at)
         storage = LocalStorage(path)
         save_on(storage, b"old")
-        faults, late = At(at=at), []
-        faults.do = lambda path=path, late=late: late.append(Target(Commit.begin(LocalStorage(path))))
+        late: list[Target] = []
+        faults = Faults(at, lambda path=path, late=late: late.append(Target(Commit.begin(LocalStorage(path)))))
         name = save_on(FaultyStorage(storage, faults), b"new")
         if not late:
             break

@@ -236,30 +236,20 @@ def _loads(index: CheckpointIndex, directory: Path, megatron: bool) -> Iterator[
     """Every way of asking for what the checkpoint holds, by what is asked for; each on its own, with a new reader."""
     options = LoadOptions()
 
-    def whole(fqn: str) -> str:
+    def loaded(fqn: str, sizes: tuple[int, ...]) -> str:
         entry = index.tensors[fqn]
-        tensor = torch.empty(entry.shape, dtype=stored_dtype(entry))
-        request = ReadRequest(fqn, tensor, (0,) * len(entry.shape), entry.shape, entry.shape)
-        FileSystemReader(directory, options=options).read_items([request])
-        return _digest(tensor)
-
-    def part(fqn: str) -> str:
-        entry = index.tensors[fqn]
-        sizes = tuple(max(1, size // 2) for size in entry.shape)
         offsets = tuple(size - part for size, part in zip(entry.shape, sizes, strict=True))
         tensor = torch.empty(sizes, dtype=stored_dtype(entry))
         FileSystemReader(directory, options=options).read_items([ReadRequest(fqn, tensor, offsets, sizes, entry.shape)])
         return _digest(tensor)
 
-    def stored_object(fqn: str) -> str:
-        return repr(FileSystemReader(directory, options=options).read_object(fqn))
-
     for fqn, entry in index.tensors.items():
-        yield f"tensor {fqn}", lambda fqn=fqn: whole(fqn)
+        yield f"tensor {fqn}", lambda fqn=fqn, sizes=entry.shape: loaded(fqn, sizes)
         if entry.shape and 0 not in entry.shape and max(entry.shape) > 1:
-            yield f"part of {fqn}", lambda fqn=fqn: part(fqn)
+            half = tuple(max(1, size // 2) for size in entry.shape)
+            yield f"part of {fqn}", lambda fqn=fqn, sizes=half: loaded(fqn, sizes)
     for fqn in index.objects:
-        yield f"object {fqn}", lambda fqn=fqn: stored_object(fqn)
+        yield f"object {fqn}", lambda fqn=fqn: repr(FileSystemReader(directory, options=options).read_object(fqn))
     if megatron:
         yield "common state", lambda: repr(load_common(directory, options))
 
@@ -353,15 +343,16 @@ class Trials:
             file.write(content)
             file.truncate()
 
-    def flip(self, rng: random.Random) -> None:
-        """One random bit; the files weigh by the square root of their size, so that small ones get their share."""
-        names = [name for name in self.files if self._contents[name]]
-        (name,) = rng.choices(names, [len(self._contents[name]) ** 0.5 for name in names])
-        content = bytearray(self._contents[name])
-        bit = rng.randrange(8 * len(content))
-        content[bit // 8] ^= 1 << bit % 8
-        what = f"bit {bit % 8} of byte {bit // 8} of {name}"
-        self._trial({name: bytes(content)}, f"{file_kind(name)}, flipped", what)
+    def flip(self, flips: int, seed: str) -> None:
+        """So many random bits; files weigh by the square root of their size, so that small ones get their share."""
+        rng, names = random.Random(seed), [name for name in self.files if self._contents[name]]
+        for _ in range(flips):
+            (name,) = rng.choices(names, [len(self._contents[name]) ** 0.5 for name in names])
+            content = bytearray(self._contents[name])
+            bit = rng.randrange(8 * len(content))
+            content[bit // 8] ^= 1 << bit % 8
+            what = f"bit {bit % 8} of byte {bit // 8} of {name}"
+            self._trial({name: bytes(content)}, f"{file_kind(name)}, flipped", what)
 
     def cut(self) -> None:
         """Each file, at the boundaries of what lies in it, and a byte before and behind each."""
@@ -384,7 +375,7 @@ class Trials:
                     )
 
     def swap(self) -> None:
-        """Every pair of files under each other's name."""
+        """Every pair of files under each other's name, and every file from the save before, each alone."""
         for first, second in itertools.combinations(self.files, 2):
             if self._contents[first] == self._contents[second]:
                 continue
@@ -392,11 +383,7 @@ class Trials:
             kinds = {file_kind(first), file_kind(second)}
             self._trial(changed, f"{' and '.join(sorted(kinds))}, swapped", f"{first} and {second} swapped")
 
-    def stale(self) -> None:
-        """Every file from the save before, each alone."""
-        if self._subject.before is None:
-            return
-        for path in _files(self._subject.before):
+        for path in _files(self._subject.before) if self._subject.before else ():
             content = path.read_bytes()
             if path.name in self._contents and content != self._contents[path.name]:
                 self._trial({path.name: content}, f"{file_kind(path.name)}, stale", f"{path.name} of the save before")
@@ -424,15 +411,20 @@ def run(
     """
     subjects = make_subjects(scratch)
     shares = [flips // len(subjects) + (number < flips % len(subjects)) for number in range(len(subjects))]
-    tries = [partial(_swaps, subject, scratch) for subject in subjects]
+    tries = [partial(_tally, subject, scratch, Trials.swap) for subject in subjects]
     for first in range(0, max(shares), FLIPS_AT_ONCE):
         tries += [
-            partial(_flips, subject, scratch, min(FLIPS_AT_ONCE, share - first), f"{seed} {subject.kind} {first}")
+            partial(
+                _tally,
+                subject,
+                scratch,
+                partial(Trials.flip, flips=min(FLIPS_AT_ONCE, share - first), seed=f"{seed} {subject.kind} {first}"),
+            )
             for subject, share in zip(subjects, shares, strict=True)
             if share > first
         ]
     if cuts:
-        tries += [partial(_cuts, subject, scratch) for subject in subjects]
+        tries += [partial(_tally, subject, scratch, Trials.cut) for subject in subjects]
     if workers == 1:
         return Tally.of_all(attempt() for attempt in tries)
     whole = Tally()
@@ -443,23 +435,9 @@ def run(
     return whole
 
 
-def _swaps(subject: Subject, scratch: Path) -> Tally:
+def _tally(subject: Subject, scratch: Path, attempt: Callable[[Trials], None]) -> Tally:
     trials = Trials(subject, scratch)
-    trials.swap()
-    trials.stale()
-    return trials.tally
-
-
-def _cuts(subject: Subject, scratch: Path) -> Tally:
-    trials = Trials(subject, scratch)
-    trials.cut()
-    return trials.tally
-
-
-def _flips(subject: Subject, scratch: Path, flips: int, seed: str) -> Tally:
-    trials, rng = Trials(subject, scratch), random.Random(seed)
-    for _ in range(flips):
-        trials.flip(rng)
+    attempt(trials)
     return trials.tally
 
 

@@ -3,7 +3,7 @@
 Each is written by the system that it is named after, on two gloo ranks, and committed: what old versions wrote must
 stay readable when they can no longer be installed. With whatever is first on the path:
 
-    PYTHONPATH=<unpacked megatron-core wheel> python tests/format/regenerate.py megatron|ours <name>
+    PYTHONPATH=<unpacked megatron-core wheel> python -m tests.format.regenerate megatron|ours <name>
 
 `expected.json` beside each holds what a reader has to find: for tensors dtype, global shape, stored boxes and the
 SHA-256 of the global tensor's bytes; for objects the keys. Values follow from the key alone (`global_tensor`).
@@ -20,9 +20,7 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import sys
-import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -160,50 +158,28 @@ def _common_state() -> dict[str, Any]:
     }
 
 
-def _run_rank(kind: str, directory: Path, rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    expected = Expected()
+def _run_rank(rank: int, kind: str, name: str) -> None:
+    os.chdir(HERE / "golden")  # the path becomes part of `.metadata`
+    directory, expected = Path(name), Expected()
     write_megatron(directory, rank, expected, kind == "ours")
     dist.barrier()
     if rank == 0:
         content = {"tensors": expected.tensors, "objects": sorted(expected.objects)}
         (directory / "expected.json").write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
-    dist.destroy_process_group()
 
 
 def main() -> None:
+    from tests.format import regenerate  # under this name the ranks find it
+    from tests.support.gloo_ranks import run_ranks
+
     parser = argparse.ArgumentParser(description="Write one golden checkpoint.")
     parser.add_argument("kind", choices=["megatron", "ours"])
     parser.add_argument("name", help="directory under tests/format/golden")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--store", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.rank is not None:
-        # Relative to the folder that the ranks run in: the path becomes part of `.metadata`.
-        _run_rank(arguments.kind, Path(arguments.name), arguments.rank, arguments.store)
-        return
     directory = HERE / "golden" / arguments.name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        store = str(Path(scratch) / "store")
-        command = [sys.executable, str(Path(__file__).resolve()), arguments.kind, arguments.name, "--store", store]
-        root = str(HERE.parent.parent)
-        given = os.environ.get("PYTHONPATH", "")
-        # Absolute: the ranks run elsewhere, and would write with the version that is installed.
-        paths = os.pathsep.join(os.path.abspath(path) for path in [*filter(None, given.split(os.pathsep)), root])
-        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        ranks = [
-            subprocess.Popen([*command, "--rank", str(rank)], env=environment, cwd=directory.parent)
-            for rank in range(RANKS)
-        ]
-        try:
-            codes = [process.wait(_DEADLINE_S) for process in ranks]
-        finally:
-            for process in ranks:
-                process.kill()
-    if any(codes):
-        sys.exit(f"ranks ended with {codes}")
+    run_ranks(regenerate._run_rank, RANKS, arguments.kind, arguments.name, deadline_s=_DEADLINE_S)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,6 @@ def _check(job: Job, loaded: list[LoadedState], package: str) -> None:
     assert len(reference.verdict(state.before for state in loaded).differing) > len(reference.tensors) / 2
     verdict = reference.verdict(state.after for state in loaded)
     assert verdict.identical, str(verdict)
-    assert verdict.compared_bytes == reference.total_bytes
 
 
 ALONE = """

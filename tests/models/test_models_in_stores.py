@@ -11,9 +11,8 @@ from mcore_ckpt import copy_checkpoint
 from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundError
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from tests.models.test_huggingface import model_tensors, write_hf
-from tests.support.gcs_server import ObjectDirectory
 from tests.support.model_like import assert_same, read_all
-from tests.support.object_server import Proxy
+from tests.support.object_server import ObjectDirectory, Proxy
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "safetensors": ("files", {"max_shard_bytes": 10_000}),
@@ -47,8 +46,8 @@ def test_what_is_exported_to_a_store_is_what_is_exported_to_a_directory_and_come
 ) -> None:
     kind, options = KINDS[to]
     export_checkpoint(checkpoint, tmp_path / "local", to=to, **options)
-    with Proxy(object_directory.server) as proxy:
-        monkeypatch.setenv(object_directory.variable, proxy.url)
+    with Proxy(object_directory.server) as proxy, monkeypatch.context() as patched:
+        patched.setenv(object_directory.variable, proxy.url)
         export_checkpoint(checkpoint, f"{object_directory.url}/model", to=to, **options)
         made = [request.key.rpartition("/")[2] for request in proxy.requests if request.makes]
     assert stored(object_directory, "model") == contents(tmp_path / "local")

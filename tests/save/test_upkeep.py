@@ -19,9 +19,9 @@ from mcore_ckpt.format.metadata_read import METADATA_FILE, TRACKER_FILE
 from mcore_ckpt.save import upkeep
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.runs import list_run
-from tests.support.gcs_server import ObjectDirectory
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.kept_log import kept_log
+from tests.support.object_server import ObjectDirectory
 
 _WITHIN_S = 60.0
 

@@ -19,9 +19,8 @@ from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.directory.publish import write_common
 from mcore_ckpt.storage.resolve import storage_at
 from tests.support.forked import in_child
-from tests.support.gcs_server import ObjectDirectory
 from tests.support.local_files import MIB
-from tests.support.object_server import Fault, Proxy, Request, S3Directory
+from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request, S3Directory
 from tests.support.stored_saves import loaded, save, start_saving
 
 KINDS = [kind for kind, other in (("s3", "GCS"), ("gcs", "S3")) if f"MCORE_CKPT_TEST_{other}" not in os.environ]

@@ -15,15 +15,15 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
+
+from tests.support.forked import in_child
 
 __all__ = ["MIX", "CheckpointReader", "Found", "Who", "reader"]
 
@@ -164,25 +164,16 @@ def _look(who: Who, directory: str, tensors_only: bool) -> Found:
 
 def _answer(who: Who, directory: str, tensors_only: bool) -> str:
     """The answer, from a child."""
-    receive, send = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.close(receive)
-            os.dup2(2, 1)  # what Megatron prints is no answer
-            signal.alarm(_DEADLINE_S)
-            found = _look(who, directory, tensors_only)
-            told = {name: getattr(found, name) for name in Found.__slots__}
-            os.write(send, json.dumps(told).encode())
-        except BaseException:  # noqa: BLE001  (the child must not return into the parent's loop)
-            os.write(send, json.dumps({"died": traceback.format_exc()}).encode())
-        finally:
-            os._exit(0)
-    os.close(send)
-    with os.fdopen(receive) as pipe:
-        answer = pipe.read()
-    _, status = os.waitpid(child, 0)
-    return answer or json.dumps({"died": f"wait status {status}"})
+
+    def told() -> str:
+        os.dup2(2, 1)  # what Megatron prints is no answer
+        found = _look(who, directory, tensors_only)
+        return json.dumps({name: getattr(found, name) for name in Found.__slots__})
+
+    try:
+        return in_child(told, deadline_s=_DEADLINE_S)
+    except AssertionError as error:
+        return json.dumps({"died": str(error)})
 
 
 def _main(who: Who) -> None:

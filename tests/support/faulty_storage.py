@@ -1,61 +1,37 @@
-"""A storage that records every operation that changes something, and fails at the k-th one.
+"""A storage that counts every operation that changes something, and does something right before one of them.
 
-Operations are counted from 0, over all files and threads, before they are carried out: at the k-th, nothing of it has
-happened yet.
+Operations are counted from 0, over all files and threads, before they are carried out.
 """
 
 from __future__ import annotations
 
-import errno
-import os
-import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.storage.base import RangeWriter, Storage
 from mcore_ckpt.storage.resolve import LocalStorage
 
 
 @dataclass
 class Faults:
-    """What is to go wrong, and the record of what happened."""
+    """`do` is called right before the operation number `at`, of those called `only` (empty: of all)."""
 
-    at: int | None = None  # index of the operation that raises `SaveError` with `code`; None: all go well
-    code: int = errno.ENOSPC
-    only: frozenset[str] = frozenset()  # operations that count, by name; empty: all
-    operations: list[tuple[str, str, int]] = field(default_factory=list)  # (operation, name, bytes), in order
+    at: int | None = None
+    do: Callable[[], object] = lambda: None
+    only: str = ""
+    operations: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def before(self, operation: str, name: str, size: int = 0) -> None:
-        """Count an operation, and let it go wrong if it is its turn."""
-        if self.only and operation not in self.only:
-            return
-        with self._lock:
-            index = len(self.operations)
-            self.operations.append((operation, name, size))
-        if index == self.at:
-            error = OSError(self.code, os.strerror(self.code), name)
-            raise SaveError(f"{name}: {operation} failed: {error.strerror} (injected)") from error
-
-
-class At(Faults):
-    """Calls `do` right before the operation number `at`, once."""
-
-    do: Callable[[], object] = staticmethod(lambda: None)
-
-    def before(self, operation: str, name: str, size: int = 0, tear: Callable[[], None] | None = None) -> None:
-        number = len(self.operations)
-        self.operations.append((operation, name, size))
-        if number == self.at:
-            self.do()
-
-
-def _without_id(name: str) -> str:
-    """A name as records show it, so that they are the same for each run: without the random id of a save."""
-    return re.sub(r"\b[0-9a-f]{16}\b", "ID", name)
+    def before(self, operation: str) -> None:
+        """Count an operation."""
+        if self.only in ("", operation):
+            with self._lock:
+                number = len(self.operations)
+                self.operations.append(operation)
+            if number == self.at:
+                self.do()
 
 
 def _passed_on(name: str) -> Any:
@@ -63,11 +39,9 @@ def _passed_on(name: str) -> Any:
 
 
 def _counted(name: str) -> Any:
-    def call(self: Any, file: str = "", *args: Any, **named: Any) -> Any:
-        self.faults.before(
-            name, f"{_without_id(file)} -> {_without_id(args[0])}" if name == "move" else _without_id(file)
-        )
-        return getattr(self.inner, name)(*((file, *args) if file else args), **named)
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        self.faults.before(name)
+        return getattr(self.inner, name)(*args, **named)
 
     return call
 
@@ -92,24 +66,21 @@ class FaultyStorage(Storage):
     move, delete, ensure, sync, remove = map(_counted, ("move", "delete", "ensure", "sync", "remove"))
 
     def open_writer(self, name: str, **options: Any) -> RangeWriter:
-        self.faults.before("open_writer", _without_id(name), options.get("size_bytes") or 0)
-        return _FaultyWriter(self.inner.open_writer(name, **options), name, self.faults)
+        self.faults.before("open_writer")
+        return _FaultyWriter(self.inner.open_writer(name, **options), self.faults)
 
 
 class _FaultyWriter(RangeWriter):
-    def __init__(self, inner: RangeWriter, file_name: str, faults: Faults) -> None:
-        self.name = inner.name
-        self.direct = inner.direct
-        self._inner = inner
-        self._file_name = _without_id(file_name)
-        self._faults = faults
+    def __init__(self, inner: RangeWriter, faults: Faults) -> None:
+        self.name, self.direct = inner.name, inner.direct
+        self._inner, self._faults = inner, faults
 
     def write(self, offset: int, view: memoryview) -> None:
-        self._faults.before("write", self._file_name, len(view))
+        self._faults.before("write")
         self._inner.write(offset, view)
 
     def finish(self, size_bytes: int) -> None:
-        self._faults.before("finish", self._file_name, size_bytes)
+        self._faults.before("finish")
         self._inner.finish(size_bytes)
 
     def abort(self) -> None:

@@ -11,19 +11,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from mcore_ckpt.core.errors import SaveError
-
 __all__ = ["exit_code", "fork", "in_child"]
 
 
 def in_child(function: Callable[..., Any], *args: Any, deadline_s: float = 120.0) -> str:
-    """Call `function(*args)` in a child of this process.
-
-    Returns:
-        What the function returned, as text.
-
-    Raises:
-        AssertionError: it raised (with its traceback), or passed the deadline and was killed.
+    """Call `function(*args)` in a child of this process; what it returned, as text. Raises `AssertionError`: it raised
+    (with its traceback), or passed the deadline and was killed.
     """
     read_end, write_end = os.pipe()
     sys.stdout.flush()
@@ -63,6 +56,8 @@ def in_child(function: Callable[..., Any], *args: Any, deadline_s: float = 120.0
 
 def fork(work: Callable[[], object]) -> int:
     """Start `work` in a child, which ends without another word; its process id."""
+    from mcore_ckpt.core.errors import SaveError  # (here: processes of stock alone use this module, too)
+
     child = os.fork()
     if child == 0:
         code = 99

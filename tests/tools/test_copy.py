@@ -25,9 +25,8 @@ from mcore_ckpt.directory.commit import Owner
 from mcore_ckpt.directory.copying import file_on_its_way
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.storage.resolve import LocalWriter, storage_at
-from tests.support.gcs_server import ObjectDirectory
 from tests.support.local_files import data_file, flip
-from tests.support.object_server import S3Directory
+from tests.support.object_server import ObjectDirectory, S3Directory
 from tests.support.stored_saves import loaded, save, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

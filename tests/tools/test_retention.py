@@ -37,10 +37,10 @@ from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.storage.resolve import LocalStorage, storage_at
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.runs import list_run
-from tests.support.faulty_storage import At, FaultyStorage
-from tests.support.gcs_server import ObjectDirectory
+from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.local_files import flip
 from tests.support.model_like import write_model
+from tests.support.object_server import ObjectDirectory
 
 ITERATIONS = (100, 200, 300, 400, 500)
 
@@ -289,22 +289,21 @@ def test_a_removal_that_is_stopped_at_any_step_takes_nothing_away_that_was_saved
             save(str(tmp_path / name / name_of(iteration)), 1.0)
         return tmp_path / name
 
-    def prune(run: Path, faults: At) -> None:
+    def prune(run: Path, faults: Faults) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(retention, "storage_at", lambda path: FaultyStorage(LocalStorage(path), faults))
             patched.setattr(Owner, "process_state", lambda _: "gone")
             with suppress(SaveError):
                 prune_run(run, keep_last=1, remove=True, saved_last=name_of(2))
 
-    counted = At()
+    counted = Faults()
     prune(fresh("counted"), counted)
     assert len(counted.operations) > 3
     assert not (tmp_path / "counted" / name_of(1)).exists()
     for at in range(len(counted.operations)):
-        run, faults = fresh(str(at)), At(at=at)
+        run = fresh(str(at))
         directory = run / name_of(1)
-        faults.do = lambda directory=directory: save(str(directory), 11.0)  # type: ignore[misc]
-        prune(run, faults)
+        prune(run, Faults(at, lambda directory=directory: save(str(directory), 11.0)))
         assert value_of(directory) == 11.0
         prune_run(run, keep_last=2, remove=True)
         assert sorted(path.name for path in run.iterdir()) == [name_of(1), name_of(2)]
