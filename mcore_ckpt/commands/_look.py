@@ -453,8 +453,6 @@ def run_diff(arguments: argparse.Namespace) -> Outcome:
     lines[-1] += f", {len(report.only_in_b)} only in B{compared}"
     if report.optimizer_differs:
         lines += _other_layouts(report)
-    if report.shadow_copies:
-        lines.append(f"{report.shadow_copies} shadow copies are left out; `mcore-ckpt verify` compares them")
     document = document_of(
         report, identical=report.identical, tensors=[document_of(tensor, same=tensor.same) for tensor in report.tensors]
     )

@@ -40,9 +40,7 @@ from mcore_ckpt.format.index import (
     COMMON_STATE_KEY,
     CheckpointIndex,
     StoredItem,
-    TensorEntry,
     parse_object_key,
-    parse_shadow_key,
 )
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
@@ -365,16 +363,8 @@ def _has_common_state(index: CheckpointIndex, names: Iterable[str]) -> bool:
 
 
 def structure_flaws(index: CheckpointIndex, *, megatron: bool) -> Iterator[Flaw]:
-    """Tensors that their chunks do not make up, shadow copies of no stored tensor, and with `megatron` sharded objects
-    of which some shard is missing.
-    """
+    """Tensors that their chunks do not make up, and with `megatron` sharded objects of which some shard is missing."""
     for fqn, entry in index.tensors.items():
-        shadow = parse_shadow_key(fqn)
-        if shadow is not None:  # holds the part of a tensor that a rank needs
-            copied = index.tensors.get(shadow.fqn)
-            if copied is None or (copied.dtype, copied.shape) != (entry.dtype, entry.shape):
-                yield Flaw(fqn, f"{fqn}: a shadow copy of {_described(entry)}; {shadow.fqn} is {_described(copied)}")
-            continue
         problem = covers(entry.shape, [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks])
         # An empty chunk list of a tensor without elements tiles it.
         if problem and (entry.chunks or math.prod(entry.shape)):
@@ -390,10 +380,6 @@ def structure_flaws(index: CheckpointIndex, *, megatron: bool) -> Iterator[Flaw]
         if count != math.prod(shape):
             message = f"{key}: {count} of the {math.prod(shape)} shards of a grid of {list(shape)} are stored"
             yield Flaw(key, message)
-
-
-def _described(entry: TensorEntry | None) -> str:
-    return "not stored" if entry is None else f"{entry.dtype} of shape {list(entry.shape)}"
 
 
 def common_state_flaw(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> str | None:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import struct
 from array import array
 from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, islice, repeat
 from typing import Any, Final, NamedTuple
@@ -228,48 +227,6 @@ class CheckpointIndex:
         """Global shape of a parameter that is stored as flattened stretches; None if it is stored as it is."""
         shape = self.mcore_data.get(fqn, {}).get(ORIGINAL_SHAPE)
         return None if shape is None else tuple(shape)
-
-    def without_shadow_copies(self) -> CheckpointIndex:
-        """The same index without shadow copies (`ShadowKey`): what the model and the optimizer are."""
-        if not any(map(_is_shadow_key, self.tensors)):
-            return self
-        return replace(
-            self,
-            tensors={key: entry for key, entry in self.tensors.items() if not _is_shadow_key(key)},
-            mcore_data={key: note for key, note in self.mcore_data.items() if not _is_shadow_key(key)},
-        ).with_fingerprints(self.fingerprints)
-
-    def shadow_copies(self) -> dict[str, ShadowKey]:
-        """The keys of shadow copies, and what each is a copy of."""
-        return {key: copied for key in self.tensors if (copied := parse_shadow_key(key)) is not None}
-
-
-class ShadowKey(NamedTuple):
-    """What the key of a shadow copy says: the rank that wrote the copy, and the tensor that it copies.
-
-    Megatron-LM's pull requests 4628 and 5556 let a rank store its own replica of a tensor, or the part of it that the
-    rank needs, under `__shadow_<rank>__<fqn>` in its own file. A later load on that rank reads no file of others. The
-    tensor itself is stored completely under its own key.
-    """
-
-    rank: int
-    fqn: str
-
-
-_SHADOW_PREFIX = "__shadow_"
-_SHADOW_KEY = re.compile(re.escape(_SHADOW_PREFIX) + r"(\d{1,9})__(.+)", re.ASCII | re.DOTALL)
-
-
-def parse_shadow_key(key: str) -> ShadowKey | None:
-    """What the key of a shadow copy says; None for all other keys."""
-    if not key.startswith(_SHADOW_PREFIX):
-        return None
-    found = _SHADOW_KEY.fullmatch(key)
-    return None if found is None else ShadowKey(int(found[1]), found[2])
-
-
-def _is_shadow_key(key: str) -> bool:
-    return parse_shadow_key(key) is not None
 
 
 @dataclass(frozen=True, slots=True)

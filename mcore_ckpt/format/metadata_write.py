@@ -140,7 +140,6 @@ class ChunkFactors(NamedTuple):
 
     factors: array[int]  # of each chunk's CRC-32; 0 if that is several runs of its tensor (`array('I')`)
     firsts: array[int]  # number of the first chunk of each tensor (`array('q')`)
-    without: array[int]  # numbers of the tensors that have no fingerprint: shadow copies (`array('I')`)
 
 
 class MetadataEncoder:

@@ -111,8 +111,7 @@ class Problem:
     """Something that is wrong.
 
     Attributes:
-        kind: `"index"`, `"file"`, `"structure"` (chunks, overlaps), `"item"` (headers), `"checksum"`, `"copy"` (a
-            shadow copy with other bits than its tensor) or `"optimizer"`.
+        kind: `"index"`, `"file"`, `"structure"` (chunks, overlaps), `"item"` (headers), `"checksum"`, or `"optimizer"`.
         message: what, where, expected and got.
         fqn: the key, where it is one item's problem.
         file, offset, length: the bytes of that item.

@@ -40,7 +40,7 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointError, LoadError
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
-from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, parse_shadow_key
+from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.format.versions import layout_of_versions
 from mcore_ckpt.load.checks import global_shape
@@ -216,7 +216,7 @@ def certify(
 def _certificate(
     found: _Found, index: CheckpointIndex, options: LoadOptions, group: RankGroup, reasons: Sequence[str]
 ) -> Certificate:
-    counts, stored = found.counts, [key for key in index.tensors if parse_shadow_key(key) is None]
+    counts, stored = found.counts, list(index.tensors)
     chosen = sum(_is_chosen(options, index, key) for key in stored)
     tensors = chosen - counts["tensors"] - counts["unlike"]
     objects = len(index.objects.keys() - {COMMON_STATE_KEY}) - counts["objects"] - counts["rewritten"]
@@ -271,7 +271,7 @@ def _of_tensors(
     counts, absent, residues = Counter[str](), set(), list[tuple[str, tuple[int, int]]]()
     for shard in shards_of(state):
         entry = index.tensors.get(shard.key)
-        if parse_shadow_key(shard.key) is not None or shard.data is None:
+        if shard.data is None:
             continue
         if entry is None:
             absent.add(shard.key)

@@ -235,8 +235,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         stream_ckpt_dequant: Megatron from 0.19 on leaves quantized tensors as they are, and `load` reads them through
             a few wide ones at a time; with False, Megatron makes wide copies of all of them ahead of the load.
         checkpoint_name: accepted for Megatron's sake; `load` is told the directory.
-        replicate_local_replicas: accepted for Megatron's sake; tensors are read under their own keys, and not from
-            shadow copies in a rank's own file.
+        replicate_local_replicas: accepted for Megatron's sake; tensors are read under their own keys.
         options: `LoadOptions`; None takes them from the environment.
         unknown: arguments of a Megatron that is newer than this package; each is named in a logged warning.
 
@@ -365,7 +364,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         with MegatronErrors():
             index = self._open(checkpoint_dir).index
             found = {}
-            for key, entry in index.without_shadow_copies().tensors.items():
+            for key, entry in index.tensors.items():
                 stored = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
                 found[key] = sharded_tensor_of(key, index.original_shape(key), stored)
             return found

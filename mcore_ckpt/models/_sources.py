@@ -143,7 +143,7 @@ def open_source(source: Path, rename: Sequence[RenameRule]) -> tuple[ImportForma
     `CheckpointNotFoundError` and `OptionError` where there is nothing, or nothing is left of it.
     """
     if storage_at(source).exists(METADATA_FILE):
-        index = read_index(source).without_shadow_copies()
+        index = read_index(source)
         names = _new_names(index.tensors, rename, source)
         check_tiled(index, names)
         return "dcp", StoredPayloads(_renamed(index, names), stored=index), list(index.objects)

@@ -32,7 +32,6 @@ from mcore_ckpt.reshard.conversion import (
     SourceFiles,
     in_dtype,
     run_conversion,
-    shadow_note,
 )
 from mcore_ckpt.reshard.options import rename_keys
 from mcore_ckpt.reshard.partition import Partitioner
@@ -83,8 +82,7 @@ def export_checkpoint(
     places = places_of(source, target, same_format=False)
     if to != "megatron-legacy":
         places = replace(places, target=checkpoint_path(target))
-    stored = read_index(places.source)
-    index = stored.without_shadow_copies()
+    index = read_index(places.source)
     if not dry_run:
         refuse_target(places.source, places.target)
     if to == "hf":
@@ -93,9 +91,6 @@ def export_checkpoint(
         conversion = legacy_export(index, how)
     else:
         conversion = _export_tensors(to, index, how)
-    if notes := shadow_note(stored):
-        report = conversion.report
-        conversion = replace(conversion, report=replace(report, notes=(*report.notes, *notes)))
     return run_conversion(conversion, places, how, dry_run=dry_run, progress=progress)
 
 

@@ -76,7 +76,7 @@ def check_logits(checkpoint: str | os.PathLike[str], model: str | os.PathLike[st
     settings of `model`. `OptionError`: a package or memory is missing; `LoadError`: one cannot be loaded or run.
     """
     directory = checkpoint_directory(checkpoint)
-    _require_memory(read_index(directory).without_shadow_copies())
+    _require_memory(read_index(directory))
     job = {"checkpoint": str(directory), "model": str(model), "arch": arch}
     try:
         return LogitsReport(**in_own_process(__name__, "compare", job, _ENVIRON))
@@ -123,7 +123,7 @@ def import_packages(modules: Sequence[str]) -> None:
 def compare(job: Mapping[str, str]) -> dict[str, Any]:
     """The fields of a `LogitsReport`."""
     checkpoint, model, family = Path(job["checkpoint"]), Path(job["model"]), family_named(job["arch"])
-    index = read_index(checkpoint).without_shadow_copies()
+    index = read_index(checkpoint)
     arguments = read_plain_state(index).get("args")
     prefix = prefix_of(index.tensors) or ""
     tensors = {key.removeprefix(prefix): entry for key, entry in index.tensors.items() if not is_optimizer_key(key)}

@@ -169,12 +169,6 @@ class Conversion:
     carried: Sequence[str] = ()  # names of the files that `carry` may add
 
 
-def shadow_note(index: CheckpointIndex) -> tuple[str, ...]:
-    """What a report says of the shadow copies in a source: they belong to its ranks, and are not converted."""
-    count = len(index.shadow_copies())
-    return (f"{count} shadow copies of tensors (`__shadow_<rank>__...`) are not converted",) if count else ()
-
-
 def run_conversion(
     conversion: Conversion, places: Places, options: ConversionOptions, *, dry_run: bool, progress: bool | None
 ) -> ConversionReport:

@@ -39,7 +39,6 @@ from mcore_ckpt.reshard.conversion import (
     in_dtype,
     replaced_error,
     run_conversion,
-    shadow_note,
 )
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, PartitionRule, ReshardOptions
 from mcore_ckpt.reshard.partition import Partitioner
@@ -131,11 +130,10 @@ def plan_reshard(directory: Path, options: ReshardOptions) -> tuple[Conversion, 
     Raises as `reshard_checkpoint`.
     """
     version = index_version(directory)
-    stored = read_index(directory)
-    source = stored.without_shadow_copies()
+    source = read_index(directory)
     files = SourceFiles(source)
     layout, common = _target_layout(options), read_plain_state(source)
-    sidecars = _sidecar_files(stored)
+    sidecars = _sidecar_files(source)
     payloads: StoredPayloads = StoredPayloads(source)
     try:
         converted = None
@@ -165,7 +163,7 @@ def plan_reshard(directory: Path, options: ReshardOptions) -> tuple[Conversion, 
             target_layout=str(plan.layout),
             objects=len(plan.target.blobs),
             guesses=plan.guesses,
-            notes=(*plan.notes, *(() if converted is None else converted.notes), *shadow_note(stored)),
+            notes=(*plan.notes, *(() if converted is None else converted.notes)),
         ),
         carry=lambda target: _carry_sidecars(source, sidecars, target, None if converted is None else converted.common),
         carried=(*sidecars, COMMON_FILE, CONFIG_FILE),

@@ -37,7 +37,6 @@ from mcore_ckpt.format.index import (
     TensorEntry,
     file_name_problem,
     of_different_offsets,
-    parse_shadow_key,
 )
 from mcore_ckpt.format.integrity import (
     BLOCK_BYTES,
@@ -307,7 +306,7 @@ def _strided(specs: Sequence[TensorSpec]) -> Iterator[tuple[int, Stretch]]:
         if spec.original_shape is None and spec.sizes[1:] == spec.shape[1:]:
             continue  # rows, as most are
         stretch = spec.stretch()
-        if parse_shadow_key(spec.key) is None and stretch.bytes_behind() is None:
+        if stretch.bytes_behind() is None:
             yield number, stretch
 
 
@@ -542,18 +541,16 @@ class GlobalPlan:
 
 def chunk_factors(index: CheckpointIndex) -> ChunkFactors:
     """How the CRC-32 of each chunk counts in the fingerprint of its tensor."""
-    factors, firsts, without = array("I"), array("q"), array("I")
+    factors, firsts = array("I"), array("q")
     one = shift_factor(0)
-    for number, (key, dtype, shape, chunks, _) in enumerate(index.tensors.values()):
+    for key, dtype, shape, chunks, _ in index.tensors.values():
         firsts.append(len(factors))
         own_shape = index.original_shape(key)
-        if parse_shadow_key(key) is not None:
-            without.append(number)
-        elif len(chunks) == 1 and chunks[0].sizes == shape and own_shape is None:
+        if len(chunks) == 1 and chunks[0].sizes == shape and own_shape is None:
             factors.append(one)
             continue
         elem_bytes = element_bytes(dtype)
         for offsets, sizes, _ in chunks:
             behind = Stretch.of_chunk(shape, offsets, sizes, elem_bytes, own_shape).bytes_behind()
             factors.append(0 if behind is None else shift_factor(behind))
-    return ChunkFactors(factors, firsts, without)
+    return ChunkFactors(factors, firsts)

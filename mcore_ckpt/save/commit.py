@@ -613,7 +613,7 @@ def _fingerprints(
     ordered = np.array(crcs, np.uint32)[np.array(order)]
     multipliers = np.array(factors.factors, np.uint32)
     counts = products(ordered, multipliers)
-    unknown = set(factors.without)
+    unknown = set[int]()
     if not multipliers.all():
         parts = {first + n: part for first, file in zip(firsts, files, strict=False) for n, part in file.parts}
         for chunk in np.flatnonzero(multipliers == 0).tolist():

@@ -21,7 +21,6 @@ import torch
 
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.fingerprints import DivergedReplica
-from mcore_ckpt.format.index import parse_shadow_key
 from mcore_ckpt.save.buckets import GlobalPlan
 from mcore_ckpt.state.plan_check import check_saves
 from mcore_ckpt.state.plans import LocalPlan, decoded_plans
@@ -137,7 +136,7 @@ def replica_sums(tree: Any, save_id: bytes, *, sample: bool) -> ReplicaSums:
 def _comparable(tree: Any) -> Iterator[tuple[int, Any]]:
     """The sharded tensors whose elements can be summed, and the slice of each."""
     for shard in leaves(tree):
-        if not is_sharded_tensor(shard) or parse_shadow_key(shard.key) is not None:
+        if not is_sharded_tensor(shard):
             continue
         data = shard.data
         if type(data) in PLAIN and data.layout is torch.strided and not data.is_meta:

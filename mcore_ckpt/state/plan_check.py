@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import PlanError
-from mcore_ckpt.format.index import parse_shadow_key
 from mcore_ckpt.state.plans import LocalPlan, decoded_plans
 from mcore_ckpt.state.shards import is_main, leaves_by_kind, stored_form
 from mcore_ckpt.state.torch_classes import dtype_name
@@ -276,8 +275,7 @@ def check_plans(
     """Check every rank's tensors against those of all others.
 
     Raises `PlanError`, which names key and ranks, if they disagree on dtype or shape, or if chunks overlap, leave a gap
-    or stick out (not of keys in `partly`). A shadow copy need not be complete; what it copies has to be saved, in the
-    same dtype and shape. `does` is what the ranks do with the tensors, in words.
+    or stick out (not of keys in `partly`). `does` is what the ranks do with the tensors, in words.
     """
     items = _joined(plans)
     planned = PlannedTensors.of(items)
@@ -303,10 +301,6 @@ def check_plans(
         raise PlanError(_disagreement(items, int(heads[wrong]), wrong, does))
     if partly:
         told |= np.asarray([key in partly for key in items.keys])
-    shadows = [key_id for key_id, key in enumerate(items.keys) if parse_shadow_key(key) is not None]
-    if shadows:
-        told[shadows] = True
-        _check_shadow_copies(items, first, shadows)
     if not told.all():
         _check_one_by_one(items, first, ~told)
     return planned
@@ -385,25 +379,6 @@ def _disagreement(items: _Items, head: int, other: int, does: str = _SAVES) -> s
     )
     key = items.keys[items.key_ids[other]]
     return f"{key}: rank {items.ranks[head]} {does} {first}, rank {items.ranks[other]} {second}"
-
-
-def _check_shadow_copies(items: _Items, first: _Ints, shadows: Sequence[int]) -> None:
-    """Check that the chunks of copies lie inside the tensors that they copy."""
-    numbers = {key: key_id for key_id, key in enumerate(items.keys)}
-    for item in np.flatnonzero(np.isin(items.key_ids, shadows)).tolist():
-        key, rank = items.keys[items.key_ids[item]], items.ranks[item]
-        shadow = parse_shadow_key(key)
-        if shadow is None or shadow.fqn not in numbers:
-            raise PlanError(f"{key}: rank {rank} saves a shadow copy of a tensor that no rank saves")
-        original = int(first[numbers[shadow.fqn]])
-        shape, offsets, sizes = items.numbers(item)
-        if items.dtype_ids[item] != items.dtype_ids[original] or shape != items.numbers(original)[0]:
-            raise PlanError(_disagreement(items, original, item))
-        if any(start < 0 or start + size > whole for start, size, whole in zip(offsets, sizes, shape, strict=True)):
-            raise PlanError(
-                f"{key}: rank {rank} saves the slice at {list(offsets)} of sizes {list(sizes)}, which does not lie "
-                f"inside the shape {list(shape)}"
-            )
 
 
 def _check_one_by_one(items: _Items, first: _Ints, wanted: npt.NDArray[np.bool_]) -> None:

@@ -49,7 +49,7 @@ from mcore_ckpt.core.fingerprints import (
     state_of,
 )
 from mcore_ckpt.core.ranks import coordination_group, without_modes
-from mcore_ckpt.format.index import ORIGINAL_SHAPE, parse_shadow_key
+from mcore_ckpt.format.index import ORIGINAL_SHAPE
 from mcore_ckpt.state.torch_classes import PLAIN, check_memory, dtype_name, pointer_of
 
 if TYPE_CHECKING:
@@ -317,10 +317,9 @@ class Part(NamedTuple):
 def parts_of(tree: Any, *, replicas: bool) -> Iterator[Part]:
     """The main replicas of Megatron's that this rank holds, or all replicas, summed up."""
     for shard in shards_of(tree):
-        shadow = parse_shadow_key(shard.key)
-        is_main = shadow is None and is_main_replica(shard)
+        is_main = is_main_replica(shard)
         if is_main or replicas:
-            yield part_of_shard(shard.key if shadow is None else shadow.fqn, shard, is_main)
+            yield part_of_shard(shard.key, shard, is_main)
 
 
 def _dcp_parts(tree: Any) -> Iterator[Part]:

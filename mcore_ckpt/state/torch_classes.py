@@ -33,7 +33,6 @@ from mcore_ckpt.format.index import (
     StoredItem,
     TensorEntry,
     of_different_offsets,
-    parse_shadow_key,
 )
 from mcore_ckpt.format.integrity import Manifest, ManifestFile, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_write import MetadataEncoder, manifest_of
@@ -234,7 +233,7 @@ def _fingerprints(index: CheckpointIndex, sums: Mapping[tuple[str, int], ItemSum
     """Those of the tensors that were saved in their own shape, and of which each chunk was summed."""
     found: dict[str, int] = {}
     for key, entry in index.tensors.items():
-        if key in index.mcore_data or parse_shadow_key(key) is not None:
+        if key in index.mcore_data:
             continue
         total = 0
         for chunk in entry.chunks:

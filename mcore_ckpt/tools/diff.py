@@ -151,14 +151,14 @@ def checkpoint_fingerprint(path: str | os.PathLike[str], *, only: str | None = N
         only: keys to take: with any of `*?[` a shell pattern for the complete key, otherwise a part of it.
 
     Returns:
-        With the fingerprint of each tensor. Shadow copies and objects have no part in it.
+        With the fingerprint of each tensor. Objects have no part in it.
 
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError: there is none, or its chunks do not make up a tensor.
         ChecksumError: elements that had to be read are damaged. What is stored is taken as it is: `mcore-ckpt verify
             --state` compares it with the elements.
     """
-    index = read_index(checkpoint_directory(path)).without_shadow_copies()
+    index = read_index(checkpoint_directory(path))
     wanted = key_filter(only)
     keys = [key for key in index.tensors if wanted(key)]
     check_tiled(index, keys)
@@ -172,7 +172,7 @@ def checked_fingerprint(
     """As `checkpoint_fingerprint`, from the chunks alone; and keys of the tensors whose stored fingerprint is another:
     chunks lie where others should, or the fingerprint was not that of what was saved.
     """
-    index = read_index(checkpoint_directory(path)).without_shadow_copies()
+    index = read_index(checkpoint_directory(path))
     check_tiled(index, list(index.tensors))
     stored, unaware = index.fingerprints, replace(index)
     with StoredPayloads(unaware) as payloads:
@@ -309,7 +309,6 @@ class DiffReport:
         that only one of the two has.
     common_values: what differs in these, where their values are plain or have named parts, as arguments do.
     not_compared: those of which it cannot be told whether they do.
-    shadow_copies: keys of both that are left out, since `verify` compares such copies with their tensors.
     optimizer_layouts: Megatron's names of the layouts of the optimizer's state; None without one.
     """
 
@@ -324,7 +323,6 @@ class DiffReport:
     common_differs: tuple[str, ...] = ()
     common_values: tuple[CommonDiff, ...] = ()
     not_compared: tuple[str, ...] = ()
-    shadow_copies: int = 0
     optimizer_layouts: tuple[str | None, str | None] = (None, None)
 
     @property
@@ -378,10 +376,9 @@ def diff_checkpoints(
     read_bytes = 0
     crcs: dict[str, tuple[int, int]] = {}
     with in_force(*directories):
-        stored = read_index(directories[0]), read_index(directories[1])
-        for index in stored:
+        left, right = read_index(directories[0]), read_index(directories[1])
+        for index in (left, right):
             check_apart(index)
-        left, right = (index.without_shadow_copies() for index in stored)
         in_a, in_b = (
             {key: key in index.tensors for key in (*index.tensors, *index.objects) if wanted(key)}
             for index in (left, right)
@@ -432,7 +429,6 @@ def diff_checkpoints(
         common_differs=tuple(dict.fromkeys(each.entry for each in common_values)),
         common_values=tuple(common_values),
         not_compared=not_compared,
-        shadow_copies=sum(len(index.shadow_copies()) for index in stored),
         optimizer_layouts=(optimizer_layout(left, {}), optimizer_layout(right, {})),
     )
 

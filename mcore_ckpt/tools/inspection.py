@@ -123,8 +123,6 @@ class CheckpointSummary:
         trained_layout: the one that Megatron's arguments name, if they are stored.
         arguments: Megatron's arguments, as stored.
         problems: what the index names but cannot be there.
-        shadow_copies, shadow_bytes: copies of tensors that ranks keep in their own files (`ShadowKey`), and bytes of
-            their items; they are in the sizes of files, and in nothing else here.
     """
 
     path: str
@@ -149,8 +147,6 @@ class CheckpointSummary:
     groups: tuple[GroupRow, ...]
     arguments: dict[str, Any]
     problems: tuple[str, ...]
-    shadow_copies: int = 0
-    shadow_bytes: int = 0
 
     @property
     def origin(self) -> str:
@@ -163,7 +159,6 @@ class CheckpointSummary:
         size = f"{human_bytes(self.file_bytes)} in {counted(self.files, 'file')} of {counted(self.ranks, 'rank')}"
         balance = "" if self.balance is None else f" (largest rank / mean {self.balance:.2f})"
         holds = f"{self.tensors} tensors in {self.chunks} chunks, {self.objects} objects"
-        copies = f"; {self.shadow_copies} shadow copies, {human_bytes(self.shadow_bytes)}" if self.shadow_copies else ""
         trained = "" if self.trained_layout is None else f"; saved at {self.trained_layout} (args)"
         return [
             ("checkpoint", self.path),
@@ -171,7 +166,7 @@ class CheckpointSummary:
             ("iteration", "-" if self.iteration is None else str(self.iteration)),
             ("save", "no manifest" if self.save_id is None else self.save_id),
             ("size", f"{size}{balance}, .metadata {human_bytes(self.metadata_bytes)}"),
-            ("holds", f"{holds}{copies}"),
+            ("holds", holds),
             ("model", f"{human_count(self.model_elements)} elements, {human_bytes(self.model_bytes)}"),
             (
                 "optimizer",
@@ -350,8 +345,6 @@ def summarize(index: CheckpointIndex) -> CheckpointSummary:
     config = read_config(directory)
     files = file_rows(index)
     per_rank = rank_balance(files)
-    copies = [index.tensors[key] for key in index.shadow_copies()]
-    index = index.without_shadow_copies()
     mean = sum(per_rank.values()) / len(per_rank) if per_rank else 0
     groups = _groups(index)
     model = [row for row in groups if not row.group.startswith("optimizer")]
@@ -382,8 +375,6 @@ def summarize(index: CheckpointIndex) -> CheckpointSummary:
         groups=groups,
         arguments=arguments if isinstance(arguments, dict) else {},
         problems=(*index.problems, *missing),
-        shadow_copies=len(copies),
-        shadow_bytes=sum(chunk.item.length for entry in copies for chunk in entry.chunks),
     )
 
 

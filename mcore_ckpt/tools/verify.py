@@ -114,8 +114,6 @@ def _verify(directory: Path, workers: int, progress: bool | None) -> VerifyRepor
         problem = Problem("index", str(error), file=METADATA_FILE)
         return VerifyReport(str(directory), (problem,), 0, 0, 0, 0.0)
     report = verify_index(index, workers=workers, progress=progress)
-    if report.whole:
-        report = replace(report, problems=tuple(_differing_copies(index)))
     if differs is None:
         return report
     message = (
@@ -184,30 +182,6 @@ def _verify_optimizer(report: VerifyReport, progress: bool | None) -> VerifyRepo
         read_bytes=report.read_bytes + total,
         compared=len(pairs),
     )
-
-
-def _differing_copies(index: CheckpointIndex) -> Iterator[Problem]:
-    """Shadow copies with other bits than the tensors that they copy. Memory: two slabs."""
-    copies = index.shadow_copies()
-    if not copies:
-        return
-    from mcore_ckpt.tools.payloads import StoredPayloads, read_box
-    from mcore_ckpt.tools.regrid import slabs
-
-    with StoredPayloads(index) as payloads:
-        for key, (rank, fqn) in copies.items():
-            entry, copied = index.tensors[key], index.tensors[fqn]
-            for chunk in entry.chunks:
-                for slab in slabs(Box(chunk.offsets, chunk.sizes), element_bytes(entry.dtype), _WINDOW_BYTES):
-                    if read_box(payloads, entry, *slab) != read_box(payloads, copied, *slab):
-                        message = (
-                            f"{key}: rank {rank} holds other bits than {fqn} in the slice at {list(slab.offsets)} of "
-                            f"sizes {list(slab.sizes)}: its replica had diverged when it was saved. Loads read {fqn}, "
-                            "and with --ckpt-fully-parallel-load-replicate-local stock ranks read their copies"
-                        )
-                        item = chunk.item
-                        yield Problem("copy", message, key, item.file, item.offset, item.length)
-                        break
 
 
 def _other_elements(payloads: StoredPayloads, main: TensorEntry, weight: TensorEntry, bar: Progress) -> str:

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt import SaveOptions, verify_checkpoint
-from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt import SaveOptions
 from mcore_ckpt.megatron._versions import differences
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.local_files import data_file
@@ -116,47 +115,6 @@ def test_what_is_written_is_read_under_any_layout(tmp_path: Path) -> None:
     run_ranks(save_on_rank, 2, tmp_path, 2, 7, True, {})
     for world in (2, 4):
         run_ranks(load_on_rank, world, tmp_path, world, 7, 2, True)
-
-
-def shadowed(rank: int, blank: bool = False) -> dict[str, Any]:
-    """What the local replicas of Megatron-LM's pull request 5556 make of a state: rank 1 keeps copies of its own."""
-    sharded = megatron().ShardedTensor.from_rank_offsets
-
-    def value(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(tensor) if blank else tensor
-
-    if rank == 0:
-        rows = [sharded("rows", value(part.contiguous()), (0, n, 2)) for n, part in enumerate(whole(1).chunk(2))]
-        return {"rows": rows, "norm": sharded("norm", value(whole(2)))}
-    part = sharded("__shadow_1__rows", value(whole(1).chunk(2)[1].contiguous()), (0, 1, 2))
-    return {"rows": part, "norm": sharded("__shadow_1__norm", value(whole(2)))}
-
-
-def save_and_load_shadowed(rank: int, path: Path) -> None:
-    dist_checkpointing = megatron()
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-
-    from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
-
-    # Megatron compares all ranks' shards before it gives a part of them the names of copies.
-    TorchDistSaveStrategy().save(shadowed(rank), path)
-    if rank == 0:
-        (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    dist.barrier()
-    for strategy in (TorchDistLoadShardedStrategy(), TorchDistLoadStrategy(replicate_local_replicas=True)):
-        loaded = strategy.load(shadowed(rank, blank=True), path)
-        rows = torch.cat(loaded["rows"]) if rank == 0 else loaded["rows"]
-        assert torch.equal(rows, whole(1) if rank == 0 else whole(1).chunk(2)[1])
-        assert torch.equal(loaded["norm"], whole(2))
-    assert set(TorchDistLoadStrategy().load_tensors_metadata(path)) == {"rows", "norm"}
-    assert dist_checkpointing
-
-
-def test_shadow_copies_are_saved_and_read_by_stock(tmp_path: Path) -> None:
-    run_ranks(save_and_load_shadowed, 2, tmp_path)
-    report = verify_checkpoint(tmp_path)
-    assert [problem.message for problem in report.problems if problem.kind != "file"] == []
-    assert set(read_index(tmp_path).shadow_copies()) == {"__shadow_1__rows", "__shadow_1__norm"}
 
 
 def bad_loads(rank: int, path: Path) -> dict[str, str]:

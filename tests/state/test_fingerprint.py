@@ -116,8 +116,6 @@ def test_a_replica_that_has_diverged_is_named() -> None:
     (found,) = fingerprint(state, names=True).diverged
     assert (found.key, found.sizes) == ("w", (4, 4))
     assert fingerprint(state).total == sound.total
-    copy = shard("__shadow_3__w", whole[2:] + 1, (4, 4), (2, 0))
-    assert fingerprint([state[0], copy]).total == sound.total
 
 
 def test_a_tensor_without_elements_that_ranks_divide_is_one() -> None:

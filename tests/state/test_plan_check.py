@@ -104,18 +104,3 @@ def test_a_gap_names_the_ranks_that_hold_chunks() -> None:
         PlanError, match=r"^b: element \[2\] of \[6\] lies in 0 chunks.* chunks of it are on rank 1, 2$"
     ):
         check_plans([*_plans({"a": whole}, 1), *_plans({"b": gap}, 2)])
-
-
-def test_a_shadow_copy_need_not_be_complete() -> None:
-    whole = ((4, 4), [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))])
-    part = ((4, 4), [Box((2, 0), (2, 4))])
-    check_plans(_plans({"w": whole, "__shadow_1__w": part, "__shadow_2__w": whole}, 3))
-    check_plans(_plans({"__shadow_1__w": part, "w": whole}, 1))
-    for wrong, message in (
-        ({"w": part, "__shadow_1__w": whole}, "^w: element"),
-        ({"w": whole, "__shadow_1__v": part}, "^__shadow_1__v: rank 0 saves a shadow copy of a tensor that no rank"),
-        ({"w": whole, "__shadow_1__w": ((2, 4), [Box((0, 0), (2, 4))])}, "^__shadow_1__w: rank 0 .*, rank 0 float32"),
-        ({"w": whole, "__shadow_1__w": ((4, 4), [Box((3, 0), (2, 4))])}, r"^__shadow_1__w: .* does not lie inside"),
-    ):
-        with pytest.raises(PlanError, match=message):
-            check_plans(_plans(wrong, 1))
