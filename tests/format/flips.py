@@ -28,13 +28,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
-import json
 import multiprocessing
 import os
 import random
+import re
 import resource
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
@@ -49,6 +48,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.core.options import LoadOptions
@@ -69,7 +69,6 @@ DEADLINE_S = 60.0
 MEMORY_BYTES = 2 * 1024**3
 FLIPS_AT_ONCE = 100
 """Of one checkpoint, between two times that the result is told: so a run that is interrupted has told most of it."""
-_SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
 
 
 @dataclass(frozen=True)
@@ -148,19 +147,6 @@ def state(seed: int) -> dict[str, Any]:
     }
 
 
-def write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """A safetensors file by the format's own page."""
-    header: dict[str, Any] = {}
-    content = b""
-    for name, tensor in tensors.items():
-        raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        fields = {"dtype": _SAFETENSORS[tensor.dtype], "shape": list(tensor.shape)}
-        header[name] = {**fields, "data_offsets": [len(content), len(content) + len(raw)]}
-        content += raw
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + content)
-
-
 def make_subjects(scratch: Path) -> list[Subject]:
     """Checkpoints of all kinds: those that are kept with the tests, and fresh ones with a save before them."""
     found = []
@@ -211,7 +197,7 @@ def _megatron_version(python: str) -> str | None:
 def _import_safetensors(target: Path, seed: int) -> None:
     source = target.with_name(f"{target.name}.safetensors")
     target.parent.mkdir(exist_ok=True)
-    write_safetensors(source, {key: value for key, value in state(seed).items() if isinstance(value, torch.Tensor)})
+    save_file({key: value for key, value in state(seed).items() if isinstance(value, torch.Tensor)}, source)
     import_checkpoint(source, target, tp=2)
     source.unlink()
 
@@ -365,9 +351,9 @@ class Trials:
                 if item.file == name:
                     records = self._contents[name][item.offset : item.offset + item.length]
                     marks |= {item.offset, item.offset + item.length}
-                    marks |= {item.offset + at for at in _occurrences(records, b"PK")}
-            if name in (COMMON_FILE,):
-                marks |= set(_occurrences(self._contents[name], b"PK"))
+                    marks |= {item.offset + found.start() for found in re.finditer(b"PK", records)}
+            if name == COMMON_FILE:
+                marks |= {found.start() for found in re.finditer(b"PK", self._contents[name])}
             for at in sorted({mark + step for mark in marks for step in (-1, 0, 1)}):
                 if 0 <= at < size:
                     self._trial(
@@ -387,13 +373,6 @@ class Trials:
             content = path.read_bytes()
             if path.name in self._contents and content != self._contents[path.name]:
                 self._trial({path.name: content}, f"{file_kind(path.name)}, stale", f"{path.name} of the save before")
-
-
-def _occurrences(content: bytes, what: bytes) -> Iterator[int]:
-    at = content.find(what)
-    while at >= 0:
-        yield at
-        at = content.find(what, at + 1)
 
 
 def run(

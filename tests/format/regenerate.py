@@ -25,6 +25,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -61,10 +62,6 @@ class Expected:
         return values
 
 
-def _whole(shape: tuple[int, ...]) -> list[list[list[int]]]:
-    return [[[0] * len(shape), list(shape)]]
-
-
 def write_megatron(directory: Path, rank: int, expected: Expected, ours: bool) -> None:
     """Column- and row-parallel, replicated and 0-d tensors; objects; a common state."""
     from tests.support.cpu_megatron import pretend_cuda
@@ -83,7 +80,7 @@ def write_megatron(directory: Path, rank: int, expected: Expected, ours: bool) -
 
     def add(key: str, shape: tuple[int, ...], dtype: torch.dtype, axis: int | None) -> None:
         if axis is None:
-            values = expected.tensor(key, shape, dtype, _whole(shape))
+            values = expected.tensor(key, shape, dtype, [[[0] * len(shape), list(shape)]])
             state[key] = ShardedTensor.from_rank_offsets(key, values, replica_id=rank)
             return
         part = shape[axis] // RANKS
@@ -100,7 +97,13 @@ def write_megatron(directory: Path, rank: int, expected: Expected, ours: bool) -
     add("mask", (4, 2), torch.bool, 0)
     add("grid", (2, 4, 3), torch.uint8, 1)
     state["extra"] = ShardedObject("decoder.layers._extra_state", {"rank": rank, "amax": [1.5] * 3}, (RANKS,), (rank,))
-    state["rng"] = ShardedObject("rng_state", [_random_states()], (1, 1), (0, 0), replica_id=rank)
+    random_states = {
+        "random_rng_state": random.Random(1).getstate(),
+        "np_rng_state": np.random.RandomState(1).get_state(),
+        "torch_rng_state": torch.Generator().manual_seed(1).get_state()[:64].clone(),
+        "rng_tracker_states": {"model-parallel-rng": torch.zeros(16, dtype=torch.uint8)},
+    }
+    state["rng"] = ShardedObject("rng_state", [random_states], (1, 1), (0, 0), replica_id=rank)
     expected.objects = [f"decoder.layers._extra_state/shard_{r}_{RANKS}" for r in range(RANKS)]
     expected.objects.append("rng_state/shard_0.0_1.1")
     version = tuple(int(part) for part in megatron.core.__version__.split(".")[:2])
@@ -114,17 +117,6 @@ def write_megatron(directory: Path, rank: int, expected: Expected, ours: bool) -
             f"{by}megatron-core {megatron.core.__version__}, torch {torch.__version__}, "
             f"Python {sys.version.split()[0]}\n"
         )
-
-
-def _random_states() -> dict[str, Any]:
-    import numpy as np
-
-    return {
-        "random_rng_state": random.Random(1).getstate(),
-        "np_rng_state": np.random.RandomState(1).get_state(),
-        "torch_rng_state": torch.Generator().manual_seed(1).get_state()[:64].clone(),
-        "rng_tracker_states": {"model-parallel-rng": torch.zeros(16, dtype=torch.uint8)},
-    }
 
 
 def _common_state() -> dict[str, Any]:

@@ -26,7 +26,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
 _NETWORK = "10.203.0"
@@ -126,6 +125,8 @@ class Host:
 def running_hosts(count: int, shared: Path) -> Iterator[list[Host]]:
     """So many hosts, which all have the directory `shared`; whatever runs on them when the block is left is killed."""
     shared.mkdir(parents=True, exist_ok=True)
+    # Without this project and the interpreter nothing runs.
+    needed = [ROOT, Path(sys.prefix), Path(sys.base_prefix), *(Path(entry) for entry in sys.path if entry)]
     names = [f"host-{number}" for number in range(count)]
     addresses = [f"{_NETWORK}.{number + 1}" for number in range(count)]
     table = "\n".join(f"{address} {name}" for address, name in zip(addresses, names, strict=True))
@@ -140,7 +141,7 @@ def running_hosts(count: int, shared: Path) -> Iterator[list[Host]]:
                 _first_process(
                     spaces,
                     f"{_SETS_UP}{_STAYS}",
-                    [name, *(str(folder) for folder in _below_tmp([shared, *_needed()]))],
+                    [name, *(str(folder) for folder in _below_tmp([shared, *needed]))],
                     {"HOSTS_FILE": table, "HOST_ID": f"{number:032x}"},
                 )
             )
@@ -178,11 +179,6 @@ def torchrun(
     return started
 
 
-def _needed() -> list[Path]:
-    """Folders without which nothing runs: this project and the interpreter."""
-    return [ROOT, Path(sys.prefix), Path(sys.base_prefix), *(Path(entry) for entry in sys.path if entry)]
-
-
 def _below_tmp(folders: Sequence[Path]) -> list[Path]:
     """Those that a new /tmp would hide; of two, one of which lies in the other, the outer one."""
     below = sorted({path for path in folders if path.is_relative_to("/tmp") and path.is_dir()})
@@ -204,7 +200,8 @@ def _first_process(
         start_new_session=True,
     )
     try:
-        said = _first_line(process.stdout)
+        assert process.stdout is not None
+        said = process.stdout.readline().strip()
         if said != "up":
             raise RuntimeError(f"a host could not be set up: {said}")
         yield process
@@ -215,11 +212,6 @@ def _first_process(
         for stream in (process.stdin, process.stdout):
             if stream is not None:
                 stream.close()
-
-
-def _first_line(stream: IO[str] | None) -> str:
-    assert stream is not None
-    return stream.readline().strip()
 
 
 def _enter(first: subprocess.Popen[str], *spaces: str) -> list[str]:

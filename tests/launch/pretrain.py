@@ -57,17 +57,10 @@ def missing_reason() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What became of a launch.
+    """What became of a launch."""
 
-    Attributes:
-        exit_code: of `torchrun`.
-        log: what all ranks printed.
-        events: what each rank recorded, by rank.
-    """
-
-    exit_code: int
-    log: str
-    events: list[list[dict[str, Any]]]
+    log: str  # what all ranks printed
+    events: list[list[dict[str, Any]]]  # what each rank recorded, by rank
 
     @property
     def losses(self) -> dict[int, float]:
@@ -116,8 +109,22 @@ def launch(
     """
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += script(side, arguments, tree)
-    variables = {**os.environ, **variables_of_ranks(folder), **(environment or {})}
+    command += ["-m", "mcore_ckpt.launch"] if side == "ours" else []
+    if tree is not None and tree.suffix == ".py":
+        command += [str(tree), *arguments]
+    else:
+        command += [str((tree or megatron_lm()) / "pretrain_gpt.py"), *ARGUMENTS, *arguments]
+    # Not the checkout: that is found because the script lies in it, with ours as without.
+    path = [str(SITE), *os.environ.get("MEGATRON_LM_PATH", "").split(":"), str(ROOT)]
+    variables = {
+        **os.environ,
+        "PYTHONPATH": ":".join(part for part in path if part),
+        "LAUNCH_RECORD": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        **(environment or {}),
+    }
     log = folder / "log.txt"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -125,64 +132,28 @@ def launch(
         )
         try:
             if terminated_at is not None:
-                _wait_for(log, f"iteration {terminated_at:8d}/", process)
+                deadline_s = time.monotonic() + _DEADLINE_S
+                while f"iteration {terminated_at:8d}/" not in log.read_text(errors="replace"):
+                    assert process.poll() is None, _tail(log.read_text(errors="replace"))
+                    assert time.monotonic() < deadline_s, f"no iteration {terminated_at} in {log}"
+                    time.sleep(0.1)
                 process.terminate()
             exit_code = process.wait(_DEADLINE_S)
         finally:
-            _end(process)
+            # End whatever is left of the launch: a process group of its own.
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its ranks
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
     text = log.read_text(errors="replace")
     right = exit_code != 0 if expected_exit is None else exit_code == expected_exit
     assert right, f"{side}: exit code {exit_code}, expected {expected_exit}; the end of its log:\n{_tail(text)}"
-    return Launched(exit_code, text, recorded(folder, ranks))
-
-
-def script(side: Side, arguments: Sequence[str], tree: Path | None = None) -> list[str]:
-    """What `torchrun` starts on each rank, with its arguments."""
-    start = ["-m", "mcore_ckpt.launch"] if side == "ours" else []
-    if tree is not None and tree.suffix == ".py":
-        return [*start, str(tree), *arguments]
-    return [*start, str((tree or megatron_lm()) / "pretrain_gpt.py"), *ARGUMENTS, *arguments]
-
-
-def variables_of_ranks(folder: Path) -> dict[str, str]:
-    """What the environment of a launch has to hold; its ranks leave their records in `folder`."""
-    # Not the checkout: that is found because the script lies in it, with ours as without.
-    path = [str(SITE), *os.environ.get("MEGATRON_LM_PATH", "").split(":"), str(ROOT)]
-    return {
-        "PYTHONPATH": ":".join(part for part in path if part),
-        "LAUNCH_RECORD": str(folder),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-    }
-
-
-def recorded(folder: Path, ranks: int) -> list[list[dict[str, Any]]]:
-    """What each rank of a launch has recorded, by rank."""
-    return [_events(folder / f"rank{rank}.jsonl") for rank in range(ranks)]
-
-
-def _wait_for(log: Path, text: str, process: subprocess.Popen[bytes]) -> None:
-    deadline_s = time.monotonic() + _DEADLINE_S
-    while text not in log.read_text(errors="replace"):
-        assert process.poll() is None, _tail(log.read_text(errors="replace"))
-        assert time.monotonic() < deadline_s, f"no {text!r} in {log}"
-        time.sleep(0.1)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End whatever is left of the launch: a process group of its own."""
-    if process.poll() is None:
-        process.terminate()  # torchrun ends its ranks
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _events(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    records = [folder / f"rank{rank}.jsonl" for rank in range(ranks)]
+    lines = [path.read_text().splitlines() if path.exists() else [] for path in records]
+    return Launched(text, [[json.loads(line) for line in told] for told in lines])
 
 
 def _tail(text: str) -> str:

@@ -39,13 +39,13 @@ _MAX_WRITE: Final = 1024 * 1024
 _O_DIRECT: Final = os.O_DIRECT
 _MNT_DETACH: Final = 2
 _OPERATIONS: Final = {
-    1: "lookup", 2: "forget", 3: "getattr", 4: "setattr", 5: "readlink", 6: "symlink", 8: "mknod", 9: "mkdir",
+    1: "lookup", 2: "forget", 3: "getattr", 4: "setattr", 5: "readlink", 6: "symlink", 9: "mkdir",
     10: "unlink", 11: "rmdir", 12: "rename", 14: "open", 15: "read", 16: "write", 17: "statfs",
     18: "release", 20: "fsync", 25: "flush", 26: "init", 27: "opendir", 28: "readdir", 29: "releasedir",
     30: "fsyncdir", 34: "access", 35: "create", 36: "interrupt", 42: "batch_forget", 43: "fallocate", 45: "rename2",
 }  # fmt: skip
 _CHANGES: Final = frozenset(
-    {"setattr", "symlink", "mknod", "mkdir", "unlink", "rmdir", "rename", "write", "fsync", "fsyncdir",
+    {"setattr", "symlink", "mkdir", "unlink", "rmdir", "rename", "write", "fsync", "fsyncdir",
      "create", "fallocate", "rename2"}
 )  # fmt: skip
 _UNANSWERED: Final = frozenset({"forget", "interrupt", "batch_forget"})
@@ -281,10 +281,6 @@ class _Server:
 
     def _readlink(self, number: int, _: bytes) -> bytes:
         return bytes(self._nodes[number].data)
-
-    def _mknod(self, parent: int, body: bytes) -> bytes:
-        mode = struct.unpack_from("<I", body)[0]
-        return self._entry(self._make(mode, parent, _name(body[16:])))
 
     def _create(self, parent: int, body: bytes) -> bytes:
         _, mode = struct.unpack_from("<II", body)

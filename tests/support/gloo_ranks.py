@@ -141,17 +141,8 @@ def rank_outcomes(
     **kwargs: Any,
 ) -> list[RankOutcome]:
     """As `run_ranks`, but returns every rank's outcome; others are killed so long after the first failure."""
-    with _started(world_size, environment, preload, deadline_s) as ranks:
+    with standing_ranks(world_size, environment=environment, preload=preload, collective_s=deadline_s) as ranks:
         return ranks._call(partial(function, *args, **kwargs), range(world_size), deadline_s, grace_s)
-
-
-@contextmanager
-def standing_ranks(
-    world_size: int, *, environment: Mapping[str, str] | None = None, preload: Sequence[str] = ()
-) -> Iterator[StandingRanks]:
-    """Start ranks for the block; arguments as for `run_ranks`."""
-    with _started(world_size, environment, preload, _STAY_FOR_S) as ranks:
-        yield ranks
 
 
 class StandingRanks:
@@ -233,10 +224,14 @@ class StandingRanks:
 
 
 @contextmanager
-def _started(
-    world_size: int, environment: Mapping[str, str] | None, preload: Sequence[str], collective_s: float
+def standing_ranks(
+    world_size: int,
+    *,
+    environment: Mapping[str, str] | None = None,
+    preload: Sequence[str] = (),
+    collective_s: float = _STAY_FOR_S,
 ) -> Iterator[StandingRanks]:
-    """Ranks whose collectives have so many seconds."""
+    """Start ranks for the block, whose collectives have so many seconds; other arguments as for `run_ranks`."""
     from torch.distributed import TCPStore
 
     # The store lives here, on a port that the system chose, so that no rank's death takes it down.

@@ -15,6 +15,7 @@ from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, S
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
+from tests.support.local_files import flip
 
 __all__ = [
     "StoredTensor",
@@ -116,8 +117,6 @@ def flip_byte(index: CheckpointIndex, fqn: str, *, at_fraction: float) -> tuple[
     """Damage the item of a tensor's first chunk, at a fraction of its length."""
     item = index.tensors[fqn].chunks[0].item
     path = Path(index.path) / item.file
-    content = bytearray(path.read_bytes())
     at = item.offset + int(item.length * at_fraction)
-    content[at] ^= 0x40
-    path.write_bytes(content)
+    flip(path, at, 0x40)
     return path, at

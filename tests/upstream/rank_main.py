@@ -90,22 +90,6 @@ def use_gloo_with_a_deadline() -> None:
                     setattr(module, name, init_process_group)
 
 
-def without_downloads() -> None:
-    """Keep the tests' conftest from fetching a data set that the checkpoint tests do not use."""
-    stub = types.ModuleType("download_unit_tests_dataset")
-    stub.download_and_extract_asset = lambda **kwargs: None  # type: ignore[attr-defined]
-    sys.modules["tests.test_utils.python_scripts.download_unit_tests_dataset"] = stub
-
-
-def without_transformer_engine() -> None:
-    """Let comparisons with Transformer Engine's version say "too old" where there is none, instead of failing."""
-    import megatron.core.utils as core_utils
-    from packaging.version import Version
-
-    if core_utils.get_te_version() is None:
-        core_utils.get_te_version = lambda: Version("0.0.0")
-
-
 def run_rank(rank: int, options: argparse.Namespace) -> int:
     """What one rank does, in a process of its own."""
     folder: Path = options.folder
@@ -138,8 +122,15 @@ def main() -> int:
     use_gloo_with_a_deadline()
     shared_groups = runpy.run_path(str(Path(__file__).parent.parent / "support" / "shared_groups.py"))
     shared_groups["share_groups"](COLLECTIVE_DEADLINE_S)
-    without_downloads()
-    without_transformer_engine()
+    # Keeps the tests' conftest from fetching a data set that the checkpoint tests do not use.
+    stub = types.ModuleType("download_unit_tests_dataset")
+    stub.download_and_extract_asset = lambda **kwargs: None  # type: ignore[attr-defined]
+    sys.modules["tests.test_utils.python_scripts.download_unit_tests_dataset"] = stub
+    import megatron.core.utils as core_utils
+    from packaging.version import Version
+
+    if core_utils.get_te_version() is None:  # comparisons with it are to say "too old" instead of failing
+        core_utils.get_te_version = lambda: Version("0.0.0")
     if options.strategy == "ours":
         import mcore_ckpt
 
