@@ -3,15 +3,12 @@
 Megatron-LM's pull request 7052 removes `strategies/async_utils.py`, `strategies/filesystem_async.py` and the arguments
 `async_strategy`; from then on nvidia-resiliency-ext (NVRx) alone saves asynchronously. `without_own_async` makes such a
 tree: the modules go, what imported from them imports from NVRx, in `try` where Megatron must run without it.
-
-    python -m tests.launch.next_megatron CHECKOUT TARGET
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-import sys
 from pathlib import Path
 
 __all__ = ["without_own_async"]
@@ -95,7 +92,3 @@ def _functions(text: str, names: tuple[str, ...]) -> str:
         assert match, f"the checkout has no {name}"
         found.append(match.group(0).rstrip())
     return "\n\n\n" + "\n\n\n".join(found) + "\n"
-
-
-if __name__ == "__main__":
-    without_own_async(Path(sys.argv[1]), Path(sys.argv[2]))

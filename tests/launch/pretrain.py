@@ -95,17 +95,10 @@ def launch(
     terminated_at: int | None = None,
     tree: Path | None = None,
 ) -> Launched:
-    """Run `torchrun ... [-m mcore_ckpt.launch] pretrain_gpt.py ...` to its end.
-
-    Args:
-        side: whose strategies save and load.
-        ranks: processes, all on this machine.
-        arguments: beside `ARGUMENTS`.
-        folder: for the log and the records; made here.
-        environment: added to this process's.
-        expected_exit: its exit code; None for any but 0.
-        tree: another checkout than that of the environment, or another script.
-        terminated_at: iteration after which `torchrun` gets SIGTERM, as from a scheduler that takes the host away.
+    """Run `torchrun ... [-m mcore_ckpt.launch] pretrain_gpt.py ...` to its end, with `arguments` beside `ARGUMENTS`;
+    log and records go to `folder`, which is made. `expected_exit`: None for any but 0; `terminated_at`: iteration after
+    which `torchrun` gets SIGTERM, as from a scheduler that takes the host away; `tree`: another checkout than that of
+    the environment, or another script.
     """
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

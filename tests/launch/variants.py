@@ -22,23 +22,14 @@ _KEEPS_STRUCTURE = "--ckpt-assume-constant-structure"
 
 @dataclass(frozen=True)
 class Variant:
-    """Arguments of a training of six iterations on two ranks, and what they ought to bring about.
-
-    Attributes:
-        name: of the test.
-        arguments: beside those of all launches.
-        interval: iterations from save to save.
-        options: `MCORE_CKPT_*` variables.
-        exchanged: stock goes on from what ours saved, and ours from what stock saved, too.
-        store: URL below which all launches save; None for directories of their own.
-    """
+    """Arguments of a training of six iterations on two ranks, and what they ought to bring about."""
 
     name: str
-    arguments: tuple[str, ...] = ()
-    interval: int = 3
-    options: dict[str, str] = field(default_factory=dict, hash=False)
-    exchanged: bool = True
-    store: str | None = None
+    arguments: tuple[str, ...] = ()  # beside those of all launches
+    interval: int = 3  # iterations from save to save
+    options: dict[str, str] = field(default_factory=dict, hash=False)  # `MCORE_CKPT_*` variables
+    exchanged: bool = True  # stock goes on from what ours saved, and ours from what stock saved, too
+    store: str | None = None  # URL below which all launches save; None for directories of their own
 
     @property
     def is_async(self) -> bool:
@@ -90,10 +81,8 @@ def trained(side: Side, variant: Variant, folder: Path) -> tuple[Launched, Path]
 def resumed(
     side: Side, variant: Variant, checkpoints: Path, place: Path, ranks: int = 2, layout: tuple[str, ...] = ()
 ) -> Launched:
-    """A new launch that goes on from iteration 3, and saves under `place`.
-
-    Args:
-        layout: arguments that replace those of the variant that say how the model is divided.
+    """A new launch that goes on from iteration 3, and saves under `place`; `layout`: arguments that replace those of
+    the variant that say how the model is divided.
     """
     arguments = [*command_line(side, variant), *layout, "--load", str(checkpoints), "--ckpt-step", "3"]
     if side == "stock" and _has_async_strategies():

@@ -30,6 +30,7 @@ __all__ = [
     "make_hf_model",
     "megatron_logits",
     "run_model",
+    "the_transformers",
     "tokens",
     "weights",
 ]
@@ -56,9 +57,9 @@ class HfCase:
     quantized: Literal["fp8", "mxfp4"] | None = None
 
 
-def make_hf_model(case: HfCase, directory: Path, **save: Any) -> None:
+def make_hf_model(case: HfCase, directory: Path) -> None:
     """Save a random model, all of whose parameters differ from what they are initialized to."""
-    transformers = _transformers()
+    transformers = the_transformers()
     torch.manual_seed(sum(map(ord, case.name)))
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, case.config)(**case.settings))
     with torch.no_grad():
@@ -68,7 +69,7 @@ def make_hf_model(case: HfCase, directory: Path, **save: Any) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.1)
-    model.save_pretrained(directory, **save)
+    model.save_pretrained(directory)
     if case.quantized:
         _quantize(directory, case.quantized)
 
@@ -139,7 +140,7 @@ def tokens(vocabulary: int) -> torch.Tensor:
 
 def hf_logits(directory: Path, vocabulary: int) -> torch.Tensor:
     """What `transformers` computes, `[batch, sequence, vocabulary]`."""
-    model = _transformers().AutoModelForCausalLM.from_pretrained(
+    model = the_transformers().AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.no_grad():
@@ -147,7 +148,8 @@ def hf_logits(directory: Path, vocabulary: int) -> torch.Tensor:
     return logits
 
 
-def _transformers() -> Any:
+def the_transformers() -> Any:
+    """The library, silent and without a network."""
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
     import transformers
     import transformers.quantizers.quantizer_finegrained_fp8

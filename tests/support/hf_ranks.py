@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.support.cpu_megatron import pretend_cuda
-from tests.support.hf_models import build_from_arguments, megatron_logits, run_model
+from tests.support.hf_models import build_from_arguments, megatron_logits, run_model, the_transformers
 from tests.support.models import Parallel
 from tests.support.shared_groups import share_groups
 
@@ -67,17 +66,15 @@ def fsdp_to_megatron(
     that, and all ranks load the checkpoint into Megatron's model. Its logits, on ranks that have them."""
     pretend_cuda()
     share_groups()
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
     import torch.distributed.checkpoint as dcp
     from torch.distributed.fsdp import fully_shard
-    from transformers import AutoModelForCausalLM
 
     from mcore_ckpt.models.conversions import import_checkpoint
 
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     found: dict[str, torch.Tensor] = {}
     for name, (source, target, parallel) in jobs.items():
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        model = the_transformers().AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         for module in model.modules():
             if isinstance(module, torch.nn.ModuleList) and len(module) == model.config.num_hidden_layers:
                 for layer in module:

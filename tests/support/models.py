@@ -9,7 +9,7 @@ state_dict = training.sharded_state_dict()
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -75,7 +75,6 @@ class Training:
     model: list[Any]
     optimizer: Any
     step: int = 0
-    losses: list[float] = field(default_factory=list)
 
     def train(self, steps: int) -> list[float]:
         """Run optimizer steps on seeded random tokens; returns the losses, on ranks of the last pipeline stage."""
@@ -100,7 +99,6 @@ class Training:
             )
             self.optimizer.step()
             losses += [float(torch.stack([micro["loss"] for micro in reported]).mean())] if reported else []
-        self.losses += losses
         return losses
 
     def sharded_state_dict(self, is_loading: bool = False, flat_buckets: bool = False) -> dict[str, Any]:
@@ -175,11 +173,12 @@ def build_training(
     torch.manual_seed(seed)
     dtype = getattr(torch, shape.dtype)
     # Without Transformer Engine 0.12 takes this for an FP8 optimizer with too old an engine, though nothing is FP8.
-    _define("megatron.core.fp8_utils", "_quantize_param_shard_impl", lambda *_: None, below=(0, 13))
+    if megatron_version() < (0, 13):
+        vars(import_module("megatron.core.fp8_utils"))["_quantize_param_shard_impl"] = lambda *_: None
     extra: dict[str, Any] = {}
     if shape.experts:
         # 0.16 asks for this name without Transformer Engine, too, where it has never been defined.
-        _define("megatron.core.transformer.moe.moe_utils", "te_general_gemm", None, only_if_missing=True)
+        vars(import_module("megatron.core.transformer.moe.moe_utils")).setdefault("te_general_gemm", None)
         extra = {
             "num_moe_experts": shape.experts,
             "moe_router_topk": 2,
@@ -280,14 +279,6 @@ def megatron_version() -> tuple[int, int]:
     """Major and minor version of the megatron-core that is imported."""
     version = import_module("megatron.core.package_info")
     return version.MAJOR, version.MINOR
-
-
-def _define(
-    module_name: str, name: str, value: Any, *, below: tuple[int, int] = (99, 0), only_if_missing: bool = False
-) -> None:
-    module = import_module(module_name)
-    if megatron_version() < below and not (only_if_missing and hasattr(module, name)):
-        setattr(module, name, value)
 
 
 def _optimizer_layout() -> dict[str, Any]:

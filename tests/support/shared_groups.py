@@ -6,7 +6,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["share_groups"]
+__all__ = ["replace_in_torch", "share_groups"]
 
 
 def share_groups(collective_deadline_s: float = 120.0) -> None:
@@ -31,10 +31,14 @@ def share_groups(collective_deadline_s: float = 120.0) -> None:
             made.clear()
             destroy()
 
+    replace_in_torch(new_group, shared_group)
+    replace_in_torch(destroy, destroy_process_group)
+
+
+def replace_in_torch(old: Any, new: Any) -> None:
+    """Put another function into every module of torch.distributed that has the old one."""
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("torch.distributed"):
             for name, value in list(vars(module).items()):
-                if value is new_group:
-                    setattr(module, name, shared_group)
-                elif value is destroy:
-                    setattr(module, name, destroy_process_group)
+                if value is old:
+                    setattr(module, name, new)

@@ -71,25 +71,6 @@ class Outcomes:
             self._write(report.nodeid, "passed")
 
 
-def use_gloo_with_a_deadline() -> None:
-    """NCCL needs devices; and a rank whose peers failed should fail too, not wait half an hour for them."""
-    import torch.distributed as dist
-
-    original = dist.init_process_group
-    timeout = timedelta(seconds=COLLECTIVE_DEADLINE_S)
-
-    def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        kwargs.update(backend="gloo", timeout=timeout)
-        return original(*args[1:], **kwargs)
-
-    dist.init_process_group = init_process_group
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("torch.distributed"):
-            for name, value in list(vars(module).items()):
-                if value is original:
-                    setattr(module, name, init_process_group)
-
-
 def run_rank(rank: int, options: argparse.Namespace) -> int:
     """What one rank does, in a process of its own."""
     folder: Path = options.folder
@@ -119,8 +100,12 @@ def main() -> int:
     # Both trees have a top-level package called `tests`; here it is Megatron's.
     sys.path.insert(0, str(options.repo))
     pretend_cuda()
-    use_gloo_with_a_deadline()
     shared_groups = runpy.run_path(str(Path(__file__).parent.parent / "support" / "shared_groups.py"))
+    # NCCL needs devices; and a rank whose peers failed should fail too, not wait half an hour for them.
+    import torch.distributed as dist
+
+    original, gloo = dist.init_process_group, {"backend": "gloo", "timeout": timedelta(seconds=COLLECTIVE_DEADLINE_S)}
+    shared_groups["replace_in_torch"](original, lambda *args, **kwargs: original(*args[1:], **{**kwargs, **gloo}))
     shared_groups["share_groups"](COLLECTIVE_DEADLINE_S)
     # Keeps the tests' conftest from fetching a data set that the checkpoint tests do not use.
     stub = types.ModuleType("download_unit_tests_dataset")
