@@ -47,9 +47,10 @@ FIRST, LATER, LOAD, RESUMED, HALVED = CALLS = (
 )
 SAVES: Final = CALLS[:2]
 _ROWS, _COLUMNS = 4, 64  # of float32: 1 KB
+_MEGATRON: Final = ("tests.support.pretend_main", "megatron.core.dist_checkpointing")
 _PRELOAD = {
-    OURS: ["tests.support.pretending_megatron", "mcore_ckpt.megatron.install"],
-    STOCK: ["tests.support.pretending_megatron"],
+    OURS: [*_MEGATRON, "mcore_ckpt.megatron.install"],
+    STOCK: [*_MEGATRON],
 }
 _WITHIN_S = 3600.0
 

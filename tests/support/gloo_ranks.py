@@ -70,7 +70,7 @@ _TORCH: Final = ["torch", "torch.distributed.checkpoint", "torch._dynamo"]
 
 # What servers of other ranks import in addition: Megatron as it is, or behind `pretend_cuda`, and our strategies.
 MEGATRON: Final = ("megatron.core.dist_checkpointing", "mcore_ckpt.megatron.strategy")
-_STOCK: Final = ("tests.support.pretending_megatron",)
+_STOCK: Final = ("tests.support.pretend_main", "megatron.core.dist_checkpointing")
 _PRETENDING: Final = (*_STOCK, "mcore_ckpt.megatron.strategy")
 _PLAIN_DCP: Final = ("mcore_ckpt.dcp.writer", "mcore_ckpt.dcp.reader")
 
