@@ -103,7 +103,7 @@ def _is_same(first: bytes, second: bytes) -> bool:
     if first == second:
         return True
     values = [torch.load(io.BytesIO(content), map_location="cpu", weights_only=False) for content in (first, second)]
-    return not any(unequal(*values)) and not any(unequal(*reversed(values)))
+    return not any(unequal(*values, exact=True)) and not any(unequal(*reversed(values), exact=True))
 
 
 def _warn(kept: Mapping[str, _Kept], what: str) -> None:

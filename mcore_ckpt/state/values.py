@@ -2,51 +2,74 @@
 
 from __future__ import annotations
 
+import argparse
 import io
-from collections.abc import Iterator
-from typing import Any
+import math
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from mcore_ckpt.core.crc import crc32
 
+# Their own comparison asks tensors and NaN for one truth value.
+_BY_ATTRIBUTES: Final = (argparse.Namespace, types.SimpleNamespace)
 
-def unequal(stored: Any, held: Any, ignored: tuple[str, ...] = (), where: str = "") -> Iterator[tuple[str, str, str]]:
-    """Path, stored value and held value, of what differs in all that is stored."""
+
+def unequal(
+    stored: Any, held: Any, ignored: tuple[str, ...] = (), where: str = "", *, exact: bool = False
+) -> Iterator[tuple[str, str, str]]:
+    """Path, stored value and held value, of what differs in all that is stored. `exact`: 1 and True, or a list and a
+    tuple of the same values, differ, too.
+    """
     if hasattr(held, "unwrap") or hasattr(held, "replica_id"):  # what is local to the rank, or compared as a shard
         return
     if isinstance(stored, dict) and isinstance(held, dict):
         for key, value in stored.items():
-            if key in ignored or key == "params":  # (numbers of a rank's own parameters)
+            if key in ignored or (key == "params" and "['param_groups'][" in where):  # (numbers of a rank's own)
                 continue
             if key in held:
-                yield from unequal(value, held[key], ignored, f"{where}[{key!r}]")
+                yield from unequal(value, held[key], ignored, f"{where}[{key!r}]", exact=exact)
             else:
                 yield f"{where}[{key!r}]", _shown(value), "nothing"
     elif isinstance(stored, (list, tuple)) and isinstance(held, (list, tuple)):
-        if where.endswith("['param_groups']"):  # the order of groups is a rank's own
-            yield from _unequal_groups(stored, held, where, ignored)
+        if exact and type(stored) is not type(held):
+            yield where, f"a {type(stored).__name__}", f"a {type(held).__name__}"
+        elif where.endswith("['param_groups']"):  # the order of groups is a rank's own
+            yield from _unequal_groups(stored, held, ignored, where, exact)
         elif len(stored) != len(held):
             yield where, f"{len(stored)} values", f"{len(held)}"
         else:
             pairs = enumerate(zip(stored, held, strict=True))
-            found = (list(unequal(value, own, ignored, f"{where}[{number}]")) for number, (value, own) in pairs)
+            found = (list(unequal(value, own, ignored, f"{where}[{n}]", exact=exact)) for n, (value, own) in pairs)
             yield from next(filter(None, found), ())  # those of a generator may differ in hundreds of numbers
-    elif not _is_equal(stored, held):
+    elif not _is_equal(stored, held, exact):
         yield where, _shown(stored), _shown(held)
 
 
-def _unequal_groups(stored: Any, held: Any, where: str, ignored: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
+def _unequal_groups(
+    stored: Sequence[Any], held: Sequence[Any], ignored: tuple[str, ...], where: str, exact: bool
+) -> Iterator[tuple[str, str, str]]:
+    """What differs between groups, each compared with one of its own; a rank may have fewer than are stored."""
+    left = list(stored)
     for number, group in enumerate(held):
-        found = [list(unequal(one, group, ignored, f"{where}[{number}]")) for one in stored]
-        if found and all(found):
-            yield from min(found, key=len)
+        found = [list(unequal(one, group, ignored, f"{where}[{number}]", exact=exact)) for one in left]
+        nearest = min(range(len(found)), key=lambda n: len(found[n]), default=None)
+        if nearest is None:
+            yield f"{where}[{number}]", "nothing", _shown(group)
+            continue
+        yield from found[nearest]
+        if not found[nearest]:
+            del left[nearest]
 
 
-def _is_equal(stored: Any, held: Any) -> bool:
+def _is_equal(stored: Any, held: Any, exact: bool) -> bool:
     # Trackers that are safe in CUDA graphs have generators where others have their states.
     stored, held = (one.get_state() if isinstance(one, torch.Generator) else one for one in (stored, held))
+    if exact and type(stored) is not type(held):
+        return False
     if isinstance(stored, torch.Tensor) and isinstance(held, torch.Tensor):
         alike = stored.dtype == held.dtype and stored.shape == held.shape
         return alike and first_difference(stored, held) is None
@@ -54,9 +77,14 @@ def _is_equal(stored: Any, held: Any) -> bool:
         return stored.dtype == held.dtype and stored.shape == held.shape and stored.tobytes() == held.tobytes()
     if isinstance(stored, io.BytesIO) and isinstance(held, io.BytesIO):
         return stored.getvalue() == held.getvalue()
-    if type(stored) is type(held) and "__eq__" not in vars(type(stored)) and hasattr(stored, "__dict__"):
-        return not any(unequal(vars(stored), vars(held)))
+    if type(stored) is type(held) and (isinstance(stored, _BY_ATTRIBUTES) or "__eq__" not in vars(type(stored))):
+        attributes = [getattr(one, "__dict__", None) for one in (stored, held)]
+        if attributes[0] is not None and attributes[1] is not None:
+            alike = attributes[0].keys() == attributes[1].keys()
+            return alike and not any(unequal(*attributes, exact=exact))
     try:
+        if isinstance(stored, float) and isinstance(held, float) and stored == held:
+            return math.copysign(1, stored) == math.copysign(1, held)  # 0.0 and -0.0
         return bool(stored == held) or (stored != stored and held != held)  # (NaN)
     except (TypeError, ValueError, RuntimeError):
         return False
@@ -65,7 +93,7 @@ def _is_equal(stored: Any, held: Any) -> bool:
 def _shown(value: Any) -> str:
     content: Any = value
     if isinstance(value, torch.Tensor):
-        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        content = _elements(value).view(torch.uint8).numpy()
     if isinstance(content, np.ndarray):
         return f"{value.dtype}{list(value.shape)} with CRC-32 {crc32(content.tobytes()):08x}"
     text = repr(value)
@@ -76,7 +104,7 @@ def first_difference(expected: torch.Tensor, got: torch.Tensor) -> tuple[int, st
     """Number of the first element in which two tensors of one dtype and number of elements differ by a bit, both there,
     and how many more do.
     """
-    pair = [one.detach().cpu().contiguous().reshape(-1) for one in (expected, got)]
+    pair = [_elements(one) for one in (expected, got)]
     first, second = (one.view(torch.uint8).view(-1, max(1, one.element_size())) for one in pair)
     if torch.equal(first, second):
         return None
@@ -84,3 +112,7 @@ def first_difference(expected: torch.Tensor, got: torch.Tensor) -> tuple[int, st
     number = int(differing[0])
     more = f", and {len(differing) - 1} more elements differ" if len(differing) > 1 else ""
     return number, repr(pair[0][number].item()), repr(pair[1][number].item()), more
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)

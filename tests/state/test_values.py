@@ -1,0 +1,50 @@
+"""What counts as a difference between what is stored and what a job holds."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_ckpt.state.values import unequal
+
+
+def _groups(*rates: int) -> dict[str, Any]:
+    return {"param_groups": [{"lr": rate, "params": [rate]} for rate in rates]}
+
+
+@pytest.mark.parametrize(
+    ("stored", "held", "where"),
+    [
+        ({"a": [1, 2]}, {"a": [1, 3]}, "['a'][1]"),
+        ({"params": {"x": 1}}, {"params": {"x": 2}}, "['params']['x']"),
+        (_groups(1, 2), {"param_groups": [{"lr": 2, "params": [7]}, {"lr": 1, "params": [8]}]}, None),
+        (_groups(1, 2), _groups(1, 1), "['param_groups'][1]['lr']"),
+        (_groups(1), _groups(1, 1), "['param_groups'][1]"),
+        (_groups(1, 2), _groups(2), None),  # of another pipeline stage
+        ({"a": 0.0}, {"a": -0.0}, "['a']"),
+        ({"a": float("nan")}, {"a": float("nan")}, None),
+        (torch.zeros(2), -torch.zeros(2), ""),
+        (torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2, dtype=torch.complex64).conj(), None),
+        (
+            argparse.Namespace(a=torch.ones(3), b=float("nan")),
+            argparse.Namespace(a=torch.ones(3), b=float("nan")),
+            None,
+        ),
+        (argparse.Namespace(a=1), argparse.Namespace(a=1, b=2), ""),
+    ],
+)
+def test_differences_have_their_place(stored: Any, held: Any, where: str | None) -> None:
+    found = [place for place, _, _ in unequal(stored, held)]
+    assert found == ([] if where is None else [where])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(1, True), ([1], (1,)), (b"1", bytearray(b"1")), (np.float32(1), np.float64(1))]
+)
+def test_types_differ_where_versions_are_kept(first: Any, second: Any) -> None:
+    assert not any(unequal({"a": first}, {"a": second}))
+    assert any(unequal({"a": first}, {"a": second}, exact=True))
