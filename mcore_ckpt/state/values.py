@@ -78,10 +78,9 @@ def _is_equal(stored: Any, held: Any, exact: bool) -> bool:
     if isinstance(stored, io.BytesIO) and isinstance(held, io.BytesIO):
         return stored.getvalue() == held.getvalue()
     if type(stored) is type(held) and (isinstance(stored, _BY_ATTRIBUTES) or "__eq__" not in vars(type(stored))):
-        attributes = [getattr(one, "__dict__", None) for one in (stored, held)]
-        if attributes[0] is not None and attributes[1] is not None:
-            alike = attributes[0].keys() == attributes[1].keys()
-            return alike and not any(unequal(*attributes, exact=exact))
+        if hasattr(stored, "__dict__"):
+            of_stored, of_held = vars(stored), vars(held)
+            return of_stored.keys() == of_held.keys() and not any(unequal(of_stored, of_held, exact=exact))
     try:
         if isinstance(stored, float) and isinstance(held, float) and stored == held:
             return math.copysign(1, stored) == math.copysign(1, held)  # 0.0 and -0.0
