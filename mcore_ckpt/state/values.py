@@ -77,10 +77,10 @@ def _is_equal(stored: Any, held: Any, exact: bool) -> bool:
         return stored.dtype == held.dtype and stored.shape == held.shape and stored.tobytes() == held.tobytes()
     if isinstance(stored, io.BytesIO) and isinstance(held, io.BytesIO):
         return stored.getvalue() == held.getvalue()
-    if type(stored) is type(held) and (isinstance(stored, _BY_ATTRIBUTES) or "__eq__" not in vars(type(stored))):
-        if hasattr(stored, "__dict__"):
-            of_stored, of_held = vars(stored), vars(held)
-            return of_stored.keys() == of_held.keys() and not any(unequal(of_stored, of_held, exact=exact))
+    by_attributes = isinstance(stored, _BY_ATTRIBUTES) or "__eq__" not in vars(type(stored))
+    if by_attributes and type(stored) is type(held) and hasattr(stored, "__dict__"):
+        of_stored, of_held = vars(stored), vars(held)
+        return of_stored.keys() == of_held.keys() and not any(unequal(of_stored, of_held, exact=exact))
     try:
         if isinstance(stored, float) and isinstance(held, float) and stored == held:
             return math.copysign(1, stored) == math.copysign(1, held)  # 0.0 and -0.0
