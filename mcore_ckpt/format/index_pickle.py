@@ -124,6 +124,8 @@ class PathState(metaclass=ReadOnly):
     """`pathlib` paths, as the checkpoint id in `StorageMeta`."""
 
     def __init__(self, *parts: Any) -> None:
+        if not all(type(part) is str for part in parts):
+            raise TypeError("parts of a path that are no text")
         self.parts = parts
 
 
@@ -494,7 +496,7 @@ class _IndexBuilder:
             elif kind in (set, frozenset):
                 result = kind(map(convert, part))
             elif kind is PathState:
-                result = str(Path(*map(str, part.parts)))
+                result = str(Path(*part.parts))
             elif kind is OtherPathState:
                 result = part.text
             elif kind is slice:

@@ -153,7 +153,7 @@ def check_opcodes(data: bytes) -> None:
                 _check_keys(members[::2])
             elif opcode != 0x65 and opcode != 0x31:  # of a set, neither APPENDS nor POP_MARK
                 _check_keys(members)
-                stack += [0] * (opcode == 0x91)  # FROZENSET
+                stack += [1 + max(members, default=0)] * (opcode == 0x91)  # FROZENSET, hashed and compared as deep
             at += 1
         elif opcode == 0x28:  # MARK
             marks.append(len(stack))
@@ -180,7 +180,8 @@ def check_opcodes(data: bytes) -> None:
             at += 1
         elif opcode in b"\x80\x95":  # PROTO, FRAME
             at += 2 if opcode == 0x80 else 9
-        elif opcode == 0x51:  # BINPERSID
+        elif opcode == 0x51:  # BINPERSID: its stand-in is a tuple
+            stack[-1] += 1
             at += 1
         elif opcode == 0x2E:  # STOP
             return

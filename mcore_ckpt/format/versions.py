@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -20,6 +21,8 @@ from mcore_ckpt.core.errors import CorruptCheckpointError
 _FOLDER: Final = "archive/mcore_ckpt/"
 _RANKS: Final = f"{_FOLDER}ranks.json"
 _MARK: Final = _RANKS.encode()
+# What zipfile and json raise for bytes that are damaged, encrypted or nested without end.
+_DAMAGE: Final = (zipfile.BadZipFile, zlib.error, LookupError, TypeError, ValueError, RuntimeError)
 
 
 def with_versions(content: bytes, layout: str, ranks: Mapping[int, int], versions: Sequence[bytes]) -> bytes:
@@ -51,7 +54,7 @@ def version_of(content: bytes, layout: str, rank: int) -> bytes:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             return archive.read(f"{_FOLDER}{int(number)}")
-    except (zipfile.BadZipFile, KeyError, TypeError, ValueError, NotImplementedError) as error:
+    except _DAMAGE as error:
         raise CorruptCheckpointError(f"version {number!r} of an object: {error}") from error
 
 
@@ -64,5 +67,5 @@ def _told(content: bytes) -> tuple[str, dict[str, int]] | None:
                 return None
             told = json.loads(archive.read(_RANKS))
             return str(told["layout"]), dict(told["ranks"])
-    except (zipfile.BadZipFile, KeyError, TypeError, ValueError, NotImplementedError) as error:
+    except _DAMAGE as error:
         raise CorruptCheckpointError(f"{_RANKS} of an object: expected versions by rank, got {error!r}") from error

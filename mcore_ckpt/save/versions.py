@@ -102,8 +102,11 @@ def _is_same(first: bytes, second: bytes) -> bool:
     """Equal objects may be serialized in several ways. (Both are of this job.)"""
     if first == second:
         return True
-    values = [torch.load(io.BytesIO(content), map_location="cpu", weights_only=False) for content in (first, second)]
-    return not any(unequal(*values, exact=True)) and not any(unequal(*reversed(values), exact=True))
+    try:
+        pair = [torch.load(io.BytesIO(content), map_location="cpu", weights_only=False) for content in (first, second)]
+        return not any(unequal(*pair, exact=True)) and not any(unequal(*reversed(pair), exact=True))
+    except Exception:  # noqa: BLE001 (of third-party classes; a save keeps both, and does not fail)
+        return False
 
 
 def _warn(kept: Mapping[str, _Kept], what: str) -> None:

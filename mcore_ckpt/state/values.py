@@ -85,7 +85,7 @@ def _is_equal(stored: Any, held: Any, exact: bool) -> bool:
         if isinstance(stored, float) and isinstance(held, float) and stored == held:
             return math.copysign(1, stored) == math.copysign(1, held)  # 0.0 and -0.0
         return bool(stored == held) or (stored != stored and held != held)  # (NaN)
-    except (TypeError, ValueError, RuntimeError):
+    except Exception:  # noqa: BLE001 (of third-party classes)
         return False
 
 

@@ -55,6 +55,16 @@ DEEP_KEY = b"\x80\x02})" + b"\x85" * 100_000 + b"Ns."  # a tuple in a tuple in a
 # A pair of the same pair of the same pair ...: 2**60 values.
 WIDE_KEY = b"\x80\x04})\x94" + b"".join(b"h%c\x86\x94" % number for number in range(60)) + b"Ns."
 
+# References inside one another, and a set of two equal nests of sets: 2**40 comparisons.
+DEEP_REFERENCE = b"\x80\x02}K\x01" + b"Q" * 1_000_000 + b"Ns."
+
+
+def _nested_sets(first: int) -> bytes:
+    return b"(K\x01\x91\x94" + b"".join(b"(h%ch%c\x85\x91\x94" % (n, n) for n in range(first, first + 40))
+
+
+DEEP_SETS = b"\x80\x04](" + _nested_sets(0) + _nested_sets(41) + b"e(h\x28h\x51\x91."
+
 OBJECTS = sorted((Path(__file__).parent / "corpus" / "object_pickle").iterdir())
 
 DEEP = {
@@ -87,7 +97,9 @@ class TestObjects:
         assert (repr(np.dtype("f8")), np.dtype("f8").itemsize) == before
         assert (signal.SIGTERM.value, signal.Signals(15)) == (15, signal.SIGTERM)
 
-    @pytest.mark.parametrize("pickled", [DEEP_KEY, WIDE_KEY], ids=["deep", "wide"])
+    @pytest.mark.parametrize(
+        "pickled", [DEEP_KEY, WIDE_KEY, DEEP_REFERENCE, DEEP_SETS], ids=["deep", "wide", "references", "sets"]
+    )
     def test_keys_that_take_long_to_hash(self, pickled: bytes) -> None:
         with pytest.raises(UnsafePickleError, match="a key of a dict or set with tuples more than 2 deep"):
             load_object(container(pickled))
@@ -153,8 +165,10 @@ class TestIndex:
             b"}" + text("k") + name("torch.Size") + b"(" + b"K\x01" * 400 + b"t\x85Rs",
             b"}" + text("k") + b"](" + b"K\x01" * 50_000 + b"e\x94(" + (name("torch.Size") + b"h\x00\x85R") * 60_000 + b"ts",  # noqa: E501
             b"}" + name("builtins.slice") + b")\x94h\x00\x94\x86)N\x87RNs",
+            b"}" + text("k") + name("pathlib.PosixPath") + b"]\x94"
+            + b"".join(b"](h%ch%ce\x94" % (n, n) for n in range(40)) + b"\x85Rs",
         ],
-        ids=["deep", "wide", "chain", "memoized", "lists", "axes", "copies", "slices"],
+        ids=["deep", "wide", "chain", "memoized", "lists", "axes", "copies", "slices", "path"],
     )  # fmt: skip
     def test_refused(self, planner_data: bytes) -> None:
         with pytest.raises(CorruptCheckpointError):

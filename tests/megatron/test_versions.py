@@ -104,7 +104,14 @@ def test_versions_that_cannot_be_are_refused() -> None:
     assert torch.load(io.BytesIO(kept)) == torch.load(io.BytesIO(main))
     assert torch.load(io.BytesIO(version_of(kept, "world 2", 1))) == ["own"]
     assert version_of(kept, "world 2", 0) == version_of(kept, "world 4", 1) == kept
-    for text in ("[]", "{}", '{"layout": "world 2", "ranks": {"1": 7}}', '{"layout": "world 2", "ranks": [[]]}', "{"):
+    for text in (
+        "[" * 100_000,
+        "[]",
+        "{}",
+        '{"layout": "world 2", "ranks": {"1": 7}}',
+        '{"layout": "world 2", "ranks": [[]]}',
+        "{",
+    ):
         stream = io.BytesIO(main)
         with zipfile.ZipFile(stream, "a") as archive:
             archive.writestr("archive/mcore_ckpt/ranks.json", text)

@@ -12,6 +12,13 @@ import torch
 from mcore_ckpt.state.values import unequal
 
 
+class _CannotCompare:
+    def __eq__(self, other: object) -> bool:
+        raise AttributeError
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def _groups(*rates: int) -> dict[str, Any]:
     return {"param_groups": [{"lr": rate, "params": [rate]} for rate in rates]}
 
@@ -35,6 +42,7 @@ def _groups(*rates: int) -> dict[str, Any]:
             None,
         ),
         (argparse.Namespace(a=1), argparse.Namespace(a=1, b=2), ""),
+        (_CannotCompare(), _CannotCompare(), ""),
     ],
 )
 def test_differences_have_their_place(stored: Any, held: Any, where: str | None) -> None:
