@@ -104,7 +104,6 @@ def test_stock_megatron_loads_what_was_resharded(tmp_path: Path, chosen: str) ->
             assert len(reference.verdict(state.before for state in states).differing) > len(reference.tensors) / 2
             verdict = reference.verdict(state.after for state in states)
             assert verdict.identical, f"{job.name}: {verdict}"
-            assert verdict.compared_bytes == reference.total_bytes
             elsewhere = [line for rank in loaded for line in rank[job.name][1]]
             if (
                 job.name == "layer-wise-moe"
