@@ -13,13 +13,6 @@ from mcore_ckpt.core.crc import crc32, crc32_combine
 SIZES = [0, 1, 7, 64, 4095, 100_003]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_is_the_crc32_of_zip_archives(size: int) -> None:
-    content = random.Random(size).randbytes(size)
-    assert crc32(content) == zlib.crc32(content)
-    assert crc32(memoryview(bytearray(content))) == zlib.crc32(content)
-
-
 @pytest.mark.parametrize("has_its_own", [True, False])
 @pytest.mark.parametrize("size", SIZES)
 def test_parts_summed_apart_combine(size: int, has_its_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:

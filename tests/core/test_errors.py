@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 
 import pytest
 
@@ -16,27 +15,6 @@ ALSO = {
     "CheckpointNotFoundError": FileNotFoundError,
     "MissingKeyError": KeyError,
 }
-
-
-def drawn_tree() -> dict[str, str]:
-    """Class -> its parent, from the picture in the module's docstring."""
-    parents: dict[str, str] = {}
-    at_depth: dict[int, str] = {}
-    for line in (errors.__doc__ or "").splitlines():
-        found = re.match(r"^    ([| `-]*)(\w+Error)\b", line)
-        if found:
-            depth = len(found[1]) // 4
-            at_depth[depth] = found[2]
-            if depth:
-                parents[found[2]] = at_depth[depth - 1]
-    return parents
-
-
-def test_the_picture_is_the_tree() -> None:
-    tree = drawn_tree()
-    assert {*tree, "CheckpointError"} == set(errors.__all__)
-    for name, parent in tree.items():
-        assert getattr(errors, parent) in getattr(errors, name).__bases__, f"{name} is drawn under {parent}"
 
 
 @pytest.mark.parametrize("name", errors.__all__)

@@ -28,21 +28,16 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
-import multiprocessing
 import os
 import random
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +58,10 @@ from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.forked import in_child
 
 GOLDEN = Path(__file__).parent / "golden"
-GOLDEN_KINDS = ("megatron-0.16.1", "megatron-0.19.2", "dcp-2.13.0")
+GOLDEN_KINDS = ("megatron-0.16.1", "megatron-0.19.2", "dcp-2.13.0", "ours-0.1.0")
 OUTCOMES = ("seen", "harmless", "missed", "part", "WRONG", "FOREIGN", "DIED")
 DEADLINE_S = 60.0
 MEMORY_BYTES = 2 * 1024**3
-FLIPS_AT_ONCE = 100
-"""Of one checkpoint, between two times that the result is told: so a run that is interrupted has told most of it."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +95,6 @@ class Tally:
         bound = subject.sealed or not file.endswith((", swapped", ", stale"))
         if name in ("FOREIGN", "DIED") or subject.sealed or (name == "WRONG" and bound):
             self.unexpected.append(f"{subject.kind}, {what}: {outcome}")
-
-    @classmethod
-    def of_all(cls, tallies: Iterable[Tally]) -> Tally:
-        whole = cls()
-        for tally in tallies:
-            whole.counts += tally.counts
-            whole.unexpected += tally.unexpected
-            whole.trials += tally.trials
-        return whole
 
     def of(self, *outcomes: str) -> int:
         """How many trials had one of these outcomes."""
@@ -169,29 +153,7 @@ def make_subjects(scratch: Path) -> list[Subject]:
         for when, seed in (("before", 1), ("now", 2)):
             write(scratch / kind / when, seed)
         found.append(Subject(kind, scratch / kind / "now", scratch / kind / "before"))
-    for who, python in itertools.product(("ours", "stock"), _interpreters()):
-        version = _megatron_version(python)
-        if version is None:
-            continue
-        kind = f"{who} megatron {version}"
-        for when, seed in (("before", 1), ("now", 2)):
-            command = [python, "-W", "ignore", "-m", "tests.format.megatron_save", who]
-            command += [str(scratch / kind / when), str(seed)]
-            subprocess.run(command, check=True, capture_output=True, timeout=300)
-        found.append(Subject(kind, scratch / kind / "now", scratch / kind / "before"))
     return found
-
-
-def _interpreters() -> list[str]:
-    """This one, and that of the environment with a newer Megatron-Core, if it is there (`make test`)."""
-    other = Path(sys.prefix).with_name(".venv312") / "bin" / "python"
-    return [sys.executable, *([str(other)] if other.exists() else [])]
-
-
-def _megatron_version(python: str) -> str | None:
-    asked = "from importlib.metadata import version; print(version('megatron-core'))"
-    told = subprocess.run([python, "-c", asked], check=False, capture_output=True, text=True, timeout=60)
-    return told.stdout.strip() or None
 
 
 def _import_safetensors(target: Path, seed: int) -> None:
@@ -276,14 +238,14 @@ def outcome_of(directory: Path, truth: Truth) -> str:
     return f"missed: {refused[0]}" if refused else "harmless"
 
 
-def in_bounds(function: Callable[[], str]) -> str:
-    """Run in a forked child with a deadline and a limit of its memory."""
+def in_bounds(directory: Path, truth: Truth) -> str:
+    """`outcome_of` in a forked child with a deadline and a limit of its memory."""
 
     def limited() -> str:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (what is logged about damage is not wanted here)
-        return function()
+        return outcome_of(directory, truth)
 
     try:
         return in_child(limited, deadline_s=DEADLINE_S)
@@ -300,167 +262,105 @@ def _files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if path.is_file())
 
 
-class Trials:
-    """Damages copies of one checkpoint, one after the other."""
+@dataclass(frozen=True)
+class Damage:
+    """What is done to a checkpoint: how, for counting; where, for people; what files hold then."""
 
-    def __init__(self, subject: Subject, scratch: Path) -> None:
-        self._subject = subject
-        self.tally = Tally()
-        self._directory = scratch / f"{subject.kind}, damaged by {os.getpid()}"
-        shutil.rmtree(self._directory, ignore_errors=True)
-        shutil.copytree(subject.directory, self._directory)
-        self.files = [path.name for path in _files(subject.directory)]
-        self._contents = {path.name: path.read_bytes() for path in _files(subject.directory)}
-        self._truth = truth_of(subject.directory)
-
-    def _trial(self, changed: dict[str, bytes], kind: str, what: str) -> None:
-        for name, content in changed.items():
-            self._put(name, content)
-        try:
-            outcome = in_bounds(lambda: outcome_of(self._directory, self._truth))
-        finally:
-            for name in changed:
-                self._put(name, self._contents[name])
-        self.tally.add(self._subject, kind, outcome, what)
-
-    def _put(self, name: str, content: bytes) -> None:
-        """Over what is there: a file that is truncated first is flushed by some file systems when it is closed."""
-        with (self._directory / name).open("r+b") as file:
-            file.write(content)
-            file.truncate()
-
-    def flip(self, flips: int, seed: str) -> None:
-        """So many random bits; files weigh by the square root of their size, so that small ones get their share."""
-        rng, names = random.Random(seed), [name for name in self.files if self._contents[name]]
-        for _ in range(flips):
-            (name,) = rng.choices(names, [len(self._contents[name]) ** 0.5 for name in names])
-            content = bytearray(self._contents[name])
-            bit = rng.randrange(8 * len(content))
-            content[bit // 8] ^= 1 << bit % 8
-            what = f"bit {bit % 8} of byte {bit // 8} of {name}"
-            self._trial({name: bytes(content)}, f"{file_kind(name)}, flipped", what)
-
-    def cut(self) -> None:
-        """Each file, at the boundaries of what lies in it, and a byte before and behind each."""
-        items = [chunk.item for entry in self._truth.index.tensors.values() for chunk in entry.chunks]
-        items += [entry.item for entry in self._truth.index.objects.values()]
-        for name in self.files:
-            size = len(self._contents[name])
-            marks = {0, size // 2, size}
-            for item in items:
-                if item.file == name:
-                    records = self._contents[name][item.offset : item.offset + item.length]
-                    marks |= {item.offset, item.offset + item.length}
-                    marks |= {item.offset + found.start() for found in re.finditer(b"PK", records)}
-            if name == COMMON_FILE:
-                marks |= {found.start() for found in re.finditer(b"PK", self._contents[name])}
-            for at in sorted({mark + step for mark in marks for step in (-1, 0, 1)}):
-                if 0 <= at < size:
-                    self._trial(
-                        {name: self._contents[name][:at]}, f"{file_kind(name)}, cut", f"{name} cut to {at} bytes"
-                    )
-
-    def swap(self) -> None:
-        """Every pair of files under each other's name, and every file from the save before, each alone."""
-        for first, second in itertools.combinations(self.files, 2):
-            if self._contents[first] == self._contents[second]:
-                continue
-            changed = {first: self._contents[second], second: self._contents[first]}
-            kinds = {file_kind(first), file_kind(second)}
-            self._trial(changed, f"{' and '.join(sorted(kinds))}, swapped", f"{first} and {second} swapped")
-
-        for path in _files(self._subject.before) if self._subject.before else ():
-            content = path.read_bytes()
-            if path.name in self._contents and content != self._contents[path.name]:
-                self._trial({path.name: content}, f"{file_kind(path.name)}, stale", f"{path.name} of the save before")
+    how: str
+    where: str
+    contents: dict[str, bytes]
 
 
-def run(
-    flips: int,
-    seed: int,
-    scratch: Path,
-    *,
-    cuts: bool = True,
-    workers: int = 1,
-    told: Callable[[Tally], None] = lambda tally: None,
-) -> Tally:
-    """All trials: `flips` random bits over all checkpoints, and with `cuts` every boundary; `workers` processes.
-
-    The checkpoints take turns, some flips at a time; `told` is called with all that is known whenever some have ended.
-    """
-    subjects = make_subjects(scratch)
-    shares = [flips // len(subjects) + (number < flips % len(subjects)) for number in range(len(subjects))]
-    tries = [partial(_tally, subject, scratch, Trials.swap) for subject in subjects]
-    for first in range(0, max(shares), FLIPS_AT_ONCE):
-        tries += [
-            partial(
-                _tally,
-                subject,
-                scratch,
-                partial(Trials.flip, flips=min(FLIPS_AT_ONCE, share - first), seed=f"{seed} {subject.kind} {first}"),
-            )
-            for subject, share in zip(subjects, shares, strict=True)
-            if share > first
-        ]
-    if cuts:
-        tries += [partial(_tally, subject, scratch, Trials.cut) for subject in subjects]
-    if workers == 1:
-        return Tally.of_all(attempt() for attempt in tries)
-    whole = Tally()
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        for done in as_completed([pool.submit(attempt) for attempt in tries]):
-            whole = Tally.of_all((whole, done.result()))
-            told(whole)
-    return whole
+def damages(subject: Subject, index: CheckpointIndex, flips: int, seed: str, *, cuts: bool) -> Iterator[Damage]:
+    """Every pair of files swapped, every file taken from the save before, so many random bits, and each cut."""
+    contents = {path.name: path.read_bytes() for path in _files(subject.directory)}
+    for first, second in itertools.combinations(contents, 2):
+        if contents[first] != contents[second]:
+            kinds = " and ".join(sorted({file_kind(first), file_kind(second)}))
+            changed = {first: contents[second], second: contents[first]}
+            yield Damage(f"{kinds}, swapped", f"{first} and {second} swapped", changed)
+    for path in _files(subject.before) if subject.before else ():
+        if contents.get(path.name, b"") not in (b"", path.read_bytes()):
+            changed = {path.name: path.read_bytes()}
+            yield Damage(f"{file_kind(path.name)}, stale", f"{path.name} of the save before", changed)
+    # Files weigh by the square root of their size, so that small ones get their share.
+    rng, names = random.Random(seed), [name for name in contents if contents[name]]
+    for name in rng.choices(names, [len(contents[name]) ** 0.5 for name in names], k=flips):
+        content = bytearray(contents[name])
+        bit = rng.randrange(8 * len(content))
+        content[bit // 8] ^= 1 << bit % 8
+        where = f"bit {bit % 8} of byte {bit // 8} of {name}"
+        yield Damage(f"{file_kind(name)}, flipped", where, {name: bytes(content)})
+    for name, content in contents.items() if cuts else ():
+        for at in _boundaries(name, content, index):
+            yield Damage(f"{file_kind(name)}, cut", f"{name} cut to {at} bytes", {name: content[:at]})
 
 
-def _tally(subject: Subject, scratch: Path, attempt: Callable[[Trials], None]) -> Tally:
-    trials = Trials(subject, scratch)
-    attempt(trials)
-    return trials.tally
+def _boundaries(name: str, content: bytes, index: CheckpointIndex) -> list[int]:
+    """Where what lies in a file begins and ends, and a byte before and behind each."""
+    items = [chunk.item for entry in index.tensors.values() for chunk in entry.chunks]
+    items += [entry.item for entry in index.objects.values()]
+    spans = [(item.offset, item.offset + item.length) for item in items if item.file == name]
+    marks = {0, len(content) // 2, len(content), *itertools.chain(*spans)}
+    for start, stop in [*spans, *([(0, len(content))] if name == COMMON_FILE else [])]:
+        marks |= {start + found.start() for found in re.finditer(b"PK", content[start:stop])}
+    return sorted(at for at in {mark + step for mark in marks for step in (-1, 0, 1)} if 0 <= at < len(content))
 
 
-def write_page(page: Path, tally: Tally, seed: int) -> None:
+def _put(path: Path, content: bytes) -> None:
+    """Over what is there: a file that is truncated first is flushed by some file systems when it is closed."""
+    with path.open("r+b") as file:
+        file.write(content)
+        file.truncate()
+
+
+def run(flips: int, seed: int, scratch: Path, *, cuts: bool = True) -> Tally:
+    """All trials: `flips` random bits over all checkpoints, and with `cuts` every boundary."""
+    tally, subjects = Tally(), make_subjects(scratch)
+    for number, subject in enumerate(subjects):
+        truth, damaged = truth_of(subject.directory), scratch / "damaged"
+        shutil.copytree(subject.directory, damaged)
+        share = (flips + number) // len(subjects)
+        for damage in damages(subject, truth.index, share, f"{seed} {subject.kind}", cuts=cuts):
+            for name, content in damage.contents.items():
+                _put(damaged / name, content)
+            outcome = in_bounds(damaged, truth)
+            for name in damage.contents:
+                _put(damaged / name, (subject.directory / name).read_bytes())
+            tally.add(subject, damage.how, outcome, damage.where)
+        shutil.rmtree(damaged)
+        print(f"{subject.kind}: {tally.trials} trials, {len(tally.unexpected)} as they must not", flush=True)
+    return tally
+
+
+def write_page(page: Path, told: str) -> None:
     """Put the results between `<!-- flips -->` and `<!-- end of flips -->`."""
-    flips = sum(count for (_, file, _), count in tally.counts.items() if file.endswith(", flipped"))
-    bad = tally.of("FOREIGN", "DIED")
-    told = (
-        f"{tally.trials} trials, {flips} of them flipped bits, seed {seed}, torch {torch.__version__}; "
-        f"{len(tally.unexpected)} outcomes were unexpected, {bad} ended in a third-party exception, a crash, at the "
-        f"deadline ({DEADLINE_S:.0f} s) or at the limit of memory ({MEMORY_BYTES >> 30} GiB).\n\n"
-    )
-    text = page.read_text()
-    before, mark, rest = text.partition("<!-- flips -->\n")
+    before, mark, rest = page.read_text().partition("<!-- flips -->\n")
     _, end, after = rest.partition("<!-- end of flips -->")
     if not mark or not end:
         raise SystemExit(f"{page}: expected the marks <!-- flips --> and <!-- end of flips -->")
-    page.write_text(f"{before}{mark}\n{told}{tally.summary()}\n\n{end}{after}")
+    page.write_text(f"{before}{mark}\n{told}\n\n{end}{after}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """The command; 1 if anything came out that must not."""
     parser = argparse.ArgumentParser(description="Damage checkpoints of every kind, and count what comes of it.")
     parser.add_argument("--flips", type=int, default=10_000, help="random bits (10000)")
     parser.add_argument("--seed", type=int, default=0, help="of the random bits (0)")
-    parser.add_argument("--workers", type=int, default=2, help="processes (2)")
     parser.add_argument("--write", metavar="PAGE", type=Path, help="put the table between its marks in this page")
-    parser.add_argument("--no-cuts", action="store_true", help="leave out cutting files at every boundary")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_args()
     torch.set_num_threads(1)
-    started = time.monotonic()
-
-    def told(tally: Tally) -> None:
-        if chosen.write is not None:
-            write_page(chosen.write, tally, chosen.seed)
-        bad = f"{len(tally.unexpected)} as they must not{''.join(f'; {what}' for what in tally.unexpected[-3:])}"
-        print(f"{time.monotonic() - started:.0f} s: {tally.trials} trials, {bad}", flush=True)
-
     with tempfile.TemporaryDirectory(prefix="flips-") as scratch:
-        cuts = not chosen.no_cuts
-        tally = run(chosen.flips, chosen.seed, Path(scratch), cuts=cuts, workers=chosen.workers, told=told)
-    print(f"\n{tally.trials} trials, seed {chosen.seed}\n\n{tally.summary()}\n")
+        tally = run(chosen.flips, chosen.seed, Path(scratch))
+    bad = tally.of("FOREIGN", "DIED")
+    told = (
+        f"{tally.trials} trials, {chosen.flips} of them flipped bits, seed {chosen.seed}, torch {torch.__version__}; "
+        f"{len(tally.unexpected)} outcomes were unexpected, {bad} ended in a third-party exception, a crash, at the "
+        f"deadline ({DEADLINE_S:.0f} s) or at the limit of memory ({MEMORY_BYTES >> 30} GiB).\n\n{tally.summary()}"
+    )
+    print(told)
     if chosen.write is not None:
-        write_page(chosen.write, tally, chosen.seed)
+        write_page(chosen.write, told)
     for example in tally.unexpected:
         print(f"UNEXPECTED: {example}")
     return 1 if tally.unexpected else 0

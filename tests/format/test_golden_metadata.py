@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import json
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import TensorProperties
 
 from mcore_ckpt import (
     open_checkpoint,
 )
 from mcore_ckpt.format.index import StoredItem, parse_object_key
 from mcore_ckpt.format.metadata_read import parse_index, read_config, read_index
-from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.state.torch_classes import from_dcp_metadata, to_dcp_metadata
 from mcore_ckpt.tools.verify import verify_checkpoint
@@ -57,26 +53,11 @@ def test_index_and_items_are_what_was_saved(name: str) -> None:
         }
     assert found == wanted["tensors"]
     assert verify_checkpoint(GOLDEN / name).whole
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_what_we_encode_is_the_same_to_stock(name: str) -> None:
-    """Our `.metadata` for that checkpoint, unpickled by torch, against the original, unpickled by torch."""
-    stock = pickle.loads(_without_plans(name))
-    ours = pickle.loads(encode_metadata(read_index(GOLDEN / name)))
-    assert ours.state_dict_metadata == stock.state_dict_metadata
-    assert ours.storage_data == stock.storage_data
-    assert (ours.planner_data or {}) == (stock.planner_data or {})
-    assert getattr(ours, "mcore_data", {}) == (getattr(stock, "mcore_data", None) or {})
-    assert to_dcp_metadata(read_index(GOLDEN / name)).storage_data == stock.storage_data
-
-
-@pytest.mark.parametrize("name", THROUGH_MEGATRON)
-def test_config_and_keys_are_megatrons(name: str) -> None:
-    config = read_config(GOLDEN / name)
-    assert config is not None
-    assert (config.backend, config.version) == ("torch_dist", 1)
-    assert all(parse_object_key(fqn) for fqn in read_index(GOLDEN / name).objects)
+    if name in THROUGH_MEGATRON:
+        config = read_config(GOLDEN / name)
+        assert config is not None
+        assert (config.backend, config.version) == ("torch_dist", 1)
+        assert all(parse_object_key(fqn) for fqn in index.objects)
 
 
 @pytest.mark.parametrize("name", MEGATRON)
@@ -120,29 +101,6 @@ def test_common_state_loads_safely(name: str) -> None:
     assert common["args"].hidden_size == 12
     assert common["args"].params_dtype == torch.bfloat16
     assert common["args"].save == Path("checkpoints")
-
-
-def _without_plans(name: str) -> bytes:
-    """The original `.metadata`, for torch to unpickle: where Megatron's classes are not there, as torch's own."""
-    content = (GOLDEN / name / ".metadata").read_bytes()
-
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, kind: str) -> Any:
-            if module.startswith("megatron."):
-                module = "torch.distributed.checkpoint." + ("planner" if kind == "MCoreSavePlan" else "metadata")
-                kind = kind.removeprefix("MCore")
-            return super().find_class(module, kind)
-
-    metadata = Unpickler(io.BytesIO(content)).load()
-    vars(metadata).pop("all_local_plans", None)
-    return pickle.dumps(metadata)
-
-
-@pytest.fixture(autouse=True)
-def properties_of_any_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch <= 2.14 does not read what torch 2.15 writes, which is the strides at the end."""
-    setstate = TensorProperties.__setstate__
-    monkeypatch.setattr(TensorProperties, "__setstate__", lambda self, state: setstate(self, state[:5]))
 
 
 def test_our_golden_checkpoint_has_a_manifest() -> None:

@@ -75,8 +75,8 @@ def indexes(draw: st.DrawFn) -> CheckpointIndex:
     return CheckpointIndex("ckpt", tensors, objects, draw(plain), mcore_data, meta, FORMAT_VERSION)
 
 
-@given(indexes())
-def test_an_index_is_the_same_from_our_bytes_as_from_torchs_classes(index: CheckpointIndex) -> None:
+@given(indexes(), st.integers(2, pickle.HIGHEST_PROTOCOL))
+def test_an_index_is_the_same_from_our_bytes_as_from_torchs_classes(index: CheckpointIndex, protocol: int) -> None:
     content = encode_metadata(index)
     assert parse_index(content, "ckpt") == index
     ours, metadata = pickle.loads(content), to_dcp_metadata(index)
@@ -85,4 +85,5 @@ def test_an_index_is_the_same_from_our_bytes_as_from_torchs_classes(index: Check
     if index.storage_meta is None:
         metadata.storage_meta = None
     assert vars(ours) == vars(metadata)
-    assert parse_index(pickle.dumps(metadata), "ckpt") == index
+    assert [key.index for key in ours.storage_data] == [key.index for key in metadata.storage_data]
+    assert parse_index(pickle.dumps(metadata, protocol), "ckpt") == index

@@ -114,10 +114,6 @@ class TestEvil:
         assert isinstance(error, UnsafePickleError)
         assert function.__name__ in str(error) or protocol == 0
 
-    def test_a_call_inside_a_true_index(self) -> None:
-        metadata = Metadata({}, planner_data=Calls(os.system, "touch /tmp/harm"), storage_data={})
-        assert isinstance(refused(pickle.dumps(metadata)), UnsafePickleError)
-
     def test_a_call_among_the_plans_is_not_run(self) -> None:
         metadata = pickle.loads(OURS)
         metadata.all_local_plans = [Calls(os.abort)]

@@ -133,21 +133,6 @@ def test_paths_of_python_3_13() -> None:
     assert load_object(content) == [pathlib.Path("b")]
 
 
-def test_enums_and_states_of_megatron_come_back() -> None:
-    pytest.importorskip("megatron.core")
-    from megatron.core.enums import ModelType
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.rerun_state_machine import RerunDiagnostic, RerunMode, RerunState
-    from megatron.core.transformer.enums import AttnBackend, AttnMaskType, CudaGraphScope
-
-    value = [
-        *(ModelType.encoder_or_decoder, RerunMode.DISABLED, RerunState.NOT_RUNNING_YET),
-        *(RerunDiagnostic.TRANSIENT_ERROR, AttnBackend.flash, AttnMaskType.causal, CudaGraphScope.attn),
-        OptimizerConfig(lr=0.5),
-    ]
-    assert load_object(saved(value)) == value
-
-
 class TestRefused:
     @pytest.mark.parametrize(
         "function", [eval, exec, getattr, open, os.system, subprocess.run, torch.hub.load, Path.unlink, pickle.loads]

@@ -64,9 +64,3 @@ def test_what_was_tried_is_what_is_loaded(tmp_path: Path, what: str) -> None:
     }[what]
     assert load(tmp_path, item) == {"lr": 1.0}
     assert not made.exists()
-
-
-def test_whoever_vouches_gets_the_stored_bytes(tmp_path: Path) -> None:
-    evil = archive([("archive/data.pkl", pickle.dumps(Evil(tmp_path / "made"), 2)), *BASE[1:]])
-    load(tmp_path, evil, LoadOptions(allowed_classes=("*",)))
-    assert (tmp_path / "made").exists()

@@ -31,32 +31,6 @@ def test_direct_writes_leave_nothing_in_the_page_cache(local: LocalStorage, tmp_
     assert cached_pages(tmp_path / "file") == 0
 
 
-def _cold_file(local: LocalStorage, folder: Path) -> bytes:
-    """Write 4 MiB past the page cache to `file`; returns them."""
-    if not has_direct_io(folder):
-        pytest.skip("this file system has no O_DIRECT")
-    content = random_bytes(4 * MIB)
-    writer = local.open_writer("file")
-    writer.write(0, aligned(content))
-    writer.finish(4 * MIB)
-    return content
-
-
-def test_cold_reads_do_not_fill_the_page_cache_and_warm_ones_use_it(local: LocalStorage, tmp_path: Path) -> None:
-    content = _cold_file(local, tmp_path)
-    assert local.read("file") == content
-    assert cached_pages(tmp_path / "file") == 0
-    for _ in range(5):  # a kernel that is short of memory takes pages back
-        (tmp_path / "file").read_bytes()
-        if (warm := cached_pages(tmp_path / "file")) == 1024:
-            break
-    assert warm == 1024
-    with local.open_reader("file") as reader:
-        os.close(reader._direct_fd)  # a warm read that wanted O_DIRECT would fail now
-        reader._direct_fd = os.open("/dev/null", os.O_WRONLY)
-        assert reader.read(0, 4 * MIB) == content
-
-
 def test_a_file_that_is_resumed_keeps_what_it_holds_in_a_process_that_has_tried_no_direct_write(
     local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,63 +139,9 @@ def test_two_that_publish_under_one_name_take_nothing_from_each_other(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"note": b"last"}
 
 
-def test_publish_syncs_the_file_before_its_name_and_the_directory_after(
-    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
-) -> None:
-    steps = []
-    real_fsync, real_replace = os.fsync, os.replace
-
-    def fsync(fd: int) -> None:
-        steps.append("fsync directory" if os.path.isdir(f"/proc/self/fd/{fd}") else "fsync file")
-        real_fsync(fd)
-
-    def replace(source: str, destination: str) -> None:
-        steps.append("rename")
-        real_replace(source, destination)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "replace", replace)
-    local.publish(".metadata", b"content")
-    assert steps == ["fsync file", "rename", "fsync directory"]
-
-
 def test_a_file_in_the_way_of_the_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(SaveError, match=r"file/sub: making the directory failed.*ENOTDIR"):
         LocalStorage(tmp_path / "file" / "sub").ensure()
     with pytest.raises(CheckpointNotFoundError):
         LocalStorage(tmp_path / "file").read("x")
-
-
-def test_readers_leave_no_descriptor_and_no_buffer(local: LocalStorage, tmp_path: Path) -> None:
-    writer = local.open_writer("file")
-    writer.write(0, aligned(random_bytes(2 * MIB)))
-    writer.finish(2 * MIB)
-    before = open_fds()
-    maps_before = Path("/proc/self/maps").read_text().count(str(tmp_path))
-    for _ in range(3):
-        reader = local.open_reader("file")
-        reader.read(100, MIB)
-        reader.close()
-        reader.close()
-        with pytest.raises(ValueError, match="closed"):
-            reader.read(0, 1)
-    assert open_fds() == before
-    assert Path("/proc/self/maps").read_text().count(str(tmp_path)) == maps_before
-    assert local._bounce._free == []
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", ["a pipe", "a link to a pipe", "a link to a file"])
-def test_the_version_of_what_is_no_file_is_told_without_opening_it(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "d").mkdir()
-    name, outside = tmp_path / "d" / "x", tmp_path / "outside"
-    if kind == "a link to a file":
-        outside.write_bytes(b"12345")
-    else:
-        os.mkfifo(name if kind == "a pipe" else outside)
-    if kind != "a pipe":
-        name.symlink_to(outside)
-    told = LocalStorage(tmp_path / "d").version("x")
-    assert told is not None
-    assert told.number == name.lstat().st_ino
