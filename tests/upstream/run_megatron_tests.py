@@ -152,7 +152,7 @@ def main() -> int:
             stock = run_tests(place, "stock", options.world_size, failed) if failed else {}
             missed = {test: ours[test] for test, (outcome, _) in stock.items() if outcome == "passed"}
             passed = sum(outcome == "passed" for outcome, _ in ours.values())
-            print(f"{file}: {passed} tests pass with ours; {len(missed)} of the {len(failed)} that fail pass with stock")
+            print(f"{file}: {passed} tests pass with ours; of the {len(failed)} others {len(missed)} pass with stock")
             lost |= missed
     for test, (outcome, text) in lost.items():
         print(f"\n--- {test}: {outcome}\n{text[-2500:]}")
