@@ -117,7 +117,7 @@ def uninstall() -> None:
 
 def _replace_all() -> None:
     # Here and not above: importing the strategies needs megatron-core, importing the name `install` must not.
-    from mcore_ckpt.megatron.certificate import certify_training
+    from mcore_ckpt.megatron.resume import certify_training
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy, register_in_megatron
 
     # Name in the contract -> what makes the replacement, of Megatron's own.

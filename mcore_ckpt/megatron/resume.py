@@ -1,0 +1,131 @@
+"""The certificate at the end of Megatron-LM's `load_checkpoint`, as `LoadOptions.certify` asks.
+
+The calls by which a resume makes its state dict are noted, and made again when all has been loaded. `certificate.py`
+compares; it is imported then, so a job that loads nothing does not have it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any, Final
+
+from mcore_ckpt.core.console import logger_of
+from mcore_ckpt.core.errors import CheckpointError, LoadError
+from mcore_ckpt.core.ranks import without_modes
+from mcore_ckpt.megatron._joint_calls import metadata_version
+from mcore_ckpt.megatron._versions import is_first_rank, patches
+from mcore_ckpt.megatron.serialization import noted_of_resume
+
+_logger = logger_of("mcore_ckpt")
+
+_TRAINING: Final = "megatron.training.checkpointing"
+
+
+def certify_training() -> None:
+    """Let Megatron-LM's `load_checkpoint` end with a certificate, now or when its module is imported."""
+    if _TRAINING in sys.modules:
+        _certify_module(sys.modules[_TRAINING])
+    elif _AfterImport not in sys.meta_path:
+        sys.meta_path.insert(0, _AfterImport)
+
+
+class _AfterImport:
+    """Finds nothing by itself. Asked for the module, it changes that when it has been imported."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """As of `importlib.abc.MetaPathFinder`."""
+        if name != _TRAINING or not patches.replaced():
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_change(module: ModuleType) -> None:
+                execute(module)
+                _certify_module(module)
+
+            spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec
+
+
+def _certify_module(module: Any) -> None:
+    names = "get_rng_state", "generate_state_dict", "load_checkpoint"
+    if all(hasattr(module, name) for name in names):
+        stock = {name: getattr(module, name) for name in names}
+        for name in names[:2]:
+            patches.replace(module, name, _noting(name, stock[name]))
+        patches.replace(module, names[2], _certified(stock))
+
+
+def _noting(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if (noted := noted_of_resume.get()) is not None:
+            noted[name] = args, kwargs
+        return stock(*args, **kwargs)
+
+    return call
+
+
+def _certified(stock: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    @functools.wraps(stock["load_checkpoint"])
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        noted: dict[str, Any] = {}
+        token = noted_of_resume.set(noted)
+        try:
+            result = stock["load_checkpoint"](*args, **kwargs)
+        finally:
+            noted_of_resume.reset(token)
+        if "load" in noted and "generate_state_dict" in noted:
+            optimizer = kwargs["optimizer"] if "optimizer" in kwargs else args[1]
+            _certify_resume(stock, noted, optimizer, result[0])
+        return result
+
+    return load_checkpoint
+
+
+@without_modes()
+def _certify_resume(
+    stock: Mapping[str, Callable[..., Any]], noted: Mapping[str, Any], optimizer: Any, iteration: int
+) -> None:
+    from mcore_ckpt.megatron.certificate import certify
+
+    directory, version, options, process_group = noted["load"]
+    args, kwargs = noted["generate_state_dict"]
+    call = inspect.signature(stock["generate_state_dict"]).bind(*args, **kwargs)
+    call.apply_defaults()
+    given, job = call.arguments, call.arguments["args"]
+    flags = [name for name in ("finetune", "no_load_optim", "no_load_rng") if getattr(job, name)]
+    reasons = [f"--{name.replace('_', '-')}" for name in flags]
+    if given["rng_state"] is None and not reasons:
+        reasons.append("random states of another layout")
+    if given["rerun_state"]:
+        reasons.append("the rerun state machine")
+
+    def make_state() -> Any:
+        if metadata_version(directory) != version:
+            raise LoadError(f"{directory} was replaced while it was loaded")
+        if given["rng_state"] is not None:
+            again, named = noted["get_rng_state"]
+            given["rng_state"] = stock["get_rng_state"](*again, **named)
+        # As for a save: on its way to a load, an optimizer gives itself states of zeros.
+        given["optim_sd_kwargs"] = {**(given["optim_sd_kwargs"] or {}), "is_loading": False}
+        given.update(rerun_state=None, iteration=iteration)
+        state = stock["generate_state_dict"](*call.args, **call.kwargs)
+        if job.finetune or directory.name == "release" or getattr(job, "override_ckpt_iteration", None) is not None:
+            del state["args"], state["iteration"]
+        return state
+
+    try:
+        certify(make_state, directory, optimizer, process_group=process_group, options=options, reasons=reasons)
+    except CheckpointError as error:
+        if options.certify == "raise":
+            raise
+        if is_first_rank():
+            _logger.warning("what was resumed from %s could not be certified: %s", directory, error)
