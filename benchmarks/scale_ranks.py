@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.scale import Job, Network, Ours, shard_of
-from mcore_ckpt.core.errors import CheckpointError, Outcome
+from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.core.process import Outcome
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
 from mcore_ckpt.save.planner import RankState, SavePlan, SaveRequest, Structure, agree, collect
 from tests.support.gloo_ranks import standing_ranks

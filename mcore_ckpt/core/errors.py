@@ -32,9 +32,9 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 __all__ = [
     "CheckpointError",
@@ -146,9 +146,6 @@ class UnsafePickleError(CorruptCheckpointError):
     """A pickle asks for a class or function outside the allow-list."""
 
 
-T = TypeVar("T")
-
-
 class RemoteError(Exception):
     """Stands for an exception that was raised elsewhere; its text is the traceback there.
 
@@ -166,28 +163,6 @@ class FailureReport:
     error_number: int | None = None  # `errno` of an `OSError`
     path: str | None = None  # `filename` of an `OSError`
     interrupted: bool = False  # it is no failure but a request to end (Ctrl-C, an exit), or that is the cause
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome(Generic[T]):
-    """What a step of one rank has come to: a value, or what it raised, kept until the other ranks can be told."""
-
-    _value: T | None = None
-    error: BaseException | None = None
-
-    @classmethod
-    def of(cls, step: Callable[[], T]) -> Outcome[T]:
-        """Take the step. Also after a Ctrl-C in it the others must not wait for this rank."""
-        try:
-            return cls(step())
-        except BaseException as error:  # noqa: BLE001  (raised again by `value`)
-            return cls(error=error)
-
-    def value(self) -> T:
-        """The value; raises what the step raised, inside an exchange of all ranks."""
-        if self.error is not None:
-            raise self.error
-        return self._value  # type: ignore[return-value]
 
 
 def describe(error: BaseException) -> FailureReport:

@@ -28,12 +28,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Generic, TypeVar, overload
-
-from mcore_ckpt.core.errors import Outcome
 
 
 def free_host_bytes() -> int:
@@ -325,6 +324,29 @@ def lower_priority(cpu_priority: int | None, io_priority: int | None) -> None:
 A = TypeVar("A")
 B = TypeVar("B")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[T]):
+    """What a step of one rank has come to: a value, or what it raised, kept until the other ranks can be told."""
+
+    _value: T | None = None
+    error: BaseException | None = None
+
+    @classmethod
+    def of(cls, step: Callable[[], T]) -> Outcome[T]:
+        """Take the step. Also after a Ctrl-C in it the others must not wait for this rank."""
+        try:
+            return cls(step())
+        except BaseException as error:  # noqa: BLE001  (raised again by `value`)
+            return cls(error=error)
+
+    def value(self) -> T:
+        """The value; raises what the step raised, inside an exchange of all ranks."""
+        if self.error is not None:
+            raise self.error
+        return self._value  # type: ignore[return-value]
+
 
 # Threads that are stuck in the kernel cannot be waited for; they end by themselves if the device comes back.
 _STUCK_JOIN_S: Final = 0.1

@@ -132,7 +132,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         )
         self.thread_count = self.options.thread_count
         self.single_file_per_rank = single_file_per_rank
-        check_hint(separation_hint)
+        if separation_hint is not None:
+            check_hint(separation_hint)
         self.separation_hint = separation_hint
         self.write_buckets: list[ItemBucket] | None = None
         self.results_queue: ResultFile | None = None

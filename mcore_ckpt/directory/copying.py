@@ -40,7 +40,6 @@ from mcore_ckpt.directory.in_force import (
     is_pending,
     noted_saves,
     pending_name,
-    read_common_file,
     saves_of,
     with_common_files,
 )
@@ -54,6 +53,7 @@ from mcore_ckpt.format.metadata_read import (
     MAX_METADATA_BYTES,
     METADATA_FILE,
     parse_index,
+    read_common_file,
     read_small_file,
 )
 from mcore_ckpt.storage.base import FileVersion, RangeReader, RangeWriter, Storage, align_up

@@ -20,18 +20,16 @@ import contextlib
 import json
 import os
 import re
-import shlex
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import is_supported
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
-from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_of, id_in_names, shown_id
+from mcore_ckpt.format.integrity import data_file_of, id_in_names
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     DRAIN_FILE,
@@ -185,36 +183,6 @@ def noted_saves(names: Iterable[str]) -> list[str]:
 def is_drain_note(name: str) -> bool:
     """Whether a file of that name is a note."""
     return name.startswith(f"{DRAIN_FILE}.")
-
-
-# What is not sharded: arguments, schedules, at most a few tensors. Every rank reads all of it.
-MAX_COMMON_BYTES: Final = 4 * 1024**3
-
-
-def read_common_file(storage: Storage, name: str, manifest: Manifest | None) -> bytes:
-    """All bytes of the common state's file, compared with the manifest. Raises `LoadError`."""
-    expected = None if manifest is None else manifest.files.get(COMMON_FILE)
-    with storage.open_reader(name, direct="off") as reader:
-        if expected is not None and reader.size_bytes != expected.size_bytes:
-            raise _other_file(storage, name, expected, f"{reader.size_bytes} bytes")
-        if expected is None and reader.size_bytes > MAX_COMMON_BYTES:
-            raise CorruptCheckpointError(
-                f"{storage}/{name}: expected at most {MAX_COMMON_BYTES} bytes, the file has {reader.size_bytes}"
-            )
-        content = reader.read(0, reader.size_bytes)
-    if expected is not None and (got := crc32(content)) != expected.table_crc32:
-        raise _other_file(storage, name, expected, f"CRC-32 {got:#010x}")
-    return content
-
-
-def _other_file(storage: Storage, name: str, expected: ManifestFile, got: str) -> CorruptCheckpointError:
-    directory = storage.location
-    return CorruptCheckpointError(
-        f"{directory}/{name}: expected the common state of save {shown_id(expected.save_id)} ({expected.size_bytes} "
-        f"bytes, CRC-32 {expected.table_crc32:#010x}), got {got}: it is of another save, damaged, or was changed "
-        "since. Restore it from another copy, or load another checkpoint. If it was changed on purpose: `mcore-ckpt "
-        f"repair --accept-common-state {shlex.quote(directory)}` takes it as it is"
-    )
 
 
 _ITERATION = re.compile(r"iter_(\d{7,18})")

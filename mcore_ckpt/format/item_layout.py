@@ -51,11 +51,7 @@ class TensorTemplate:
     tail: bytes  # bytes after the payload, with zeros where its CRC-32 belongs
     crc_positions: tuple[int, ...]  # offsets in `tail` of those places (little-endian uint32 each)
     alignment: int  # the payload starts on a multiple of this in the file (see `place`)
-
-    @property
-    def item_bytes(self) -> int:
-        """Size of the whole item."""
-        return len(self.head) + self.payload_bytes + len(self.tail)
+    item_bytes: int  # size of the whole item
 
     def tail_with(self, payload_crc32: int) -> bytes:
         """The tail of an item whose payload has that CRC-32."""
@@ -244,4 +240,5 @@ def tensor_template(dtype: str, shape: tuple[int, ...]) -> TensorTemplate:
     crc_positions = (_DESCRIPTOR_CRC, len(descriptor) + _SECOND_ENTRY_AT + _CENTRAL_CRC)
     alignment = PAGE_BYTES if payload_bytes >= LARGE_TENSOR_BYTES else ITEM_ALIGNMENT
     head, tail = layout.begin + frame.head, descriptor + layout.end((0,))
-    return TensorTemplate(head, payload_bytes, tail, crc_positions, alignment)
+    item_bytes = len(head) + payload_bytes + len(tail)
+    return TensorTemplate(head, payload_bytes, tail, crc_positions, alignment, item_bytes)

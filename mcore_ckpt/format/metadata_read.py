@@ -1,4 +1,4 @@
-"""The files that describe a checkpoint: `.metadata`, the index of what is stored, and `metadata.json`.
+"""The files that describe a checkpoint: `.metadata` (its index), `metadata.json`, and the common state's file.
 
 `read_index` turns the `.metadata` of any writer (Megatron-Core 0.12 and later, torch.distributed.checkpoint, this
 package) into one plain structure that the reader, the command and verify share, without importing torch. What this
@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import IF_DAMAGED, CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import collector_paused
@@ -27,12 +29,15 @@ from mcore_ckpt.format.integrity import (
     FOOTER_BYTES,
     NO_FINGERPRINT,
     FileFooter,
+    Manifest,
+    ManifestFile,
     check_footer,
     decode_footer,
+    shown_id,
     split_metadata,
 )
 from mcore_ckpt.format.tensor_pickle import DTYPE_NAMES
-from mcore_ckpt.storage.base import RangeReader
+from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.resolve import storage_at
 
 METADATA_FILE = ".metadata"
@@ -51,6 +56,8 @@ INTEGRITY_FILE = "integrity.json"
 # The index of 1,024 ranks with 1,000 items each, plans included, is 0.43 GB; ten times that is no index any more.
 MAX_METADATA_BYTES = 4 * 1024**3
 MAX_CONFIG_BYTES = 1024 * 1024
+# What is not sharded: arguments, schedules, at most a few tensors. Every rank reads all of it.
+MAX_COMMON_BYTES = 4 * 1024**3
 _METADATA_OF_RANK = re.compile(r"__(\d+)" + re.escape(METADATA_FILE))
 
 
@@ -237,4 +244,30 @@ def _not_found(directory: Path, name: str) -> str:
     return (
         f"{directory}: holds no {name}, so there is no finished checkpoint in it. The save did not finish, "
         "or this is not a checkpoint in the torch_dist or torch.distributed.checkpoint format."
+    )
+
+
+def read_common_file(storage: Storage, name: str, manifest: Manifest | None) -> bytes:
+    """All bytes of the common state's file, compared with the manifest. Raises `LoadError`."""
+    expected = None if manifest is None else manifest.files.get(COMMON_FILE)
+    with storage.open_reader(name, direct="off") as reader:
+        if expected is not None and reader.size_bytes != expected.size_bytes:
+            raise _other_file(storage, name, expected, f"{reader.size_bytes} bytes")
+        if expected is None and reader.size_bytes > MAX_COMMON_BYTES:
+            raise CorruptCheckpointError(
+                f"{storage}/{name}: expected at most {MAX_COMMON_BYTES} bytes, the file has {reader.size_bytes}"
+            )
+        content = reader.read(0, reader.size_bytes)
+    if expected is not None and (got := crc32(content)) != expected.table_crc32:
+        raise _other_file(storage, name, expected, f"CRC-32 {got:#010x}")
+    return content
+
+
+def _other_file(storage: Storage, name: str, expected: ManifestFile, got: str) -> CorruptCheckpointError:
+    directory = storage.location
+    return CorruptCheckpointError(
+        f"{directory}/{name}: expected the common state of save {shown_id(expected.save_id)} ({expected.size_bytes} "
+        f"bytes, CRC-32 {expected.table_crc32:#010x}), got {got}: it is of another save, damaged, or was changed "
+        "since. Restore it from another copy, or load another checkpoint. If it was changed on purpose: `mcore-ckpt "
+        f"repair --accept-common-state {shlex.quote(directory)}` takes it as it is"
     )

@@ -35,10 +35,9 @@ from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import LoadError, OptionError, PlanError, SaveError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, reached_every_rank
-from mcore_ckpt.directory.in_force import read_common_file
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import Manifest, shown_id
-from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
+from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_common_file
 from mcore_ckpt.load.records import replaced_error
 from mcore_ckpt.megatron._versions import CHECKPOINTING, MegatronErrors, differences, megatron_module
 from mcore_ckpt.save.planner import Validation

@@ -38,13 +38,13 @@ from mcore_ckpt.core.errors import (
     CorruptCheckpointError,
     LoadError,
     NewerFormatError,
-    Outcome,
     SaveError,
     UnsafePickleError,
 )
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path, is_supported
+from mcore_ckpt.core.process import Outcome
 from mcore_ckpt.core.ranks import coordination_group, without_modes, without_tracebacks
-from mcore_ckpt.directory.in_force import common_file_in_force, iteration_of, read_common_file
+from mcore_ckpt.directory.in_force import common_file_in_force, iteration_of
 from mcore_ckpt.directory.publish import give_back, write_common, write_config
 from mcore_ckpt.format.index import COMMON_STATE_KEY
 from mcore_ckpt.format.integrity import Manifest, split_metadata
@@ -53,6 +53,7 @@ from mcore_ckpt.format.metadata_read import (
     CONFIG_FILE,
     MAX_METADATA_BYTES,
     METADATA_FILE,
+    read_common_file,
     read_config,
     read_index,
     read_small_file,

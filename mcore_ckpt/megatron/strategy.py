@@ -124,7 +124,8 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
         self.options = SaveOptions.from_environment() if options is None else options
         self.keep_only_main_replica = keep_only_main_replica
         self.thread_count = self.options.thread_count if thread_count is None else thread_count
-        check_hint(separation_hint)
+        if separation_hint is not None:
+            check_hint(separation_hint)
         self.separation_hint = separation_hint
         self.use_cached_ckpt_structure = cached_metadata
         self.cached_global_metadata: Any = None

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import is_note
-from mcore_ckpt.directory.in_force import common_file_in_force, read_common_file, with_common_files
+from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.directory.iterations import files_below
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
 from mcore_ckpt.format.metadata_read import (
@@ -25,6 +25,7 @@ from mcore_ckpt.format.metadata_read import (
     INTEGRITY_FILE,
     MAX_CONFIG_BYTES,
     METADATA_FILE,
+    read_common_file,
     read_index,
     read_small_file,
 )

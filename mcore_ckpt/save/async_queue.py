@@ -22,9 +22,9 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import CheckpointError, Outcome, SaveError
+from mcore_ckpt.core.errors import CheckpointError, SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.process import interruptible
+from mcore_ckpt.core.process import Outcome, interruptible
 from mcore_ckpt.core.ranks import (
     RankGroup,
     coordination_group,

@@ -199,10 +199,8 @@ def balance(sizes_bytes: Sequence[int], buckets: int) -> list[list[int]]:
     return chosen
 
 
-def check_hint(separation_hint: str | None) -> None:
+def check_hint(separation_hint: str) -> None:
     """Raise `OptionError` if names of files cannot begin with it."""
-    if separation_hint is None:
-        return
     problem = "names another directory" if "/" in separation_hint else None
     problem = problem or file_name_problem(data_file_name(0, 0, separation_hint))
     if problem:

@@ -29,10 +29,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from mcore_ckpt.core.console import line_level, logger_of
-from mcore_ckpt.core.errors import Outcome, PlanError, SaveError
+from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.fingerprints import products
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.process import interruptible, run_concurrently
+from mcore_ckpt.core.process import Outcome, interruptible, run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, interrupts_wait_for_others, reached_every_rank
 from mcore_ckpt.directory.commit import note_name
 from mcore_ckpt.directory.in_force import is_in_force

@@ -25,8 +25,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from mcore_ckpt.core.errors import OptionError, Outcome, PlanError, SaveError
+from mcore_ckpt.core.errors import OptionError, PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.core.process import Outcome
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.save.buckets import (

@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import Outcome, PlanError, SaveError
-from mcore_ckpt.core.process import collector_paused, interruptible
+from mcore_ckpt.core.errors import PlanError, SaveError
+from mcore_ckpt.core.process import Outcome, collector_paused, interruptible
 from mcore_ckpt.core.ranks import RankGroup, interrupts_wait_for_others
 from mcore_ckpt.format.index import COMMON_STATE_KEY
 from mcore_ckpt.save.buckets import WriteBucket, prepare_write_data

@@ -34,8 +34,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import Outcome, WriteTimeoutError
-from mcore_ckpt.core.process import Crew
+from mcore_ckpt.core.errors import WriteTimeoutError
+from mcore_ckpt.core.process import Crew, Outcome
 from mcore_ckpt.format.integrity import BLOCK_BYTES
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.save.buckets import Fill, GlobalPlan, PlannedFile, Window, WrittenFile, plan_windows

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
-from mcore_ckpt.directory.in_force import common_file_in_force, read_common_file, with_common_files
+from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, ObjectEntry, TensorEntry, is_flat_bucket
 from mcore_ckpt.format.integrity import data_file_of
+from mcore_ckpt.format.metadata_read import read_common_file
 from mcore_ckpt.format.state_file import read_plain
 from mcore_ckpt.format.unpickler import Opaque
 from mcore_ckpt.load.files import FileFooters

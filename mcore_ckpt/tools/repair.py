@@ -18,7 +18,7 @@ from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import Commit
-from mcore_ckpt.directory.in_force import index_files, read_common_file
+from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.iterations import config_flaw, sync_folders
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem
 from mcore_ckpt.format.integrity import FOOTER_BYTES
@@ -31,6 +31,7 @@ from mcore_ckpt.format.metadata_read import (
     METADATA_FILE,
     checked_footer,
     parse_index,
+    read_common_file,
     read_index,
     read_small_file,
 )

@@ -29,7 +29,7 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.core.options import PARTIAL, checkpoint_path
 from mcore_ckpt.directory.copying import CheckpointFiles, copy_and_commit, files_of, refuse_others
-from mcore_ckpt.directory.in_force import RELEASE, is_checkpoint_name, iteration_of, read_common_file, tracked_name
+from mcore_ckpt.directory.in_force import RELEASE, is_checkpoint_name, iteration_of, tracked_name
 from mcore_ckpt.directory.iterations import (
     FOLDERS_OF_MEGATRON,
     RunCheckpoint,
@@ -44,6 +44,7 @@ from mcore_ckpt.format.metadata_read import (
     NEMO_CONTEXT,
     NEMO_WEIGHTS,
     TRACKER_FILE,
+    read_common_file,
 )
 from mcore_ckpt.load.checks import check_data_files
 from mcore_ckpt.storage.base import RangeReader, RangeWriter

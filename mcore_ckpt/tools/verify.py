@@ -23,7 +23,7 @@ from mcore_ckpt.core.boxes import Box, strides_of
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import checkpoint_path
-from mcore_ckpt.directory.in_force import common_file_in_force, read_common_file, with_common_files
+from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.directory.iterations import common_state_flaw, is_megatrons, structure_flaws
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
@@ -33,6 +33,7 @@ from mcore_ckpt.format.metadata_read import (
     METADATA_FILE,
     checked_footer,
     pickle_differs,
+    read_common_file,
     read_index,
 )
 from mcore_ckpt.load.checks import ItemCheck, ItemChecker, Problem, checks_of, item_problem, spans_of
