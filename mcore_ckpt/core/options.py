@@ -243,9 +243,10 @@ class SaveOptions:
             there in the background when it has been published, and committed there. Ranks may then save to disks of
             their own nodes.
         compare_replicas: compare the replicas of tensors that ranks hold (data-parallel ranks, tied weights) with those
-            that are saved: `"always"` all, `"sample"` one in 16, which depend on the save, `"off"` none. Each rank
-            sums its own before the call returns, so training waits longer. Rank 0 warns of each that differs, before
-            the checkpoint is published. (Replicas of objects are compared by every save.)
+            that are saved: `"sample"` one in 16, which depend on the save; `"warn"` all. Rank 0 warns of each that
+            differs, before the checkpoint is published; or nothing is, and all ranks raise `SaveError` (`"raise"`,
+            all). `"off"` compares none. Each rank sums its own before the call returns, so training waits longer.
+            (Replicas of objects are compared by every save, and raise with `"raise"`.)
         trace_path: directory for Chrome trace files, one for each rank and save, to see what a save waits for; None
             writes none.
     """
@@ -260,7 +261,7 @@ class SaveOptions:
     keep_last: int | None = None
     keep_every: int | None = None
     drain_to: str | None = None
-    compare_replicas: Literal["always", "sample", "off"] = "off"
+    compare_replicas: Literal["sample", "warn", "raise", "off"] = "off"
     trace_path: str | None = None
 
     def __post_init__(self) -> None:

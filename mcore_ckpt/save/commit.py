@@ -2,6 +2,7 @@
 
     results    every rank waits for its files, and compares what was written with its plan
     gather     the coordinator gets the results of all, or every rank raises the same error
+    compare    replicas that ranks hold with what is written, if the options say so
     describe   the coordinator makes `.metadata` of plan and results (`metadata_of_save`)
     publish    the coordinator puts that in force; what it replaces is removed
 
@@ -339,10 +340,12 @@ class SaveTransaction:
             gathered = group.gather("write the data files", mine.value, wrap=SaveError)
             waited = time.monotonic()
             self._spans.append(Span("gather", started, waited))
+            if self._options.compare_replicas != "off":
+                self._compare_replicas(plan, gathered)
             self._publishes = True
             described = self._publish_on_other_nodes(plan, gathered) if directory.is_divided else None
             publish = partial(self._publish, plan, gathered, described)
-            are_equal = group.run_on_coordinator("publish the checkpoint", publish, wrap=SaveError)
+            group.run_on_coordinator("publish the checkpoint", publish, wrap=SaveError)
         except BaseException as error:
             # Only when every rank knows that nothing was published may files go; a lost contact says nothing.
             if group.size == 1 or reached_every_rank(error):
@@ -352,8 +355,6 @@ class SaveTransaction:
                 raise self.interrupted from error
             raise
         self._spans.append(Span("commit", waited, time.monotonic()))
-        if not are_equal:
-            self._warn_of_replicas(plan, gathered)
         self._tell(mine.value(), gathered)
 
     def _finished(self, plan: SavePlan) -> Written:
@@ -371,9 +372,9 @@ class SaveTransaction:
         sums = self._replicas.value()
         return Written(self._objects, result.files, took_s, None if sums is None else sums.digest())
 
-    def _publish(self, plan: SavePlan, gathered: list[Written] | None, described: _Described | None) -> bool:
-        """Coordinator: whether replicas are equal, as far as their digests tell. After an error the note is gone before
-        any rank removes its files, unless it may yet be published.
+    def _publish(self, plan: SavePlan, gathered: list[Written] | None, described: _Described | None) -> None:
+        """Coordinator. After an error the note is gone before any rank removes its files, unless it may yet be
+        published.
         """
         assert gathered is not None
         directory, seen = self._directory, self._files_of_place(gathered)
@@ -386,7 +387,6 @@ class SaveTransaction:
                 made = described
             directory.note(plan.save_id, seen, self._group.rank)
             directory.publish(made.content, seen, has_common_state=made.has_common_state)
-            return made.are_equal
         except BaseException:
             directory.abandon()
             raise
@@ -435,30 +435,43 @@ class SaveTransaction:
             storage_meta={"checkpoint_id": self.what, "save_id": shown_id(plan.save_id)},
             common=self._directory.common_file(has_common_state=common),
         )
-        digests = [written.replicas for written in gathered if written.replicas is not None]
-        are_equal = True
-        if digests and all(file.has_footer for written in gathered for file in written.files):
+        return _Described(content, common)
+
+    def _compare_replicas(self, plan: SavePlan, gathered: list[Written] | None) -> None:
+        """All ranks: name replicas that differ from what is saved, or raise that (`"raise"`). Only if their digests do
+        not tell that all are equal, ranks send the sum of each.
+        """
+
+        def are_equal() -> bool:
+            assert gathered is not None
+            assert plan.planned is not None
+            digests = [written.replicas for written in gathered if written.replicas is not None]
+            if not digests or not all(file.has_footer for written in gathered for file in written.files):
+                return True
             sampled_in = plan.save_id if self._options.compare_replicas == "sample" else None
             digest = functools.reduce(ReplicaDigest.added, digests)
-            are_equal = planned.replicas.are_equal(_crcs_of(gathered), digest, sampled_in)
-        return _Described(content, common, are_equal)
+            return plan.planned.replicas.are_equal(_crcs_of(gathered), digest, sampled_in)
 
-    def _warn_of_replicas(self, plan: SavePlan, gathered: list[Written] | None) -> None:
-        """All ranks, of a save whose digests do not tell that all replicas are equal: name those that differ."""
-        sums = self._group.gather("compare the replicas", self._replicas.value, wrap=SaveError)
-        if sums is None or gathered is None or plan.planned is None:
-            return
-        found = plan.planned.replicas.diverged(_crcs_of(gathered), [each or ReplicaSums.none() for each in sums])
-        if found:
+        def tell() -> None:
+            assert gathered is not None
+            assert plan.planned is not None
+            assert sums is not None
+            found = plan.planned.replicas.diverged(_crcs_of(gathered), [each or ReplicaSums.none() for each in sums])
             more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            _logger.warning(
-                "%s: %d slices differ between replicas that should be equal: %s%s. Ranks train different models: "
-                "resume from a checkpoint in which they were equal",
-                self.what,
-                len(found),
-                "; ".join(map(str, found[:_SHOWN])),
-                more,
+            message = (
+                f"{self.what}: {len(found)} slices differ between replicas that should be equal: "
+                f"{'; '.join(map(str, found[:_SHOWN]))}{more}. Ranks train different models: resume from a checkpoint "
+                "in which they were equal"
             )
+            if found and self._options.compare_replicas == "raise":
+                raise SaveError(message)
+            if found:
+                _logger.warning("%s", message)
+
+        step = "compare the replicas"
+        if not self._group.run_on_coordinator(step, are_equal, wrap=SaveError):
+            sums = self._group.gather(step, self._replicas.value, wrap=SaveError)
+            self._group.run_on_coordinator(step, tell, wrap=SaveError)
 
     def abort(self) -> None:
         """Stop writing, and remove what was written. Called on every rank, and harmless on one that is done; no place
@@ -508,7 +521,6 @@ class _Described(NamedTuple):
 
     content: bytes  # of `.metadata`
     has_common_state: bool  # as an object
-    are_equal: bool  # replicas, as far as their digests tell
 
 
 def _same(value: Any) -> Any:

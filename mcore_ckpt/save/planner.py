@@ -411,7 +411,10 @@ def agree(
         validation.compare_common(group)
     if agreed.objects_differ:
         own, what = state.value(), str(request.directory)
-        kept = keep_versions(agreed.objects_differ, own.objects, own.replicas, request.layout, group, what)
+        kept = keep_versions(
+            *(agreed.objects_differ, own.objects, own.replicas, request.layout, group, what),
+            refused=request.options.compare_replicas == "raise",
+        )
         state = Outcome(own._replace(objects=kept))
         is_longer = not _fits(structure, state.value(), group, request)
         if group.any("plan the kept objects", is_longer, wrap=SaveError):

@@ -2,7 +2,7 @@
 
 Each rank tells a digest of every object in the exchange that a save begins with. Only if two of one key differ, ranks
 send what they hold. Of what really differs, the rank that saves the main one keeps each version with it
-(`format/versions.py`), and the log names keys and ranks before the checkpoint is published.
+(`format/versions.py`), and the log names keys and ranks before the checkpoint is published. Or the save is refused.
 """
 
 from __future__ import annotations
@@ -60,10 +60,17 @@ class _Kept(NamedTuple):
 
 
 def keep_versions(
-    keys: frozenset[bytes], mains: _Objects, replicas: _Objects, layout: str, group: RankGroup, what: str
+    keys: frozenset[bytes],
+    mains: _Objects,
+    replicas: _Objects,
+    layout: str,
+    group: RankGroup,
+    what: str,
+    *,
+    refused: bool,
 ) -> list[tuple[str, memoryview]]:
     """The main objects of this rank, with the versions that other ranks have of them; all ranks call this. `keys`: of
-    what differs (`differing`); `what`: the save, for the log.
+    what differs (`differing`); `what`: the save, for the log; `refused`: raise `SaveError` on all ranks instead.
     """
 
     def own() -> tuple[dict[str, bytes], dict[str, bytes]]:
@@ -88,7 +95,7 @@ def keep_versions(
                 if content not in of_key.versions:
                     of_key.versions.append(content)
                 of_key.ranks[rank] = of_key.versions.index(content)
-        _warn({key: one for of_rank in kept for key, one in of_rank.items()}, what)
+        _tell({key: one for of_rank in kept for key, one in of_rank.items()}, what, refused)
         return kept
 
     kept = group.scatter(step, compare, wrap=SaveError)
@@ -109,14 +116,16 @@ def _is_same(first: bytes, second: bytes) -> bool:
         return False
 
 
-def _warn(kept: Mapping[str, _Kept], what: str) -> None:
-    if kept:
-        named = (f"{key} on ranks {', '.join(map(str, one.ranks))}" for key, one in list(kept.items())[:_SHOWN])
-        _logger.warning(
-            "%s: %s, of which ranks hold others than the one that is saved though they claim to hold a replica: %s%s. "
-            "Each version is kept for loads under this layout; stock gives these ranks the saved one",
-            what,
-            counted(len(kept), "object"),
-            "; ".join(named),
-            ", ..." if len(kept) > _SHOWN else "",
-        )
+def _tell(kept: Mapping[str, _Kept], what: str, refused: bool) -> None:
+    if not kept:
+        return
+    named = (f"{key} on ranks {', '.join(map(str, one.ranks))}" for key, one in list(kept.items())[:_SHOWN])
+    message = (
+        f"{what}: {counted(len(kept), 'object')}, of which ranks hold others than the one that is saved though they "
+        f"claim to hold a replica: {'; '.join(named)}{', ...' if len(kept) > _SHOWN else ''}. "
+    )
+    if refused:
+        raise SaveError(f'{message}With compare_replicas="warn" each version is kept')
+    _logger.warning(
+        "%sEach version is kept for loads under this layout; stock gives these ranks the saved one", message
+    )

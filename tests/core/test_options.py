@@ -22,7 +22,7 @@ SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
     "write_deadline_s": ("12.5", 12.5),
     "keep_last": ("4", 4),
     "drain_to": ("s3://bucket/run", "s3://bucket/run"),
-    "compare_replicas": ("sample", "sample"),
+    "compare_replicas": ("raise", "raise"),
     "trace_path": ("/tmp/traces", "/tmp/traces"),
 }
 LOAD_VARIABLES: dict[str, tuple[str, Any]] = {

@@ -259,7 +259,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_of_all_groups(tmp_path: Path) -
 def _distributed_and_compared(rank: int, root: Path) -> list[str]:
     """Replicas are compared with those that other ranks save in their place; then one is another."""
     dc = installed()
-    strategy = _saving(_two_groups(), compare_replicas="always")
+    strategy = _saving(_two_groups(), compare_replicas="warn")
     for number in range(2):
         request = dc.save(_state(5.0), made(root / str(number)), strategy, async_sharded_save=True)
         for finalize in request.finalize_fns:

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_ckpt import CorruptCheckpointError, LoadOptions, certify
+from mcore_ckpt import (
+    CorruptCheckpointError,
+    LoadOptions,
+    SaveError,
+    SaveOptions,
+    TorchDistSaveStrategy,
+    certify,
+)
 from mcore_ckpt.format.versions import version_of, with_versions
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.megatron.trap_ranks import installed
@@ -51,6 +58,26 @@ def save_and_load(rank: int, path: Path) -> tuple[list[str], list[Any]]:
         wrong = certify(state(states_of(0), rank), path / "first", options=LoadOptions(certify="warn"))
     assert wrong.differing == 4, told  # of two ranks, two values
     return lines, loaded
+
+
+def save_refused(rank: int, path: Path) -> str:
+    """What each rank raises; then all have the same object."""
+    strategy = TorchDistSaveStrategy(options=SaveOptions(compare_replicas="raise"))
+    path.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    with pytest.raises(SaveError) as caught:
+        installed().save(state(states_of(rank), rank), str(path), strategy)
+    torch.distributed.barrier()
+    assert not list(path.glob("*.distcp")) + list(path.glob(".metadata"))
+    torch.distributed.barrier()
+    installed().save(state(states_of(0), rank), str(path), strategy)
+    return str(caught.value)
+
+
+def test_a_save_of_other_objects_is_refused_on_all_ranks_if_they_are_to_raise(tmp_path: Path) -> None:
+    for message in run_megatron_ranks(save_refused, 4, tmp_path / "run"):
+        assert 'rng_state/shard_0.0_1.1 on ranks 1, 3. With compare_replicas="warn" each version is kept' in message
+    assert verify_checkpoint(tmp_path / "run").whole
 
 
 def load_alone(rank: int, path: Path) -> tuple[Any, list[str]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import pytest
 import torch
 
+from mcore_ckpt import SaveError, SaveOptions, TorchDistSaveStrategy, checkpoint_fingerprint, fingerprint
 from tests.support.gloo_ranks import run_megatron_ranks
 from tests.support.kept_log import kept_log
 
@@ -14,9 +17,7 @@ def save_diverged(rank: int, directory: Path) -> list[str]:
     """The warnings of each save, of which the second and the third find another element on rank 1."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    from mcore_ckpt import SaveOptions, TorchDistSaveStrategy
-
-    saver = TorchDistSaveStrategy(options=SaveOptions(compare_replicas="always"))
+    saver = TorchDistSaveStrategy(options=SaveOptions(compare_replicas="warn"))
     weight = torch.arange(12.0).reshape(3, 4)
     said = []
     for number in range(3):
@@ -40,3 +41,40 @@ def test_diverged_replicas_are_named_and_the_checkpoint_is_published(tmp_path: P
     for number in (1, 2):
         assert "w: ranks 1 hold other bits than rank 0 in the slice at [0, 0] of sizes [3, 4]" in said[number]
     assert len(list(tmp_path.glob("*/.metadata"))) == 3
+
+
+def save_refused(rank: int, directory: Path, is_async: bool) -> list[str]:
+    """What each rank raises where rank 1 holds another element; before and after it all hold the same."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    saver = TorchDistSaveStrategy(options=SaveOptions(compare_replicas="raise"))
+    weight = torch.arange(12.0).reshape(3, 4)
+
+    def save() -> None:
+        state = {"w": ShardedTensor.from_rank_offsets("w", weight, replica_id=rank)}
+        if is_async:
+            request = saver.async_save(state, directory)
+            request.async_fn(*request.async_fn_args)
+            for finalize in request.finalize_fns:
+                finalize()
+        else:
+            saver.save(state, directory)
+
+    save()
+    torch.distributed.barrier()
+    before = sorted((entry.name, entry.inode()) for entry in os.scandir(directory))
+    weight += 1 + rank
+    with pytest.raises(SaveError) as caught:
+        save()
+    torch.distributed.barrier()
+    assert sorted((entry.name, entry.inode()) for entry in os.scandir(directory)) == before
+    weight -= rank
+    save()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_save_of_diverged_replicas_is_refused_on_all_ranks(tmp_path: Path, is_async: bool) -> None:
+    for message in run_megatron_ranks(save_refused, 2, tmp_path, is_async):
+        assert "w: ranks 1 hold other bits than rank 0 in the slice at [0, 0] of sizes [3, 4]" in message
+    assert checkpoint_fingerprint(tmp_path).total == fingerprint({"w": torch.arange(12.0).reshape(3, 4) + 1}).total
