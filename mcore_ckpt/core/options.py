@@ -226,9 +226,9 @@ class SaveOptions:
             is written by the trainer itself. Fork where no second Python may be started next to the trainer.
         thread_count: files each rank writes, at most (Megatron's and DCP's name for it). Lower it where a file system
             counts files, raise it where it serves several files faster than one.
-        staging_budget_bytes: memory that the staging buffers of this rank may take together; None: a quarter of the
-            host's free memory, divided among the ranks of the host. A larger save is pipelined through it. Set it
-            where other programs need the memory, or where a save does not fit and training waits.
+        staging_budget_bytes: memory that the staging buffer of this rank may take; None: a quarter of the host's free
+            memory, divided among the ranks of the host. The trainer writes a larger save itself. Set it where other
+            programs need the memory, or where a save does not fit and training waits.
         when_busy: what an async save does while another one of this rank is being written: `"wait"`, or
             `"skip"` with a warning, so that training never waits.
         on_failure: what a failed async save does when it is finalized: `"raise"` or `"warn"`, for jobs that rather

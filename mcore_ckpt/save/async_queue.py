@@ -33,7 +33,6 @@ from mcore_ckpt.core.ranks import (
     was_interrupted,
     without_modes,
 )
-from mcore_ckpt.save.child_processes import fork_call
 from mcore_ckpt.save.commit import SaveTransaction
 from mcore_ckpt.save.writer import Job
 from mcore_ckpt.save.writer_process import shared_writer
@@ -243,6 +242,8 @@ class AsyncCallsQueue:
         return self.call_idx
 
     def _start(self, request: Any) -> Job:
+        from mcore_ckpt.save.forked_child import fork_call  # (only requests of others need it)
+
         name = getattr(request.async_fn, "__qualname__", repr(request.async_fn))
         keywords = dict(request.async_fn_kwargs or {})
         return fork_call(request.async_fn, staged_arguments(request), keywords, what=name)

@@ -3,7 +3,8 @@
 Each kind says only how its process is started, and how jobs and news travel:
 
     writer_process.py  a bare interpreter that maps the staging buffer and writes files; kept for all saves
-    `fork_call`        a Python function in a child forked for it, whose memory is the snapshot
+    forked_child.py    a Python function in a child forked for it, whose memory is the snapshot
+    upkeep.py          a bare interpreter that removes and copies checkpoints of a run
 
 What is the same for all: the end of the process is noticed by its sentinel, in milliseconds, and named with its signal
 or exit code; a job without a sign of life for longer than its deadline costs the process its life; what a job raised
@@ -11,62 +12,41 @@ comes back as the cause of an error here; and a process forked from the owner ha
 
 Signs of life stand in a page of shared memory, written by a process that works, read by any other. So a trainer tells
 slow from stuck without a message, and a process that must not touch the trainer's socket sees that a job has ended.
-
-A forked child runs what a writer of bytes cannot: functions of others (Megatron's own formats, local
-checkpoints, logits), and our own writing where the snapshot is the forked child's memory. The latter is for a trainer
-whose tensors are on the CPU: the child of a process that uses CUDA must not touch it, and pinned memory is not
-inherited.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import mmap
-import multiprocessing
 import os
-import pickle
 import subprocess
 import sys
 import threading
 import time
-import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from multiprocessing import connection as mp_connection
-from multiprocessing import process as mp_process
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import (
     CheckpointError,
     FailureReport,
     SaveError,
     WriterDiedError,
     WriteTimeoutError,
-    describe,
     remote_cause,
     same_class,
 )
 from mcore_ckpt.core.process import (
     Sentinel,
-    collector_paused,
     exit_text,
-    exit_with_parent,
     is_running,
-    leave_signals_to_parent,
-    lower_priority,
     signals_held_back,
     wait_readable,
 )
 from mcore_ckpt.save.writer import Job
-
-State = Literal["idle", "writing", "waiting"]
-_STATES: Final[tuple[State, ...]] = ("idle", "writing", "waiting")
-
 
 _PROGRAM: Final = """\
 import os, sys
@@ -98,7 +78,7 @@ class StatusPage:
     forked children share the page without it.
     """
 
-    _STAMP, _STATE, _FINISHED = range(3)
+    _STAMP, _FINISHED = range(2)
 
     def __init__(self, fd: int | None = None) -> None:
         """A new page, all zero, or the one that is behind a descriptor."""
@@ -109,9 +89,8 @@ class StatusPage:
         self._memory = mmap.mmap(fd, mmap.PAGESIZE)
         self._numbers = memoryview(self._memory).cast("q")
 
-    def progress(self, state: State) -> None:
-        """Leave a sign of life: what the process is doing."""
-        self._numbers[self._STATE] = _STATES.index(state)
+    def progress(self) -> None:
+        """Leave a sign of life."""
         self._numbers[self._STAMP] = time.monotonic_ns()
 
     def finished(self, job: int) -> None:
@@ -122,11 +101,6 @@ class StatusPage:
     def last_finished(self) -> int:
         """Number of the last job that has ended."""
         return self._numbers[self._FINISHED]
-
-    @property
-    def state(self) -> State:
-        """What the process was doing at its last sign of life."""
-        return _STATES[self._numbers[self._STATE]]
 
     @property
     def stamp_s(self) -> float:
@@ -149,20 +123,19 @@ class StatusPage:
 # As Megatron's own persistent worker: where cores are scarce, training's next step goes first.
 TRAINING_FIRST_NICE: Final = 10
 _LONGEST_WAIT_S: Final = 1.0
-_REAP_DEADLINE_S: Final = 1.0
 _SHORTEST_WAIT_S: Final = 0.01
 # A killed process that is not gone by then hangs inside the kernel; it is not waited for any longer.
+REAP_DEADLINE_S: Final = 1.0
 
 
 class ChildJob(Job):
     """Work that a child process does. `number`: by which the process knows it; `deadline_s`: seconds without a sign of
-    life after which the process counts as stuck, None waits for ever; `steps`: windows of a ring that it has taken.
+    life after which the process counts as stuck, None waits for ever.
     """
 
     def __init__(self, child: SupervisedChild, what: str, number: int, deadline_s: float | None = None) -> None:
         super().__init__(what)
         self.done = False
-        self.steps = 0
         self.number = number
         self.deadline_s = deadline_s
         self._child = child
@@ -185,16 +158,8 @@ class ChildJob(Job):
             left_s = _LONGEST_WAIT_S if until_s is None else until_s - time.monotonic()
             if left_s <= 0:
                 return False
-            self.wait_for_news(left_s)
+            self._child.wait_for_news(min(left_s, _LONGEST_WAIT_S))
         return True
-
-    def wait_for_news(self, timeout_s: float = _LONGEST_WAIT_S) -> None:
-        """Return when there may be something new to `poll`, or at the time-out, or after a second."""
-        self._child.wait_for_news(min(timeout_s, _LONGEST_WAIT_S))
-
-    def tell(self, step: int) -> None:
-        """Tell the process that this step is ready for it."""
-        self._child.tell(self, step)
 
     def abort(self) -> None:
         if not self.poll():
@@ -249,9 +214,6 @@ class SupervisedChild(ABC):
         """What another process needs to see a job end; unless a kind can do better, it sees the end of the process."""
         return JobWatch(self.pid)
 
-    def tell(self, job: ChildJob, step: int) -> None:  # noqa: B027  (most kinds do a job in one go)
-        """Tell the process that a step of a job is ready for it."""
-
     def cancel(self, job: ChildJob) -> None:
         """Give a job up; unless a kind can do better, that ends the process."""
         self.kill("its job was given up", SaveError)
@@ -283,7 +245,7 @@ class SupervisedChild(ABC):
             except (EOFError, OSError):
                 connected = False
             if not (ended or connected):  # the connection closes a moment before the process is gone
-                ended = self.has_ended(_REAP_DEADLINE_S)
+                ended = self.has_ended(REAP_DEADLINE_S)
                 if not ended:
                     self._process.kill()
             if ended or not connected:
@@ -305,8 +267,6 @@ class SupervisedChild(ABC):
         return time.monotonic() - max(0.0 if self.status is None else self.status.stamp_s, job.submitted_s)
 
     def _check_deadlines(self) -> None:
-        if self.status is not None and self.status.state == "waiting":
-            return  # a writer that waits for the trainer's next window is not stuck
         for job in list(self._jobs.values()):
             if job.deadline_s is not None and (silent_s := self._silent_s(job)) > job.deadline_s:
                 self.kill(
@@ -367,7 +327,7 @@ class SupervisedChild(ABC):
     def _end(self, error: Callable[[ChildJob], CheckpointError]) -> None:
         """The process is dead or as good as dead: reap it, fail its jobs, release what belongs to it."""
         self.dead = True
-        self.has_ended(_REAP_DEADLINE_S)
+        self.has_ended(REAP_DEADLINE_S)
         self._at_end()
         self._fail_jobs(error)
         self._close_descriptors()
@@ -440,205 +400,3 @@ class JobWatch:
             time.sleep(period_s)
         if status is not None:
             status.close()
-
-
-_logger = logger_of(__name__)
-
-
-# A child of a process with threads can hang before its first line: CPython 3.11 takes a lock there (that of the list of
-# threads) which another thread may have held at the moment of the fork, as gloo's do when they free a tensor. So it has
-# to say that it is there; one that does not in time is killed, and forked again.
-_START_DEADLINES_S: Final = (1.0, 3.0, 10.0, 30.0)
-_HERE: Final = b"here"
-_GO: Final = b"go"
-_ONLY_JOB: Final = 1
-
-
-def fork_call(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    what: str,
-    expendable: bool = False,
-    deadline_s: float | None = None,
-    on_submit: Callable[[ChildJob], None] | None = None,
-) -> ChildJob:
-    """Fork, and return when the child has begun; `fn` runs on the memory as it is now. `on_submit` gets the job before
-    that, for a caller that is interrupted. An expendable child ends with this process, and gives way to training; it
-    must not use torch.distributed, CUDA or threads started before.
-    """
-    child = _ForkedChild.start(what, (fn, args, kwargs or {}), expendable, deadline_s is not None)
-    return child.submit(what, deadline_s, on_submit)
-
-
-class _ForkedChild(SupervisedChild):
-    """The child of one call; the call has ended when the child has."""
-
-    def __init__(
-        self,
-        process: BaseProcess,
-        connection: mp_connection.Connection[Any, Any],
-        result_fd: int,
-        status: StatusPage | None,
-    ) -> None:
-        super().__init__(process, "process {pid}", status)
-        self._connection = connection
-        self._result_fd = result_fd
-        self._returned = False
-        self._outcome: Any = None
-
-    @classmethod
-    def start(cls, what: str, call: tuple[Any, ...], expendable: bool, with_status: bool) -> _ForkedChild:
-        # What the function returns comes through memory: a child must be able to end though its result is not read.
-        result_fd = os.memfd_create("mcore_ckpt_result", os.MFD_CLOEXEC)
-        status = StatusPage() if with_status else None
-        with contextlib.ExitStack() as on_failure:
-            on_failure.callback(os.close, result_fd)
-            if status is not None:
-                on_failure.callback(status.close)
-            for deadline_s in _START_DEADLINES_S:
-                connection, theirs = multiprocessing.Pipe()
-                process = multiprocessing.get_context("fork").Process(
-                    target=_run_forked,
-                    args=(os.getpid(), expendable, theirs, result_fd, status, *call),
-                    name=what,
-                )
-                with contextlib.ExitStack() as on_giving_up:
-                    on_giving_up.callback(connection.close)
-                    on_giving_up.callback(_kill, process)
-                    with theirs, signals_held_back():
-                        _fork(process, what)
-                    if expendable:  # at the exit multiprocessing would ask it to end, which it ignores, and wait for it
-                        mp_process._children.discard(process)  # type: ignore[attr-defined]  # noqa: SLF001
-                    if _is_there(connection, deadline_s):
-                        child = cls(process, connection, result_fd, status)
-                        on_giving_up.pop_all()
-                        on_failure.pop_all()
-                        return child
-                _logger.warning(
-                    "%s: the forked process %s did not start within %.0f s, as if a thread had held a lock of the "
-                    "interpreter's when it was forked; it was killed, and another is tried",
-                    what,
-                    process.pid,
-                    deadline_s,
-                )
-            raise SaveError(f"{what}: {len(_START_DEADLINES_S)} processes were forked, and none has started")
-
-    def submit(self, what: str, deadline_s: float | None, on_submit: Callable[[ChildJob], None] | None) -> ChildJob:
-        """Let the child begin. A child that has ended already has a job that says how."""
-        job = self._jobs[_ONLY_JOB] = ChildJob(self, what, _ONLY_JOB, deadline_s)
-        try:
-            if on_submit is not None:
-                on_submit(job)
-            with contextlib.suppress(OSError):
-                self._connection.send_bytes(_GO)
-        except BaseException:
-            job.abort()
-            raise
-        return job
-
-    def _receive(self) -> bool:
-        with contextlib.suppress(EOFError, OSError):
-            while not self._returned and self._connection.poll():
-                self._connection.recv_bytes()
-                self._outcome = pickle.loads(os.pread(self._result_fd, os.fstat(self._result_fd).st_size, 0))
-                self._returned = True
-        return True  # what counts is the end of the process
-
-    def _news_fd(self) -> int:
-        return -1 if self._returned else self._connection.fileno()
-
-    def _at_end(self) -> None:
-        if self._returned:
-            self._job_ended(_ONLY_JOB, self._outcome)
-
-    def _end_text(self) -> str:
-        return f"{exit_text(self._exit_code)} before the function had returned"
-
-    def _release(self) -> None:
-        self._connection.close()
-        fd, self._result_fd = self._result_fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __del__(self) -> None:  # no caller asks for the outcome any more; the child continues
-        try:
-            self._sentinel.close()
-            self._release()
-        except Exception:  # noqa: BLE001  (at the interpreter's end, this module's names are gone)
-            pass
-
-
-def _fork(process: BaseProcess, what: str) -> None:
-    try:
-        # (a collection in the child would touch, and so copy, every page that holds an object)
-        with collector_paused(), warnings.catch_warnings():
-            # Python 3.12 warns of forking a process with threads. The child uses none of their locks: it runs no
-            # torch kernels and no logging of theirs, and the caller asked for a fork.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            process.start()
-    except (OSError, AssertionError) as error:  # multiprocessing asserts that the trainer is no daemon of its own
-        raise SaveError(f"{what}: cannot fork: {error}") from error
-
-
-def _kill(process: BaseProcess) -> None:
-    if process.pid is not None:
-        process.kill()
-        process.join(_REAP_DEADLINE_S)
-
-
-def _is_there(connection: mp_connection.Connection[Any, Any], deadline_s: float) -> bool:
-    """Whether the child has said that it is there, or has ended."""
-    try:
-        if not connection.poll(deadline_s):
-            return False
-        connection.recv_bytes()
-    except (EOFError, OSError):
-        pass
-    return True
-
-
-_status: StatusPage | None = None
-
-
-def report_progress() -> None:
-    """A sign of life from the child of a call; elsewhere it does nothing."""
-    if _status is not None:
-        _status.progress("writing")
-
-
-def _run_forked(
-    parent_pid: int,
-    expendable: bool,
-    connection: mp_connection.Connection[Any, Any],
-    result_fd: int,
-    status: StatusPage | None,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> None:
-    leave_signals_to_parent()  # a handler of the trainer's, if it has one, is not meant for this process
-    exit_with_parent(parent_pid)
-    # It waits for the parent's word: a child that is late may have been given up.
-    try:
-        connection.send_bytes(_HERE)
-        connection.recv_bytes()
-    except (EOFError, OSError):
-        return
-    gc.freeze()
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(1)  # the threads that OpenMP believes to have are not here, and it would wait for them
-    if expendable:
-        lower_priority(TRAINING_FIRST_NICE, None)
-    global _status  # this process has one call
-    _status = status
-    try:
-        message = pickle.dumps(fn(*args, **kwargs))
-    except BaseException as error:  # noqa: BLE001  (the trainer is told of any error)
-        message = pickle.dumps(describe(error))
-    with contextlib.suppress(OSError):
-        with open(result_fd, "wb", closefd=False) as result:
-            result.write(message)
-        connection.send_bytes(_HERE)

@@ -2,14 +2,13 @@
 
 `BucketSource` produces any part of a bucket's file from the tensors where they lie. `preload_tensors` fills a staging
 buffer with it, laid out as the file: that is the snapshot of an asynchronous save. The writer process then needs no
-layout but the places of checksums. `start_writing` dispatches it. A save that does not fit into the staging budget
-passes through the buffer window by window, which blocks the trainer for the part that does not fit, at the disk's speed
-(`writer="persistent"` only). A synchronous save fills the windows of its own writes.
+layout but the places of checksums. `start_writing` dispatches it. A synchronous save fills the windows of its own
+writes; so does one that does not fit into the staging budget.
 
-Staging buffers are shared memory, kept between saves. Copying into memory that has been touched before costs about
+The staging buffer is shared memory, kept between saves. Copying into memory that has been touched before costs about
 0.06 s per GB, touching new memory two to eight times that. So a `StagingBuffer` is reused, and the first save, which
-finds it new, writes to it instead of touching it. A save leases one (`lease_buffer`) from its copy until its writer has
-ended; the next one waits for that.
+finds it new, writes to it instead of touching it. A process has one: a save waits until the job that reads it for the
+save before has ended.
 
 Tensors on a device are copied by `DeviceCopies`, while the trainer computes. Each device has one side stream. It
 first waits for what the trainer has queued on its current stream, which belongs to the state that is saved; then come
@@ -24,11 +23,9 @@ import ctypes
 import mmap
 import os
 import threading
-import time
-import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +33,7 @@ import torch
 
 from mcore_ckpt.core.boxes import flat_boxes
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import OptionError, SaveError
+from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions, ranks_of_this_host
 from mcore_ckpt.core.process import free_host_bytes
 from mcore_ckpt.save.buckets import (
@@ -47,14 +44,13 @@ from mcore_ckpt.save.buckets import (
     WriteBucket,
     WrittenFile,
     check_results,
-    plan_windows,
 )
-from mcore_ckpt.save.child_processes import ChildJob, fork_call, report_progress
-from mcore_ckpt.save.writer import WINDOW_BYTES, Job, JobResult, Ring, WriterJob, run_job, write_files
-from mcore_ckpt.save.writer_process import fill_ring, shared_writer
+from mcore_ckpt.save.child_processes import ChildJob
+from mcore_ckpt.save.writer import Job, JobResult, WriterJob, run_job, timed_result, write_files
+from mcore_ckpt.save.writer_process import shared_writer
 from mcore_ckpt.state.torch_classes import pointer_of
 from mcore_ckpt.storage import direct_io
-from mcore_ckpt.storage.base import ALIGNMENT_BYTES, Storage, align_up
+from mcore_ckpt.storage.base import Storage, align_up
 
 _logger = logger_of(__name__)
 
@@ -72,6 +68,7 @@ class StagingBuffer:
         fd: the memory's file descriptor, to be sent to the writer.
         capacity_bytes: how much it holds; grows on demand, never shrinks.
         contents: what was laid out last (the caller's own note), or None.
+        reader: the job that was last to read it, or None.
         is_touched: its pages are mapped; until then every first access to one is a fault, and `write` is faster.
     """
 
@@ -79,11 +76,11 @@ class StagingBuffer:
         self.fd = os.memfd_create("mcore_ckpt_buffer", os.MFD_CLOEXEC)
         self.capacity_bytes = 0
         self.contents: object = None
+        self.reader: ChildJob | None = None
         self.is_touched = False
         self._memory: mmap.mmap | None = None
         self._pinned = False
         self._touching: tuple[threading.Thread, threading.Event] | None = None
-        _buffers.add(self)
 
     def reserve(self, nbytes: int, *, touch: bool = True) -> memoryview:
         """Memory for `nbytes`, page-aligned; what an earlier call returned must not be used any more. With `touch`, the
@@ -206,10 +203,6 @@ class StagingBuffer:
         if fd >= 0:
             os.close(fd)
 
-    def __del__(self) -> None:  # of a save that was interrupted before its staging buffer was leased
-        with contextlib.suppress(Exception):
-            self.close()
-
     def disown(self) -> None:
         """In a process forked from the trainer: release memory that would stay taken until this process ends."""
         memory, self._memory = self._memory, None
@@ -223,165 +216,80 @@ class StagingBuffer:
         self.close()
 
 
-# All of this process, so that a process forked from it can release them.
-_buffers: weakref.WeakSet[StagingBuffer] = weakref.WeakSet()
-
-
 # Share of the host's free memory that the staging buffers of all its ranks may take together by default. The state,
 # the page cache and the optimizer's peaks need the rest.
 _DEFAULT_SHARE = 0.25
 # Even on a host without free memory: a save has to pass through something.
 _LEAST_BYTES = 1024 * 1024
 
-_free: list[StagingBuffer] = []
-_in_use: list[BufferLease] = []
-# Saves may be begun, and ended, in several threads. Not held during calls of the writer, which has a lock of its own. A
-# thread that holds it may take it again, as in a signal handler.
-_changed = threading.Condition()
-# How often a thread that waits for the copy of another thread asks whether there is a job to wait for.
-_LOOK_S = 0.02
-
-
-@dataclass(slots=True, eq=False)
-class BufferLease:
-    """A staging buffer that a save may use until it gives it back, and how much of it."""
-
-    buffer: StagingBuffer
-    budget_bytes: int
-    _job: ChildJob | None = None
-    _thread: threading.Thread = field(default_factory=threading.current_thread)
-
-    def is_used_by(self, job: ChildJob) -> None:
-        """From now on the staging buffer is free as soon as this job has ended. To be called before the dispatch, which
-        may be interrupted when it has reached the writer.
-        """
-        self._job = job
-
-    def give_back(self) -> None:
-        """The save needs the staging buffer no more; twice is harmless. Memory that a killed process may still read,
-        since it hangs in the kernel, is not used again.
-        """
-        if self not in _in_use:
-            return
-        reusable = self._job is None or self._job.memory_is_free()
-        with _changed:
-            if self not in _in_use:  # another thread was first
-                return
-            _in_use.remove(self)
-            if reusable:
-                _free.append(self.buffer)
-            _changed.notify_all()
-        if not reusable:
-            _drop(self.buffer)
-
-    def abort(self) -> None:
-        """Give up the job that uses the staging buffer, if there is one, and give the buffer back."""
-        try:
-            if self._job is not None:
-                self._job.abort()
-        finally:
-            self.give_back()
-
-    def ended(self) -> bool:
-        """Whether the job that reads the staging buffer has ended."""
-        return self._job is not None and self._job.poll()
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether it has no job and will not get one: its thread does something else, or has ended."""
-        return self._job is None and (self._thread is threading.current_thread() or not self._thread.is_alive())
-
-    def wait(self) -> None:
-        """Wait until the job that reads the staging buffer has ended, well or not."""
-        while self in _in_use and self._job is None and not self.is_abandoned:
-            with _changed:
-                _changed.wait(_LOOK_S)
-        if self._job is not None:
-            self._job.wait()
+_kept: StagingBuffer | None = None
+# A save has the staging buffer to itself until its job is dispatched. Saves may be begun in several threads; a thread
+# may have its turn again, as in a signal handler.
+_turn = threading.RLock()
 
 
 def _forget() -> None:
     """In a process forked from the trainer, which shares this memory: a save there must not use it."""
-    global _changed
-    _changed = threading.Condition()  # a thread that is not here may hold the other
-    _free.clear()
-    _in_use.clear()
-    for buffer in list(_buffers):
-        buffer.disown()
-    _buffers.clear()
+    global _kept, _turn
+    _turn = threading.RLock()  # a thread that is not here may hold the other
+    kept, _kept = _kept, None
+    if kept is not None:
+        kept.disown()
 
 
 os.register_at_fork(after_in_child=_forget)
 
 
-def _collect() -> None:
-    for lease in [lease for lease in _in_use if lease.ended()]:
-        lease.give_back()
-
-
 def is_busy() -> bool:
     """Whether an async save would have to wait for one of this rank to be written."""
-    _collect()
-    return bool(_in_use)
+    return _kept is not None and _kept.reader is not None and not _kept.reader.poll()
 
 
-def lease_buffer(options: SaveOptions) -> BufferLease:
-    """A staging buffer for a save; waits for the save of this rank that is in flight."""
-    lease = None
-    try:
-        while lease is None:
-            _collect()
-            dropped: list[StagingBuffer] = []
-            with _changed:
-                oldest = _in_use[0] if _in_use else None
-                if oldest is None:
-                    lease = _lease(options, dropped)
-            for buffer in dropped:
-                _drop(buffer)
-            if oldest is not None:
-                oldest.wait()
-                oldest.give_back()
-    except BaseException:  # a Ctrl-C at any moment
-        for taken in [one for one in _in_use if one.is_abandoned]:
-            taken.give_back()
-        raise
-    return lease
+@contextlib.contextmanager
+def free_buffer(budget_bytes: int) -> Iterator[StagingBuffer]:
+    """The staging buffer, for a save that begins: no process reads it, not even one that was killed and hangs in the
+    kernel, and it takes `budget_bytes` at most. Waits for the save of this rank that is in flight.
+    """
+    global _kept
+    with _turn:
+        if _kept is not None and _kept.reader is not None:
+            _kept.reader.wait()
+            if not _kept.reader.memory_is_free():
+                release_buffer()
+        if _kept is not None and _kept.capacity_bytes > budget_bytes:  # of a time when the budget was larger
+            release_buffer()
+        if _kept is None:
+            _kept = StagingBuffer()
+        _kept.reader = None
+        yield _kept
 
 
-def _lease(options: SaveOptions, dropped: list[StagingBuffer]) -> BufferLease:
-    budget_bytes = max(_budget_bytes(options), _LEAST_BYTES)
-    buffer = _free.pop() if _free else StagingBuffer()
-    if buffer.capacity_bytes > budget_bytes:  # of a time when the budget was larger
-        dropped.append(buffer)
-        buffer = StagingBuffer()
-    _in_use.append(BufferLease(buffer, budget_bytes))
-    return _in_use[-1]
-
-
-def _drop(buffer: StagingBuffer) -> None:
-    """Give a staging buffer's memory back to the host; the writer's mapping would keep it."""
-    shared_writer().forget_buffer(buffer.fd)
-    buffer.close()
+def release_buffer() -> None:
+    """Give the staging buffer's memory back to the host; the next save gets another one."""
+    global _kept
+    buffer, _kept = _kept, None
+    if buffer is not None:
+        shared_writer().forget_buffer(buffer.fd)  # its mapping would keep the memory
+        buffer.close()
 
 
 def _budget_bytes(options: SaveOptions) -> int:
     """What the staging buffer of this rank may take."""
-    if options.staging_budget_bytes is not None:
-        return options.staging_budget_bytes
-    share = int(free_host_bytes() * _DEFAULT_SHARE) // ranks_of_this_host()
-    # What it holds already is no longer free memory, and needs no new leave.
-    return max(share, sum(buffer.capacity_bytes for buffer in _free))
+    budget_bytes = options.staging_budget_bytes
+    if budget_bytes is None:
+        share = int(free_host_bytes() * _DEFAULT_SHARE) // ranks_of_this_host()
+        # What it holds already is no longer free memory, and needs no new leave.
+        budget_bytes = max(share, 0 if _kept is None else _kept.capacity_bytes)
+    return max(budget_bytes, _LEAST_BYTES)
 
 
 def warm_up_buffer(nbytes: int, options: SaveOptions) -> None:
     """Before the first save: start the writer, and allocate and touch a buffer of `nbytes`, within the budget."""
-    lease = lease_buffer(options)
-    try:
-        lease.buffer.reserve(min(nbytes, lease.budget_bytes))
+    budget_bytes = _budget_bytes(options)
+    with free_buffer(budget_bytes) as buffer:
+        buffer.reserve(min(nbytes, budget_bytes))
         if options.writer == "persistent":
-            shared_writer().warm_up(buffer_fd=lease.buffer.fd)
-    finally:
-        lease.give_back()
+            shared_writer().warm_up(buffer_fd=buffer.fd)
 
 
 # The side stream of each device, for the saves of this process.
@@ -690,10 +598,6 @@ def _zero(view: memoryview, low: int, high: int) -> None:
         low += step
 
 
-# A ring of fewer windows would make the trainer and the device wait for each other.
-_LEAST_SLOTS = 2
-
-
 def start_writing(
     storage: Storage,
     buckets: Sequence[WriteBucket],
@@ -730,24 +634,30 @@ def _copy_and_dispatch(
     for bucket in buckets:
         files.append(replace(bucket.file, buffer_offset=total_bytes))
         total_bytes += align_up(bucket.file.image.size_bytes)
-    writer_job = WriterJob(
-        storage=storage,
-        files=tuple(files),
-        deadline_s=options.write_deadline_s,
-        plan=plan,
-    )
-    lease = lease_buffer(options)
-    try:
-        if lease.budget_bytes < total_bytes:
-            return _stream(writer_job, buckets, lease, total_bytes, options, what, started)
-        preload_tensors(files, buckets, lease.buffer, total_bytes)
-        job = _dispatch(writer_job, lease, options, what)
-        started(job)
-        lease.buffer.touch_meanwhile(lease.buffer.capacity_bytes)  # while the writer is busy with the device
-        return job
-    except BaseException:
-        lease.abort()
-        raise
+    budget_bytes = _budget_bytes(options)
+    if total_bytes > budget_bytes:
+        result = timed_result(partial(write_in_process, storage, buckets, options), plan)
+        _logger.warning(
+            "%s: %d bytes do not fit into the staging budget of %d bytes: the trainer wrote them itself, and training "
+            "was blocked for %.2f s",
+            what,
+            total_bytes,
+            budget_bytes,
+            result.finished_s - result.started_s,
+        )
+        return Job(what, result)
+    writer_job = WriterJob(storage, tuple(files), deadline_s=options.write_deadline_s, plan=plan)
+    with free_buffer(budget_bytes) as buffer:
+        try:
+            preload_tensors(files, buckets, buffer, total_bytes)
+            job = _dispatch(writer_job, buffer, options, what)
+            started(job)
+            buffer.touch_meanwhile(buffer.capacity_bytes)  # while the writer is busy with the device
+            return job
+        except BaseException:
+            if buffer.reader is not None:
+                buffer.reader.abort()
+            raise
 
 
 def preload_tensors(
@@ -770,68 +680,19 @@ def preload_tensors(
     buffer.contents = layouts
 
 
-def _dispatch(writer_job: WriterJob, lease: BufferLease, options: SaveOptions, what: str) -> ChildJob:
+def _dispatch(writer_job: WriterJob, buffer: StagingBuffer, options: SaveOptions, what: str) -> ChildJob:
+    def read_by(job: ChildJob) -> None:  # before the dispatch, which may be interrupted when it has reached the writer
+        buffer.reader = job
+
     if options.writer == "persistent":
-        return shared_writer().submit(writer_job, lease.buffer.fd, lease.is_used_by)
-    with lease.buffer.lent() as fd:
-        write = partial(_run_in_child, writer_job, fd, lease.buffer.capacity_bytes)
-        deadline_s = options.write_deadline_s
-        return fork_call(write, what=what, expendable=True, deadline_s=deadline_s, on_submit=lease.is_used_by)
+        return shared_writer().submit(writer_job, buffer.fd, read_by)
+    from mcore_ckpt.save.forked_child import fork_call, report_progress  # (few jobs need it)
+
+    with buffer.lent() as fd:
+        write = partial(_run_in_child, writer_job, fd, buffer.capacity_bytes, report_progress)
+        return fork_call(write, what=what, expendable=True, deadline_s=options.write_deadline_s, on_submit=read_by)
 
 
-def _run_in_child(job: WriterJob, fd: int, nbytes: int) -> JobResult:
+def _run_in_child(job: WriterJob, fd: int, nbytes: int, on_written: Callable[[], None]) -> JobResult:
     # Mapped again: pages that are pinned for a device are not inherited by a forked child.
-    return run_job(job, memoryview(mmap.mmap(fd, nbytes)), report_progress)
-
-
-def _stream(
-    writer_job: WriterJob,
-    buckets: Sequence[WriteBucket],
-    lease: BufferLease,
-    total_bytes: int,
-    options: SaveOptions,
-    what: str,
-    started: Callable[[Job], None],
-) -> Job:
-    """Pass a save that is larger than its budget through a ring of windows."""
-    if options.writer == "fork":
-        raise OptionError(
-            f"the save has {total_bytes} bytes, the staging budget {lease.budget_bytes}: a forked writer cannot be"
-            ' fed piece by piece; raise staging_budget_bytes, or use writer="persistent"'
-        )
-    began_s = time.perf_counter()
-    sources = [BucketSource(bucket) for bucket in buckets]
-    slot_bytes = min(WINDOW_BYTES, lease.budget_bytes // _LEAST_SLOTS // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
-    ring = Ring(0, slot_bytes, lease.budget_bytes // slot_bytes)
-    view = lease.buffer.reserve(ring.slots * slot_bytes)
-    if any(source.on_device for source in sources):
-        lease.buffer.pin()
-    lease.buffer.contents = None
-    job = _dispatch(replace(writer_job, ring=ring), lease, options, what)
-    started(job)
-    windows = (
-        partial(_fill_slot, source, view, window)
-        for source in sources
-        for window in plan_windows(source.bucket.file.image.size_bytes, slot_bytes)
-    )
-    try:
-        fill_ring(job, ring, windows)
-    except BaseException as error:
-        # Where the job has failed, its own error says why, and `Job.result` will raise it.
-        if not (isinstance(error, SaveError) and job.poll()):
-            raise  # and the job is given up, or it would wait for ever for windows that are not filled
-    blocked_s = time.perf_counter() - began_s
-    _logger.warning(
-        "%s: %d bytes do not fit into the staging budget of %d bytes; training was blocked for %.2f s (%.2f GB/s)",
-        what,
-        total_bytes,
-        lease.budget_bytes,
-        blocked_s,
-        total_bytes / 1e9 / max(blocked_s, 1e-9),
-    )
-    job.submitted_s = time.monotonic()  # the snapshot is complete only now
-    return job
-
-
-def _fill_slot(source: BucketSource, view: memoryview, window: Window, offset: int) -> None:
-    source.fill(window.start, window.stop, view[offset : offset + window.stop - window.start])
+    return run_job(job, memoryview(mmap.mmap(fd, nbytes)), on_written)

@@ -369,16 +369,14 @@ def write_files(
     storage: Storage,
     files: Sequence[tuple[PlannedFile, Fill | memoryview]],
     *,
-    window_bytes: int | None = None,
     on_written: Callable[[], None] | None = None,
     deadline_s: float | None = None,
 ) -> list[WrittenFile]:
     """Write files and make them durable: all, or (with a `SaveError` that names file and errno) none stays. The bytes
-    of each are in memory, or a function puts them into windows. `window_bytes`: None, as the storage wants.
+    of each are in memory, or a function puts them into windows.
     """
-    window_bytes = window_bytes or storage.write_bytes or WINDOW_BYTES
     with (
-        _kept_pool(window_bytes, max(_WINDOWS, storage.writes_at_once + 1)) as pool,
+        _kept_pool(storage.write_bytes or WINDOW_BYTES, max(_WINDOWS, storage.writes_at_once + 1)) as pool,
         ImageWriter(
             pool,
             io_threads=storage.writes_at_once,
@@ -407,24 +405,11 @@ def _copy_window(image: memoryview, window: Window, buffer: memoryview) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
-    """Part of a staging buffer through which a larger save is passed, window by window.
-
-    Windows are numbered through all files of the job, in order; window k lies in slot `k % slots`.
-    """
-
-    offset: int  # of slot 0 in the staging buffer, bytes
-    slot_bytes: int  # size of a slot and of a window, a multiple of 4096
-    slots: int  # how many
-
-
-@dataclass(frozen=True, slots=True)
 class WriterJob:
     """What a writer process does for one save: all files, or none."""
 
     storage: Storage  # where to; pickled, so it holds paths and not open files
     files: tuple[PlannedFile, ...]  # what
-    ring: Ring | None = None  # set if the files do not lie in the staging buffer as a whole
     # Seconds without progress after which the writer counts as stuck; None waits for ever.
     deadline_s: float | None = None
     # Of a new structure, on the coordinator: its index is to be put together during the writing.
@@ -500,24 +485,14 @@ def has_ended(*args: Any, **kwargs: Any) -> None:
     """Wait for a job that has ended."""
 
 
-def run_job(job: WriterJob, buffer: memoryview, on_written: Callable[[], None], fill: Fill | None = None) -> JobResult:
-    """Do a job, in the process that calls; `fill` puts the next window of a `Ring` into place, `on_written` is called
-    on an I/O thread. `SaveError` names the file and the errno; no file stays then.
+def run_job(job: WriterJob, buffer: memoryview, on_written: Callable[[], None]) -> JobResult:
+    """Do a job, in the process that calls; `on_written` is called on an I/O thread. `SaveError` names the file and the
+    errno; no file stays then.
     """
-
-    def write() -> list[WrittenFile]:
-        files: list[tuple[PlannedFile, Fill | memoryview]] = []
-        for file in job.files:
-            stop = file.buffer_offset + align_up(file.image.size_bytes)
-            files.append((file, fill or buffer[file.buffer_offset : stop]))
-        return write_files(
-            job.storage,
-            files,
-            window_bytes=None if job.ring is None else job.ring.slot_bytes,
-            on_written=on_written,
-        )
-
-    return timed_result(write, job.plan)
+    files = [
+        (file, buffer[file.buffer_offset : file.buffer_offset + align_up(file.image.size_bytes)]) for file in job.files
+    ]
+    return timed_result(partial(write_files, job.storage, files, on_written=on_written), job.plan)
 
 
 def timed_result(write: Callable[[], Sequence[WrittenFile]], plan: GlobalPlan | None) -> JobResult:

@@ -31,7 +31,7 @@ import subprocess
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final
 
 from mcore_ckpt.core.errors import FailureReport, SaveError, WriterDiedError, WriteTimeoutError, describe
@@ -41,7 +41,6 @@ from mcore_ckpt.core.process import (
     lower_priority,
     until_parent_is_gone,
 )
-from mcore_ckpt.save.buckets import Fill, Window
 from mcore_ckpt.save.child_processes import (
     TRAINING_FIRST_NICE,
     ChildJob,
@@ -50,7 +49,7 @@ from mcore_ckpt.save.child_processes import (
     SupervisedChild,
     start_interpreter,
 )
-from mcore_ckpt.save.writer import JobResult, Ring, WriterJob, run_job
+from mcore_ckpt.save.writer import JobResult, WriterJob, run_job
 
 _START_DEADLINE_S: Final = 60.0
 _START_PERIOD_S: Final = 0.002
@@ -67,12 +66,10 @@ class Kind(enum.IntEnum):
     BUFFER = 1  # size in bytes, with the descriptor of the staging buffer of the jobs that follow
     FORGET_BUFFER = 2  # None
     JOB = 3  # (number, WriterJob)
-    WINDOW_READY = 4  # (job number, window number)
-    CANCEL = 5  # job number
-    STOP = 6  # None
+    CANCEL = 4  # job number
+    STOP = 5  # None
     # Writer to trainer.
-    ENDED = 7  # (job number, JobResult or FailureReport)
-    WINDOW_FREE = 8  # (job number, window number)
+    ENDED = 6  # (job number, JobResult or FailureReport)
 
 
 _INLINE_BYTES: Final = 32 * 1024
@@ -251,11 +248,8 @@ class _WriterChild(SupervisedChild):
     def _receive(self) -> bool:
         with contextlib.suppress(BlockingIOError):
             while (message := receive_message(self._connection)) is not None:
-                kind, (number, content), _ = message
-                if kind != Kind.WINDOW_FREE:
-                    self._job_ended(number, content)
-                elif (job := self._jobs.get(number)) is not None:
-                    job.steps = content + 1
+                _, (number, outcome), _ = message
+                self._job_ended(number, outcome)
             return False
         return True
 
@@ -303,9 +297,6 @@ class _WriterChild(SupervisedChild):
     def watch(self, number: int) -> JobWatch:
         return JobWatch(self.pid, self._page.fd, number)
 
-    def tell(self, job: ChildJob, step: int) -> None:
-        self.send(Kind.WINDOW_READY, (job.number, step))
-
     def cancel(self, job: ChildJob) -> None:
         self.send(Kind.CANCEL, job.number)
         if not job.wait(_CANCEL_DEADLINE_S):
@@ -350,52 +341,8 @@ def _wait_writable(connection: socket.socket) -> None:
     poller.poll(50)
 
 
-def fill_ring(job: ChildJob, ring: Ring, fills: Iterable[Callable[[int], None]]) -> None:
-    """Pass windows through a ring of the staging buffer, each as soon as its slot is free: a function for each puts it
-    at an offset of the buffer, in bytes. Raises if the job has failed meanwhile.
-    """
-    for window, fill in enumerate(fills):
-        while window - job.steps >= ring.slots:
-            job.wait_for_news()
-            if job.poll() and window - job.steps >= ring.slots:
-                job.result()
-                raise SaveError(f"{job.what}: the writer has ended before window {window}; the windows do not add up")
-        fill(ring.offset + window % ring.slots * ring.slot_bytes)
-        job.tell(window)
-
-
 class _CancelledError(Exception):
     """The trainer does not want the job any more."""
-
-
-class _RunningJob:
-    """What the control thread tells the main thread about a job: windows that are ready, and whether to give up."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.cancelled = False
-        self._ready = 0
-        self._condition = threading.Condition()
-
-    def window_ready(self, window: int) -> None:
-        with self._condition:
-            self._ready = window + 1
-            self._condition.notify()
-
-    def cancel(self) -> None:
-        with self._condition:
-            self.cancelled = True
-            self._condition.notify()
-
-    def wait_for_window(self, window: int) -> None:
-        with self._condition:
-            while self._ready <= window and not self.cancelled:
-                self._condition.wait()
-        self.check()
-
-    def check(self) -> None:
-        if self.cancelled:
-            raise _CancelledError("cancelled by the trainer")
 
 
 class _Writer:
@@ -405,9 +352,8 @@ class _Writer:
         self._connection = connection
         self._status = status
         self._buffer: mmap.mmap | None = None
-        self._jobs: queue.SimpleQueue[tuple[_RunningJob, WriterJob, mmap.mmap | None] | None] = queue.SimpleQueue()
-        self._known: dict[int, _RunningJob] = {}
-        self._sending = threading.Lock()
+        self._jobs: queue.SimpleQueue[tuple[int, WriterJob, mmap.mmap | None] | None] = queue.SimpleQueue()
+        self._cancelled: set[int] = set()
 
     def receive(self) -> bool:
         """Act on the message that has arrived; on the control thread. False if the trainer has closed the socket."""
@@ -425,15 +371,9 @@ class _Writer:
             self._buffer = None
         elif kind == Kind.JOB:
             number, job = content
-            running = self._known[number] = _RunningJob(number)
-            self._jobs.put((running, job, self._buffer))
-        elif kind == Kind.WINDOW_READY:
-            number, window = content
-            if (running_now := self._known.get(number)) is not None:
-                running_now.window_ready(window)
+            self._jobs.put((number, job, self._buffer))
         elif kind == Kind.CANCEL:
-            if (running_now := self._known.get(content)) is not None:
-                running_now.cancel()
+            self._cancelled.add(content)
         elif kind == Kind.STOP:
             self._jobs.put(None)
         return True
@@ -441,54 +381,31 @@ class _Writer:
     def serve(self) -> None:
         """Do one job after the other until told to stop."""
         while (entry := self._jobs.get()) is not None:
-            running, job, buffer = entry
+            number, job, buffer = entry
             outcome: JobResult | FailureReport
             try:
-                running.check()
-                outcome = self._write(running, job, buffer)
+                outcome = self._write(number, job, buffer)
             except Exception as error:  # noqa: BLE001  (the trainer is told of any error)
                 outcome = describe(error)
             del entry, buffer
-            self._known.pop(running.number, None)
-            self._status.progress("idle")
-            self._status.finished(running.number)
-            self.send(Kind.ENDED, (running.number, outcome))
+            self._status.progress()
+            self._status.finished(number)
+            try:
+                send_message(self._connection, Kind.ENDED, (number, outcome))
+            except OSError:
+                os._exit(0)  # the trainer is gone
 
-    def send(self, kind: int, content: Any) -> None:
-        try:
-            with self._sending:
-                send_message(self._connection, kind, content)
-        except OSError:
-            os._exit(0)  # the trainer is gone
-
-    def _write(self, running: _RunningJob, job: WriterJob, buffer: mmap.mmap | None) -> JobResult:
+    def _write(self, number: int, job: WriterJob, buffer: mmap.mmap | None) -> JobResult:
         if buffer is None:
-            raise RuntimeError(f"job {running.number} came without its staging buffer")
-        status = self._status
+            raise RuntimeError(f"job {number} came without its staging buffer")
 
         def written() -> None:
-            status.progress("writing")
-            running.check()
+            self._status.progress()
+            if number in self._cancelled:
+                raise _CancelledError("cancelled by the trainer")
 
-        status.progress("writing")
-        fill = None if job.ring is None else self._ring_fill(running, job.ring, buffer)
-        return run_job(job, memoryview(buffer), written, fill)
-
-    def _ring_fill(self, running: _RunningJob, ring: Ring, buffer: mmap.mmap) -> Fill:
-        memory = memoryview(buffer)
-        window_number = 0
-
-        def fill(window: Window, view: memoryview) -> None:
-            nonlocal window_number
-            self._status.progress("waiting")
-            running.wait_for_window(window_number)
-            self._status.progress("writing")
-            start = ring.offset + window_number % ring.slots * ring.slot_bytes
-            view[:] = memory[start : start + window.stop - window.start]
-            self.send(Kind.WINDOW_FREE, (running.number, window_number))
-            window_number += 1
-
-        return fill
+        written()
+        return run_job(job, memoryview(buffer), written)
 
 
 def main(
@@ -506,7 +423,7 @@ def main(
     lower_priority(cpu_priority, io_priority)
     connection = socket.socket(fileno=control_fd)
     status = StatusPage(status_fd)
-    status.progress("idle")
+    status.progress()
     writer = _Writer(connection, status)
     threading.Thread(
         target=_control, args=(writer, connection, parent_pid), name="mcore-ckpt-control", daemon=True

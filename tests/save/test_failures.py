@@ -21,7 +21,7 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
-from mcore_ckpt.save import child_processes
+from mcore_ckpt.save import forked_child
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
 from mcore_ckpt.save.child_processes import ChildJob
 from mcore_ckpt.save.commit import SaveTransaction
@@ -103,17 +103,17 @@ def _children_that_stop() -> Iterator[None]:
     """Forked writers that have begun stop themselves before they write: on a busy machine one is done before it can be
     stopped.
     """
-    lower = child_processes.lower_priority
+    lower = forked_child.lower_priority
 
     def stop(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
         lower(*args)
 
-    child_processes.lower_priority = stop
+    forked_child.lower_priority = stop
     try:
         yield
     finally:
-        child_processes.lower_priority = lower
+        forked_child.lower_priority = lower
 
 
 def _writer_dies(rank: int, directory: str, options: SaveOptions, blocking: bool) -> tuple[str, float]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
-from mcore_ckpt.save.child_processes import fork_call, report_progress
+from mcore_ckpt.save.forked_child import fork_call, report_progress
 from mcore_ckpt.save.writer_process import PersistentWriter
 from tests.support.processes import children, is_running
 from tests.support.writer_jobs import MisbehavingStorage, SmallBuffer, check_file, image, job
@@ -247,7 +247,7 @@ def _descriptors() -> int:
 _TRAINER = """
     import os, sys, time
     from pathlib import Path
-    from mcore_ckpt.save.child_processes import fork_call
+    from mcore_ckpt.save.forked_child import fork_call
     from mcore_ckpt.save.writer_process import PersistentWriter
     from tests.support.writer_jobs import MisbehavingStorage, SmallBuffer, image, job
     directory, kind, ending = sys.argv[1:]
@@ -324,7 +324,7 @@ os.register_at_fork(after_in_child=_hang_as_told)
 
 @pytest.fixture
 def hanging_forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    monkeypatch.setattr("mcore_ckpt.save.child_processes._START_DEADLINES_S", (0.3, 0.5, 20.0))
+    monkeypatch.setattr("mcore_ckpt.save.forked_child._START_DEADLINES_S", (0.3, 0.5, 20.0))
 
     def hang(times: int) -> None:
         _hanging["now"] = (mmap.mmap(-1, 1), times)

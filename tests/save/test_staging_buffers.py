@@ -19,7 +19,7 @@ from mcore_ckpt.core import process
 from mcore_ckpt.core.errors import WriteTimeoutError
 from mcore_ckpt.core.options import ranks_of_this_host
 from mcore_ckpt.save import staging
-from mcore_ckpt.save.staging import is_busy, lease_buffer, start_writing
+from mcore_ckpt.save.staging import StagingBuffer, free_buffer, is_busy, release_buffer, start_writing
 from mcore_ckpt.save.writer_process import shared_writer
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.tensor_specs import bucket_of
@@ -32,11 +32,8 @@ _MIB = 1024 * 1024
 def no_buffers() -> Iterator[None]:
     """Each test begins and ends without any buffer."""
     yield
-    staging._collect()
-    for buffer in staging._free:
-        buffer.close()
-    staging._free.clear()
-    assert not staging._in_use
+    assert not is_busy()
+    release_buffer()
     shared_writer().close(abort=True)
 
 
@@ -53,9 +50,10 @@ def _held_bytes() -> int:
     return sum(taken.values())
 
 
-@pytest.mark.parametrize("budget_mib", [1, 3, 64])
-def test_a_save_of_any_size_stays_within_the_budget(budget_mib: int, tmp_path: Path) -> None:
-    options = SaveOptions(staging_budget_bytes=budget_mib * _MIB)
+@pytest.mark.parametrize("writer", ["persistent", "fork"])
+@pytest.mark.parametrize("budget_mib", [1, 64])
+def test_a_save_of_any_size_stays_within_the_budget(budget_mib: int, writer: Any, tmp_path: Path) -> None:
+    options = SaveOptions(staging_budget_bytes=budget_mib * _MIB, writer=writer)
     tensor = torch.arange(5 * _MIB, dtype=torch.float32)  # 20 MiB, and windows of 8
     save = start_writing(LocalStorage(tmp_path), [bucket_of(tensor)], options, "a save")
     assert _held_bytes() <= budget_mib * _MIB
@@ -81,20 +79,23 @@ def test_a_save_waits_for_the_one_that_is_in_flight() -> None:
         def memory_is_free(self) -> bool:
             return self.ended.is_set()
 
-    options = SaveOptions(staging_budget_bytes=10 * _MIB)
     job: Any = Job()
-    first = lease_buffer(options)
-    first.is_used_by(job)
-    assert is_busy()
-    second: list[staging.BufferLease] = []
-    other = threading.Thread(target=lambda: second.append(lease_buffer(options)))
-    other.start()
+    second: list[StagingBuffer] = []
+
+    def begin() -> None:
+        with free_buffer(10 * _MIB) as buffer:
+            second.append(buffer)
+
+    with free_buffer(10 * _MIB) as first:
+        first.reader = job
+        assert is_busy()
+        other = threading.Thread(target=begin)
+        other.start()
     other.join(timeout=0.3)
     assert second == []
     job.ended.set()
     other.join(timeout=30)
-    assert [lease.buffer for lease in second] == [first.buffer]
-    second[0].give_back()
+    assert second == [first]
     assert not is_busy()
 
 
@@ -115,25 +116,19 @@ def test_the_launcher_tells_how_many_ranks_share_a_host(environment: dict[str, s
 # --- what is left when a save does not end well -----------------------------------------------------------------------
 
 
-def _options(**others: Any) -> SaveOptions:
-    return SaveOptions(staging_budget_bytes=64 * _MIB, **others)
-
-
 def test_a_buffer_is_not_used_again_while_a_killed_writer_is_still_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As if it hung inside the kernel: it does not die of being killed, and may go on reading at any time.
     monkeypatch.setattr(subprocess.Popen, "kill", lambda process: process.send_signal(signal.SIGSTOP))
     tensor = torch.ones(1000)
-    save = start_writing(
-        MisbehavingStorage(str(tmp_path), "hang"), [bucket_of(tensor)], _options(write_deadline_s=0.3), "a save"
-    )
-    (used,) = (lease.buffer for lease in staging._in_use)
+    options = SaveOptions(staging_budget_bytes=64 * _MIB, write_deadline_s=0.3)
+    save = start_writing(MisbehavingStorage(str(tmp_path), "hang"), [bucket_of(tensor)], options, "a save")
+    used = staging._kept
     with pytest.raises(WriteTimeoutError):
         save.result()
-    lease = lease_buffer(_options())
-    assert lease.buffer is not used
-    lease.give_back()
+    with free_buffer(64 * _MIB) as buffer:
+        assert buffer is not used
     monkeypatch.undo()
     os.kill(save.pid, signal.SIGKILL)
     until_s = time.monotonic() + 10

@@ -173,7 +173,4 @@ def simulated_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevi
     monkeypatch.setattr(torch, "get_device_module", get_device_module)
     monkeypatch.setattr(staging, "_streams", {})
     yield _here
-    # Stages that are registered with the simulated device go while it is there.
-    staging._collect()
-    while staging._free:
-        staging._free.pop().close()
+    staging.release_buffer()  # one that is registered with the simulated device goes while it is there
