@@ -7,7 +7,9 @@ Ranks are forked from a server that has imported torch and the modules, so that 
 
 from __future__ import annotations
 
+import ctypes
 import os
+import resource
 import signal
 import sys
 from contextlib import ExitStack
@@ -16,6 +18,8 @@ from typing import Any
 
 from benchmarks import work
 from tests.support.gloo_ranks import StandingRanks, standing_ranks
+
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 class _Leader:
@@ -48,8 +52,12 @@ class _Leader:
 
 
 def main() -> None:
-    """Do what the other end asks for, until it is closed."""
+    """Do what the other end asks for, until it is closed. Ends with the process that has started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # Some baselines keep descriptors for each tensor.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     leader = _Leader()
     with Connection(int(sys.argv[1])) as connection:
         while True:
