@@ -178,6 +178,22 @@ class _Replanned(McoreCkpt):
         return super().start(state, path)
 
 
+class _Certified(McoreCkpt):
+    """Each load ends with a certificate of one tensor in 16."""
+
+    certify = "sample"
+
+    def load(self, state: Any, path: Path) -> None:
+        from mcore_ckpt import LoadOptions, certify
+
+        super().load(state, path)
+        certify(state, path, options=LoadOptions(certify=self.certify))  # type: ignore[arg-type]
+
+
+class _CertifiedWhole(_Certified):
+    certify = "warn"
+
+
 class _Megatron(_UnderMegatron):
     """Megatron-Core's strategies with the persistent worker, as `--async-save --use-persistent-ckpt-worker` has it."""
 
@@ -317,6 +333,8 @@ ADAPTERS: dict[str, type[Adapter]] = {
     "raw": Raw,
     "mcore_ckpt": McoreCkpt,
     "replanned": _Replanned,
+    "certified": _Certified,
+    "certified whole": _CertifiedWhole,
     "megatron": _Megatron,
     "megatron constant": _MegatronConstant,
     "nvrx": _Nvrx,

@@ -295,6 +295,25 @@ def _scarce(run: Run) -> dict[str, Samples]:
         return {"scarce": loads}
 
 
+def _certificate(run: Run) -> dict[str, Samples]:
+    """Loads that end with a certificate next to loads that do not."""
+    results: dict[str, Samples] = {}
+    contenders = [run.chosen("mcore_ckpt")[0], *run.chosen("certified", "certified whole")]
+    for kind in ("dense", "small"):
+        work, state = f"certificate {kind}", State(kind, run.size_bytes)
+        _save(run, work, contenders[:1], state, 2)
+        path = run.path(work, contenders[0].label)
+        with run.groups(contenders, 2) as groups:
+            load = partial(_load_of, path, state, run.slow_s)
+            results[work] = run.turns(groups, load)
+    return results
+
+
+def _load_of(path: Path, state: State, slow_s: float, _: Contender, group: Group, __: int) -> dict[str, float]:
+    figures: dict[str, float] = group.call("load", path, state, ("warm",), slow_s)
+    return figures
+
+
 @contextmanager
 def _cgroup(name: str) -> Iterator[Path]:
     """A control group below this process's; the file that sets its limit of memory. Raises `OSError`."""
@@ -325,4 +344,5 @@ PARTS: dict[str, Callable[[Run], dict[str, Samples]]] = {
     "async": _asynchronous,
     "phases": _phases,
     "scarce": _scarce,
+    "certificate": _certificate,
 }

@@ -8,31 +8,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
 from benchmarks.results import FILE, ROOT, Results
-from benchmarks.scale import Network, Ours, Stock
 
 __all__ = [
     "CALLS_FILE",
-    "PROOF_FILE",
     "SCALE_FILE",
     "changed",
     "everything",
     "of_calls",
-    "of_proof",
     "of_scale",
     "of_wrapped_calls",
     "one",
     "put_results",
-    "stock_for",
     "write",
 ]
 
-CALLS_FILE, PROOF_FILE, SCALE_FILE = (ROOT / "docs" / f"{name}.json" for name in ("scale_calls", "proof", "scale"))
+CALLS_FILE, SCALE_FILE = (ROOT / "docs" / f"{name}.json" for name in ("scale_calls", "scale"))
 
 _BLOCK: Final = re.compile(r"(?<=<!-- benchmark: )([\w ]+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -308,6 +303,21 @@ def _phases(read: _Read) -> str:
     return _markdown(("seconds", *(f"{label}, {work.removeprefix('phases ')}" for work, label in columns)), rows)
 
 
+def _certificate(read: _Read) -> str:
+    """What a certificate takes on top of a load: ratios of seconds."""
+    labels = read.labels("certified", "certified whole")
+    rows = [
+        (
+            f"{state} tensors: load, {figure}",
+            read.cell(f"certificate {kind}", f"{figure} s", read.main),
+            *(read.ratio(f"certificate {kind}", f"{figure} s", label, read.main) for label in labels),
+        )
+        for kind, state in (("dense", "large"), ("small", "small"))
+        for figure in ("cold", "warm")
+    ]
+    return _markdown(("", "no certificate, s", *(f"`{label}`, times as long" for label in labels)), rows)
+
+
 def _machine(read: _Read) -> str:
     figures = dict.fromkeys(figure.rpartition(", ")[0] for figure in read.results["samples"].get("machine", {}))
     rows = [
@@ -364,6 +374,7 @@ _TABLES: Final[dict[str, Callable[[_Read], str]]] = {
     "against": _against,
     "bounds": _bounds,
     "phases": _phases,
+    "certificate": _certificate,
     "machine": _machine,
     "tools": _tools,
     "about": _about,
@@ -404,100 +415,26 @@ def _titled(results: Results, head: Sequence[str], rows: Sequence[Sequence[str]]
     return f"{results['machine']['cpu']}{busy}; processor seconds of all ranks together.\n\n" + _markdown(head, rows)
 
 
-def of_proof(results: Results) -> str:
-    """Medians of CPU seconds; of their ratios within each round, with the quartiles."""
-    rows = []
-    for part, (without, *ways) in results["ways"].items():
-        for state, measured in results["states"].items():
-            costs = [costs[part] for costs in measured if costs.get(part)]
-            for way in ways if costs else ():
-                ratios = sorted(one[way] / one[without] for one in costs)
-                low, high = (ratios[len(ratios) * n // 4] for n in (1, 3))
-                is_steady = high - low <= _MOST_SPREAD * median(ratios)
-                ratio = f"{median(ratios):.2f} ({low:.2f} - {high:.2f})" if is_steady else _WITHHELD
-                before, after = (median(one[which] for one in costs) for which in (without, way))
-                rows.append((part, state, f"`{way}`", f"{before:.3f}", f"{after:.3f}", ratio))
-    machine, rounds = results["machine"], len(next(iter(results["states"].values())))
-    busy = ", while other work ran" * results.get("busy", False)
-    return (
-        f"{machine['cpu']}, {machine['file system']}{busy}; {results['bytes'] / 1e9:g} GB of float32, one rank; "
-        f"medians of {rounds} rounds.\n\n"
-        + _markdown(("what", "state", "option", "CPU s without", "with", "ratio"), rows)
-    )
-
-
-def stock_for(results: Results) -> dict[int, tuple[Stock, bool]]:
-    """For each number of ranks of ours: stock's, and whether it was measured; none where too little was."""
-    measured = [Stock(**one) for one in results["stock"]]
-    found = {stock.ranks: (stock, True) for stock in measured}
-    for one in results["ours"] if len(measured) > 1 else ():
-        found.setdefault(one["ranks"], (measured[-1].grown_to(one["ranks"], measured[-2]), False))
-    return found
-
-
-_FURTHER: Final = 16_384  # ranks
-
-
 def of_scale(results: Results) -> str:
-    """What planning costs by number of ranks, and the model next to real ranks."""
-    net = Network(**results["network"])
-    ours = [Ours(**one) for one in results["ours"]]
-    by_ranks = stock_for(results)
-    title = (
-        f"{results['what']}; {results['machine']['cpu']}, one core for each process"
-        f"{', while other work ran' * results.get('busy', False)}; messages of a kilobyte {net.message_s * 1e6:.0f} µs "
-        f"of processor here; network {net.latency_s * 1e6:.0f} µs, {net.bytes_per_s * 8 / 1e9:g} Gbit/s.\n"
-    )
+    """What planning costs by number of ranks."""
     head = (
-        "ranks; lay out, plan; compare; plans MB; check; its memory MB; index (writer); its memory MB; `.metadata` MB"
+        "ranks; lay out, plan; compare; plans MB; check; its memory MB; index (writer); its memory MB; `.metadata` MB; "
+        "load: read `.metadata`; plan the reads"
     )
-    costs = [
+    rows = [
         (
-            f"{one.ranks:,}",
-            *(_s(one.lay_out_s), _s(one.compare_s), f"{one.plan_bytes / 1e6:.1f}"),
-            *(_s(one.check_s), f"{one.coordinator_bytes / 1e6:.0f}"),
-            *(_s(one.index_s), f"{one.index_bytes / 1e6:.0f}", f"{one.metadata_bytes / 1e6:.1f}"),
+            f"{one['ranks']:,}",
+            *(_s(one["lay_out_s"]), _s(one["compare_s"]), f"{one['plan_bytes'] / 1e6:.1f}"),
+            *(_s(one["check_s"]), f"{one['coordinator_bytes'] / 1e6:.0f}"),
+            *(_s(one["index_s"]), f"{one['index_bytes'] / 1e6:.0f}", f"{one['metadata_bytes'] / 1e6:.1f}"),
+            *(_s(one["read_s"]), _s(one["requests_s"])),
         )
-        for one in ours
+        for one in results["ours"]
     ]
-    parts = [title, _markdown(head.split("; "), costs)]
-    rows = []
-    for one in ours:
-        stock, measured = by_ranks.get(one.ranks, (None, False))
-        first, later = (
-            ("", "")
-            if stock is None
-            else (f"{_s(seconds)}{'' if measured else ' *'}" for seconds in (stock.first_s(net), stock.later_s(net)))
-        )
-        own = (_s(one.commit_s(net)), _s(one.read_s), _s(one.requests_s))
-        rows.append((f"{one.ranks:,}", _s(one.first_s(net)), first, _s(one.later_s(net)), later, *own))
-    if ours and ours[-1].ranks < _FURTHER:
-        # What a rank compares does not depend on how many there are.
-        further = replace(ours[-1], ranks=_FURTHER)
-        rows.append((f"{_FURTHER:,} §", "", "", _s(further.later_s(net)), "", "", "", ""))
-    head = "ranks; first save; stock; later save; stock; commit; load: read `.metadata`; plan the reads"
-    parts.append(_markdown(head.split("; "), rows))
-    if by_ranks:
-        parts.append("`*` extrapolated: each part grows on as between the two largest that were run.\n")
-    parts.append("`§` only the exchange grows, by the logarithm of the number of ranks.\n")
-    real = [
-        (
-            str(one["ranks"]),
-            *(
-                text
-                for which in ("first_s", "later_s")
-                for text in (
-                    _s(one[which]),
-                    f"{_s(one['modelled_' + which])} ({one['modelled_' + which] / one[which]:.2f})",
-                )
-            ),
-        )
-        for one in results["real"]
-    ]
-    if real:
-        head = "real gloo ranks; first save, CPU s of all; the model; later save; the model"
-        parts.append(_markdown(head.split("; "), real))
-    return "\n".join(parts)
+    busy = ", while other work ran" * results.get("busy", False)
+    return f"{results['what']}; {results['machine']['cpu']}, one core for each process{busy}.\n\n" + _markdown(
+        head.split("; "), rows
+    )
 
 
 def _s(seconds: float) -> str:
@@ -507,7 +444,6 @@ def _s(seconds: float) -> str:
 _OF_OTHER_FILES: Final[dict[str, tuple[Path, Callable[[Results], str]]]] = {
     "whole calls": (CALLS_FILE, of_calls),
     "wrapped calls": (CALLS_FILE, of_wrapped_calls),
-    "proof": (PROOF_FILE, of_proof),
     "scale": (SCALE_FILE, of_scale),
 }
 

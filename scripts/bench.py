@@ -67,6 +67,8 @@ def _contenders(
         Contender("lower bound", "bare loop", main, "mcore_ckpt", True),
         Contender("mcore_ckpt", "mcore_ckpt", main, own=True),
         Contender("mcore_ckpt, replanned", "replanned", main, own=True),
+        Contender('certify="sample"', "certified", main, own=True),
+        Contender('certify="warn"', "certified whole", main, own=True),
     ]
     if arguments.against:
         old = interpreters(pythons[0][0], (package_of(arguments.against, ROOT, folder / "against"), ROOT))
