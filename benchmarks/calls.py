@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import sys
 import tempfile
 import time
@@ -202,20 +201,13 @@ def main() -> int:
         "--load-items", type=int, help="the same in loads, which take more memory (default: as --items)"
     )
     parser.add_argument("--out", type=Path, default=tables.CALLS_FILE, help="results (default: docs/scale_calls.json)")
-    parser.add_argument("--only", choices=("plain", "wrapped"), help="without the wrappers, or behind them")
     parser.add_argument("--ours-only", action="store_true", help="nothing of Megatron-Core's own")
     add_busy(parser)
     arguments = parser.parse_args()
-    known = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"calls": []}
     measured: list[dict[str, Any]] = []
     results = {"machine": describe_machine(ROOT), "busy": arguments.busy, "calls": measured}
-    measured += [
-        one for one in known["calls"] if arguments.only and bool(one["replicas"]) != (arguments.only == "wrapped")
-    ]
     for ranks in arguments.ranks:
-        counts = [0] if arguments.only != "wrapped" else []
-        counts += [ranks, *([ranks // 4] if ranks % 4 == 0 else [])] if arguments.only != "plain" else []
-        for replicas in counts:
+        for replicas in (0, ranks, *([ranks // 4] if ranks % 4 == 0 else [])):
             for side in SIDES[: 1 if arguments.ours_only else 2]:
                 wait_until_quiet(f"{side}, {ranks} ranks", busy=arguments.busy)
                 calls = measure_calls(side, ranks, replicas, arguments.items, arguments.load_items or arguments.items)

@@ -331,10 +331,7 @@ def _tools(read: _Read) -> str:
     about = read.parts.get("tools", {})
     compared = about.get("compared_with", {})
     rows = []
-    against = next(iter(read.labels("against")), "").rpartition(" ")[2]
     for label, values in read.results["samples"].get("tools", {}).get("s", {}).items():
-        if against and label.endswith(f", {against}"):
-            continue  # of an earlier commit, for who works on the commands
         other = compared.get(label, "")
         ratio = read.ratio("tools", "s", label, other) if other else ""
         others = (read.cell("tools", figure, label) for figure in ("cpu s", "MB"))

@@ -3,7 +3,6 @@
     make bench-tools                          a checkpoint of 4 GB and a model of 4 GB, three rounds
     make bench-tools ARGS="--gb 1 --rounds 1 --out build/bench.json"        a try, which changes no table
     make bench-tools ARGS="--only import,export"
-    make bench-tools ARGS="--against 65e37f1"      the commands of that commit take their turns, too
 
 Pages are dropped from the page cache before each. Results go into docs/benchmark.json, and the tables of docs/tools.md
 come out of it. The model is Llama's in shape, in one safetensors file; what is exported is a checkpoint of 4 ranks that
@@ -25,13 +24,15 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import results, tables  # noqa: E402  (found by the line above)
-from benchmarks.groups import Group, Interpreter, package_of  # noqa: E402
+from benchmarks.groups import Group, Interpreter  # noqa: E402
 from benchmarks.machine import drop_page_cache  # noqa: E402
 from benchmarks.state import State  # noqa: E402
 
@@ -126,18 +127,13 @@ def _write_model(folder: Path, nbytes: int) -> None:
     shapes = {f"model.{name}.weight": shape for name, shape in whole.items()}
     shapes |= {f"model.layers.{n}.{name}.weight": shape for n in range(layers) for name, shape in _LAYER.items()}
     shapes["lm_head.weight"] = (_VOCABULARY, _HIDDEN)
-    header, at = {}, 0
-    for name, shape in shapes.items():
-        stop = at + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, stop]}
-        at = stop
-    text = json.dumps(header).encode()
+    noise = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=noise).view(torch.bfloat16)
+        for name, shape in shapes.items()
+    }
     folder.mkdir()
-    noise = np.random.default_rng(0)
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for shape in shapes.values():
-            file.write(noise.bytes(2 * math.prod(shape)))
+    save_file(weights, folder / "model.safetensors")
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": _HIDDEN,
         "intermediate_size": _FFN, "num_attention_heads": _HEADS, "num_key_value_heads": _GROUPS, "head_dim": _HEAD,
@@ -148,26 +144,12 @@ def _write_model(folder: Path, nbytes: int) -> None:
 
 
 def _same_model(one: Path, other: Path) -> bool:
-    """Whether two files hold the same tensors, wherever they lie in them."""
-
-    def places(path: Path) -> dict[str, tuple[str, list[int], int, int]]:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            fields = json.loads(file.read(length))
-        fields.pop("__metadata__", None)
-        return {
-            name: (found["dtype"], found["shape"], 8 + length + found["data_offsets"][0], math.prod(found["shape"]) * 2)
-            for name, found in fields.items()
-        }
-
-    here, there = places(one), places(other)
-    if {name: place[:2] for name, place in here.items()} != {name: place[:2] for name, place in there.items()}:
-        return False
-    first, second = np.memmap(one, mode="r"), np.memmap(other, mode="r")
-    return all(
-        np.array_equal(first[at : at + nbytes], second[there[name][2] : there[name][2] + nbytes])
-        for name, (_, _, at, nbytes) in here.items()
-    )
+    """Whether two files hold the same tensors, to the bit."""
+    with safe_open(one, "pt") as first, safe_open(other, "pt") as second:
+        return set(first.keys()) == set(second.keys()) and all(
+            torch.equal(first.get_tensor(name).view(torch.int16), second.get_tensor(name).view(torch.int16))
+            for name in first.keys()  # noqa: SIM118  (no dict)
+        )
 
 
 def _timed(work: Work, base: Path, environment: dict[str, str]) -> dict[str, float]:
@@ -185,11 +167,11 @@ def _timed(work: Work, base: Path, environment: dict[str, str]) -> dict[str, flo
     return {"s": seconds + time.perf_counter() - started, "cpu s": cpu_s, "MB": mb}
 
 
-def _environment(package: Path, cache: Path) -> dict[str, str]:
-    """An environment in which a package is compiled already, as it is where it has been installed."""
-    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(cache), "PYTHONPATH": str(package)}
+def _environment(cache: Path) -> dict[str, str]:
+    """An environment in which the package is compiled already, as it is where it has been installed."""
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(cache), "PYTHONPATH": str(ROOT)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    subprocess.run([sys.executable, "-m", "compileall", "-q", str(package / "mcore_ckpt")], env=environment, check=True)
+    subprocess.run([sys.executable, "-m", "compileall", "-q", str(ROOT / "mcore_ckpt")], env=environment, check=True)
     return environment
 
 
@@ -208,7 +190,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds of each (default: 3)")
     parser.add_argument("--dir", type=Path, default=ROOT, help="where to write; the file system that is measured")
     parser.add_argument("--only", default="", help="words of the works' names, with commas between them")
-    parser.add_argument("--against", default="", metavar="COMMIT", help="measure the commands of this commit, too")
     parser.add_argument("--out", type=Path, default=results.FILE, help="results (default: docs/benchmark.json)")
     parser.add_argument("--note", default="", help="to stand with the tables")
     results.add_busy(parser)
@@ -218,11 +199,7 @@ def main() -> int:
     base = Path(tempfile.mkdtemp(prefix="mcore_ckpt_bench_", dir=arguments.dir))
     size_bytes = int(arguments.gb * 1e9)
     try:
-        environments = {"": _environment(ROOT, base / "compiled")}
-        if arguments.against:
-            old = package_of(arguments.against, ROOT, base / "against")
-            environments[f", {arguments.against[:7]}"] = _environment(old, base / "compiled")
-        environment = environments[""]
+        environment = _environment(base / "compiled")
         source, many, model, of_model = (base / name for name in ("dense", "small", "model", "of_model"))
         works = _works(source, many, model, of_model, base)
         chosen = [work for work in works if any(word in work.name for word in arguments.only.split(","))]
@@ -240,18 +217,15 @@ def main() -> int:
         measurement.begin("tools")
         for turn in range(arguments.rounds):
             for work in works:
-                for suffix, variables in environments.items():
-                    if suffix and work.command[: len(_COMMAND)] != _COMMAND:
-                        continue
-                    for figure, value in _timed(work, base, variables).items():
-                        samples.setdefault(figure, {}).setdefault(work.name + suffix, []).append(value)
+                for figure, value in _timed(work, base, environment).items():
+                    samples.setdefault(figure, {}).setdefault(work.name, []).append(value)
             sys.stderr.write(f"tools: round {turn + 1} of {arguments.rounds}\n")
         exported = base / "exported" / "model.safetensors"
         if exported.exists() and not _same_model(model / "model.safetensors", exported):
             raise SystemExit("what was exported is not the model that was imported")
     finally:
         shutil.rmtree(base, ignore_errors=True)
-    compared = {work.name + suffix: work.compared_with for work in works for suffix in environments}
+    compared = {work.name: work.compared_with for work in works}
     measurement.put("tools", {"tools": samples}, compared_with=compared)
     sys.stdout.write(tables.everything(measurement.results | {"samples": {"tools": samples}}))
     if arguments.out == results.FILE:
