@@ -44,7 +44,8 @@ from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import FileSystemReader, read_shards
 from mcore_ckpt.megatron._versions import own_version, parallel_layout
 from mcore_ckpt.megatron.serialization import load_common
-from mcore_ckpt.state.shards import is_main_replica, is_sharded_object, leaves, local_box, part_of_shard, shards_of
+from mcore_ckpt.state.fingerprints import part_of_shard, shards_of
+from mcore_ckpt.state.shards import is_main_replica, is_sharded_object, leaves, local_box
 from mcore_ckpt.state.torch_classes import PLAIN, dtype_name
 from mcore_ckpt.state.values import first_difference, unequal
 from mcore_ckpt.storage.resolve import storage_at
