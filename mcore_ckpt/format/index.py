@@ -204,7 +204,6 @@ class CheckpointIndex:
     mcore_data: dict[str, dict[str, Any]] = field(default_factory=dict)
     storage_meta: dict[str, Any] | None = None  # DCP's `StorageMeta` as a dict, None when there is none
     version: str | None = None  # DCP's version of the format, None when there is none
-    has_local_plans: bool = False  # `.metadata` holds `all_local_plans` (which is not read)
     # With `strict=False`, what the index names but cannot be there; such chunks and objects are left out.
     problems: tuple[str, ...] = ()
     manifest: Manifest | None = None  # what `.metadata` says of its files and their bytes, if this package wrote it
@@ -545,16 +544,16 @@ def _paths(columns: Columns, lengths: array[int], keys: Sequence[str]) -> dict[s
     return found
 
 
-def _details(columns: Columns, text: bytes) -> tuple[dict[str, Any] | None, str | None, bool]:
+def _details(columns: Columns, text: bytes) -> tuple[dict[str, Any] | None, str | None]:
     try:
         details = json.loads(text)
-        meta, version, plans = details["storage_meta"], details["version"], details["has_local_plans"]
+        meta, version = details["storage_meta"], details["version"]
         if meta is not None:
             meta = {
                 **{name: None if meta[name] is None else str(meta[name]) for name in _IDS},
                 "modules": [str(name) for name in meta["modules"]],
             }
-        return meta, None if version is None else str(version), plans is True
+        return meta, None if version is None else str(version)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise columns.wrong(f"its details cannot be read ({type(error).__name__})") from error
 

@@ -295,9 +295,8 @@ _DTYPES = {DtypeName(name): name for name in DTYPE_NAMES}  # stand-in -> one str
 _ZEROS = tuple((0,) * dimensions for dimensions in range(MAX_AXES + 1))
 
 
-_PLANS_NAME = b"all_local_plans"
-# The name as a key in the pickled state of Metadata, as protocol 4 and later write it.
-_PLANS_KEY = b"\x8c\x0f" + _PLANS_NAME + b"\x94"
+# As a key in the pickled state of Metadata, as protocol 4 and later write it.
+_PLANS_KEY = b"\x8c\x0fall_local_plans\x94"
 
 
 def _metadata_of(data: bytes, file: str) -> MetadataState:
@@ -327,7 +326,7 @@ def _metadata_of(data: bytes, file: str) -> MetadataState:
 
 def index_of_pickle(data: bytes, path: str, file: str, strict: bool, manifest: Manifest | None) -> CheckpointIndex:
     """The index that the pickle in `data` describes; arguments and errors as of `parse_index`."""
-    return _IndexBuilder(path, file, strict, manifest).build(_metadata_of(data, file), _PLANS_NAME in data)
+    return _IndexBuilder(path, file, strict, manifest).build(_metadata_of(data, file))
 
 
 class _IndexBuilder:
@@ -339,7 +338,7 @@ class _IndexBuilder:
         self._problems: list[str] = []
         self._safe_names: set[str] = set()
 
-    def build(self, state: MetadataState, has_local_plans: bool) -> CheckpointIndex:
+    def build(self, state: MetadataState) -> CheckpointIndex:
         """The index that `state` describes."""
         tensors, objects = self._entries(state)
         return CheckpointIndex(
@@ -350,7 +349,6 @@ class _IndexBuilder:
             mcore_data=self._mcore_data(state.mcore_data),
             storage_meta=self._storage_meta(state.storage_meta),
             version=state.version if type(state.version) is str else None,
-            has_local_plans=has_local_plans,
             problems=tuple(self._problems),
             manifest=self._manifest,
             blocks=self._blocks,

@@ -19,12 +19,7 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import IF_DAMAGED, CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import collector_paused
-from mcore_ckpt.format.index import (
-    CheckpointIndex,
-    ObjectEntry,
-    TensorEntry,
-    read_columns,
-)
+from mcore_ckpt.format.index import CheckpointIndex, read_columns
 from mcore_ckpt.format.integrity import (
     FOOTER_BYTES,
     NO_FINGERPRINT,
@@ -117,38 +112,6 @@ def checked_footer(index: CheckpointIndex, name: str, reader: RangeReader) -> Fi
     footer = decode_footer(end, reader.name)
     check_footer(footer, size_bytes, None if index.manifest is None else index.manifest.files.get(name), reader.name)
     return footer
-
-
-def pickle_differs(path: str | Path) -> str | None:
-    """What the pickle in the `.metadata` of the checkpoint in `path` says otherwise than its columns; None if nothing.
-
-    Others read the pickle, this package the columns. Raises as `read_index`.
-    """
-    directory = checkpoint_path(path)
-    data = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
-    pickled, manifest = split_metadata(data, str(directory / METADATA_FILE))
-    if manifest is None or manifest.columns is None:
-        return None
-    ours, others = parse_index(data, str(directory)), parse_index(pickled, str(directory))
-    for kind, own, other in (
-        ("tensor", ours.tensors, others.tensors),
-        ("object", ours.objects, others.objects),
-    ):
-        for key in dict.fromkeys((*own, *other)):
-            said = [_without_crcs(entries[key]) if key in entries else None for entries in (own, other)]
-            if said[0] != said[1]:
-                return f"{kind} {key!r:.200}: its columns say {said[0]!r:.300}, its pickle {said[1]!r:.300}"
-    for field in ("planner_data", "mcore_data", "storage_meta", "version", "has_local_plans"):
-        if getattr(ours, field) != getattr(others, field):
-            return f"{field}: its columns and its pickle differ"  # not shown: it may nest without end
-    return None
-
-
-def _without_crcs(entry: TensorEntry | ObjectEntry) -> TensorEntry | ObjectEntry:
-    if isinstance(entry, ObjectEntry):
-        return ObjectEntry(entry.fqn, entry.item._replace(crc32=None))
-    chunks = tuple(chunk._replace(item=chunk.item._replace(crc32=None)) for chunk in entry.chunks)
-    return entry._replace(chunks=chunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,7 +210,7 @@ class MetadataEncoder:
         content = b"\x80\x04" + _PACK_FRAME(b"\x95", len(body)) + body
         if manifest is None:
             return content
-        details = {"storage_meta": meta, "version": self._version, "has_local_plans": False}
+        details = {"storage_meta": meta, "version": self._version}
         return with_manifest(content, self._with_columns(manifest, objects, rename, details))
 
     def _with_columns(

@@ -9,20 +9,29 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from mcore_ckpt.core.boxes import Stretch
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.fingerprints import part_of_elements, part_of_run
+from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
-from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
-from mcore_ckpt.format.integrity import BLOCK_BYTES
+from mcore_ckpt.format.file_table import FileTable, decode_table
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.integrity import BLOCK_BYTES, FOOTER_BYTES, FileFooter, split_metadata
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import Forms, locate_tensor
-from mcore_ckpt.format.metadata_read import checked_footer
+from mcore_ckpt.format.metadata_read import (
+    MAX_METADATA_BYTES,
+    METADATA_FILE,
+    checked_footer,
+    parse_index,
+    read_small_file,
+)
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.load.files import OpenFiles, naming, read_table
+from mcore_ckpt.load.files import OpenFiles, naming
 from mcore_ckpt.load.ranges import Extent, Span, coalesce
 from mcore_ckpt.load.records import (
     check_located,
@@ -170,6 +179,63 @@ def check_data_files(storage: Storage, index: CheckpointIndex, names: Iterable[s
     checker.run(list(spans_of(checks)), _WORKERS)
     if checker.problems:
         raise CorruptCheckpointError(min(checker.problems)[1].message)
+
+
+class _Row(NamedTuple):
+    """An item of a tensor as index and table both describe it."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def read_table(reader: RangeReader, footer: FileFooter) -> FileTable:
+    """What a data file says that it holds; raises `CorruptCheckpointError`."""
+    start = reader.size_bytes - FOOTER_BYTES - footer.table_bytes
+    if start < 0:
+        raise CorruptCheckpointError(
+            f"{reader.name}: its integrity footer states a table of {footer.table_bytes} bytes, the file has "
+            f"{reader.size_bytes}"
+        )
+    return decode_table(reader.read(start, footer.table_bytes), footer, reader.name)
+
+
+def items_by_file(index: CheckpointIndex) -> dict[str, dict[tuple[int, int], str | _Row]]:
+    """The items of each file by offset and length: an object's key, or what a tensor's chunk is."""
+    found: dict[str, dict[tuple[int, int], str | _Row]] = {}
+    for item, row in _described(index):
+        found.setdefault(item.file, {})[item.offset, item.length] = row
+    return found
+
+
+def _described(index: CheckpointIndex) -> Iterator[tuple[StoredItem, str | _Row]]:
+    for fqn, entry in index.tensors.items():
+        for chunk in entry.chunks:
+            yield chunk.item, _Row(fqn, entry.dtype, entry.shape, chunk.offsets, chunk.sizes)
+    for fqn, stored in index.objects.items():
+        yield stored.item, fqn
+
+
+def table_problems(items: dict[tuple[int, int], str | _Row], table: FileTable) -> Iterator[str]:
+    """In what an index and a file's table contradict each other; a table may list more than the index names."""
+    stored: dict[tuple[int, int], str | _Row] = {(row.offset, row.length): row.key for row in table.objects}
+    stored.update({(row.offset, row.length): _Row(*row[:5]) for row in table.tensors})
+    for (offset, length), row in items.items():
+        found = stored.get((offset, length))
+        if found != row:
+            yield (
+                f"bytes [{offset}, {offset + length}) are {_shown(row)} for .metadata, and "
+                f"{'no item' if found is None else _shown(found)} for the file"
+            )
+
+
+def _shown(row: str | _Row) -> str:
+    if isinstance(row, str):
+        return f"the object {row!r:.300}"
+    box = f"box at {list(row.offsets)} of sizes {list(row.sizes)}"
+    return f"{row.key!r:.300} ({row.dtype}, {box} of shape {list(row.shape)})"
 
 
 def item_problem(kind: Literal["file", "structure", "item", "checksum"], check: ItemCheck, message: str) -> Problem:
@@ -320,3 +386,35 @@ def check_item(
                 f"{list(outline.shape)}; index and data file do not belong together"
             ) from None
     return checked
+
+
+def pickle_differs(path: str | Path) -> str | None:
+    """What the pickle in the `.metadata` of the checkpoint in `path` says otherwise than its columns; None if nothing.
+
+    Others read the pickle, this package the columns. Raises as `read_index`.
+    """
+    directory = checkpoint_path(path)
+    data = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
+    pickled, manifest = split_metadata(data, str(directory / METADATA_FILE))
+    if manifest is None or manifest.columns is None:
+        return None
+    ours, others = parse_index(data, str(directory)), parse_index(pickled, str(directory))
+    for kind, own, other in (
+        ("tensor", ours.tensors, others.tensors),
+        ("object", ours.objects, others.objects),
+    ):
+        for key in dict.fromkeys((*own, *other)):
+            said = [_without_crcs(entries[key]) if key in entries else None for entries in (own, other)]
+            if said[0] != said[1]:
+                return f"{kind} {key!r:.200}: its columns say {said[0]!r:.300}, its pickle {said[1]!r:.300}"
+    for field in ("planner_data", "mcore_data", "storage_meta", "version"):
+        if getattr(ours, field) != getattr(others, field):
+            return f"{field}: its columns and its pickle differ"  # not shown: it may nest without end
+    return None
+
+
+def _without_crcs(entry: TensorEntry | ObjectEntry) -> TensorEntry | ObjectEntry:
+    if isinstance(entry, ObjectEntry):
+        return ObjectEntry(entry.fqn, entry.item._replace(crc32=None))
+    chunks = tuple(chunk._replace(item=chunk.item._replace(crc32=None)) for chunk in entry.chunks)
+    return entry._replace(chunks=chunks)

@@ -3,9 +3,8 @@
 With a second tier, a file is read on local storage if it lies there. The names of data files carry the id of their
 save, and their lengths are in the manifest of `.metadata`: a load never mixes two saves.
 
-Each file is compared with `.metadata` before the first byte of it is used. With a manifest that takes one small read.
-Where another program has rewritten `.metadata`, what a file of this package says that it holds is compared with the
-index item by item. Files of other writers carry nothing to compare.
+Each file is compared with `.metadata` before the first byte of it is used, which takes one small read. Files of other
+writers carry nothing to compare.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.options import PageCache
-from mcore_ckpt.format.index import CheckpointIndex, StoredItem
-from mcore_ckpt.format.integrity import FOOTER_BYTES, FileFooter, FileTable, data_file_of, decode_table
+from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.integrity import data_file_of
 from mcore_ckpt.format.metadata_read import checked_footer
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, Storage, align_up
 
@@ -88,91 +86,18 @@ def _is_told(name: str) -> bool:
     return found is not None and found.save is not None
 
 
-class _Row(NamedTuple):
-    """An item of a tensor as index and table both describe it."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
 class FileFooters:
     """Checks data files of one checkpoint, each once, for any number of threads; `index` is asked at the first file."""
 
     def __init__(self, index: Callable[[], CheckpointIndex]) -> None:
         self._index = index
         self._checked: set[str] = set()
-        self._lock = threading.Lock()
-        self._items: dict[str, dict[tuple[int, int], str | _Row]] | None = None
 
     def check(self, name: str, reader: RangeReader) -> None:
         """Compare a file with what `.metadata` says of it. Raises `CorruptCheckpointError`, or `LoadError`."""
-        if reader.name in self._checked:
-            return
-        index = self._index()
-        footer = checked_footer(index, name, reader)
-        if index.manifest is None and footer is not None:
-            self._check_table(index, name, read_table(reader, footer), reader.name)
-        self._checked.add(reader.name)
-
-    def _check_table(self, index: CheckpointIndex, name: str, table: FileTable, where: str) -> None:
-        with self._lock:
-            if self._items is None:
-                self._items = items_by_file(index)
-        for problem in table_problems(self._items.get(name, {}), table):
-            raise CorruptCheckpointError(
-                f"{where}: {problem}; .metadata and this file do not belong together: put the files of one save "
-                "together again, or load another checkpoint"
-            )
-
-
-def read_table(reader: RangeReader, footer: FileFooter) -> FileTable:
-    """What a data file says that it holds; raises `CorruptCheckpointError`."""
-    start = reader.size_bytes - FOOTER_BYTES - footer.table_bytes
-    if start < 0:
-        raise CorruptCheckpointError(
-            f"{reader.name}: its integrity footer states a table of {footer.table_bytes} bytes, the file has "
-            f"{reader.size_bytes}"
-        )
-    return decode_table(reader.read(start, footer.table_bytes), footer, reader.name)
-
-
-def items_by_file(index: CheckpointIndex) -> dict[str, dict[tuple[int, int], str | _Row]]:
-    """The items of each file by offset and length: an object's key, or what a tensor's chunk is."""
-    found: dict[str, dict[tuple[int, int], str | _Row]] = {}
-    for item, row in _described(index):
-        found.setdefault(item.file, {})[item.offset, item.length] = row
-    return found
-
-
-def _described(index: CheckpointIndex) -> Iterator[tuple[StoredItem, str | _Row]]:
-    for fqn, entry in index.tensors.items():
-        for chunk in entry.chunks:
-            yield chunk.item, _Row(fqn, entry.dtype, entry.shape, chunk.offsets, chunk.sizes)
-    for fqn, stored in index.objects.items():
-        yield stored.item, fqn
-
-
-def table_problems(items: dict[tuple[int, int], str | _Row], table: FileTable) -> Iterator[str]:
-    """In what an index and a file's table contradict each other; a table may list more than the index names."""
-    stored: dict[tuple[int, int], str | _Row] = {(row.offset, row.length): row.key for row in table.objects}
-    stored.update({(row.offset, row.length): _Row(*row[:5]) for row in table.tensors})
-    for (offset, length), row in items.items():
-        found = stored.get((offset, length))
-        if found != row:
-            yield (
-                f"bytes [{offset}, {offset + length}) are {_shown(row)} for .metadata, and "
-                f"{'no item' if found is None else _shown(found)} for the file"
-            )
-
-
-def _shown(row: str | _Row) -> str:
-    if isinstance(row, str):
-        return f"the object {row!r:.300}"
-    box = f"box at {list(row.offsets)} of sizes {list(row.sizes)}"
-    return f"{row.key!r:.300} ({row.dtype}, {box} of shape {list(row.shape)})"
+        if reader.name not in self._checked:
+            checked_footer(self._index(), name, reader)
+            self._checked.add(reader.name)
 
 
 # Threads work in neighbouring files, so few are in use at once; a reader of 1,000 ranks' files must not need 1,000 fds.

@@ -300,7 +300,6 @@ def _index_of(metadata: Metadata, path: str | Path, crcs: Mapping[tuple[str, int
         mcore_data=getattr(metadata, "mcore_data", None) or {},
         storage_meta=fields,
         version=getattr(metadata, "version", None),
-        has_local_plans=getattr(metadata, "all_local_plans", None) is not None,
     )
 
 

@@ -20,10 +20,9 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, ObjectEntry, TensorEntry, is_flat_bucket
 from mcore_ckpt.format.integrity import data_file_of
-from mcore_ckpt.format.metadata_read import read_common_file
+from mcore_ckpt.format.metadata_read import checked_footer, read_common_file
 from mcore_ckpt.format.state_file import read_plain
 from mcore_ckpt.format.unpickler import Opaque
-from mcore_ckpt.load.files import FileFooters
 from mcore_ckpt.load.records import check_records, checksum_error
 from mcore_ckpt.storage.resolve import storage_at
 
@@ -279,7 +278,7 @@ def read_object(index: CheckpointIndex, entry: ObjectEntry) -> bytes:
     """The bytes of a stored object, after its file's footer and all its checksums were compared. Raises `LoadError`."""
     item, where = entry.item, f"{entry.fqn} ({entry.item.file})"
     with storage_at(index.path).open_reader(item.file) as reader:
-        FileFooters(lambda: index).check(item.file, reader)
+        checked_footer(index, item.file, reader)
         content = reader.read(item.offset, item.length)
     if item.crc32 is not None and (got := crc32(content)) != item.crc32:
         raise checksum_error(where, "its bytes have", got, item.crc32)

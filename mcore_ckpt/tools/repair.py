@@ -36,8 +36,7 @@ from mcore_ckpt.format.metadata_read import (
     read_small_file,
 )
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.load.checks import ItemCheck, Problem, check_item
-from mcore_ckpt.load.files import read_table
+from mcore_ckpt.load.checks import ItemCheck, Problem, check_item, read_table
 from mcore_ckpt.storage.base import RangeReader
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory

@@ -32,12 +32,21 @@ from mcore_ckpt.format.metadata_read import (
     CONFIG_FILE,
     METADATA_FILE,
     checked_footer,
-    pickle_differs,
     read_common_file,
     read_index,
 )
-from mcore_ckpt.load.checks import ItemCheck, ItemChecker, Problem, checks_of, item_problem, spans_of
-from mcore_ckpt.load.files import items_by_file, read_table, table_problems
+from mcore_ckpt.load.checks import (
+    ItemCheck,
+    ItemChecker,
+    Problem,
+    checks_of,
+    item_problem,
+    items_by_file,
+    pickle_differs,
+    read_table,
+    spans_of,
+    table_problems,
+)
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory, in_force

@@ -25,8 +25,9 @@ from mcore_ckpt.format.index import (
     TensorEntry,
 )
 from mcore_ckpt.format.integrity import Manifest, ManifestFile, split_metadata, with_manifest
-from mcore_ckpt.format.metadata_read import parse_index, pickle_differs
+from mcore_ckpt.format.metadata_read import parse_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
+from mcore_ckpt.load.checks import pickle_differs
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.format.test_index_round_trip import indexes
 

@@ -13,22 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
+from mcore_ckpt.format.file_table import FileTable, TableObject, TableTensor, decode_table
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import (
     BLOCK_BYTES,
     FOOTER_BYTES,
     NO_FINGERPRINT,
     FileFooter,
-    FileTable,
     FooterPlan,
     Manifest,
     ManifestFile,
     TableColumns,
-    TableObject,
-    TableTensor,
     check_footer,
     decode_footer,
-    decode_table,
     split_metadata,
     with_manifest,
 )
