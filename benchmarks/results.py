@@ -17,7 +17,7 @@ from benchmarks.machine import describe_machine
 
 __all__ = ["FILE", "ROOT", "Measurement", "Results", "add_busy", "wait_until_quiet"]
 
-# What the file holds: "commit", "machine", "note", "contenders" (label -> adapter, versions), "not run" (name -> why),
+# What the file holds: "commit", "machine", "contenders" (label -> adapter, versions), "not run" (name -> why),
 # "parts" (part -> date, rounds and the like), "samples" (work -> figure -> label -> one value for each round).
 Results = dict[str, Any]
 
@@ -50,7 +50,7 @@ class Measurement:
     """Results of this commit while they come in, those of earlier runs among them."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        """`arguments` of the command line: `out`, `dir`, `note`, `gb`, `rounds`, `busy`."""
+        """`arguments` of the command line: `out`, `dir`, `gb`, `rounds`, `busy`."""
         self._arguments = arguments
         commit = _commit_of_code()
         found: Results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
@@ -58,7 +58,7 @@ class Measurement:
             sys.stderr.write(f"{arguments.out} is of {found['commit']}, this is {commit}: its figures are left out\n")
             found = {}
         empty: Results = {"contenders": {}, "not run": {}, "parts": {}, "samples": {}}
-        about = {"commit": commit, "machine": describe_machine(arguments.dir), "note": arguments.note}
+        about = {"commit": commit, "machine": describe_machine(arguments.dir)}
         self.results: Results = empty | found | about
 
     def begin(self, part: str) -> None:

@@ -203,13 +203,12 @@ def _title(read: _Read) -> str:
     """Of a table: on what, how often, and what not."""
     machine, part = read.results["machine"], read.parts["dense"]
     torches = dict.fromkeys(read.contenders[label]["torch"] for label in read.labels("mcore_ckpt"))
-    note = f" **{read.results['note']}**" if read.results["note"] else ""
     return (
         f"CPU tensors, 2 ranks unless the row says otherwise; {machine['cores']} cores ({machine['cpu']}), "
         f"{machine['file system']}, torch {' and '.join(torches)}; commit {read.results['commit']}. "
         "Cold: page cache dropped; second: right after the cold one; warm: files in the page cache. "
         f"Seconds, medians of {part['rounds']} rounds ({part['baseline_rounds']} with baselines). "
-        f"**Nothing has been measured on a GPU.**{note}\n\n"
+        f"**Nothing has been measured on a GPU.**\n\n"
     )
 
 

@@ -55,8 +55,7 @@ def _contenders(
     pythons: list[tuple[Path, tuple[Path, ...]]] = [(Path(sys.executable), (ROOT,))]
     not_run = {}
     if arguments.python312.exists():
-        baselines = arguments.baselines or arguments.python312.parent.parent / "baselines"
-        pythons.append((arguments.python312, (baselines, ROOT)))
+        pythons.append((arguments.python312, (arguments.python312.parent.parent / "baselines", ROOT)))
     else:
         for name in ("Megatron-Core 0.19.2", "nvidia-resiliency-ext", "torch_checkpointing"):
             not_run[name] = f"there is no {arguments.python312}; `make bench` makes it where there is a Python 3.12"
@@ -111,10 +110,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=PARTS, default=[], help="parts to measure (default: all)")
     parser.add_argument("--against", default="", metavar="COMMIT", help="measure the package of this commit, too")
     parser.add_argument("--python312", type=Path, default=_PYTHON312, help="for baselines that need Python 3.12")
-    parser.add_argument("--baselines", type=Path, help="packages for it (default: the folder of that name in its venv)")
     parser.add_argument("--dir", type=Path, default=ROOT, help="where to write; the file system that is measured")
     parser.add_argument("--out", type=Path, default=results.FILE, help="results (default: docs/benchmark.json)")
-    parser.add_argument("--note", default="", help="to stand with the tables")
     parser.add_argument("--tables", action="store_true", help="only write the tables again")
     results.add_busy(parser)
     arguments = parser.parse_args()

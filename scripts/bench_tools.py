@@ -191,7 +191,6 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=ROOT, help="where to write; the file system that is measured")
     parser.add_argument("--only", default="", help="words of the works' names, with commas between them")
     parser.add_argument("--out", type=Path, default=results.FILE, help="results (default: docs/benchmark.json)")
-    parser.add_argument("--note", default="", help="to stand with the tables")
     results.add_busy(parser)
     arguments = parser.parse_args()
     measurement = results.Measurement(arguments)
