@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from mcore_ckpt.reshard.conversion import ConversionReport
     from mcore_ckpt.reshard.reshard import reshard_checkpoint
     from mcore_ckpt.save.async_queue import AsyncCallsQueue
-    from mcore_ckpt.state.fingerprints import fingerprint
     from mcore_ckpt.tools.checkpoint import Checkpoint, LazyTensor, open_checkpoint
     from mcore_ckpt.tools.diff import DiffReport, checkpoint_fingerprint, diff_checkpoints
     from mcore_ckpt.tools.inspection import CheckpointSummary, summarize_checkpoint
@@ -66,7 +65,6 @@ _HOME = {
     "copy_checkpoint": "tools.runs",
     "diff_checkpoints": "tools.diff",
     "export_checkpoint": "models.conversions",
-    "fingerprint": "state.fingerprints",
     "get_strategy": "megatron.strategy",
     "import_checkpoint": "models.conversions",
     "install": "megatron.install",
@@ -109,7 +107,6 @@ __all__ = [
     "copy_checkpoint",
     "diff_checkpoints",
     "export_checkpoint",
-    "fingerprint",
     "get_strategy",
     "import_checkpoint",
     "install",

@@ -71,7 +71,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "the common state of another save is taken",
-        "directory/in_force.py",
+        "format/metadata_read.py",
         "if expected is not None and (got := crc32(content)) != expected.table_crc32:",
         "if (got := 0):",
         "directory/test_common_file.py megatron/test_common_state.py",

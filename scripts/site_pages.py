@@ -31,7 +31,7 @@ _LINK = re.compile(r"(\[[^\]]*\])\(([^)\s]+)\)")
 
 SAVES_AND_LOADS = """
 install uninstall TorchDistSaveStrategy TorchDistLoadStrategy AsyncCallsQueue get_strategy register_strategy
-load_sharded_optimizer_state fingerprint FileSystemReader FileSystemWriterAsync MCoreSavePlanner MCoreLoadPlanner
+load_sharded_optimizer_state FileSystemReader FileSystemWriterAsync MCoreSavePlanner MCoreLoadPlanner
 """.split()
 OPTIONS = ["SaveOptions", "LoadOptions"]
 NO_PAGE = ["__version__"]

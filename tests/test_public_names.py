@@ -22,7 +22,7 @@ PUBLIC = """
     MissingKeyError NewerFormatError OptionError PlanError PruneReport RunReport SaveError SaveOptions
     ShapeMismatchError StateFingerprint StrategyNotFoundError TorchDistLoadStrategy TorchDistSaveStrategy
     UnsafePickleError UnsupportedMegatronError VerifyReport WriteTimeoutError WriterDiedError __version__
-    certify checkpoint_fingerprint copy_checkpoint diff_checkpoints export_checkpoint fingerprint get_strategy
+    certify checkpoint_fingerprint copy_checkpoint diff_checkpoints export_checkpoint get_strategy
     import_checkpoint install list_run load_sharded_optimizer_state open_checkpoint prune_run register_strategy
     repair_checkpoint reshard_checkpoint summarize_checkpoint uninstall verify_checkpoint
 """.split()

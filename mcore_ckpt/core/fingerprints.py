@@ -25,7 +25,6 @@ import numpy.typing as npt
 
 from mcore_ckpt.core.boxes import Box, Runs, Stretch, runs
 from mcore_ckpt.core.crc import POLYNOMIAL, crc32, crc32_combine, crc32_of_zeros, crc32s, shift_factor
-from mcore_ckpt.core.errors import OptionError
 
 _Words = npt.NDArray[np.uint32]
 _WORDS: Final = 4
@@ -55,47 +54,23 @@ class TensorFingerprint(NamedTuple):
         return f"{self.dtype}{list(self.shape)} {self.crc32:08x}"
 
 
-class DivergedReplica(NamedTuple):
-    """A slice whose replicas differ: `ranks` do not equal rank `compared_with`, whose replica is saved. In a state of
-    plain DCP, which decides that in the save, it is the lowest rank that holds the slice, and `saved_by` is None.
-    """
-
-    key: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    saved_by: int | None
-    ranks: tuple[int, ...]
-    compared_with: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.key}: ranks {', '.join(map(str, self.ranks))} hold other bits than rank {self.compared_with} in "
-            f"the slice at {list(self.offsets)} of sizes {list(self.sizes)}"
-            + ("; DCP chooses which one is saved" if self.saved_by is None else "")
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class StateFingerprint:
     """The fingerprint of a state: the same under every parallel layout.
 
     Attributes:
         total: 32 hexadecimal digits; the same for the same keys, dtypes, shapes and bytes.
-        tensors: the fingerprint of each tensor by key; None where names were not asked for.
-        diverged: slices that replicas hold with other bits; empty where names were not asked for.
+        tensors: the fingerprint of each tensor by key.
     """
 
     total: str
-    tensors: Mapping[str, TensorFingerprint] | None = None
-    diverged: tuple[DivergedReplica, ...] = ()
+    tensors: Mapping[str, TensorFingerprint]
 
     def __str__(self) -> str:
         return self.total
 
     def differing(self, other: StateFingerprint) -> list[str]:
-        """Keys of tensors that only one of the two has, or that differ. Both need `tensors` (else `OptionError`)."""
-        if self.tensors is None or other.tensors is None:
-            raise OptionError("a fingerprint without the names of its tensors names none that differ: ask for names")
+        """Keys of tensors that only one of the two has, or that differ."""
         keys = dict.fromkeys((*self.tensors, *other.tensors))
         return [key for key in keys if self.tensors.get(key) != other.tensors.get(key)]
 
@@ -278,7 +253,7 @@ def products(crcs: _Words, factors: _Words) -> _Words:
     return result
 
 
-def state_of(tensors: Mapping[str, TensorFingerprint], diverged: Sequence[DivergedReplica] = ()) -> StateFingerprint:
+def state_of(tensors: Mapping[str, TensorFingerprint]) -> StateFingerprint:
     """The fingerprint of a state from those of its tensors by key."""
     words = np.zeros(_WORDS, np.uint32)
     if tensors:
@@ -286,7 +261,7 @@ def state_of(tensors: Mapping[str, TensorFingerprint], diverged: Sequence[Diverg
         factors, constants = (np.array(column, np.uint32) for column in zip(*hashed, strict=True))
         crcs = np.array([tensor.crc32 for tensor in tensors.values()], np.uint32)
         words = np.bitwise_xor.reduce(_products(factors, crcs[:, None]) ^ constants, axis=0)
-    return StateFingerprint("".join(f"{word:08x}" for word in words.tolist()), tensors, tuple(diverged))
+    return StateFingerprint("".join(f"{word:08x}" for word in words.tolist()), tensors)
 
 
 def _hash_words(key: str, dtype: str, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -44,7 +44,7 @@ from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import FileSystemReader, read_shards
 from mcore_ckpt.megatron._versions import own_version, parallel_layout
 from mcore_ckpt.megatron.serialization import load_common
-from mcore_ckpt.state.fingerprints import part_of_shard, shards_of
+from mcore_ckpt.state.fingerprints import crc_of_shard, shards_of
 from mcore_ckpt.state.shards import is_main_replica, is_sharded_object, leaves, local_box
 from mcore_ckpt.state.torch_classes import PLAIN, dtype_name
 from mcore_ckpt.state.values import first_difference, unequal
@@ -284,8 +284,8 @@ def _of_tensors(
         if stored is None:
             counts["unstored"] += 1
         elif shard.data.numel():
-            part = part_of_shard(shard.key, shard, True)
-            residues.append((name, (part.crc ^ stored, 1) if part.is_first else (part.crc, 0)))
+            crc, is_first = crc_of_shard(shard)
+            residues.append((name, (crc ^ stored, 1) if is_first else (crc, 0)))
     return _Found(counts, (), frozenset(absent), _added(residues))
 
 

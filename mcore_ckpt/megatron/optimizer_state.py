@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from mcore_ckpt.core.boxes import flat_boxes
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, MissingKeyError, ShapeMismatchError
@@ -25,7 +27,7 @@ from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.megatron._versions import MegatronErrors, megatron_module
-from mcore_ckpt.state.shards import carry_layout, leaves, local_slices, tells_its_slices
+from mcore_ckpt.state.shards import carry_layout, global_shape, leaves, local_chunks, tells_its_slices
 
 # A list in a state dict has no more entries than there are keys, unless some were removed.
 _MAX_REMOVED = 10_000
@@ -170,10 +172,9 @@ def _wanted_slices(
     """As `_wanted_part`, for a DTensor and what else tells DCP which slices of a global tensor it holds."""
     with torch.no_grad():  # a copy of the parameter: its class may know no `empty_like`
         state = carry_layout(parameter, parameter.clone().to(dtype))
-    requests += [
-        ReadRequest(entry.fqn, one.data, one.box.offsets, one.box.sizes, one.shape)
-        for one in local_slices(entry.fqn, state)
-    ]
+    for number, chunk in enumerate(local_chunks(state)):
+        data = find_state_dict_object({entry.fqn: state}, MetadataIndex(entry.fqn, chunk.offsets, number))
+        requests.append(ReadRequest(entry.fqn, data, tuple(chunk.offsets), tuple(chunk.sizes), global_shape(state)))
     return state
 
 

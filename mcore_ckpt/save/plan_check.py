@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.fingerprints import DivergedReplica
 from mcore_ckpt.save.buckets import GlobalPlan
 from mcore_ckpt.state.plan_check import check_saves
 from mcore_ckpt.state.plans import LocalPlan, decoded_plans
@@ -153,6 +152,22 @@ def _crc_of(key: str, data: torch.Tensor) -> int:
     return value
 
 
+class DivergedReplica(NamedTuple):
+    """A slice, in elements, that `ranks` hold with other bits than rank `saved_by` saves."""
+
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    saved_by: int
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.key}: ranks {', '.join(map(str, self.ranks))} hold other bits than rank {self.saved_by} in the "
+            f"slice at {list(self.offsets)} of sizes {list(self.sizes)}"
+        )
+
+
 class ReplicaCheck:
     """Compares the replicas that ranks hold with what is saved; on the coordinator, of one plan. `held`: what each rank
     holds (`held_slices`).
@@ -201,7 +216,7 @@ class ReplicaCheck:
                 if number in others:
                     offsets = tuple(boxes[at_box + ndim : at_box + 2 * ndim])
                     sizes = tuple(boxes[at_box + 2 * ndim : at_box + 3 * ndim])
-                    found.append(DivergedReplica(key, offsets, sizes, rank, tuple(others[number]), rank))
+                    found.append(DivergedReplica(key, offsets, sizes, rank, tuple(others[number])))
                 at_box += 3 * ndim
                 number += 1
         return found

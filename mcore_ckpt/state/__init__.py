@@ -1,7 +1,7 @@
 """State dicts as they come: torch's classes and Megatron's sharded leaves, described without importing Megatron.
 
 In: tensors, DTensors, sharded tensors and objects.
-Out: dtypes, slices, DCP's metadata classes; fingerprints of tensors.
+Out: dtypes, slices, DCP's metadata classes.
 Must not know: files.
 
 Modules: fingerprints, plan_check, plans, shards, torch_classes, values.

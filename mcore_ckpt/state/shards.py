@@ -14,8 +14,6 @@ readers expect):
     one shard   offsets [i, j, start], sizes [1, 1, stop - start]
 
 and `.metadata` notes the parameter's own global shape in `mcore_data`.
-
-Of a state dict of plain DCP, a rank holds the local parts of DTensors and plain tensors, under the keys that DCP gives.
 """
 
 from __future__ import annotations
@@ -28,9 +26,8 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
-from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from mcore_ckpt.core.boxes import Box, flat_boxes
 from mcore_ckpt.core.errors import PlanError
@@ -176,15 +173,6 @@ def local_box(shard: Any) -> tuple[int, ...]:
     return (1,) * prepended + tuple(shard.local_shape)
 
 
-class LocalTensor(NamedTuple):
-    """The slice of a tensor that this rank holds."""
-
-    key: str
-    data: torch.Tensor
-    shape: tuple[int, ...]  # of the whole tensor
-    box: Box
-
-
 # A plain tensor with these attributes stands for slices of a global one (`CheckpointableTensor` of torch from 2.15 on).
 _LAYOUT = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
@@ -214,13 +202,6 @@ def local_chunks(tensor: torch.Tensor) -> Sequence[ChunkStorageMetadata]:
     """The slices of a global tensor that DCP takes a tensor for; there may be several, of other sizes than its own."""
     found: Sequence[ChunkStorageMetadata] = _create_chunk_list(tensor)
     return found
-
-
-def local_slices(key: str, tensor: torch.Tensor) -> Iterator[LocalTensor]:
-    """These slices, with the memory of each."""
-    for number, chunk in enumerate(local_chunks(tensor)):
-        data = find_state_dict_object({key: tensor}, MetadataIndex(key, chunk.offsets, number))
-        yield LocalTensor(key, data, global_shape(tensor), Box(tuple(chunk.offsets), tuple(chunk.sizes)))
 
 
 _WINDOW_BYTES = 32 * 1024 * 1024

@@ -144,7 +144,7 @@ def _elements(tensor: Opaque) -> bytes | None:
 
 
 def checkpoint_fingerprint(path: str | os.PathLike[str], *, only: str | None = None) -> StateFingerprint:
-    """The fingerprint of the tensors in a checkpoint: `mcore_ckpt.fingerprint` of the state that was saved.
+    """The fingerprint of the tensors in a checkpoint: the same under every parallel layout of the save.
 
     Args:
         path: directory of the checkpoint, or one with a tracker file.
