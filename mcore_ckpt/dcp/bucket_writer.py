@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -28,7 +29,7 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.format.integrity import DATA_SUFFIX, NO_SAVE_ID, ManifestFile, with_id
 from mcore_ckpt.save.buckets import TensorSpec, WriteBucket, WrittenFile, fill_bucket, lay_out_file, split_buckets
 from mcore_ckpt.save.staging import write_in_process
-from mcore_ckpt.state.torch_classes import ItemSums, check_memory, dtype_name, storage_info
+from mcore_ckpt.state.torch_classes import ItemSums, check_memory, dtype_name
 from mcore_ckpt.storage.resolve import storage_at
 
 
@@ -197,7 +198,7 @@ def _to_write(bucket: ItemBucket) -> tuple[WriteBucket, list[WriteResult]]:
         )
     ]
     return to_write, [
-        WriteResult(item.index, length, storage_info(bucket.storage_key, offset, length))
+        WriteResult(item.index, length, _StorageInfo(bucket.storage_key, offset, length))
         for item, offset, length in places
     ]
 

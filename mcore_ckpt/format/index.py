@@ -19,7 +19,7 @@ from functools import partial
 from itertools import accumulate, chain, islice, repeat
 from typing import Any, Final, NamedTuple
 
-from mcore_ckpt.core.errors import CorruptCheckpointError
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.format.integrity import NO_FINGERPRINT, Columns, Manifest, Section, column_bytes, deflated, text_bytes
 
 
@@ -28,14 +28,12 @@ from mcore_ckpt.format.integrity import NO_FINGERPRINT, Columns, Manifest, Secti
 class StoredItem(NamedTuple):
     """Bytes `[offset, offset + length)` of `file` (relative to the checkpoint), as one `torch.save` container.
 
-    `transforms` names the stream transforms (DCP's `_extensions`) to undo before the container can be read. `crc32` is
-    what the manifest states: of a tensor's payload; of the whole item for objects and what is transformed.
+    `crc32` is what the manifest states: of a tensor's payload; of an object, of the whole item.
     """
 
     file: str
     offset: int
     length: int
-    transforms: tuple[str, ...] = ()
     crc32: int | None = None
 
 
@@ -80,7 +78,7 @@ class StoredPlaces(NamedTuple):
         """One of them."""
         file = self.files[self.file_numbers[number]]
         crc = self.crcs[number] if self.crcs else None
-        return StoredItem(file, self.offsets[number], self.lengths[number], (), crc)
+        return StoredItem(file, self.offsets[number], self.lengths[number], crc)
 
 
 class PackedTensors(Mapping[str, TensorEntry]):
@@ -107,7 +105,7 @@ class PackedTensors(Mapping[str, TensorEntry]):
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorEntry]) -> PackedTensors | None:
-        """The same tensors in columns; None if an item of theirs goes through transforms, or has no checksum."""
+        """The same tensors in columns; None if an item of theirs has no checksum."""
         forms: dict[TensorForm, TensorForm] = {}
         files: dict[str, int] = {}
         places = StoredPlaces([], array("I"), array("q"), array("q"), array("I"))
@@ -115,8 +113,8 @@ class PackedTensors(Mapping[str, TensorEntry]):
         for _, dtype, shape, chunks, requires_grad in tensors.values():
             form = TensorForm(dtype, requires_grad, shape, tuple([c[0] for c in chunks]), tuple([c[1] for c in chunks]))
             own.append(forms.setdefault(form, form))
-            for _, _, (file, offset, length, transforms, crc) in chunks:
-                if transforms or crc is None:
+            for _, _, (file, offset, length, crc) in chunks:
+                if crc is None:
                     return None
                 places.file_numbers.append(files.setdefault(file, len(files)))
                 places.offsets.append(offset)
@@ -149,7 +147,7 @@ class PackedTensors(Mapping[str, TensorEntry]):
             files, numbers, *columns = self.places
             names = map(files.__getitem__, numbers)
             offsets, lengths, crcs = columns
-            items = map(_new_item, zip(names, offsets, lengths, repeat(()), crcs or repeat(None), strict=False))
+            items = map(_new_item, zip(names, offsets, lengths, crcs or repeat(None), strict=False))
             starts = chain.from_iterable([form.offsets for form in self.forms])
             sizes = chain.from_iterable([form.sizes for form in self.forms])
             chunks = map(_new_chunk, zip(starts, sizes, items, strict=True))
@@ -293,9 +291,7 @@ _MAX_DETAILS_BYTES: Final = 1024 * 1024
 def tensor_section(
     tensors: Iterable[TensorEntry], mcore_data: Mapping[str, Mapping[str, Any]]
 ) -> tuple[Section, tuple[str, ...]] | None:
-    """The columns of the tensors, and the files, as they number them; None if they cannot say all of it (stream
-    transforms).
-    """
+    """The columns of the tensors, and the files, as they number them; None if they cannot say all of it."""
     kinds: dict[tuple[str, bool], int] = {}
     forms: dict[bytes, int] = {}
     files: dict[str, int] = {}
@@ -308,8 +304,6 @@ def tensor_section(
             items.append(item)
         keys.append(text_bytes(key))
         own_forms.append(forms.setdefault(column_bytes(array("Q", form)), len(forms)))
-    if any(item.transforms for item in items):
-        return None
     for item in items:
         files.setdefault(item.file, len(files))
     notes = _notes({key: number for number, key in enumerate(keys)}, mcore_data)
@@ -362,7 +356,7 @@ def object_section(
     keys = [text_bytes(key) for key in objects]
     paths = _path_lengths([*tensor_keys, *objects] if planner_data is not None else (), planner_data)
     text = json.dumps(details).encode()
-    if paths is None or len(text) > _MAX_DETAILS_BYTES or any(item.transforms for item in items):
+    if paths is None or len(text) > _MAX_DETAILS_BYTES:
         return None
     body = (
         _OBJECT_HEAD.pack(len(keys), len(paths), len(text)),
@@ -416,7 +410,7 @@ def read_columns(manifest: Manifest, path: str, file: str, dtypes: Collection[st
     if chunks + count != len(crcs):
         raise of_objects.wrong(f"{chunks} chunks and {count} objects, and checksums of {len(crcs)} items")
     _check_places(of_objects, file_numbers, offsets, lengths, len(files))
-    items = list(map(StoredItem, map(files.__getitem__, file_numbers), offsets, lengths, [()] * count, crcs[chunks:]))
+    items = list(map(StoredItem, map(files.__getitem__, file_numbers), offsets, lengths, crcs[chunks:]))
     objects = {key: ObjectEntry(key, item) for key, item in zip(keys, items, strict=True)}
     if len(objects) != count or tensors.keys() & objects.keys():
         raise of_objects.wrong("a key is there twice")
@@ -568,6 +562,14 @@ def named_blocks(manifest: Manifest, item_at: Callable[[int], StoredItem]) -> di
     """The cumulative CRCs of a manifest by place; `item_at`: an item by its number."""
     items = ((item_at(number), sums) for number, sums in manifest.running())
     return {(item.file, item.offset): sums for item, sums in items}
+
+
+def transforms_error(where: str, fqn: str, transforms: str) -> LoadError:
+    """The error for an item that DCP's writer has stored through its `_extensions`."""
+    return LoadError(
+        f"{where}: {fqn!r:.200} is stored through DCP's stream transforms ({transforms:.200}), which are not undone "
+        "here; load it with `torch.distributed.checkpoint.FileSystemReader`, and save it without `_extensions`"
+    )
 
 
 def check_file_name(file: str, fqn: str, name: str) -> None:

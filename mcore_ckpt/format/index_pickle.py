@@ -31,6 +31,7 @@ from mcore_ckpt.format.index import (
     TensorEntry,
     check_file_name,
     named_blocks,
+    transforms_error,
 )
 from mcore_ckpt.format.integrity import Manifest
 from mcore_ckpt.format.tensor_pickle import DTYPE_NAMES, WrongArgumentsError, checked_size
@@ -403,12 +404,9 @@ class _IndexBuilder:
                 raise self._wrong(f"place of {fqn!r} in {name!r}", "non-negative offset and length", (offset, length))
             if offset + length > MAX_OFFSET:
                 raise self._wrong(f"end of {fqn!r} in {name!r}", "less than 2**63 bytes", offset + length)
-            transforms = info.transform_descriptors
-            items[fqn, offsets] = (
-                StoredItem(name, offset, length, (), crc)
-                if transforms is None
-                else StoredItem(name, offset, length, self._transforms(fqn, transforms), crc)
-            )
+            if info.transform_descriptors:
+                raise transforms_error(self._file, fqn, _SHORT.repr(info.transform_descriptors))
+            items[fqn, offsets] = StoredItem(name, offset, length, crc)
         if manifest is not None:
             if len(items) != len(storage_data):
                 raise self._wrong("storage_data", "each key and offset once", len(items))
@@ -445,11 +443,6 @@ class _IndexBuilder:
             else:
                 chunks.append(StoredChunk(offsets, sizes, item))
         return TensorEntry(fqn, _DTYPES[properties.dtype], shape, tuple(chunks), properties.requires_grad is True)
-
-    def _transforms(self, fqn: str, descriptors: Any) -> tuple[str, ...]:
-        if type(descriptors) not in (list, tuple) or not all(type(text) is str for text in descriptors):
-            raise self._wrong(f"transform_descriptors of {fqn!r}", "a sequence of str", descriptors)
-        return tuple(descriptors)
 
     def _mcore_data(self, value: Any) -> dict[str, dict[str, Any]]:
         plain = self._plain(value, "mcore_data")

@@ -22,7 +22,7 @@ from __future__ import annotations
 import io
 import pickle
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from struct import Struct
@@ -57,7 +57,7 @@ _CLASSES = {
 }
 _ATTRIBUTES = (
     *("fqn", "offset", "index", "properties", "size", "chunks", "offsets", "sizes"),
-    *("relative_path", "length", "transform_descriptors"),
+    *("relative_path", "length"),
 )
 
 _PACK_INT = Struct("<ci").pack
@@ -280,11 +280,9 @@ class MetadataEncoder:
             for number, (offsets, chunk_sizes, item) in zip(numbers, entry.chunks, strict=False):
                 start = sizes.get(offsets) or new_size(offsets)
                 entries += (chunk_open, start, chunk_sizes_get, sizes.get(chunk_sizes) or new_size(chunk_sizes), b"ub")
-                file, offset, length, transforms, _ = item
+                file, offset, length, _ = item
                 places += (place_open, fqn_get, number, sizes[offsets], placed[file], _integer(offset), length_get)
-                places += (
-                    (_integer(length), self._transforms(transforms), b"ub") if transforms else (_integer(length), b"ub")
-                )
+                places += (_integer(length), b"ub")
             entries.append(b"eub")
             all_entries += b"".join(entries)
             all_places += b"".join(places)
@@ -304,8 +302,7 @@ class MetadataEncoder:
                 file, file_gets[item.file] = _text(item.file) + b"\x94", memo.next()
             places += (
                 _new(get["MetadataIndex"], get["fqn"] + fqn_get + get["index"] + b"N"),
-                self._place_open(file) + _integer(item.offset) + get["length"] + _integer(item.length),
-                self._transforms(item.transforms) + b"ub",
+                self._place_open(file) + _integer(item.offset) + get["length"] + _integer(item.length) + b"ub",
             )
         return b"".join(entries), b"".join(places)
 
@@ -313,11 +310,6 @@ class MetadataEncoder:
         """A `_StorageInfo` up to its offset."""
         get = self._attributes
         return get["_StorageInfo"] + b")\x81}(" + get["relative_path"] + file + get["offset"]
-
-    def _transforms(self, names: Sequence[str]) -> bytes:
-        if not names:
-            return b""
-        return self._attributes["transform_descriptors"] + b"](" + b"".join(map(_text, names)) + b"e"
 
     def _emit_storage_meta(self, fields: Mapping[str, Any] | None) -> bytes:
         if fields is None:

@@ -62,12 +62,11 @@ class FileSystemReader(StorageReader):
 
     Args:
         path: the checkpoint's directory.
-        _extension_registry: DCP's `ExtensionRegistry`, which says how to undo the stream transforms that items were
-            stored through (the writer's `_extensions`); None: those that torch knows.
+        _extension_registry: DCP's, for stream transforms; refused.
         options: how to read; by default from the environment.
 
     Raises:
-        OptionError: `_extension_registry` is no registry.
+        OptionError: an `_extension_registry` is given.
 
     Attributes:
         stats: what the reads have cost so far (`ReadStats`).
@@ -87,12 +86,11 @@ class FileSystemReader(StorageReader):
     ) -> None:
         super().__init__()
         self._load = ExitStack()
-        if _extension_registry is not None and not hasattr(_extension_registry, "from_descriptor_list"):
+        if _extension_registry is not None:
             raise OptionError(
-                f"_extension_registry: expected an ExtensionRegistry of torch.distributed.checkpoint, got"
-                f" {type(_extension_registry).__name__}; options are passed as `options=`"
+                "stream transforms (`_extension_registry`) are not supported; read with DCP's own FileSystemReader. "
+                "Options are passed as `options=`"
             )
-        self._extension_registry = _extension_registry
         self.options = LoadOptions.from_environment() if options is None else options
         self.stats = ReadStats()
         self.ranks = ranks_that_load_here()
@@ -120,7 +118,7 @@ class FileSystemReader(StorageReader):
         self._covered: set[str] = set()  # keys of tensors of which no chunk is missing
         self._footers = FileFooters(lambda: self.index)
         self._open: OpenFiles | None = None
-        self._decoder = ItemDecoder(self._opened, self.options, self.stats, self._extension_registry)
+        self._decoder = ItemDecoder(self._opened, self.options, self.stats)
 
     @contextmanager
     def _opened(self) -> Iterator[OpenFiles]:
@@ -216,7 +214,7 @@ class FileSystemReader(StorageReader):
 
     @without_modes()
     def object_bytes(self, fqn: str) -> bytes:
-        """A stored object as `torch.save` made it, transforms undone, checksums compared, not unpickled.
+        """A stored object as `torch.save` made it, checksums compared, not unpickled.
 
         Raises:
             MissingKeyError, KindMismatchError: no object is stored under that key.

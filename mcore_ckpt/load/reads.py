@@ -5,7 +5,7 @@
     complete items   the payload in parts of at most a window
     slices           the parts of the payload that hold them. Rows with short gaps between them are read gaps included;
                      where that is most of the payload, all of it is read and checked as a complete item
-    all others       (objects; compressed, transformed, strided, or not what this package writes there) are decoded
+    all others       (objects; strided, or not what this package writes there) are decoded
                      completely (`ItemDecoder`), tensors one at a time, after all else
 
 The CRC-32 of a payload that is read completely is compared. Of a slice, the blocks are checked that it lies in, if
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import heapq
-import io
 import math
 import re
 import threading
@@ -26,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import partial
 from itertools import islice
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -88,18 +87,14 @@ _logger = logger_of(__name__)
 
 
 class ItemDecoder:
-    """Reads items and decodes them. `opened` gives the files. Transforms are undone by DCP's `ExtensionRegistry`; None:
-    what torch knows.
-    """
+    """Reads items and decodes them. `opened` gives the files."""
 
     def __init__(
         self,
         opened: Callable[[], AbstractContextManager[OpenFiles]],
         options: LoadOptions,
         stats: ReadStats,
-        extension_registry: Any = None,
     ) -> None:
-        self._extension_registry = extension_registry
         self._opened = opened
         self._options = options
         self._stats = stats
@@ -180,41 +175,19 @@ class ItemDecoder:
         return stored
 
     def _checked(self, fqn: str, item: StoredItem, stored: bytes, *, is_object: bool) -> bytes:
-        """The item's container: transforms undone, checksums compared."""
+        """The item's container, checksums compared."""
         where = item_name(fqn, item)
-        # What is neither an object nor transformed has the CRC-32 of its payload alone in the index.
-        if item.crc32 is not None and (is_object or item.transforms):
+        # What is no object has the CRC-32 of its payload alone in the index.
+        if item.crc32 is not None and is_object:
             got = crc32(stored)
             if got != item.crc32:
                 raise checksum_error(where, "its bytes have", got, item.crc32)
-        content = self._undo_transforms(stored, item.transforms, where) if item.transforms else stored
-        view = memoryview(content)
+        view = memoryview(stored)
         checked = check_records(
-            lambda at, length: content[at : at + length], lambda at, n: crc32(view[at : at + n]), len(content), where
+            lambda at, length: stored[at : at + length], lambda at, n: crc32(view[at : at + n]), len(stored), where
         )
         self._stats.add(records_checked=checked)
-        return content
-
-    def _undo_transforms(self, stored: bytes, transforms: tuple[str, ...], where: str) -> bytes:
-        """Undo DCP's stream transforms, in the order in which they are named."""
-        stream: Any = io.BytesIO(stored)
-        try:
-            registry = self._extension_registry
-            if registry is None:
-                from torch.distributed.checkpoint._extension import ExtensionRegistry
-
-                registry = ExtensionRegistry()
-            for extension in registry.from_descriptor_list(list(transforms)):
-                # Any extension may be registered; those that transform streams have this method.
-                if hasattr(extension, "transform_from"):
-                    stream = extension.transform_from(stream)
-            return bytes(stream.read(-1))
-        except Exception as error:
-            raise LoadError(
-                f"{where}: stored through the extensions {', '.join(transforms)}, which cannot be undone here"
-                f" ({type(error).__name__}: {error}); install what it needs, or read with"
-                " `FileSystemReader(path, _extension_registry=...)` and a registry that knows it"
-            ) from error
+        return stored
 
 
 # From here on a part goes straight into its destination rather than through a buffer that it shares with others.
@@ -464,12 +437,7 @@ class TensorReads:
         columns = spans_of(plan.columns, **self._sizes)
         needed_bytes = sum(int(span.items.payloads.sum()) for span in columns)
         self._stats.add(bytes_needed=needed_bytes + sum(wanted.needed_bytes for wanted in items))
-        ranged: list[tuple[WantedItem, bool]] = []  # whether each is packed
-        for wanted in items:
-            if wanted.item.transforms:
-                self._decode_later(wanted, f"it is stored through {', '.join(wanted.item.transforms)}")
-            else:
-                ranged.append((wanted, self._planner.is_packed(wanted)))
+        ranged = [(wanted, self._planner.is_packed(wanted)) for wanted in items]
         unlocated = [
             wanted
             for wanted, packed in ranged

@@ -182,7 +182,7 @@ def check_proportion(nbytes: int, item: StoredItem, where: str) -> None:
     """Raise `CorruptCheckpointError` if an item is to hold many times more elements than it has bytes: they would fill
     the memory.
     """
-    if not item.transforms and nbytes > _MAX_INFLATION * item.length:
+    if nbytes > _MAX_INFLATION * item.length:
         raise CorruptCheckpointError(
             f"{where}: {nbytes} bytes of elements cannot lie in {item.length} bytes: the index is damaged, or the item "
             f"repeats one element, as no checkpoint does; {IF_DAMAGED}"

@@ -427,7 +427,7 @@ class _Ranks:
     def _common_state(self) -> dict[str, Any]:
         """Complete, with arguments, and stand-ins for classes of packages that are not there."""
         stored = stored_common_state(self._index)
-        common = None if stored is None or stored.transforms else decode_state(stored.content, stored.where)
+        common = None if stored is None else decode_state(stored.content, stored.where)
         common = unwrapped(common)
         if not isinstance(common, dict) or not isinstance(common.get("args"), Namespace):
             raise OptionError(f"{self._index.path}: stores no arguments of Megatron, which say what the modules are")

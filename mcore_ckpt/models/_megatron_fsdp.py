@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mcore_ckpt.core.boxes import Box, covers
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError
+from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, object_key
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.state_file import read_state_file
@@ -177,8 +177,6 @@ def _arguments(index: CheckpointIndex, entry: ObjectEntry) -> tuple[dict[str, An
     def read(offset: int, length: int) -> bytes:
         return content[offset : offset + length]
 
-    if entry.item.transforms:
-        raise LoadError(f"{where}: stored through {', '.join(entry.item.transforms)}, which is not undone here")
     state = read_state_file(read, len(content), where)
     given = vars(state.value) if isinstance(state.value, Namespace) else {}
     return carried_arguments(given, read, where, state.records)

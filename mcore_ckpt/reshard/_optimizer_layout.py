@@ -278,7 +278,7 @@ def _with_layout(
 ) -> tuple[dict[str, bytes], bytes | None]:
     """The common state that says how the optimizer's state is laid out: as an object, or as the content of a file."""
     stored = stored_common_state(index)
-    if stored is None or stored.transforms:
+    if stored is None:
         raise OptionError(
             f"{index.path}: holds no common state that could say how the optimizer's state is laid out; expected that "
             "of a job of Megatron. Nothing was written"

@@ -282,7 +282,7 @@ def plan_torch_dist(
     stored = {}
     for blob in blobs:
         assert isinstance(blob.content, ObjectEntry)
-        item = StoredItem(blob.file, blob.offset, blob.content.item.length, blob.content.item.transforms)
+        item = StoredItem(blob.file, blob.offset, blob.content.item.length)
         stored[blob.content.fqn] = ObjectEntry(blob.content.fqn, item)
     target = replace(
         CheckpointIndex(index.path, {tensor.key: _target_entry(moves[tensor.entry.fqn]) for tensor in tensors}, stored),

@@ -13,7 +13,7 @@ import copyreg
 import io
 import pickle
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -33,6 +33,7 @@ from mcore_ckpt.format.index import (
     StoredItem,
     TensorEntry,
     of_different_offsets,
+    transforms_error,
 )
 from mcore_ckpt.format.integrity import Manifest, ManifestFile, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_write import MetadataEncoder, manifest_of
@@ -82,14 +83,6 @@ def check_memory(tensor: torch.Tensor, where: Callable[[], str]) -> None:
 _PROPERTIES = 5
 
 
-def storage_info(file: str, offset: int, length: int, transforms: Sequence[str] | None = None) -> _StorageInfo:
-    """DCP's note of where an item lies."""
-    info = _StorageInfo(file, offset, length)
-    if transforms:  # no argument of torch 2.6, which knows no transforms; later ones pickle no None
-        info.transform_descriptors = list(transforms)
-    return info
-
-
 def storage_meta(fields: Mapping[str, Any]) -> StorageMeta:
     """DCP's note of which save this is; where the installed torch lacks a field (`modules` in 2.6), nobody reads it."""
     meta = StorageMeta()
@@ -116,7 +109,7 @@ def to_dcp_metadata(index: CheckpointIndex) -> Metadata:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
     def info(item: StoredItem) -> _StorageInfo:
-        return storage_info(item.file, item.offset, item.length, item.transforms)
+        return _StorageInfo(item.file, item.offset, item.length)
 
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -257,9 +250,10 @@ def _index_of(metadata: Metadata, path: str | Path, crcs: Mapping[tuple[str, int
     items: dict[tuple[str, tuple[int, ...] | None], StoredItem] = {}
     for key, info in metadata.storage_data.items():
         offsets = None if key.offset is None else tuple(key.offset)
-        transforms = tuple(getattr(info, "transform_descriptors", None) or ())
+        if transforms := getattr(info, "transform_descriptors", None):  # torch 2.6 has none
+            raise transforms_error(str(path), key.fqn, ", ".join(map(str, transforms)))
         crc = crcs.get((info.relative_path, info.offset))
-        items[key.fqn, offsets] = StoredItem(info.relative_path, info.offset, info.length, transforms, crc)
+        items[key.fqn, offsets] = StoredItem(info.relative_path, info.offset, info.length, crc)
 
     def item_of(fqn: str, offsets: tuple[int, ...] | None) -> StoredItem:
         item = items.get((fqn, offsets))

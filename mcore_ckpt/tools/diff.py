@@ -441,11 +441,8 @@ def _is_within(found: Difference, rtol: float, atol: float) -> bool:
 def _compare_common_states(a: CheckpointIndex, b: CheckpointIndex) -> tuple[list[CommonDiff], tuple[str, ...]]:
     """What differs in two common states, and top-level entries of which that cannot be told."""
     left, right = stored_common_state(a), stored_common_state(b)
-    if left is not None and right is not None:
-        if (left.content, left.transforms) == (right.content, right.transforms):
-            return [], ()
-        if left.transforms or right.transforms:
-            return [], ("common_state",)
+    if left is not None and right is not None and left.content == right.content:
+        return [], ()
     values = [{} if stored is None else _entries(stored) for stored in (left, right)]
     different: list[CommonDiff] = []
     unknown: dict[str, None] = {}
@@ -490,8 +487,6 @@ def _shown(value: Any) -> str:
 
 def _entries(stored: StoredState) -> _Named:
     """What lies under each key of a common state, by type and name: 1 is another key than "1"."""
-    if stored.transforms:
-        return {("str", "common_state"): stored.content}
     value = unwrapped(read_plain(stored.content, stored.where, with_storages=True))
     if not isinstance(value, dict):
         raise CorruptCheckpointError(f"{stored.where}: expected a dict, got {type(value).__name__}")
@@ -623,8 +618,6 @@ def _contents(entry: ObjectEntry, payloads: StoredPayloads) -> object:
     """What an object was pickled to; the archives around the same bytes may differ."""
     item = entry.item
     with payloads.files.reader(item.file) as reader:
-        if item.transforms:
-            return reader.read(item.offset, item.length)
         try:
             spans = list(
                 verify_records(lambda at, length: reader.read(item.offset + at, length), item.length, entry.fqn)

@@ -71,7 +71,6 @@ class ItemRow:
     dtype: str | None
     shape: tuple[int, ...] | None
     offsets: tuple[int, ...] | None
-    transforms: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,13 +214,13 @@ def describe_items(index: CheckpointIndex, pattern: str | None = None) -> list[I
     """Every stored item whose key matches, by file and offset: the byte-level view of each bucket."""
     wanted = key_filter(pattern)
     rows = [
-        ItemRow(*_place(chunk.item), "tensor_data", fqn, entry.dtype, chunk.sizes, chunk.offsets, chunk.item.transforms)
+        ItemRow(*_place(chunk.item), "tensor_data", fqn, entry.dtype, chunk.sizes, chunk.offsets)
         for fqn, entry in index.tensors.items()
         if wanted(fqn)
         for chunk in entry.chunks
     ]
     rows += [
-        ItemRow(*_place(entry.item), "bytes_data", fqn, None, None, None, entry.item.transforms)
+        ItemRow(*_place(entry.item), "bytes_data", fqn, None, None, None)
         for fqn, entry in index.objects.items()
         if wanted(fqn)
     ]

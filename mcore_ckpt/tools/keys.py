@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, ObjectEntry, TensorEntry, is_flat_bucket
 from mcore_ckpt.format.integrity import data_file_of
@@ -233,7 +233,7 @@ def _expert_parallel(index: CheckpointIndex) -> int | None:
 def read_plain_state(index: CheckpointIndex) -> dict[str, Any]:
     """The common state as far as it is plain values; empty if there is none (plain DCP). Raises `LoadError`."""
     stored = stored_common_state(index)
-    if stored is None or stored.transforms:
+    if stored is None:
         return {}
     return _as_dict(unwrapped(read_plain(stored.content, stored.where)), stored.where)
 
@@ -242,8 +242,7 @@ class StoredState(NamedTuple):
     """The common state as it is stored, all checksums compared."""
 
     where: str  # file, or key and file, for messages
-    content: bytes  # an archive of `torch.save`, unless it is stored through `transforms`
-    transforms: tuple[str, ...] = ()
+    content: bytes  # an archive of `torch.save`
 
 
 def stored_common_state(index: CheckpointIndex) -> StoredState | None:
@@ -258,7 +257,7 @@ def stored_common_state(index: CheckpointIndex) -> StoredState | None:
     entry = index.objects.get(COMMON_STATE_KEY)
     if entry is None:
         return None
-    return StoredState(f"{entry.fqn} ({entry.item.file})", read_object(index, entry), entry.item.transforms)
+    return StoredState(f"{entry.fqn} ({entry.item.file})", read_object(index, entry))
 
 
 def unwrapped(value: Any) -> Any:
@@ -269,8 +268,6 @@ def unwrapped(value: Any) -> Any:
 def read_plain_object(index: CheckpointIndex, entry: ObjectEntry) -> Any:
     """A stored object as plain values, for display: no torch, and no class that it names. Raises `LoadError`."""
     where = f"{entry.fqn} ({entry.item.file})"
-    if entry.item.transforms:
-        raise LoadError(f"{where}: stored through {', '.join(entry.item.transforms)}; open_checkpoint() can read it")
     return plain(read_plain(read_object(index, entry), where))
 
 
@@ -282,8 +279,7 @@ def read_object(index: CheckpointIndex, entry: ObjectEntry) -> bytes:
         content = reader.read(item.offset, item.length)
     if item.crc32 is not None and (got := crc32(content)) != item.crc32:
         raise checksum_error(where, "its bytes have", got, item.crc32)
-    if not item.transforms:
-        _check_records(content, where)
+    _check_records(content, where)
     return content
 
 

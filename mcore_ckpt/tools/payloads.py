@@ -119,8 +119,6 @@ class StoredPayloads:
         item, where = chunk.item, chunk_name(entry.fqn, chunk)
         if 0 in chunk.sizes:  # its item may be another chunk's, see `check_apart`
             return StoredPayload(where, item.file, item.offset, 0, 0)
-        if item.transforms:
-            return self._decode(entry, chunk, where, f"it is stored through {', '.join(item.transforms)}")
         try:
             with self.files.reader(item.file) as reader:
                 reader.check_range(item.offset, item.length)

@@ -345,7 +345,7 @@ def _restore(problem: Problem, checks: _Checks, damaged: _Damaged, other: Checkp
     if check is None:
         return [(problem, problem.file)] if _restore_file(problem, damaged, copy) else []
     item = _item_in_copy(check, other)
-    if item is None or item.length != check.item.length or item.transforms != check.item.transforms:
+    if item is None or item.length != check.item.length:
         return []
     try:
         with storage_at(copy).open_reader(item.file) as reader:

@@ -215,13 +215,21 @@ def _hint(**fields: Any) -> MetadataIndex:
         *({"places": value} for value in (None, {"w": _StorageInfo("a", 0, 1)})),
         *({"info": value} for value in (None, ("__0_0.distcp", 0, 1))),
         *({"key": value} for value in (_hint(fqn=7), _hint(offset=0), _hint(offset=(-1,)))),
-        *({"transforms": value} for value in ("zstd", [7], {"a": 1})),
         *({"file": value} for value in (None, b"__0_0.distcp")),
     ],
     ids=str,
 )
 def test_wrong_fields_are_refused(changes: dict[str, Any]) -> None:
     refused(an_index(**changes))
+
+
+@pytest.mark.parametrize(
+    "transforms", ["zstd", ["zstd/1"], [7], {"a": 1}, ["x" * 10**6]], ids=lambda value: str(value)[:9]
+)
+def test_stream_transforms_are_refused(transforms: Any) -> None:
+    with pytest.raises(LoadError, match="stream transforms") as caught:
+        parse_index(an_index(transforms=transforms), "/ckpt")
+    assert len(str(caught.value)) < 1500
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (), (2**62, 2)])

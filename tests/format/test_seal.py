@@ -160,7 +160,7 @@ def test_a_metadata_seal_is_read_back(seal: Manifest, content: bytes) -> None:
 
 def an_index() -> CheckpointIndex:
     file = ManifestFile(123_456, 77, SAVE_ID)
-    big = StoredItem("__1_0.distcp", 4096, 3 * BLOCK_BYTES, (), 4)
+    big = StoredItem("__1_0.distcp", 4096, 3 * BLOCK_BYTES, 4)
     seal = Manifest(
         SAVE_ID,
         {"__0_0.distcp": file, "__1_0.distcp": file},
@@ -169,11 +169,11 @@ def an_index() -> CheckpointIndex:
         array("I", [2]),
         array("I", [8, 9]),
     )
-    chunks = (StoredChunk((0,), (2,), StoredItem("__0_0.distcp", 64, 900, (), 3)), StoredChunk((2,), (7,), big))
+    chunks = (StoredChunk((0,), (2,), StoredItem("__0_0.distcp", 64, 900, 3)), StoredChunk((2,), (7,), big))
     return CheckpointIndex(
         "ckpt",
         {"w": TensorEntry("w", "float32", (9,), chunks)},
-        {"o": ObjectEntry("o", StoredItem("__0_0.distcp", 0, 64, (), 5))},
+        {"o": ObjectEntry("o", StoredItem("__0_0.distcp", 0, 64, 5))},
         version="1.0.0",
         manifest=seal,
         blocks={("__1_0.distcp", 4096): array("I", [8, 9])},
