@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 
-from mcore_ckpt import SaveError, SaveOptions, TorchDistSaveStrategy, checkpoint_fingerprint, fingerprint
+from mcore_ckpt import SaveError, SaveOptions, TorchDistSaveStrategy, checkpoint_fingerprint
 from tests.support.gloo_ranks import run_megatron_ranks
 from tests.support.kept_log import kept_log
 
@@ -77,4 +78,5 @@ def save_refused(rank: int, directory: Path, is_async: bool) -> list[str]:
 def test_a_save_of_diverged_replicas_is_refused_on_all_ranks(tmp_path: Path, is_async: bool) -> None:
     for message in run_megatron_ranks(save_refused, 2, tmp_path, is_async):
         assert "w: ranks 1 hold other bits than rank 0 in the slice at [0, 0] of sizes [3, 4]" in message
-    assert checkpoint_fingerprint(tmp_path).total == fingerprint({"w": torch.arange(12.0).reshape(3, 4) + 1}).total
+    saved = torch.arange(12.0).reshape(3, 4) + 1
+    assert checkpoint_fingerprint(tmp_path).tensors["w"].crc32 == zlib.crc32(saved.numpy())
