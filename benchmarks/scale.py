@@ -112,7 +112,7 @@ def _lay_out(job: Job, rank: int) -> RankLayout:
 
 
 def _ours(job: Job) -> Ours:
-    from mcore_ckpt.save.plan_check import global_plan
+    from mcore_ckpt.save.planner import global_plan
 
     ranks = job.ranks
     encoded: list[tuple[bytes, dict[str, tuple[int, ...]]]] = []

@@ -218,7 +218,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "replicas that differ count as equal",
-        "save/plan_check.py",
+        "save/replicas.py",
         "return digest_of(self._ids, np.array(crcs, np.uint32)[self._order], times) == digest",
         "return True",
         "save/test_replicas.py",

@@ -142,7 +142,7 @@ def verified(
     shown = False if arguments.quiet else None
     accepted = None
     if accept:
-        from mcore_ckpt.directory.publish import accept_common_file
+        from mcore_ckpt.directory.index_changes import accept_common_file
 
         accepted = accept_common_file(directory)
     report = verify_checkpoint(directory, workers=max(1, arguments.workers), optimizer=optimizer, progress=shown)

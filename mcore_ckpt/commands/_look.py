@@ -29,7 +29,7 @@ from mcore_ckpt.commands._shell import (
 from mcore_ckpt.core.console import counted, human_bytes, human_count
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import local_path
-from mcore_ckpt.directory.in_force import DrainNote
+from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.format.index import is_flat_bucket
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE
 from mcore_ckpt.tools.keys import is_optimizer_key

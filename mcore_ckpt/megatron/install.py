@@ -21,7 +21,6 @@ from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointNotFoundError, UnsupportedMegatronError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, is_supported, unknown_variables
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.metadata_read import INTEGRITY_FILE, METADATA_FILE
 from mcore_ckpt.megatron import nvrx
 from mcore_ckpt.megatron._fully_parallel import as_agreed, distributing
@@ -188,6 +187,8 @@ def owner_of(name: Name) -> Any:
 def _remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:
     # From 0.17 on Megatron asks the save strategy, which has no such method.
     megatron_module("validation").verify_checkpoint(str(checkpoint_dir))
+    from mcore_ckpt.directory.index_changes import remove_tensors  # (few trainers need it)
+
     with MegatronErrors():
         remove_tensors(checkpoint_path(checkpoint_dir), key_prefix)
 

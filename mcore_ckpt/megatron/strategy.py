@@ -31,7 +31,6 @@ from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, f
 from mcore_ckpt.core.process import run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, interrupts_wait_for_others, without_modes
 from mcore_ckpt.directory.in_force import iteration_of
-from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.index import CheckpointIndex, is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.load.files import ReadStats
@@ -387,6 +386,8 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         Raises:
             LoadError, SaveError (as a `CheckpointingException`, too): the checkpoint cannot be read or written.
         """
+        from mcore_ckpt.directory.index_changes import remove_tensors  # (few trainers need it)
+
         with MegatronErrors():
             remove_tensors(checkpoint_path(checkpoint_dir), key_prefix)
 

@@ -519,7 +519,7 @@ def index_tensors(plans: Iterable[LocalPlan]) -> tuple[dict[str, TensorEntry], a
 
 @dataclass(frozen=True, slots=True)
 class GlobalPlan:
-    """All ranks' tensors, checked before (`plan_check.py`): what `.metadata` is made from. Cheap to pickle."""
+    """All ranks' tensors, checked before (`state/plan_check.py`): what `.metadata` is made from. Cheap to pickle."""
 
     encoded: tuple[bytes, ...]  # every rank's `LocalPlan`, encoded
     files: tuple[tuple[str, int], ...] = ()  # name, without the id of a save, and length in bytes of all ranks' files

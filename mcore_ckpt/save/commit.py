@@ -12,7 +12,6 @@ A save that fails leaves nothing: each rank removes its files when all know that
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import platform
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -51,10 +50,12 @@ from mcore_ckpt.format.integrity import NO_FINGERPRINT, Manifest, ManifestFile, 
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.metadata_write import ChunkFactors, MetadataEncoder
 from mcore_ckpt.save.buckets import GlobalPlan, PlannedFile, WrittenFile, check_results
-from mcore_ckpt.save.plan_check import ReplicaDigest, ReplicaSums
 from mcore_ckpt.save.planner import SavePlan, SaveRequest
 from mcore_ckpt.save.writer import Job, JobResult
 from mcore_ckpt.storage.resolve import storage_at
+
+if TYPE_CHECKING:
+    from mcore_ckpt.save.replicas import ReplicaDigest, ReplicaSums
 
 _logger = logger_of(__name__)
 _SHOWN: Final = 10
@@ -449,14 +450,13 @@ class SaveTransaction:
             if not digests or not all(file.has_footer for written in gathered for file in written.files):
                 return True
             sampled_in = plan.save_id if self._options.compare_replicas == "sample" else None
-            digest = functools.reduce(ReplicaDigest.added, digests)
-            return plan.planned.replicas.are_equal(_crcs_of(gathered), digest, sampled_in)
+            return plan.planned.replicas.are_equal(_crcs_of(gathered), digests, sampled_in)
 
         def tell() -> None:
             assert gathered is not None
             assert plan.planned is not None
             assert sums is not None
-            found = plan.planned.replicas.diverged(_crcs_of(gathered), [each or ReplicaSums.none() for each in sums])
+            found = plan.planned.replicas.diverged(_crcs_of(gathered), sums)
             more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
             message = (
                 f"{self.what}: {len(found)} slices differ between replicas that should be equal: "

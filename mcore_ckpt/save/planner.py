@@ -16,12 +16,12 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -38,16 +38,19 @@ from mcore_ckpt.save.buckets import (
     WrittenFile,
     lay_out_rank,
 )
-from mcore_ckpt.save.plan_check import ReplicaCheck, global_plan
 from mcore_ckpt.save.versions import Digests, differing, digests_of, keep_versions, merged
-from mcore_ckpt.state.plan_check import Accesses
-from mcore_ckpt.state.shards import StoredForm, main_replicas, stored_form
+from mcore_ckpt.state.plan_check import Accesses, check_saves
+from mcore_ckpt.state.plans import decoded_plans
+from mcore_ckpt.state.shards import StoredForm, main_replicas, noted_shapes, stored_form
 from mcore_ckpt.state.torch_classes import (
     PLAIN,
     check_memory,
     dtype_name,
     pointer_of,
 )
+
+if TYPE_CHECKING:
+    from mcore_ckpt.save.replicas import ReplicaCheck
 
 # What is compared of tensors that are read as they lie in memory, to know that this is as it was: where place in the
 # storage, length and what the storage holds are as before, a tensor lies in it as before. The address comes last: what
@@ -287,6 +290,8 @@ class Planned:
     def replicas(self) -> ReplicaCheck:
         """What compares replicas with what is saved, made when it is first needed."""
         if self._replicas is None:
+            from mcore_ckpt.save.replicas import ReplicaCheck  # (few saves compare them)
+
             self._replicas = ReplicaCheck(self.plan, self.held)
         return self._replicas
 
@@ -489,3 +494,16 @@ def _plan_together(
 
     group.run_on_coordinator("check the plan", check, wrap=SaveError)
     return planned[0] if planned else None
+
+
+def global_plan(
+    told: Sequence[tuple[bytes, Mapping[str, tuple[int, ...]]]], accesses: Sequence[Sequence[bytes]] = ()
+) -> GlobalPlan:
+    """Put the plans of all ranks, and their notes on shapes of parameters, together. Raises `PlanError`.
+
+    With `accesses`, what ranks tell of all that they hold (`Accesses.told`) is checked, too.
+    """
+    plans = decoded_plans(encoded for encoded, _ in told)
+    check_saves(plans, accesses)
+    files = sorted(pair for plan in plans for pair in zip(plan.files, plan.file_bytes, strict=True))
+    return GlobalPlan(tuple(encoded for encoded, _ in told), tuple(files), noted_shapes(shapes for _, shapes in told))

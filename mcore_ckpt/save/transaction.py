@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import PlanError, SaveError
@@ -24,10 +24,12 @@ from mcore_ckpt.core.ranks import RankGroup, interrupts_wait_for_others
 from mcore_ckpt.format.index import COMMON_STATE_KEY
 from mcore_ckpt.save.buckets import WriteBucket, prepare_write_data
 from mcore_ckpt.save.commit import SaveDirectory, SaveTransaction, Span, Writing, give_up_forgotten_saves
-from mcore_ckpt.save.plan_check import ReplicaSums, held_slices, replica_sums
 from mcore_ckpt.save.planner import RankState, SavePlan, SaveRequest, Structure, agree, collect
 from mcore_ckpt.save.staging import is_busy, start_writing, write_in_process
 from mcore_ckpt.save.writer import Job, timed_result
+
+if TYPE_CHECKING:
+    from mcore_ckpt.save.replicas import ReplicaSums
 
 _logger = logger_of(__name__)
 
@@ -67,7 +69,7 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
                 interruptible()(lambda: opened.value().open()),
                 # On this rank, and so on all, whatever their own option says.
                 left_out=request.is_async and request.options.when_busy == "skip" and is_busy(),
-                held=None if request.options.compare_replicas == "off" else partial(held_slices, sharded_state_dict),
+                held=None if request.options.compare_replicas == "off" else partial(_held, sharded_state_dict),
             )
         directory = opened.value()
         if agreed is None:
@@ -88,6 +90,12 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
             if opened.error is None:
                 opened.value().abandon()
         raise
+
+
+def _held(sharded_state_dict: Any) -> bytes:
+    from mcore_ckpt.save.replicas import held_slices  # (few saves compare them)
+
+    return held_slices(sharded_state_dict)
 
 
 def _collect(sharded_state_dict: Any, request: SaveRequest, structure: Structure) -> RankState:
@@ -133,6 +141,8 @@ def _start(
     compare = request.options.compare_replicas
     replicas: Outcome[ReplicaSums | None] = Outcome()
     if compare != "off":
+        from mcore_ckpt.save.replicas import replica_sums
+
         sample = compare == "sample"
         replicas = Outcome.of(partial(replica_sums, sharded_state_dict, plan.save_id, sample=sample))
     written = time.monotonic()

@@ -38,7 +38,8 @@ from mcore_ckpt.core.process import (
     lower_priority,
 )
 from mcore_ckpt.directory.copying import SupersededError, drain, give_up, there_now, undrained
-from mcore_ckpt.directory.in_force import DrainNote, is_in_force, iteration_of, noted_saves, tracked_name
+from mcore_ckpt.directory.drain_note import DrainNote
+from mcore_ckpt.directory.in_force import is_in_force, iteration_of, noted_saves, tracked_name
 from mcore_ckpt.directory.iterations import look_at
 from mcore_ckpt.directory.retention import prune_run
 from mcore_ckpt.format.integrity import id_in_names

@@ -16,13 +16,12 @@ import pytest
 from mcore_ckpt import LoadError, SaveError, SaveOptions
 from mcore_ckpt.directory import commit as commit_module
 from mcore_ckpt.directory.commit import CLAIM, NOTE, Commit, Owner, note_name, notes, seems_gone
+from mcore_ckpt.directory.index_changes import accept_common_file, remove_tensors
 from mcore_ckpt.directory.publish import (
     Target,
-    accept_common_file,
     discard,
     open_target,
     publish,
-    remove_tensors,
     write_common,
 )
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.directory.index_changes import accept_common_file, remove_tensors
 from mcore_ckpt.directory.iterations import look_at
-from mcore_ckpt.directory.publish import accept_common_file, remove_tensors
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config, read_index
 from mcore_ckpt.megatron.serialization import load_common, save_common
 from mcore_ckpt.models.conversions import import_checkpoint

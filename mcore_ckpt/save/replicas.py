@@ -1,5 +1,4 @@
-"""What the coordinator checks of a save: the plans of all ranks (`state/plan_check.py`), and that the replicas which
-ranks hold without saving them equal those that are saved.
+"""The replicas that ranks hold without saving them, compared with those that are saved (`compare_replicas`).
 
 A replica is told by 8 bytes of a hash of its slice's key and place. What a rank has summed is told in one number of a
 fixed size: the sum of a hash of slice and CRC-32 over its replicas. The coordinator knows how many ranks hold each
@@ -12,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -21,24 +20,9 @@ import torch
 
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.save.buckets import GlobalPlan
-from mcore_ckpt.state.plan_check import check_saves
-from mcore_ckpt.state.plans import LocalPlan, decoded_plans
-from mcore_ckpt.state.shards import contents, is_main_replica, is_sharded_tensor, leaves, noted_shapes, stored_form
+from mcore_ckpt.state.plans import LocalPlan
+from mcore_ckpt.state.shards import contents, is_main_replica, is_sharded_tensor, leaves, stored_form
 from mcore_ckpt.state.torch_classes import PLAIN
-
-
-def global_plan(
-    told: Sequence[tuple[bytes, Mapping[str, tuple[int, ...]]]], accesses: Sequence[Sequence[bytes]] = ()
-) -> GlobalPlan:
-    """Put the plans of all ranks, and their notes on shapes of parameters, together. Raises `PlanError`.
-
-    With `accesses`, what ranks tell of all that they hold (`Accesses.told`) is checked, too.
-    """
-    plans = decoded_plans(encoded for encoded, _ in told)
-    check_saves(plans, accesses)
-    files = sorted(pair for plan in plans for pair in zip(plan.files, plan.file_bytes, strict=True))
-    return GlobalPlan(tuple(encoded for encoded, _ in told), tuple(files), noted_shapes(shapes for _, shapes in told))
-
 
 _SAMPLE: Final = 16  # one slice in so many
 
@@ -51,21 +35,12 @@ class ReplicaDigest(NamedTuple):
     replicas: int
     total: int
 
-    def added(self, other: ReplicaDigest) -> ReplicaDigest:
-        """Of the replicas of both."""
-        return ReplicaDigest(self.replicas + other.replicas, (self.total + other.total) % 2**64)
-
 
 class ReplicaSums(NamedTuple):
     """Of the replicas of one rank: the slice of each (`array('Q')`), and the CRC-32 of its elements (`array('I')`)."""
 
     slices: array[int]
     crcs: array[int]
-
-    @classmethod
-    def none(cls) -> ReplicaSums:
-        """Of a rank that has none."""
-        return cls(array("Q"), array("I"))
 
     def digest(self) -> ReplicaDigest:
         """All of them in one number."""
@@ -123,7 +98,7 @@ def replica_sums(tree: Any, save_id: bytes, *, sample: bool) -> ReplicaSums:
     """Sum the replicas in a nested dict/list that this rank holds and another one saves; `sample`: those of slices that
     `is_sampled`. Raises `PlanError` if the memory of one is not there.
     """
-    found, chosen = ReplicaSums.none(), _sampled(save_id)
+    found, chosen = ReplicaSums(array("Q"), array("I")), _sampled(save_id)
     for number, shard in _comparable(tree):
         if is_main_replica(shard) or (sample and number % _SAMPLE != chosen):
             continue
@@ -191,28 +166,31 @@ class ReplicaCheck:
         at = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
         return at, self._ids[at] == ids
 
-    def are_equal(self, crcs: Sequence[int], digest: ReplicaDigest, sampled_in: bytes | None) -> bool:
-        """Whether all replicas are what is saved, as far as their digest tells; False says nothing. `crcs`: of all
-        items, in the order of the plan; `digest`: of what all ranks have summed, in that save one slice in 16.
+    def are_equal(self, crcs: Sequence[int], digests: Sequence[ReplicaDigest], sampled_in: bytes | None) -> bool:
+        """Whether all replicas are what is saved, as far as their digests tell; False says nothing. `crcs`: of all
+        items, in the order of the plan; `digests`: of what each rank has summed, in that save one slice in 16.
         """
+        digest = ReplicaDigest(sum(each.replicas for each in digests), sum(each.total for each in digests) % 2**64)
         times = self._replicas
         if sampled_in is not None:
             times = np.where(is_sampled(self._ids, sampled_in), times, 0)
         return digest_of(self._ids, np.array(crcs, np.uint32)[self._order], times) == digest
 
-    def diverged(self, crcs: Sequence[int], replicas: Sequence[ReplicaSums]) -> list[DivergedReplica]:
-        """Slices that ranks hold with other bits than they were saved with; `replicas`: of each rank."""
+    def diverged(self, crcs: Sequence[int], replicas: Sequence[ReplicaSums | None]) -> list[DivergedReplica]:
+        """Slices that ranks hold with other bits than they were saved with; `replicas`: of each rank, if it has any."""
         saved = np.array(crcs, np.uint32)
         others: dict[int, list[int]] = {}
-        for rank, (slices, sums) in enumerate(replicas):
-            at, known = self._found(np.array(slices, np.uint64))
+        for rank, of_rank in enumerate(replicas):
+            if of_rank is None:
+                continue
+            at, known = self._found(np.array(of_rank.slices, np.uint64))
             items = self._order[at[known]]
-            for item in items[saved[items] != np.array(sums, np.uint32)[known]].tolist():
+            for item in items[saved[items] != np.array(of_rank.crcs, np.uint32)[known]].tolist():
                 others.setdefault(item, []).append(rank)
         found, number = [], 0
-        for rank, of_rank in enumerate(self._plan.decoded() if others else ()):
-            boxes, at_box = of_rank.boxes.tolist(), 0
-            for key, ndim in zip(of_rank.keys, of_rank.ndims, strict=True):
+        for rank, plan in enumerate(self._plan.decoded() if others else ()):
+            boxes, at_box = plan.boxes.tolist(), 0
+            for key, ndim in zip(plan.keys, plan.ndims, strict=True):
                 if number in others:
                     offsets = tuple(boxes[at_box + ndim : at_box + 2 * ndim])
                     sizes = tuple(boxes[at_box + 2 * ndim : at_box + 3 * ndim])
