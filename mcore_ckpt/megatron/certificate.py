@@ -386,7 +386,9 @@ def _of_objects(
     ignored = _SCHEDULED if getattr(job, "override_opt_param_scheduler", False) else ()
     for key, of_key in held.items():
         values = stored[key] if isinstance(stored[key], list) else [stored[key]]
-        found = [one for leaf, value in zip(of_key, values, strict=False) for one in unequal(value, leaf.data, ignored)]
+        # Settings may be added by a later Megatron, or written as a list or as 1; of a random state all is state.
+        compare = functools.partial(unequal, ignored=ignored, exact=of_key[0].key == "rng_state")
+        found = [one for leaf, value in zip(of_key, values, strict=False) for one in compare(value, leaf.data)]
         is_rewritten = bool(found) and "_extra_state" in key  # Transformer Engine pickles it each time
         counts["rewritten" if is_rewritten else "objects"] += any(map(is_main_replica, of_key))
         if not is_rewritten:

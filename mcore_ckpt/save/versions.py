@@ -111,7 +111,7 @@ def _is_same(first: bytes, second: bytes) -> bool:
         return True
     try:
         pair = [torch.load(io.BytesIO(content), map_location="cpu", weights_only=False) for content in (first, second)]
-        return not any(unequal(*pair, exact=True)) and not any(unequal(*reversed(pair), exact=True))
+        return not any(unequal(*pair, exact=True))
     except Exception:  # noqa: BLE001 (of third-party classes; a save keeps both, and does not fail)
         return False
 

@@ -21,8 +21,8 @@ _BY_ATTRIBUTES: Final = (argparse.Namespace, types.SimpleNamespace)
 def unequal(
     stored: Any, held: Any, ignored: tuple[str, ...] = (), where: str = "", *, exact: bool = False
 ) -> Iterator[tuple[str, str, str]]:
-    """Path, stored value and held value, of what differs in all that is stored. `exact`: 1 and True, or a list and a
-    tuple of the same values, differ, too.
+    """Path, stored value and held value, of what differs in all that is stored. `exact`: what is held besides differs,
+    too, as do 1 and True, or a list and a tuple of the same values.
     """
     if hasattr(held, "unwrap") or hasattr(held, "replica_id"):  # what is local to the rank, or compared as a shard
         return
@@ -34,6 +34,8 @@ def unequal(
                 yield from unequal(value, held[key], ignored, f"{where}[{key!r}]", exact=exact)
             else:
                 yield f"{where}[{key!r}]", _shown(value), "nothing"
+        for key in held.keys() - stored.keys() if exact else ():
+            yield f"{where}[{key!r}]", "nothing", _shown(held[key])
     elif isinstance(stored, (list, tuple)) and isinstance(held, (list, tuple)):
         if exact and type(stored) is not type(held):
             yield where, f"a {type(stored).__name__}", f"a {type(held).__name__}"
@@ -52,8 +54,12 @@ def unequal(
 def _unequal_groups(
     stored: Sequence[Any], held: Sequence[Any], ignored: tuple[str, ...], where: str, exact: bool
 ) -> Iterator[tuple[str, str, str]]:
-    """What differs between groups, each compared with one of its own; a rank may have fewer than are stored."""
+    """What differs between groups, each compared with one of its own. A stage of the pipeline may have fewer than are
+    stored; `exact`: then they differ.
+    """
     left = list(stored)
+    if exact and len(stored) > len(held):
+        yield where, f"{len(stored)} groups", f"{len(held)}"
     for number, group in enumerate(held):
         found = [list(unequal(one, group, ignored, f"{where}[{number}]", exact=exact)) for one in left]
         nearest = min(range(len(found)), key=lambda n: len(found[n]), default=None)

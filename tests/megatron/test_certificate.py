@@ -299,6 +299,7 @@ def resume_with_faults(rank: int, path: Path) -> dict[str, list[str]]:
         "numpy": of_rank(1, lambda: numpy.random.rand()),
         "torch": of_rank(1, lambda: torch.rand(1)),
         "tracker": of_rank(0, lambda: tracker.states_["model-parallel-rng"].view(-1)[30:31].bitwise_xor_(1)),
+        "added": of_rank(1, lambda: tracker.states_.update(own=torch.arange(3))),
     }
     os.environ["MCORE_CKPT_CERTIFY"] = "warn"
     return {name: job.resume(path, fault) for name, fault in faults.items()}
@@ -323,6 +324,7 @@ def test_faults_after_a_load_are_named(tmp_path: Path) -> None:
         "numpy": ("[0]['np_rng_state'][", " on rank 1: "),
         "torch": ("[0]['torch_rng_state'] on rank 1: ",),
         "tracker": ("['rng_tracker_states']['model-parallel-rng'] on rank 0: ",),
+        "added": ("['rng_tracker_states']['own'] on rank 1: expected nothing, got ",),
     }
     for name, parts in named.items():
         assert found[name].startswith("resumed from iter_0000002 NOT as saved: "), (name, found[name])

@@ -51,8 +51,13 @@ def test_differences_have_their_place(stored: Any, held: Any, where: str | None)
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(1, True), ([1], (1,)), (b"1", bytearray(b"1")), (np.float32(1), np.float64(1))]
+    ("first", "second"),
+    [
+        *((1, True), ([1], (1,)), (b"1", bytearray(b"1")), (np.float32(1), np.float64(1))),
+        ({"b": 1}, {"b": 1, "c": 2}),
+        (_groups(1, 2), _groups(2)),
+    ],
 )
-def test_types_differ_where_versions_are_kept(first: Any, second: Any) -> None:
+def test_types_and_what_only_one_has_differ_where_all_is_state(first: Any, second: Any) -> None:
     assert not any(unequal({"a": first}, {"a": second}))
     assert any(unequal({"a": first}, {"a": second}, exact=True))
