@@ -302,6 +302,15 @@ MEGATRON_CLASSES: Final = frozenset(
 )
 """Enums and dataclasses; stand-ins stay in the place of what is not installed, or not to be imported."""
 
+# An optimizer that is offloaded to the CPU keeps the classes of its two parts in its groups; they are never called.
+_OPTIMIZER_CLASSES: Final = frozenset(
+    (
+        *("torch.optim.adamw.AdamW", "torch.optim.adam.Adam", "torch.optim.sgd.SGD"),
+        *(f"transformer_engine.pytorch.optimizers.{name}" for name in ("fused_adam.FusedAdam", "fused_sgd.FusedSGD")),
+        *(f"apex.optimizers.{name}" for name in ("fused_adam.FusedAdam", "fused_sgd.FusedSGD")),
+    )
+)
+
 
 def _import(full_name: str, may_import: bool) -> Any:
     """The object that a name stands for, imported if need be and if allowed."""
@@ -371,11 +380,13 @@ class ObjectRules(Rules):
             return self._functions[full_name], Maker(self._functions[full_name])
         if full_name in STORAGE_KINDS:
             return STORAGE_KINDS[full_name], None
-        if full_name in MEGATRON_CLASSES:
+        if full_name in MEGATRON_CLASSES or full_name in _OPTIMIZER_CLASSES:
             try:
                 value = _import(full_name, self._import_classes)
             except (ImportError, AttributeError):
                 return None
+            if full_name in _OPTIMIZER_CLASSES:
+                return value, None
             return value, _enum_maker(value) if isinstance(value, enum.EnumMeta) else _attributes_maker(value)
         if full_name.startswith("torch.") and (known := _of_torch(full_name)) is not None:
             return known

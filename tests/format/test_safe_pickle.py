@@ -67,6 +67,14 @@ def test_plain_values_come_back(value: object) -> None:
     assert type(loaded[0]) is type(value)
 
 
+def test_classes_of_optimizers_come_back_and_are_not_called() -> None:
+    """As `--optimizer-cpu-offload` keeps them in its groups."""
+    classes = [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD]
+    assert load_object(saved({"classes": classes})) == {"classes": classes}
+    with pytest.raises(UnsafePickleError):
+        load_object(saved([torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)]))
+
+
 @pytest.mark.parametrize("dtype", ["f4", "f8", "f2", "i1", "u4", "i8", "?", "c8", "U3", "S3", "M8[s]", ">f4"])
 def test_numpy_arrays_of_every_kind_come_back(dtype: str) -> None:
     for array in (np.arange(6).reshape(2, 3).astype(dtype), np.zeros((0, 3), dtype)):
