@@ -59,10 +59,24 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
         metavar="FINGERPRINT",
         help="compare its fingerprint, or its model's or optimizer's, with this",
     )
+    parser.add_argument("--all", action="store_true", help="CKPT is a run: each checkpoint in it")
     add_workers(parser, "threads that read and sum")
 
 
 def run_verify(arguments: argparse.Namespace) -> Outcome:
+    if not arguments.all:
+        return _verify(arguments)
+    from mcore_ckpt.directory.iterations import directories_of_run
+
+    of_run = {one.name: one for one in directories_of_run(arguments.checkpoint)}
+    found = {
+        name: _verify(argparse.Namespace(**{**vars(arguments), "checkpoint": str(one)})) for name, one in of_run.items()
+    }
+    text = "\n".join(outcome.text for outcome in found.values())
+    return Outcome({name: one.document for name, one in found.items()}, text, max(one.code for one in found.values()))
+
+
+def _verify(arguments: argparse.Namespace) -> Outcome:
     expected = arguments.expect_state
     if expected is not None and not re.fullmatch("[0-9a-fA-F]{32}", expected):
         raise OptionError(f"--expect-state {expected!r}: expected the 32 hexadecimal digits of a fingerprint")

@@ -387,12 +387,15 @@ _AS_STORED = "; fingerprints compared as they are stored, without reading that d
 
 def add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="directory of a checkpoint, or one with a tracker file")
-    parser.add_argument("b", metavar="B", help="the other one")
+    parser.add_argument("b", metavar="B", nargs="?", help="the other one; left out, with --state: A is a run")
     parser.add_argument("--only", metavar="PATTERN", help="keys that match (shell pattern, or a part of the key)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--keys-only", action="store_true", help="compare keys, shapes and dtypes, not values")
     what.add_argument(
-        "--state", action="store_true", help="compare fingerprints of tensors, which reads little or nothing of them"
+        "--state",
+        action="store_true",
+        help="compare fingerprints of tensors, which reads little or nothing of them; of a run alone, each checkpoint "
+        "with the next: what first stands still, appears or disappears",
     )
     parser.add_argument(
         "--rtol", type=float, default=0.0, metavar="X", help="relative difference that counts as none (default: 0)"
@@ -413,6 +416,10 @@ def run_diff(arguments: argparse.Namespace) -> Outcome:
             f"--workers {arguments.workers}: expected 1 to {_MOST_WORKERS}; each takes about 100 MB, and the command"
             " stays within 1 GiB"
         )
+    if arguments.b is None:
+        if not arguments.state:
+            raise OptionError("diff takes two checkpoints; of one run, --state compares each checkpoint with the next")
+        return _lineage(arguments)
     report = diff_checkpoints(
         checkpoint_directory(arguments.a),
         checkpoint_directory(arguments.b),
@@ -457,6 +464,21 @@ def run_diff(arguments: argparse.Namespace) -> Outcome:
         report, identical=report.identical, tensors=[document_of(tensor, same=tensor.same) for tensor in report.tensors]
     )
     return Outcome(document, "\n".join(lines).strip("\n"), DONE if report.identical else DIFFERS)
+
+
+def _lineage(arguments: argparse.Namespace) -> Outcome:
+    """What of a run first left its lineage at which save."""
+    from mcore_ckpt.tools.lineage import lineage_of_run
+
+    report = lineage_of_run(arguments.a)
+    limit = len(report.departures) if arguments.all else _SHOWN
+    lines = [one_line(str(departure)) for departure in report.departures[:limit]]
+    if len(report.departures) > limit:
+        lines.append(f"... and {len(report.departures) - limit} more (--all lists them)")
+    verdict = counted(len(report.departures), "departure") if report.departures else "nothing left its lineage"
+    lines.append(f"{one_line(report.path)}: {verdict} in {len(report.checkpoints)} checkpoints")
+    lines[-1] += f"; {report.unknown} values without a fingerprint" if report.unknown else ""
+    return Outcome(document_of(report), "\n".join(lines), DIFFERS if report.departures else DONE)
 
 
 def _other_layouts(report: DiffReport) -> list[str]:

@@ -53,7 +53,7 @@ _COMMANDS: Final = {
     "verify": _Command(
         _LOOK,
         "check structure and every record's checksum",
-        ("run/iter_0001000", "run/iter_0001000 --check-optimizer -j 4"),
+        ("run/iter_0001000", "run/iter_0001000 --check-optimizer -j 4", "run --all --check-optimizer"),
         ("valid", "damaged"),
     ),
     "cat": _Command(
@@ -67,7 +67,11 @@ _COMMANDS: Final = {
     "diff": _Command(
         _LOOK,
         "compare two checkpoints, whatever their sharding",
-        ("run/iter_0001000 copy/iter_0001000", "run/iter_0001000 other/iter_0001000 --only 'decoder.*' --rtol 1e-3"),
+        (
+            "run/iter_0001000 copy/iter_0001000",
+            "run/iter_0001000 other/iter_0001000 --only 'decoder.*' --rtol 1e-3",
+            "--state run",
+        ),
         ("identical", "different"),
     ),
     "copy": _Command(

@@ -1,0 +1,115 @@
+"""What of a run stands still, appears or disappears is named at the save in which it first does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt import SaveOptions, TorchDistSaveStrategy
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.tools.lineage import lineage_of_run
+from tests.support.gloo_ranks import run_megatron_ranks
+
+pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
+
+W, FROZEN, NORM = "decoder.linear.weight", "frozen.weight", "decoder.norm.weight"
+MASTER, MOMENT = (f"optimizer.state.{kind}.{W}" for kind in ("param", "exp_avg"))
+
+
+def state(step: int, rank: int = 0, **held: Any) -> dict[str, Any]:
+    """After so many steps; a weight that is frozen, and one that rounds to what it was."""
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    tensors = {
+        **{key: torch.full((64, 64), step + 1.0) for key in (W, MASTER, MOMENT)},
+        FROZEN: torch.ones(64, 64),
+        NORM: torch.ones(64, dtype=torch.bfloat16),
+        f"optimizer.state.param.{NORM}": torch.full((64,), 1 + step * 1e-5),
+    }
+    tensors = {**tensors, **{key: value for key, value in held.items() if "state" not in key or "optim" in key}}
+    found: dict[str, Any] = {
+        key: ShardedTensor.from_rank_offsets(key, value, replica_id=rank)
+        for key, value in tensors.items()
+        if value is not None
+    }
+    for number in range(2):
+        drawn = held.get(f"rng_state {number}", step)
+        key = f"rng_state {number}"
+        found[key] = ShardedObject("rng_state", [drawn], (2,), (number,), replica_id=rank)
+    found["kept"] = ShardedObject("kept", held.get("kept state", {"a": 1}), (1,), (0,), replica_id=rank)
+    return found
+
+
+def save(run: Path, *states: dict[str, Any]) -> None:
+    for number, held in enumerate(states):
+        path = run / f"iter_{number + 1:07d}"
+        path.mkdir(parents=True)
+        TorchDistSaveStrategy(options=SaveOptions()).save(held, path)
+
+
+def named(run: Path) -> list[tuple[int, str, str]]:
+    return [(int(one.checkpoint[-1]), one.key, one.what) for one in lineage_of_run(run).departures]
+
+
+STILL, STOPS = "stands still while others of its kind change", "stands still, and did change before"
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ([{}, {}, {}], []),
+        ([{}, {MOMENT: torch.ones(64, 64)}, {MOMENT: torch.ones(64, 64)}], [(2, MOMENT, STILL)]),
+        ([{}, {}, {W: torch.full((64, 64), 2.0)}, {W: torch.full((64, 64), 2.0)}], [(3, W, STILL)]),
+        ([{}, {}, {"rng_state 1": 1}], [(3, "rng_state/shard_1_2", STILL)]),
+        ([{}, {}, {"rng_state 0": 1, "rng_state 1": 1}], [(3, f"rng_state/shard_{n}_2", STOPS) for n in (0, 1)]),
+        ([{}, {MOMENT: None}, {}], [(2, MOMENT, "disappears"), (3, MOMENT, "appears")]),
+        ([{}, {W: torch.ones(2)}], [(2, W, "was float32 [64, 64], is float32 [2]")]),
+    ],
+    ids=["as it should be", "moment", "weight", "one random state", "all random states", "key", "shape"],
+)
+def test_what_left_its_lineage_is_named_once(
+    states: list[dict[str, Any]], expected: list[tuple[int, str, str]], tmp_path: Path
+) -> None:
+    save(tmp_path, *(state(step, **held) for step, held in enumerate(states)))
+    assert named(tmp_path) == expected
+
+
+def test_one_state_that_is_saved_twice_left_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, state(1), state(1), state(2))
+    assert main(["diff", "--state", str(tmp_path)]) == 0
+    assert "nothing left its lineage in 3 checkpoints" in capsys.readouterr().out
+    assert main(["diff", str(tmp_path)]) == 2  # of one run, only the states are compared
+    assert main(["diff", "--state", str(tmp_path / "iter_0000001")]) == 2
+    save(tmp_path / "other", state(1), state(2, **{MOMENT: torch.full((64, 64), 2.0)}))
+    capsys.readouterr()
+    assert main(["diff", "--state", str(tmp_path / "other"), "--json"]) == 1
+    assert [one["key"] for one in json.loads(capsys.readouterr().out)["departures"]] == [MOMENT]
+
+
+def save_versions(rank: int, run: Path) -> None:
+    for step in range(2):
+        path = run / f"iter_{step + 1:07d}"
+        path.mkdir(parents=True, exist_ok=True)
+        torch.distributed.barrier()
+        held = {"kept state": {"a": rank * step}}
+        TorchDistSaveStrategy(options=SaveOptions()).save(state(step, rank, **held), path)
+
+
+def test_a_save_whose_ranks_held_other_objects_is_named(tmp_path: Path) -> None:
+    run_megatron_ranks(save_versions, 2, tmp_path)
+    key = "kept/shard_0_1"
+    assert (2, key, "ranks that claim to hold replicas hold other objects") in named(tmp_path)
+
+
+def test_each_checkpoint_of_a_run_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    master = torch.full((64, 64), 3.0)
+    save(tmp_path, state(1), state(2, **{MASTER: master + 1}))
+    assert main(["verify", "--all", "--check-optimizer", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [found[f"iter_000000{n}"]["whole"] for n in (1, 2)] == [True, False]
+    (problem,) = found["iter_0000002"]["problems"]
+    assert problem["fqn"] == MASTER
