@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from mcore_ckpt.core.options import LoadOptions, SaveOptions, unknown_variables
 from mcore_ckpt.core.process import free_host_bytes
 from mcore_ckpt.megatron._versions import TESTED_VERSIONS, installed_version_text, megatron_version
 from mcore_ckpt.megatron.contract import CONTRACT
-from mcore_ckpt.storage.direct_io import enable
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES
+from mcore_ckpt.storage.direct_io import aligned_buffer, enable
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,16 @@ def _direct_io(directory: str) -> Finding:
     if not Path(directory).is_dir():
         raise NotADirectoryError(f"{directory}: there is no such directory; name the one where checkpoints will lie")
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".mcore_ckpt_doctor") as file:
-        works = enable(file.fileno())
+        works = _takes_direct_writes(file.fileno())
     remark = "" if works else "files are written and read through the page cache"
     return Finding(f"direct I/O in {directory}", "works" if works else "refused", remark)
+
+
+def _takes_direct_writes(fd: int) -> bool:
+    try:  # some file systems take the flag, and refuse the write
+        return enable(fd) and os.pwrite(fd, aligned_buffer(ALIGNMENT_BYTES), 0) > 0
+    except OSError:
+        return False
 
 
 def _contract() -> Iterator[Finding]:

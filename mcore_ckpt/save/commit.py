@@ -12,7 +12,6 @@ A save that fails leaves nothing: each rank removes its files when all know that
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -189,41 +188,6 @@ def log_line(what: str, took_s: Mapping[str, float], files: Sequence[tuple[int, 
         f"{synchronous}, files durable after {took_s['durable']:.3f} s{rate}, published after "
         f"{took_s['published']:.3f} s ({phases}){straggler}"
     )
-
-
-def write_trace(path: Path, save: str, rank: int, spans: Sequence[Span], files: Sequence[WrittenFile]) -> None:
-    """Write this rank's phases as a trace that Chrome (`chrome://tracing`) and Perfetto show. A trace that cannot be
-    written is only warned about: the checkpoint is published.
-    """
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
-        {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "trainer"}},
-        {"ph": "M", "name": "thread_name", "pid": rank, "tid": 1, "args": {"name": "writer process"}},
-    ]
-    wrote = [
-        {"file_name": file.name, "size_bytes": file.size_bytes, "write_s": file.write_s, "fsync_s": file.fsync_s}
-        for file in files
-    ]
-    for span in spans:
-        writes = span.name in ("write", "writer")
-        events.append(
-            {
-                "ph": "X",
-                "cat": "save",
-                "name": span.name,
-                "pid": rank,
-                "tid": int(span.name == "writer"),
-                "ts": span.start_s * 1e6,
-                "dur": span.seconds * 1e6,
-                "args": {"files": wrote} if writes else {"checkpoint": save},
-            }
-        )
-    name = f"{Path(save).name or 'save'}_rank{rank}.trace.json"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / name).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    except Exception as error:  # noqa: BLE001  (the checkpoint is published: nothing here may fail its save)
-        _logger.warning("%s: the trace of a save cannot be written: %s", path, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -501,6 +465,8 @@ class SaveTransaction:
     def _tell(self, mine: Written, gathered: list[Written] | None) -> None:
         """Write the trace, log a line, have done what comes after a save."""
         if self._options.trace_path is not None:
+            from mcore_ckpt.save.trace import write_trace  # (few saves are asked for one)
+
             write_trace(Path(self._options.trace_path), self.what, self._group.rank, self._spans, mine.files)
         if gathered is not None:
             took_s: dict[str, float] = {}

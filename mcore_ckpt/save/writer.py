@@ -265,7 +265,8 @@ class ImageWriter:
         """Write an image that never lies in memory as a whole: `fill(window, view)` puts each window's bytes into
         `view`, all of them (the buffer has been used before), in file order, on this thread.
         """
-        file = self._open(writer, planned)
+        file = _File(writer, planned)
+        self._files.append(file)
         pool = self._pool
         for window in plan_windows(file.size_bytes, pool.window_bytes):
             buffer = self._crew.wait_for(pool.take)
@@ -282,15 +283,6 @@ class ImageWriter:
                 file.pending += 1
             piece = buffer[: align_up(len(view))]
             self._crew.submit(partial(self._write, file, window.start, piece), partial(pool.give_back, buffer))
-        self._close(file)
-
-    def _open(self, writer: RangeWriter, planned: PlannedFile) -> _File:
-        file = _File(writer, planned)
-        self._files.append(file)
-        return file
-
-    def _close(self, file: _File) -> None:
-        """All of the file has been submitted: finish it as soon as it is written."""
         with self._lock:
             file.closed = True
             written = not file.pending

@@ -8,8 +8,8 @@ allocating and filling new ones. What was just written, or read by another rank,
 copied at memory speed. `mincore` tells the two apart without touching a page. It is asked for each piece of a read,
 since a file may well be cached in part.
 
-A checkpoint is not read back by the machine that wrote it, so it is written with O_DIRECT, too, where a trial says that
-the file system can: caching it only evicts what training needs, at the price of a copy. Elsewhere the page cache is
+A checkpoint is not read back by the machine that wrote it, so it is written with O_DIRECT, too, where the file system
+can: caching it only evicts what training needs, at the price of a copy. Elsewhere the page cache is
 written back while the save goes on, and what has reached the device is dropped, so that the final fsync has nearly
 nothing left to do.
 
@@ -50,6 +50,9 @@ from mcore_ckpt.storage.base import (
 # What a file system answers that does not know a call, as opposed to a call that failed.
 _NOT_SUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EPERM})
 
+# What one answers that has no O_DIRECT, to the flag or to a write.
+_REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
 _SYNC_WRITE, _SYNC_WRITE_AND_WAIT = 2, 7  # flags of sync_file_range
 
 MADV_POPULATE_WRITE: Final = 23  # <linux/mman.h>, which the mmap module does not name
@@ -60,8 +63,6 @@ _SAMPLES = 2
 _SAMPLE_PAGES = 16
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
-_direct_io_by_device: dict[int, bool] = {}
-
 
 def aligned_buffer(nbytes: int) -> memoryview:
     """Private zeroed memory of `nbytes`, rounded up to whole pages, page-aligned; in huge pages if it is large and the
@@ -69,7 +70,7 @@ def aligned_buffer(nbytes: int) -> memoryview:
     """
     size_bytes = max(align_up(nbytes), ALIGNMENT_BYTES)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a forked child would write into memory that is shared
-    if size_bytes < _HUGE_PAGE_BYTES or not _has_huge_pages():
+    if size_bytes < _HUGE_PAGE_BYTES:
         return memoryview(mmap.mmap(-1, size_bytes, flags=flags))
     memory = mmap.mmap(-1, size_bytes + _HUGE_PAGE_BYTES, flags=flags)  # what is not touched takes no memory
     with contextlib.suppress(OSError):
@@ -77,16 +78,6 @@ def aligned_buffer(nbytes: int) -> memoryview:
     view = memoryview(memory)
     start = -address(view) % _HUGE_PAGE_BYTES
     return view[start : start + size_bytes]
-
-
-@lru_cache(maxsize=1)
-def _has_huge_pages() -> bool:
-    """Whether private memory may lie in transparent huge pages."""
-    try:
-        with open("/sys/kernel/mm/transparent_hugepage/enabled") as setting:
-            return "[never]" not in setting.read()
-    except OSError:
-        return False
 
 
 def copy_bytes(destination: memoryview, source: memoryview) -> None:
@@ -102,27 +93,15 @@ def copy_bytes(destination: memoryview, source: memoryview) -> None:
 
 
 def enable(fd: int) -> bool:
-    """Put O_DIRECT on a file if its file system has it, and say whether. Some take the flag and then refuse the write,
-    so there is a trial, once for each file system, with zeros that the first bytes of an empty file replace. A file
-    that holds something is no place for it.
+    """Put O_DIRECT on a file if its file system has it, and say whether. Some take the flag, and then refuse a write
+    (`_REFUSALS`).
     """
-    facts = os.fstat(fd)
-    device = facts.st_dev
-    if not _direct_io_by_device.get(device, facts.st_size == 0):
-        return False
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        if device not in _direct_io_by_device:
-            with aligned_buffer(ALIGNMENT_BYTES) as zeros:
-                os.pwrite(fd, zeros, 0)
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+        if error.errno not in _REFUSALS:
             raise
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-        _direct_io_by_device[device] = False
         return False
-    _direct_io_by_device[device] = True
     return True
 
 
@@ -630,7 +609,7 @@ class LocalWriter(RangeWriter):
                 write_all(fd, view, offset, ALIGNMENT_BYTES)
                 return
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if error.errno not in _REFUSALS:
                     raise
         self._write_buffered(self._buffered(), offset, view)
 

@@ -28,7 +28,6 @@ from mcore_ckpt.load.requests import ReadRequest, stored_dtype
 from mcore_ckpt.reshard import conversion
 from mcore_ckpt.reshard.options import parse_partition_rules
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
-from mcore_ckpt.storage import direct_io
 from mcore_ckpt.tools.keys import data_file_rank
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
@@ -345,7 +344,6 @@ class TestInterruption:
         big: dict[str, torch.Tensor],
         stop: signal.Signals,
         capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         code = (
             "import sys, time\nfrom mcore_ckpt.reshard import copying\n"
@@ -375,7 +373,6 @@ class TestInterruption:
             kept = tmp_path / "t.partial"
             assert f"interrupted: {kept} keeps what is done; the same command resumes it" in errors
         assert not (tmp_path / "t").exists()
-        monkeypatch.setattr(direct_io, "_direct_io_by_device", {})  # as in a process of its own
         assert main([*arguments, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["resumed"]
         assert_same(read_all(tmp_path / "t"), big)

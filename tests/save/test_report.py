@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from mcore_ckpt import SaveOptions
 from mcore_ckpt.save.buckets import WrittenFile
-from mcore_ckpt.save.commit import Span, log_line, write_trace
+from mcore_ckpt.save.commit import Span, log_line
+from mcore_ckpt.save.trace import write_trace
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.kept_log import kept_log
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, SaveError
-from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import DirectIo
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.local_files import MIB, aligned, cached_pages, has_direct_io, open_fds, random_bytes
@@ -31,12 +30,9 @@ def test_direct_writes_leave_nothing_in_the_page_cache(local: LocalStorage, tmp_
     assert cached_pages(tmp_path / "file") == 0
 
 
-def test_a_file_that_is_resumed_keeps_what_it_holds_in_a_process_that_has_tried_no_direct_write(
-    local: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_resumed_keeps_what_it_holds(local: LocalStorage, tmp_path: Path) -> None:
     content = bytes(range(256)) * 64
     (tmp_path / "file").write_bytes(content)
-    monkeypatch.setattr(direct_io, "_direct_io_by_device", {})
     local.open_writer("file", size_bytes=len(content), resumed=True).leave()
     assert (tmp_path / "file").read_bytes()[: len(content)] == content
 
