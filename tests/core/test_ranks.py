@@ -21,17 +21,6 @@ from tests.support.gloo_ranks import rank_outcomes, run_ranks
 _BIG = 300_000
 
 
-def test_a_world_of_one_needs_no_process_group() -> None:
-    group = coordination_group()
-    assert (group.rank, group.size, group.is_coordinator) == (0, 1, True)
-    assert group.run("think", lambda: 42, wrap=CheckpointError) == [42]
-    assert group.gather("collect", lambda: "x", wrap=CheckpointError) == ["x"]
-    assert group.run_on_coordinator("plan", lambda: {"a": 1}, wrap=CheckpointError) == {"a": 1}
-    assert group.run_on_coordinator("distribute", lambda: b"\0" * _BIG, wrap=CheckpointError) == b"\0" * _BIG
-    assert group.any("test", True, wrap=CheckpointError)
-    assert not group.any("test", False, wrap=CheckpointError)
-
-
 def test_a_world_of_one_keeps_our_errors_and_wraps_those_of_others() -> None:
     def fail(error: BaseException) -> None:
         raise error

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import (
     ChecksumError,
-    UnsafePickleError,
 )
 from mcore_ckpt.load.reader import FileSystemReader
 from tests.support.stored_layouts import (
@@ -140,19 +139,6 @@ def test_a_tensor_stored_with_strides_is_decoded_and_logged_once(
 
 
 # ---------------------------------------------------------------------------------------------------------- objects
-
-
-class Intruder:
-    pass
-
-
-def test_an_object_outside_the_allow_list_is_refused_also_through_dcp(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, {}, {"extra": Intruder()})
-    reader = FileSystemReader(tmp_path)
-    with pytest.raises(UnsafePickleError, match="Intruder"):
-        reader.read_object("extra")
-    with pytest.raises(CheckpointException, match=r"(?s)UnsafePickleError.*Intruder.*allowed_classes"):
-        dcp.load({"extra": None}, storage_reader=reader, no_dist=True)
 
 
 def test_a_damaged_object_is_refused(tmp_path: Path) -> None:

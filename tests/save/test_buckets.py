@@ -14,7 +14,6 @@ from hypothesis import given
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.save.buckets import (
     PlannedFile,
-    TensorSpec,
     WrittenFile,
     balance,
     check_results,
@@ -22,8 +21,6 @@ from mcore_ckpt.save.buckets import (
     lay_out_file,
     lay_out_rank,
     place_objects,
-    region_bytes,
-    split_buckets,
 )
 from mcore_ckpt.save.staging import BucketSource, StagingBuffer
 from tests.support.tensor_specs import specs_of
@@ -53,26 +50,6 @@ def test_results_that_are_not_the_plan_are_refused() -> None:
     for results in wrong:
         with pytest.raises(SaveError, match="not what was planned"):
             check_results(planned, results)
-
-
-def test_hinted_keys_get_files_of_their_own() -> None:
-    keys = ["a", "ema.x", "b", "ema.y"]
-    chosen = split_buckets(keys, [5, 5, 5, 5], 4, "ema")
-    by_prefix: dict[str, list[int]] = {}
-    for prefix, indices in chosen:
-        by_prefix.setdefault(prefix, []).extend(indices)
-    assert sorted(by_prefix[""]) == [0, 2]
-    assert sorted(by_prefix["ema"]) == [1, 3]
-
-
-@given(st.lists(st.integers(0, 3000), min_size=1, max_size=20))
-def test_objects_fit_their_region_and_do_not_overlap(sizes: list[int]) -> None:
-    offsets = place_objects(sizes)
-    assert all(offset % 64 == 0 for offset in offsets)
-    ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
-    assert all(end <= following for end, following in zip(ends, offsets[1:], strict=False))
-    assert ends[-1] <= region_bytes(sizes)
-    assert region_bytes(sizes) % 4096 == 0
 
 
 @st.composite
@@ -146,10 +123,6 @@ def test_a_buffer_is_filled_right_first_and_again(tensors: list[torch.Tensor], o
     assert bytes(view[: len(expected)]) == expected
     del view
     buffer.close()
-
-
-def spec(key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> TensorSpec:
-    return TensorSpec(key, "float32", shape, offsets, sizes, 4 * sizes[0])
 
 
 def test_objects_that_outgrow_their_region_ask_for_a_new_layout() -> None:

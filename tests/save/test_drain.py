@@ -163,23 +163,6 @@ def test_a_second_tier_that_cannot_be_reached_fails_no_save_and_the_next_job_res
     assert tracked_name(far) == "iter_0000002"
 
 
-def test_a_load_takes_what_is_nearest(tmp_path: Path) -> None:
-    near, far = tmp_path / "near", tmp_path / "far"
-    run_megatron(_train, 2, str(near), [(1, 0.0)], options(str(far)))
-    both = LoadOptions(drain_to=str(far)), LoadOptions(local_tier=str(near))
-    first, second = (file.name for file in data_files(near / NAME)[:2])
-    (near / NAME / first).unlink()  # is read in the second tier
-    (far / NAME / second).unlink()  # lies on local storage
-    for path, load_options in zip((near, far), both, strict=True):
-        assert run_ranks(_load, 1, str(path / NAME), 1, load_options) == [[1.0]]
-        with pytest.raises(LoadError):
-            _load(0, str(path / NAME), 1, LoadOptions())
-    # A file of that name and of another length is none of this save.
-    os.truncate(near / NAME / second, 100)
-    with pytest.raises(LoadError):
-        _load(0, str(far / NAME), 1, both[1])
-
-
 def test_each_node_saves_and_copies_its_own_part(tmp_path: Path) -> None:
     """Every rank has a directory of its own, as on nodes without a shared file system."""
     far = tmp_path / "far"

@@ -8,20 +8,15 @@ import threading
 import zlib
 from array import array
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.save.buckets import FileImage, PlannedFile, Window, WrittenFile
 from mcore_ckpt.save.writer import ImageWriter, WindowPool
 from mcore_ckpt.storage.base import RangeWriter
-from mcore_ckpt.storage.resolve import LocalStorage
-from tests.support.faulty_storage import Faults, FaultyStorage
-from tests.support.local_files import names, open_fds, random_bytes
+from tests.support.local_files import random_bytes
 
 PAGE = mmap.PAGESIZE
 
@@ -69,15 +64,6 @@ def copy_from(content: bytes) -> Callable[[Window, memoryview], None]:
     return fill
 
 
-@pytest.fixture
-def storage(tmp_path: Path) -> LocalStorage:
-    return LocalStorage(tmp_path)
-
-
-def writing_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("mcore-ckpt-write")]
-
-
 class MemoryWriter(RangeWriter):
     """Keeps what is written; for properties, where a file for each example would be slow."""
 
@@ -123,34 +109,3 @@ def test_any_layout_is_summed_and_patched(
 
 
 # Failures
-
-
-@pytest.mark.parametrize("operation", ["write", "finish"])
-@pytest.mark.parametrize("at", [0, 2])
-def test_any_failure_removes_all_files_of_the_job(
-    storage: LocalStorage, tmp_path: Path, operation: str, at: int
-) -> None:
-    (tmp_path / "bystander").write_bytes(b"precious")
-    before = open_fds()
-
-    def fail() -> None:
-        raise SaveError("the disk is gone")
-
-    faulty = FaultyStorage(storage, Faults(at, fail, operation))
-    images = [make_image([5 * PAGE, 77], [64, 64], name=f"f{k}") for k in range(4)]
-    pool = WindowPool(PAGE, 3)
-
-    def save() -> None:
-        with ImageWriter(pool) as writer:
-            for image in images:
-                content = random_bytes(image.image.size_bytes)
-                out = faulty.open_writer(image.name)
-                writer.write_windows(out, image, copy_from(content))
-
-    with pytest.raises(SaveError, match="the disk is gone") as caught:
-        save()
-    frames = {entry.name for entry in caught.traceback}
-    assert operation in frames, "the traceback does not reach the call that failed"
-    assert names(tmp_path) == {"bystander"}
-    assert open_fds() == before
-    assert writing_threads() == []

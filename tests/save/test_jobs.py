@@ -21,7 +21,7 @@ from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.save.forked_child import fork_call, report_progress
 from mcore_ckpt.save.writer_process import PersistentWriter
 from tests.support.processes import children, is_running
-from tests.support.writer_jobs import MisbehavingStorage, SmallBuffer, check_file, image, job
+from tests.support.writer_jobs import MisbehavingStorage, SmallBuffer, image, job
 
 _MIB = 1024 * 1024
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -59,20 +59,6 @@ def _wait_until_there(path: Path) -> None:
 
 
 # --- the persistent writer does its work ------------------------------------------------------------------------------
-
-
-def test_files_hold_the_buffer_and_its_checksums(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:
-    images = [image("a", _MIB, 2), image("sub/b", 3 * _MIB), image("c", 10)]
-    content = bytes(buffer.memory)
-    handle = writer.submit(job(tmp_path, images), buffer.fd)
-    assert handle.wait(30)
-    result = handle.result()
-    assert [file.name for file in result.files] == ["a", "sub/b", "c"]
-    assert result.started_s <= result.finished_s <= time.monotonic()
-    offset = 0
-    for each in images:
-        check_file(tmp_path / each.name, each, content[offset:])
-        offset += -(-each.image.size_bytes // 4096) * 4096
 
 
 def test_the_process_is_bare_and_out_of_the_terminals_reach(writer: PersistentWriter, buffer: SmallBuffer) -> None:

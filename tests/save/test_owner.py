@@ -30,7 +30,6 @@ from mcore_ckpt.core.errors import CheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory import commit, publish
-from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, METADATA_FILE
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron import serialization
@@ -234,29 +233,12 @@ def test_a_job_that_was_stopped_does_not_write_its_config_over_that_of_the_one_a
     assert json.loads((tmp_path / CONFIG_FILE).read_text()) == {"sharded_backend": "of the other"}
 
 
-def _refused(rank: int, directory: str) -> str:
-    with pytest.raises(SaveError) as refused:
-        strategy().save(state_of_rank(2.0), directory)
-    # What is set on one host only must not let the others wait.
-    with pytest.raises(SaveError, match="process"):
-        strategy(when_busy="skip" if rank else "wait").async_save(state_of_rank(2.0), directory)
-    return str(refused.value)
-
-
 def state_of_rank(value: float) -> dict[str, Any]:
     import torch.distributed as dist
     from megatron.core.dist_checkpointing import ShardedTensor
 
     rank, world = dist.get_rank(), dist.get_world_size()
     return {"w": ShardedTensor.from_rank_offsets("w", torch.full((100,), value), (0, rank, world))}
-
-
-def test_every_rank_hears_who_holds_the_directory(tmp_path: Path) -> None:
-    held = Commit.begin(LocalStorage(tmp_path))
-    texts = run_ranks(_refused, 2, str(tmp_path))
-    held.give_up()
-    for text in texts:
-        assert f"process {os.getpid()} on host" in text
 
 
 # --- directories that are not what they seem --------------------------------------------------------------------------

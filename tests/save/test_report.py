@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from array import array
+import re
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt import SaveOptions
-from mcore_ckpt.save.buckets import WrittenFile
-from mcore_ckpt.save.commit import Span, log_line
+from mcore_ckpt.save.commit import Span
 from mcore_ckpt.save.trace import write_trace
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.kept_log import kept_log
@@ -46,7 +45,10 @@ def test_rank_0_logs_each_save_and_every_rank_leaves_a_trace(tmp_path: Path) -> 
     lines, others = run_ranks(saves, 2, tmp_path, tmp_path / "traces")
     assert others == []
     assert [str(tmp_path / f"iter_{step}") in line for step, line in enumerate(lines)] == [True, True]
-    assert all("in 2 files" in line for line in lines)
+    for line in lines:
+        assert "in 2 files" in line
+        assert re.search(r"plan \d\.\d{3} s.*__\d_0\S*\.distcp of rank \d \(.*: write .* s, fsync .* s\)", line), line
+        assert re.search(r"training waited .* s, files durable after .* s at .* GB/s, published after .* s", line), line
     for step in range(2):
         for rank in range(2):
             trace = json.loads((tmp_path / "traces" / f"iter_{step}_rank{rank}.trace.json").read_text())
@@ -54,21 +56,6 @@ def test_rank_0_logs_each_save_and_every_rank_leaves_a_trace(tmp_path: Path) -> 
             assert {"plan", "stage", "dispatch", "writer", "gather", "commit"} <= set(spans)
             assert spans["plan"]["ts"] + spans["plan"]["dur"] <= spans["commit"]["ts"]
             assert spans["writer"]["args"]["files"][0]["file_name"].startswith(f"__{rank}_")
-
-
-def test_the_log_line_names_phases_and_the_slowest_file() -> None:
-    none: array[int] = array("I")
-    files = [
-        (rank, WrittenFile(f"__{rank}_0.distcp", 10**9, 0, *[none] * 5, write_s=write_s, fsync_s=fsync_s))
-        for rank, write_s, fsync_s in ((0, 0.5, 0.1), (1, 0.9, 0.2))
-    ]
-    took_s = {"waited": 0.25, "durable": 2.5, "writing": 2.0, "published": 4.0}
-    text = log_line("/ckpt/iter_1", {"plan": 0.01, "commit": 0.02, **took_s}, files)
-    assert "2.000 GB in 2 files" in text
-    assert "plan 0.010 s" in text
-    assert "__1_0.distcp of rank 1 (1.100 s: write 0.900 s, fsync 0.200 s)" in text
-    assert "training waited 0.250 s, files durable after 2.500 s at 1.00 GB/s, published after 4.000 s" in text
-    assert "training waited 0.250 s (a synchronous save), files" in log_line("", {"write": 2.0, **took_s}, files)
 
 
 def test_a_trace_that_cannot_be_written_is_only_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

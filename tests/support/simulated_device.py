@@ -42,9 +42,7 @@ class SimulatedDevices:
         self._default: dict[torch.device, _Stream] = {}
         self._current: dict[torch.device, _Stream] = {}
         self._all: list[_Stream] = []
-        self.events = 0
         self.largest_bytes = 0
-        devices = self
 
         class Event:
             def __init__(self, *, blocking: bool = False) -> None:
@@ -52,7 +50,6 @@ class SimulatedDevices:
                 self.recorded: tuple[_Stream, int] | None = None
 
             def record(self, stream: _Stream) -> None:
-                devices.events += 1
                 self.recorded = (stream, len(stream.queued))
 
             def synchronize(self) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from mcore_ckpt.save.writer import WriterJob
 from mcore_ckpt.storage.base import RangeWriter, align_up
 from mcore_ckpt.storage.resolve import LocalStorage
 
-__all__ = ["MisbehavingStorage", "SmallBuffer", "check_file", "image", "job", "misbehave"]
+__all__ = ["MisbehavingStorage", "SmallBuffer", "image", "job", "misbehave"]
 
 _TAIL_BYTES = 64
 
@@ -66,19 +65,6 @@ class SmallBuffer:
         """Give the memory back."""
         self.memory.close()
         os.close(self.fd)
-
-
-def check_file(path: Path, planned: PlannedFile, content: bytes) -> None:
-    """Assert that a file holds its image with checksums; `content` is what the buffer held where the image began."""
-    written, expected = path.read_bytes(), planned.image
-    assert len(written) == expected.size_bytes
-    for offset, length, position in zip(
-        expected.payload_offsets, expected.payload_lengths, expected.crc_positions, strict=True
-    ):
-        assert written[offset : offset + length] == content[offset : offset + length]
-        assert int.from_bytes(written[position : position + 4], "little") == zlib.crc32(
-            written[offset : offset + length]
-        )
 
 
 @dataclass
