@@ -179,7 +179,7 @@ MUTANTS: Final = (
         "save/buckets.py",
         "chosen = [indices for indices in balance(sizes, thread_count) if indices]",
         "chosen = [indices for indices in balance(sizes, thread_count) if indices][:1]",
-        "save/test_buckets.py",
+        "save/test_planning.py",
     ),
     Mutant(
         "bytes_data is forgotten where it does not fit any more",

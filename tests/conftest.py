@@ -180,7 +180,7 @@ QUICK = (
     "load/test_reader_refusals.py load/test_slices.py",
     "megatron/test_registry.py",
     "reshard/test_partition.py reshard/test_payloads.py",
-    "save/test_buckets.py save/test_image_writer.py",
+    "save/test_buckets.py",
     "save/test_replicas.py save/test_save_edges.py",
     "state",
     "storage/test_local.py storage/test_store_urls.py",

@@ -290,7 +290,7 @@ class Violation(Exception): ...
 
 class Model:
     def __init__(self, starts, base, lossy, last):
-        self.lossy, self.last, self.ended, self.late = lossy, last, set(), set()
+        self.lossy, self.last, self.ended = lossy, last, set()
         common = f"pend:{base}" if last == "store_saver" else "C"
         files = {"M": (0, (base, NONE)), f"data:{base}": (1, (base,)), common: (2, (base,))}
         fs = {} if base == NONE else files
@@ -319,8 +319,6 @@ class Model:
             no |= {op[2]}
             if x == op[2]:
                 raise Violation(f"I3: {x} is told that it has not saved, and is in force")
-            if op[2] in force:
-                self.late.add(after)  # it was in force, and has been replaced since
         elif was != now and now and op[0] != "power cut":
             force += (x,)
             if base != old:
@@ -417,10 +415,6 @@ def check(title, starts, flags=(), *, holds=True, base=OLD, lossy=False, last="s
         print("       " + trace[0])
         for line in reversed(trace[1:]) if "-v" in sys.argv or wrong else ():
             print("           ", line)
-    elif model.late:
-        print(
-            f"       (in {len(model.late)} of them one that was in force, and has been replaced properly, is told 'lost')"
-        )
 
 
 def S(ids, program="saver"):

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from mcore_ckpt import LoadError, SaveError, SaveOptions
 from mcore_ckpt.directory import commit as commit_module
-from mcore_ckpt.directory.commit import CLAIM, NOTE, Commit, Owner, note_name, notes, seems_gone
+from mcore_ckpt.directory.commit import CLAIM, NOTE, Commit, Owner, note_name, seems_gone
 from mcore_ckpt.directory.index_changes import accept_common_file, remove_tensors
 from mcore_ckpt.directory.publish import (
     Target,
@@ -59,7 +60,8 @@ def save_on(storage: Any, common: bytes) -> str:
 
 
 def steps(path: Path) -> int:
-    """How many operations a save has."""
+    """How many operations a save into this new directory has."""
+    path.mkdir()
     faults = Faults()
     save_on(FaultyStorage(LocalStorage(path), faults), b"counted")
     return len(faults.operations)
@@ -76,7 +78,6 @@ def check_holds(path: Path, name: str, common: bytes) -> None:
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_save_that_is_stopped_at_any_step_harms_no_save_that_comes_meanwhile(exists: bool, tmp_path: Path) -> None:
     """It goes on when the other has been published: then it is told, or it was completed, and replaced."""
-    (tmp_path / "counted").mkdir()
     told = 0
     for at in range(steps(tmp_path / "counted")):
         path = tmp_path / str(at)
@@ -100,7 +101,6 @@ def test_a_save_that_is_stopped_at_any_step_harms_no_save_that_comes_meanwhile(e
 @pytest.mark.usefixtures("unseen")
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_save_that_is_killed_at_any_step_is_completed_or_gone(exists: bool, tmp_path: Path) -> None:
-    (tmp_path / "counted").mkdir()
     completed = 0
     for at in range(steps(tmp_path / "counted")):
         path = tmp_path / str(at)
@@ -196,9 +196,28 @@ def test_a_second_job_is_refused_at_its_start_and_told_who_is_at_work(tmp_path: 
     assert names(tmp_path) == set()
 
 
-def test_a_killed_process_is_in_nobodys_way(tmp_path: Path) -> None:
+def begin_and_be_killed(path: Path) -> None:
     kept: list[Commit] = []
-    in_child(lambda: kept.append(Commit.begin(LocalStorage(tmp_path))))
+    in_child(lambda: kept.append(Commit.begin(LocalStorage(path))))
+
+
+def leave_note(content: bytes) -> Callable[[Path], object]:
+    return lambda path: (path / note_name("ab" * 8)).write_bytes(content)
+
+
+LEFT: dict[str, Callable[[Path], object]] = {
+    "killed": begin_and_be_killed,
+    "its number is another's now": leave_note(replace(Owner.here(), save="ab" * 8, started="1").encode()),
+    "its number is nobody's": leave_note(replace(Owner.here(), save="ab" * 8, pid=2**22 - 1).encode()),
+    "an empty note": leave_note(b""),
+    "a note of others": leave_note(b'{"pid": "x"}'),
+    "a pipe": lambda path: os.mkfifo(path / note_name("ab" * 8)),
+}
+
+
+@pytest.mark.parametrize("leave", LEFT.values(), ids=LEFT)
+def test_a_killed_process_is_in_nobodys_way(leave: Callable[[Path], object], tmp_path: Path) -> None:
+    leave(tmp_path)
     assert len(names(tmp_path)) == 1
     check_holds(tmp_path, save_on(LocalStorage(tmp_path), b"x"), b"x")
 
@@ -214,22 +233,6 @@ def test_a_process_that_cannot_be_seen_counts_while_its_note_is_young(tmp_path: 
     old_ns = (tmp_path / note_name(owner.save)).stat().st_mtime_ns - int((commit_module.YOUNG_S + 1) * 1e9)
     os.utime(tmp_path / note_name(owner.save), ns=(old_ns, old_ns))
     check_holds(tmp_path, save_on(storage, b"x"), b"x")
-
-
-@pytest.mark.parametrize("gone", [{"started": "1"}, {"pid": 2**22 - 1}])
-def test_a_process_that_is_known_to_be_gone_does_not_count(gone: dict[str, Any], tmp_path: Path) -> None:
-    storage, owner = LocalStorage(tmp_path), replace(Owner.here(), **gone)
-    storage.create(note_name(owner.save), owner.encode())
-    assert [each.save for each in notes(storage, storage.list())] == [owner.save]
-    assert seems_gone(storage, owner)
-    check_holds(tmp_path, save_on(storage, b"x"), b"x")
-
-
-@pytest.mark.parametrize("content", [b"", b'{"pid": "x"}', None])
-def test_a_note_that_says_nothing_is_in_nobodys_way(content: bytes | None, tmp_path: Path) -> None:
-    note = tmp_path / note_name("ab" * 8)
-    os.mkfifo(note) if content is None else note.write_bytes(content)
-    check_holds(tmp_path, save_on(LocalStorage(tmp_path), b"x"), b"x")
 
 
 @pytest.mark.parametrize("target", ["../x"])

@@ -56,10 +56,6 @@ def take_of_another_save(a: Path, b: Path) -> None:
     shutil.copy(b / COMMON_FILE, a / COMMON_FILE)
 
 
-def change_with_torch(a: Path) -> None:
-    torch.save({**common(1), "args": {"lr": 1e-4}}, a / COMMON_FILE)
-
-
 USES: list[Callable[[Path], object]] = [
     load_common,
     lambda directory: read_plain_state(read_index(directory)),
@@ -104,7 +100,7 @@ def test_a_listing_that_lags_behind_does_not_make_it_missing(a: Path, monkeypatc
 
 
 def test_what_was_changed_on_purpose_is_accepted(a: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change_with_torch(a)
+    torch.save({**common(1), "args": {"lr": 1e-4}}, a / COMMON_FILE)
     assert main(["verify", str(a)]) == 1
     assert main(["repair", str(a), "--accept-common-state"]) == 0
     assert f"accepted as it is: {COMMON_FILE}" in capsys.readouterr().out
@@ -133,26 +129,19 @@ def test_it_comes_back_from_a_copy_of_the_same_save(a: Path, saves: tuple[Path, 
     assert load_common(a) == common(1)
 
 
-def removed(a: Path, target: Path) -> Path:
-    remove_tensors(a, "b")
-    return a
+MADE: dict[str, Callable[[Path, Path], object]] = {
+    "removed": lambda a, made: remove_tensors(Path(shutil.copytree(a, made)), "b"),
+    "resharded": lambda a, made: reshard_checkpoint(a, made, tp=2, pp=1),
+    "imported": lambda a, made: import_checkpoint(a, made, common=a / COMMON_FILE),
+}
 
 
-def resharded(a: Path, target: Path) -> Path:
-    reshard_checkpoint(a, target, tp=2, pp=1)
-    return target
-
-
-def imported(a: Path, target: Path) -> Path:
-    import_checkpoint(a, target, common=a / COMMON_FILE)
-    return target
-
-
-@pytest.mark.parametrize("make", [removed, resharded, imported])
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_what_is_made_of_a_checkpoint_is_bound_to_its_common_state(
-    a: Path, saves: tuple[Path, Path], tmp_path: Path, make: Callable[[Path, Path], Path]
+    a: Path, saves: tuple[Path, Path], tmp_path: Path, make: Callable[[Path, Path], object]
 ) -> None:
-    made = make(a, tmp_path / "made")
+    made = tmp_path / "made"
+    make(a, made)
     assert verify_checkpoint(made).whole
     assert load_common(made) == common(1)
     take_of_another_save(made, saves[1])

@@ -93,18 +93,8 @@ def look(
     readers: Readers, directory: Path, old: int | None, new: int, what: str, *, plain: bool = False
 ) -> tuple[int | None, bool]:
     """What a directory holds: `old`, `new` or None, none; and whether stock reads the new tensors beside the old common
-    state, as it does between two renames: a pending common state is there then, which this package reads.
-
-    Args:
-        readers: who is asked.
-        directory: of the checkpoint.
-        old: the seed of what was there before; None: nothing.
-        new: the seed of what was being saved.
-        what: has happened, for messages.
-        plain: it was saved by plain DCP, and Megatron is not asked.
-
-    Raises:
-        AssertionError: it is anything else, or the readers do not agree.
+    state, as it does between two renames: a pending common state is there then, which this package reads. `what` has
+    happened; `plain`: by plain DCP, and Megatron is not asked.
     """
     ours, stock = readers.look(directory)
     told = f"{what}: ours {ours}, stock {stock}"
@@ -139,9 +129,7 @@ def _save(rank: int, seed: int, directory: Path, way: str) -> None:
         writer = FileSystemWriterAsync(directory, options=kill_runner.OPTIONS)
         dcp.save(seeded_state.tensors(seed), storage_writer=writer)
         return
-    kill_runner.use_way(way)
-    save = kill_runner.save_in_line if way == "in_line" else kill_runner.save_asynchronously
-    save(seed, directory)
+    kill_runner.save(seed, directory, way)
 
 
 def save(ranks: StandingRanks, seed: int, directory: Path, way: str) -> list[RankOutcome]:
@@ -163,62 +151,6 @@ def save_well(ranks: StandingRanks, seed: int, directory: Path, way: str) -> Non
 def litter(directory: Path) -> set[str]:
     """What is left of saves that are over."""
     return {file.name for file in directory.iterdir() if file.name.startswith(INCOMPLETE_MARKER) or ".pt." in file.name}
-
-
-def check_errors_of_saves(
-    ranks: StandingRanks,
-    mount: FuseMount,
-    readers: Readers,
-    way: str,
-    code: int,
-    config: pytest.Config,
-    *,
-    exists: bool,
-    step: int,
-) -> None:
-    """Answer a save's changes with an error, one after the other."""
-    probe = mount.path / "probe"
-    probe.mkdir()
-    if exists:
-        save_well(ranks, 1, probe, way)
-    mount.behave(Misbehaviour())
-    save_well(ranks, 2, probe, way)
-    changes = mount.changes()
-    assert len(changes) > 15
-    sticky = code in _STICKY
-    directory, old = probe, 2
-    refused = between = 0
-    for number in sampled(config, len(changes), step):
-        if not exists:
-            directory = mount.path / str(number)
-            directory.mkdir()
-        before = old if exists else None
-        new, after = old % 3 + 1, (old + 1) % 3 + 1
-        mount.behave(Misbehaviour(error_at=number, code=code, sticky=sticky))
-        outcome, *_ = save(ranks, new, directory, way)
-        mount.behave(Misbehaviour())
-        what = f"{errno.errorcode[code]} at change {number} of {len(changes)} ({changes[number]}): {outcome.error_text}"
-        found, in_between = look(readers, directory, before, new, what, plain=way == "DCP")
-        if outcome.ok:
-            assert found == new, what
-        else:
-            # Where nothing can be written any more, what was published before the error cannot be taken back; nor can
-            # it where only Megatron's metadata.json was not to be written.
-            published = sticky or "metadata.json" in str(outcome.error)
-            assert found in ((before, new) if published else (before,)), what
-            refused += 1
-        between += in_between
-        save_well(ranks, after, directory, way)
-        stock = readers.stock.look(directory)
-        assert stock.plain == after, f"{what}: then {stock} after the next save"
-        assert stock.whole == after or way == "DCP", f"{what}: then {stock} after the next save"
-        assert not litter(directory), f"{what}: {litter(directory)} is left after the next save"
-        old = after
-        if not exists:
-            shutil.rmtree(directory)
-    assert refused > len(changes) / step / 4 - 1
-    # An error that stays can leave that at the rename of the common state, or between the two renames.
-    assert between <= (6 if sticky else 0)
 
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE)
@@ -252,7 +184,50 @@ def test_no_error_at_any_moment_harms_a_save(
     rank_sets: Callable[[int], StandingRanks],
     pytestconfig: pytest.Config,
 ) -> None:
-    check_errors_of_saves(rank_sets(world), mount, readers, way, code, pytestconfig, exists=exists, step=step)
+    """The changes of a save, one after the other, are answered with an error."""
+    ranks = rank_sets(world)
+    probe = mount.path / "probe"
+    probe.mkdir()
+    if exists:
+        save_well(ranks, 1, probe, way)
+    mount.behave(Misbehaviour())
+    save_well(ranks, 2, probe, way)
+    changes = mount.changes()
+    assert len(changes) > 15
+    sticky = code in _STICKY
+    directory, old = probe, 2
+    refused = between = 0
+    for number in sampled(pytestconfig, len(changes), step):
+        if not exists:
+            directory = mount.path / str(number)
+            directory.mkdir()
+        before = old if exists else None
+        new, after = old % 3 + 1, (old + 1) % 3 + 1
+        mount.behave(Misbehaviour(error_at=number, code=code, sticky=sticky))
+        outcome, *_ = save(ranks, new, directory, way)
+        mount.behave(Misbehaviour())
+        what = f"{errno.errorcode[code]} at change {number} of {len(changes)} ({changes[number]}): {outcome.error_text}"
+        found, in_between = look(readers, directory, before, new, what, plain=way == "DCP")
+        if outcome.ok:
+            assert found == new, what
+        else:
+            # Where nothing can be written any more, what was published before the error cannot be taken back; nor can
+            # it where only Megatron's metadata.json was not to be written.
+            published = sticky or "metadata.json" in str(outcome.error)
+            assert found in ((before, new) if published else (before,)), what
+            refused += 1
+        between += in_between
+        save_well(ranks, after, directory, way)
+        stock = readers.stock.look(directory)
+        assert stock.plain == after, f"{what}: then {stock} after the next save"
+        assert stock.whole == after or way == "DCP", f"{what}: then {stock} after the next save"
+        assert not litter(directory), f"{what}: {litter(directory)} is left after the next save"
+        old = after
+        if not exists:
+            shutil.rmtree(directory)
+    assert refused > len(changes) / step / 4 - 1
+    # An error that stays can leave that at the rename of the common state, or between the two renames.
+    assert between <= (6 if sticky else 0)
 
 
 # --- kills and losses of power ----------------------------------------------------------------------------------------
@@ -373,21 +348,13 @@ _EXPORT_SHARD_BYTES = 200_000  # two files, and the list of what is in which
 
 @dataclass(frozen=True)
 class Tool:
-    """One way of making a checkpoint of another.
+    """One way of making a checkpoint of another."""
 
-    Attributes:
-        work: is given the source and the target.
-        before: makes what is there before, given both.
-        exported: in which format of others the target is; empty: it is a checkpoint.
-        tensors_only: it has neither objects nor a common state.
-        mends: the target is damaged before, which stock does not notice.
-    """
-
-    work: Callable[[Path, Path], object]
-    before: Callable[[Path, Path], None] = _nothing
-    exported: str = ""
-    tensors_only: bool = False
-    mends: bool = False
+    work: Callable[[Path, Path], object]  # is given the source and the target
+    before: Callable[[Path, Path], None] = _nothing  # makes what is there before, given both
+    exported: str = ""  # in which format of others the target is; empty: it is a checkpoint
+    tensors_only: bool = False  # it has neither objects nor a common state
+    mends: bool = False  # the target is damaged before, which stock does not notice
 
 
 def _export(to: Any, **options: Any) -> Callable[[Path, Path], object]:
@@ -440,10 +407,25 @@ def use(ranks: StandingRanks, name: str, source: Path, target: Path) -> RankOutc
     return outcome
 
 
-def check_errors_of_tool(
-    name: str, ranks: StandingRanks, mount: FuseMount, readers: Readers, code: int, config: pytest.Config, *, step: int
+ERRORS_OF_TOOLS = [
+    pytest.param("reshard", errno.EIO, 13),
+    pytest.param("repair", errno.EIO, 5),
+    *(pytest.param(*case, 4, marks=pytest.mark.long) for case in itertools.product(TOOLS, ERRORS[:2])),
+    *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in itertools.product(TOOLS, ERRORS)),
+]
+
+
+@pytest.mark.parametrize(("name", "code", "step"), ERRORS_OF_TOOLS)
+def test_no_error_at_any_moment_harms_a_tool(
+    name: str,
+    code: int,
+    step: int,
+    mount: FuseMount,
+    readers: Readers,
+    rank_sets: Callable[[int], StandingRanks],
+    pytestconfig: pytest.Config,
 ) -> None:
-    """Answer a tool's changes with an error, one after the other."""
+    ranks = rank_sets(2)
     tool, source = TOOLS[name], mount.path / "source"
     source.mkdir()
     save_well(ranks, 2, source, "in_line")
@@ -457,7 +439,7 @@ def check_errors_of_tool(
     assert len(changes) >= 6
     sticky = code in _STICKY
     refused = 0
-    for number in sampled(config, len(changes), step):
+    for number in sampled(pytestconfig, len(changes), step):
         directory = mount.path / str(number) / "c"
         directory.parent.mkdir()
         tool.before(source, directory)
@@ -479,27 +461,6 @@ def check_errors_of_tool(
             assert {file.name for file in directory.parent.iterdir()} == {"c"}, what
         shutil.rmtree(directory.parent)
     assert refused > len(changes) / step / 4 - 1
-
-
-ERRORS_OF_TOOLS = [
-    pytest.param("reshard", errno.EIO, 13),
-    pytest.param("repair", errno.EIO, 5),
-    *(pytest.param(*case, 4, marks=pytest.mark.long) for case in itertools.product(TOOLS, ERRORS[:2])),
-    *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in itertools.product(TOOLS, ERRORS)),
-]
-
-
-@pytest.mark.parametrize(("name", "code", "step"), ERRORS_OF_TOOLS)
-def test_no_error_at_any_moment_harms_a_tool(
-    name: str,
-    code: int,
-    step: int,
-    mount: FuseMount,
-    readers: Readers,
-    rank_sets: Callable[[int], StandingRanks],
-    pytestconfig: pytest.Config,
-) -> None:
-    check_errors_of_tool(name, rank_sets(2), mount, readers, code, pytestconfig, step=step)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != "repair")) for name in TOOLS])

@@ -10,19 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from mcore_ckpt import list_run
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mcore_ckpt.directory.in_force import tracked_name
-from mcore_ckpt.directory.iterations import RunCheckpoint, iteration_directories, look_at
 from mcore_ckpt.format.metadata_read import TRACKER_FILE, encode_config
 from tests.support.model_like import write_model
-
-
-def checkpoints_of_run(run: Path) -> list[RunCheckpoint]:
-    try:
-        tracked = tracked_name(run)
-    except LoadError:
-        tracked = None
-    return [look_at(directory, tracked=tracked)[0] for directory in iteration_directories(run)]
 
 
 def write_iteration(run: Path, name: str) -> Path:
@@ -39,7 +31,7 @@ def test_checkpoints_by_iteration_and_what_the_tracker_names(tmp_path: Path) -> 
         (tmp_path / name).mkdir()
     (tmp_path / "iter_0000400").write_text("a file")
     (tmp_path / TRACKER_FILE).write_text("300\n")
-    found = checkpoints_of_run(tmp_path)
+    found = [listed.checkpoint for listed in list_run(tmp_path).checkpoints]
     assert [checkpoint.name for checkpoint in found] == ["release", "iter_0000020", "iter_0000300", "iter_12345678"]
     assert [checkpoint.iteration for checkpoint in found] == [None, 20, 300, 12345678]
     assert [checkpoint.tracked for checkpoint in found] == [False, False, True, False]
@@ -62,7 +54,7 @@ def test_checkpoints_by_iteration_and_what_the_tracker_names(tmp_path: Path) -> 
 def test_what_is_not_whole(tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
     write_iteration(tmp_path, "iter_0000001")
     damage(write_iteration(tmp_path, "iter_0000002"))
-    whole, broken = checkpoints_of_run(tmp_path)
+    whole, broken = (listed.checkpoint for listed in list_run(tmp_path).checkpoints)
     assert whole.whole
     assert not broken.whole
     assert re.search(says, broken.problems[0]), broken.problems
@@ -74,11 +66,11 @@ def test_a_tracker_that_names_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / TRACKER_FILE).write_text(text)
     with pytest.raises(CorruptCheckpointError, match="expected the number of an iteration"):
         tracked_name(tmp_path)
-    assert [checkpoint.tracked for checkpoint in checkpoints_of_run(tmp_path)] == [False]
+    assert [listed.checkpoint.tracked for listed in list_run(tmp_path).checkpoints] == [False]
 
 
 def test_no_such_run(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFoundError):
-        checkpoints_of_run(tmp_path / "gone")
-    assert checkpoints_of_run(tmp_path) == []
+    for run in (tmp_path / "gone", tmp_path):
+        with pytest.raises(CheckpointNotFoundError):
+            list_run(run)
     assert tracked_name(tmp_path) is None

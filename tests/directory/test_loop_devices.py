@@ -53,9 +53,7 @@ def _save(rank: int, seed: int, directory: Path, way: str) -> None:
     from tests.support import kill_runner
 
     mcore_ckpt.install()
-    kill_runner.use_way(way)
-    save = kill_runner.save_in_line if way == "in_line" else kill_runner.save_asynchronously
-    save(seed, directory)
+    kill_runner.save(seed, directory, way)
 
 
 def save(ranks: StandingRanks, seed: int, directory: Path, way: str) -> RankOutcome:

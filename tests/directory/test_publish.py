@@ -25,6 +25,7 @@ from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_name, 
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.storage.resolve import LocalStorage
+from tests.support.forked import in_child
 from tests.support.local_files import names
 
 OPTIONS = SaveOptions()
@@ -52,15 +53,12 @@ def save_as_stock(path: Path, name: str = "__0_0.distcp") -> str:
     return name
 
 
-def save(path: Path, common: bytes | None = b"common", **options: object) -> str:
+def save(path: Path, common: bytes | None = b"common") -> str:
     """A whole save of one rank; returns the name of its data file."""
-    storage = LocalStorage(path)
     path.mkdir(exist_ok=True)
     if common is not None:
-        storage.create(reserve(storage).commit.pending, common)
-    target = open_target(storage, SaveOptions(**options))  # type: ignore[arg-type]
-    name = file_of(target)
-    (path / name).write_bytes(b"data")
+        LocalStorage(path).create(reserve(LocalStorage(path)).commit.pending, common)
+    storage, target, name = begin(path)
     publish(storage, target, metadata(name), has_common_state=False)
     return name
 
@@ -74,24 +72,17 @@ def begin(path: Path) -> tuple[LocalStorage, Target, str]:
     return storage, target, name
 
 
-def begin_and_be_killed(path: Path, common: bytes | None = None) -> str:
-    """`open_target` in a process that ends without another word; returns the name of its first file."""
-    storage = LocalStorage(path)
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            if common is not None:
-                storage.create(reserve(storage).commit.pending, common)
-            target = open_target(storage, OPTIONS)  # kept: a claim that is forgotten is let go
-            os.write(write_end, file_of(target).encode())
-        finally:
-            os._exit(9)
-    os.close(write_end)
-    with os.fdopen(read_end) as pipe:
-        told = pipe.read()
-    os.waitpid(child, 0)
-    return told
+def begin_and_be_killed(path: Path) -> str:
+    """A save in a process that ends without another word; returns the name of its data file."""
+    kept: list[Target] = []  # (a claim that is forgotten is let go)
+
+    def killed() -> str:
+        storage = LocalStorage(path)
+        storage.create(reserve(storage).commit.pending, b"killed save's")
+        kept.append(begin(path)[1])
+        return file_of(kept[0])
+
+    return in_child(killed)
 
 
 @pytest.mark.parametrize("reserved", [False, True])
@@ -110,9 +101,8 @@ def test_on_existing_error_touches_nothing(reserved: bool, tmp_path: Path) -> No
 def test_what_a_killed_save_left_is_removed_by_the_next_and_nothing_else(tmp_path: Path) -> None:
     first = save(tmp_path, b"one")
     (tmp_path / "notes.txt").write_text("mine")
-    killed = begin_and_be_killed(tmp_path, b"two")
-    for name in (killed, killed.replace("__0_0", "hint__3_1")):
-        (tmp_path / name).write_bytes(b"half")
+    killed = begin_and_be_killed(tmp_path)
+    (tmp_path / killed.replace("__0_0", "hint__3_1")).write_bytes(b"half")
     # Killed here. The old checkpoint is in force, its common state too.
     assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == COMMON_FILE
     assert first in names(tmp_path)
@@ -124,8 +114,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next_and_nothing_else(tmp_pat
 @pytest.mark.parametrize("old", ["of this format", "of stock"])
 def test_a_replaced_checkpoint_goes_when_the_new_one_is_there_and_not_before(old: str, tmp_path: Path) -> None:
     first = save_as_stock(tmp_path) if old == "of stock" else save(tmp_path)
-    killed = begin_and_be_killed(tmp_path)
-    (tmp_path / killed).write_bytes(b"data")
+    begin_and_be_killed(tmp_path)
     (tmp_path / "__5_5.distcp").write_bytes(b"by others")
     storage = LocalStorage(tmp_path)
     open_target(storage, OPTIONS).commit.give_up()
@@ -140,7 +129,7 @@ def test_a_common_file_of_a_killed_save_is_not_put_beside_a_common_state_object(
     """A save of an older version was killed; the next is of a version that keeps the common state in the data files."""
     if replaces:
         save(tmp_path, b"old version's")
-    begin_and_be_killed(tmp_path, b"killed save's")
+    begin_and_be_killed(tmp_path)
     storage, target, name = begin(tmp_path)
     content = metadata(name, objects=("common_state/shard_0_1",))
     publish(storage, target, content, has_common_state=True)
@@ -152,7 +141,7 @@ def test_the_common_state_of_a_killed_save_is_not_that_of_a_checkpoint_that_stoc
     tmp_path: Path,
 ) -> None:
     save(tmp_path, b"one")
-    begin_and_be_killed(tmp_path, b"killed save's")
+    begin_and_be_killed(tmp_path)
     save_as_stock(tmp_path)
     assert common_file_in_force(names(tmp_path), read_index(tmp_path)) == COMMON_FILE
     save(tmp_path, b"three")

@@ -44,8 +44,8 @@ from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.format.metadata_read import read_index
 from tests.support.checkpoint_reader import CheckpointReader, reader
-from tests.support.kill_runner import CallbacksRanError, save_asynchronously, save_in_line, use_way, wait_for
-from tests.support.processes import children, is_running
+from tests.support.kill_runner import CallbacksRanError, save, wait_for
+from tests.support.processes import children, is_running, until
 
 # Who is killed, how the save is written, and by how many ranks.
 _GROUPS: Final = (
@@ -83,14 +83,13 @@ class Job:
 def _rank(job: Job, rank: int, directory: Path, place: Path, ready: int, gate: int) -> NoReturn:
     code, said = _BROKEN, ""
     try:
-        use_way(job.way)
         dist.init_process_group(
             "gloo", store=dist.FileStore(f"{place}/store", job.ranks), rank=rank, world_size=job.ranks
         )
         os.write(ready, b".")
         os.read(gate, 1)
         time.sleep(job.later_s)
-        (save_in_line if job.way == "in_line" else save_asynchronously)(job.seed, directory)
+        save(job.seed, directory, job.way)
         code = _SAVED
     except CallbacksRanError as error:
         code, said = _PUBLISHED, str(error)
@@ -179,10 +178,7 @@ def _strike(victim: str, job: Job, directory: Path, scratch: Path, after_s: floa
             said = (scratch / "0" / str(number)).read_text()
             lost = victim == "trainer" and job.ranks > 1 and ("lost contact" in said or "peer" in said)
             assert lost or (code == _REFUSED and "SIGKILL" in said), f"rank {number} was told something else: {said}"
-    gone_until_s = time.monotonic() + _KNOWS_WITHIN_S
-    while left := [pid for pid in others if is_running(pid)]:
-        assert time.monotonic() < gone_until_s, f"processes {left} have outlived their trainer"
-        time.sleep(0.005)
+    until(lambda: not any(map(is_running, others)), f"of {others} some have outlived their trainer", _KNOWS_WITHIN_S)
     codes = {code for code, _ in ended.values()}
     if codes == {_PUBLISHED, -signal.SIGKILL}:
         return "killed late"

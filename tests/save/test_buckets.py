@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from array import array
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +13,11 @@ import pytest
 import torch
 from hypothesis import given
 
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.save.buckets import (
     PlannedFile,
     WrittenFile,
-    balance,
     check_results,
     fill_bucket,
     lay_out_file,
@@ -23,17 +25,9 @@ from mcore_ckpt.save.buckets import (
     place_objects,
 )
 from mcore_ckpt.save.staging import BucketSource, StagingBuffer
+from mcore_ckpt.save.writer import ImageWriter, WindowPool
+from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.tensor_specs import specs_of
-
-
-@given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 7))
-def test_balance_loses_nothing_and_is_even(sizes: list[int], buckets: int) -> None:
-    chosen = balance(sizes, buckets)
-    assert sorted(index for indices in chosen for index in indices) == list(range(len(sizes)))
-    assert all(indices == sorted(indices) for indices in chosen)
-    totals = [sum(sizes[index] for index in indices) for indices in chosen]
-    # Largest first to the emptiest: no bucket exceeds another by more than the largest item.
-    assert max(totals) - min(totals) <= max(sizes, default=0)
 
 
 def test_results_that_are_not_the_plan_are_refused() -> None:
@@ -77,8 +71,8 @@ def payload(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
 
 
-def source_of(tensors: list[torch.Tensor], objects: list[bytes]) -> tuple[BucketSource, bytes]:
-    """A source, and the file it must make, checksums left zero."""
+def source_of(tensors: list[torch.Tensor], objects: list[bytes], *, summed: bool = False) -> tuple[BucketSource, bytes]:
+    """A source, and the file it must make, with checksums, or with zeros for them."""
     keys = [f"object {number}" for number in range(len(objects))]
     layout, _ = lay_out_file("f", specs_of(tensors), keys, [len(data) for data in objects])
     offsets = place_objects([len(data) for data in objects])
@@ -86,7 +80,8 @@ def source_of(tensors: list[torch.Tensor], objects: list[bytes]) -> tuple[Bucket
     for offset, data in zip(offsets, objects, strict=True):
         expected[offset : offset + len(data)] = data
     for template, offset, tensor in zip(layout.templates, layout.item_offsets, tensors, strict=True):
-        item = template.head + payload(tensor) + template.tail
+        content = payload(tensor)
+        item = template.head + content + (template.tail_with(crc32(content)) if summed else template.tail)
         expected[offset : offset + len(item)] = item
     places = zip(offsets, map(len, objects), strict=True)
     expected[layout.footer_offset :], _ = layout.footer.fill(SAVE_ID, len(expected), places)
@@ -94,18 +89,29 @@ def source_of(tensors: list[torch.Tensor], objects: list[bytes]) -> tuple[Bucket
     return BucketSource(bucket), bytes(expected)
 
 
-@given(bucket_tensors(), st.lists(st.binary(max_size=300), max_size=4), st.sampled_from([4096, 8192, 65536]))
-def test_any_window_of_a_file_is_filled_right_over_dirty_memory(
-    tensors: list[torch.Tensor], objects: list[bytes], window_bytes: int
+@given(
+    bucket_tensors(),
+    st.lists(st.binary(max_size=300), max_size=4),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+def test_a_file_that_is_written_by_windows_holds_its_items_and_their_sums(
+    tensors: list[torch.Tensor], objects: list[bytes], window_pages: int, windows: int, io_threads: int
 ) -> None:
-    source, expected = source_of(tensors, objects)
-    made = bytearray()
-    for start in range(0, len(expected), window_bytes):
-        stop = min(start + window_bytes, len(expected))
-        buffer = bytearray(b"\xee" * (stop - start))
-        source.fill(start, stop, memoryview(buffer))
-        made += buffer
-    assert bytes(made) == expected
+    source, expected = source_of(tensors, objects, summed=True)
+    pool = WindowPool(4096 * window_pages, windows)
+    for dirty in [pool.take() for _ in range(windows)]:
+        assert dirty is not None
+        dirty[:] = b"\xee" * len(dirty)
+        pool.give_back(dirty)
+    with tempfile.TemporaryDirectory() as directory:
+        with ImageWriter(pool, io_threads=io_threads) as images:
+            file = LocalStorage(directory).open_writer("f", direct="off")
+            fill = lambda window, view: source.fill(window.start, window.stop, view)  # noqa: E731
+            images.write_windows(file, source.bucket.file, fill)
+        assert Path(directory, "f").read_bytes() == expected
+    assert list(images.results[0].crcs) == [crc32(payload(tensor)) for tensor in tensors]
 
 
 @given(bucket_tensors(), st.lists(st.binary(max_size=300), max_size=4))

@@ -36,10 +36,11 @@ from mcore_ckpt.format.metadata_read import (
 )
 from mcore_ckpt.save import upkeep
 from mcore_ckpt.storage.resolve import LocalStorage, storage_at
-from tests.save.test_upkeep import Training, there, until
+from tests.save.test_upkeep import Training, there
 from tests.support.gloo_ranks import run_megatron_ranks as run_megatron
 from tests.support.gloo_ranks import run_ranks
 from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request, S3Directory
+from tests.support.processes import until
 
 NAME = "iter_0000001"
 

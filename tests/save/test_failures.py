@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt.core.errors import CheckpointError, SaveError, WriterDiedError
+from mcore_ckpt.core.errors import SaveError, WriterDiedError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
@@ -169,42 +169,6 @@ def test_a_writer_killed_on_one_rank(tmp_path: Path) -> None:
         assert "SIGKILL" in message
         assert str(tmp_path / str(number) / "2") in message
         assert max(took_s, also_took_s) < _RAISED_WITHIN_S
-
-
-# --- a rank's state cannot be saved -----------------------------------------------------------------------------------
-
-
-class _Unpicklable:
-    def __reduce__(self) -> Any:
-        raise RuntimeError("cannot be pickled")
-
-
-def _state_cannot_be_saved(rank: int, directory: str) -> list[str]:
-    from megatron.core.dist_checkpointing import ShardedObject
-
-    strategy, queue = TorchDistSaveStrategy(options=_PERSISTENT), AsyncCallsQueue(options=_PERSISTENT)
-    messages = []
-    for spoil in ("object", "data"):
-        for save in (strategy.save, strategy.async_save):
-            state = _state(rank, 1)
-            if rank == 1 and spoil == "object":
-                state["o"] = ShardedObject("o", _Unpicklable(), (2,), (1,))
-            elif rank == 1:
-                state["w"].data = None
-            started_s = time.monotonic()
-            with pytest.raises(CheckpointError) as caught:
-                save(state, directory)
-            assert time.monotonic() - started_s < _RAISED_WITHIN_S
-            messages.append(str(caught.value))
-    _save_whole(rank, directory, 2, queue, strategy)
-    return messages
-
-
-def test_state_that_one_rank_cannot_save_is_heard_of_on_all(tmp_path: Path) -> None:
-    for messages in run_ranks(_state_cannot_be_saved, 2, str(tmp_path)):
-        assert all("rank 1 of 2" in message for message in messages)
-        assert all("cannot be pickled" in message for message in messages[:2])
-        assert all("no data to save" in message for message in messages[2:])
 
 
 # --- interrupted while it is staged -----------------------------------------------------------------------------------

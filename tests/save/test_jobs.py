@@ -20,7 +20,7 @@ import pytest
 from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.save.forked_child import fork_call, report_progress
 from mcore_ckpt.save.writer_process import PersistentWriter
-from tests.support.processes import children, is_running
+from tests.support.processes import children, is_running, until
 from tests.support.writer_jobs import MisbehavingStorage, SmallBuffer, image, job
 
 _MIB = 1024 * 1024
@@ -42,20 +42,6 @@ def buffer() -> Iterator[SmallBuffer]:
     made.fill(1)
     yield made
     made.close()
-
-
-def _wait_until_gone(pid: int, within_s: float) -> None:
-    until_s = time.monotonic() + within_s
-    while is_running(pid):
-        assert time.monotonic() < until_s, f"process {pid} is still running"
-        time.sleep(0.01)
-
-
-def _wait_until_there(path: Path) -> None:
-    until_s = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < until_s, f"{path} was never begun"
-        time.sleep(0.01)
 
 
 # --- the persistent writer does its work ------------------------------------------------------------------------------
@@ -99,30 +85,8 @@ def test_a_signal_to_all_processes_ends_no_forked_writer(number: signal.Signals,
 
 
 def _write_when_told(go: Path) -> str:
-    while not go.exists():
-        time.sleep(0.01)
+    until(go.exists)
     return "written"
-
-
-def test_close_waits_for_jobs_and_abort_does_not(buffer: SmallBuffer, tmp_path: Path) -> None:
-    writer = PersistentWriter()
-    handle = writer.submit(
-        job(tmp_path, [image("a", _MIB)], storage=MisbehavingStorage(str(tmp_path), "slow")), buffer.fd
-    )
-    pid = writer.pid
-    assert pid is not None
-    writer.close()
-    assert handle.result().files[0].name == "a"
-    assert not is_running(pid)
-    hanging = writer.submit(
-        job(tmp_path, [image("b", _MIB)], storage=MisbehavingStorage(str(tmp_path), "hang")), buffer.fd
-    )
-    pid = writer.pid
-    assert pid is not None
-    writer.close(abort=True)
-    assert not is_running(pid)
-    with pytest.raises(SaveError, match="closed"):
-        hanging.result()
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -216,7 +180,7 @@ def test_a_job_can_be_called_off(writer: PersistentWriter, buffer: SmallBuffer, 
     hanging = MisbehavingStorage(str(tmp_path), "hang")
     handle = writer.submit(job(tmp_path, [image("c", 100)], storage=hanging), buffer.fd)
     pid = writer.pid
-    _wait_until_there(tmp_path / "c")
+    until((tmp_path / "c").exists)
     handle.abort()
     assert handle.memory_is_free(), "killed, since it does not listen"
     assert pid is not None
@@ -284,7 +248,7 @@ def test_no_writer_survives_its_trainer(kind: str, ending: str, tmp_path: Path) 
                 # What terminals and schedulers send goes to all processes of a job, the writer's among them.
                 (os.kill if ending == "SIGKILL" else os.killpg)(trainer.pid, signal.Signals[ending])
             trainer.wait(10)
-            _wait_until_gone(pid, 1.0)
+            until(lambda: not is_running(pid), f"process {pid} is still running", within_s=1.0)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(trainer.pid, signal.SIGKILL)  # the process that stands for the data loader's

@@ -85,6 +85,8 @@ def test_a_plan_is_used_again_if_it_is_that_of_every_rank(
 
 def _save_by_two(rank: int, directory: Path) -> None:
     """Two strategies have made plans of their own; then the ranks differ in which one they use."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
     from mcore_ckpt.megatron.strategy import TorchDistSaveStrategy
 
     strategies = {key: TorchDistSaveStrategy() for key in "ab"}
@@ -95,14 +97,8 @@ def _save_by_two(rank: int, directory: Path) -> None:
             path.mkdir()
         dist.barrier()
         # Both plans have the same files of the same lengths; every rank has a tensor of its own.
-        tensor = _whole(f"{key}{rank}", 10 * number + rank)
+        tensor = ShardedTensor.from_rank_offsets(f"{key}{rank}", torch.full((_ROWS,), 10.0 * number + rank))
         strategies[key].save({"w": tensor}, path)
-
-
-def _whole(key: str, value: float) -> Any:
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    return ShardedTensor.from_rank_offsets(key, torch.full((_ROWS,), value))
 
 
 def test_plans_of_different_saves_are_not_mixed(tmp_path: Path) -> None:

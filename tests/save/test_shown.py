@@ -58,12 +58,6 @@ def _handled_by(handler: logging.Handler) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def _closed() -> io.StringIO:
-    stream = io.StringIO()
-    stream.close()
-    return stream
-
-
 @contextmanager
 def _nobody_reads(reading: int, writing: int) -> Iterator[None]:
     os.set_blocking(writing, False)
@@ -88,7 +82,6 @@ def _warnings_are_errors() -> Iterator[None]:
 
 KINDS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "None": lambda: _standard_error(None),
-    "closed": lambda: _standard_error(_closed()),
     "raises": lambda: _standard_error(_Raising()),
     "a full pipe that nobody reads": lambda: _nobody_reads(*os.pipe()),
     "a terminal that nobody reads": lambda: _nobody_reads(*pty.openpty()),

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from mcore_ckpt.save import staging
 from mcore_ckpt.save.staging import StagingBuffer, free_buffer, is_busy, release_buffer, start_writing
 from mcore_ckpt.save.writer_process import shared_writer
 from mcore_ckpt.storage.resolve import LocalStorage
+from tests.support.processes import until
 from tests.support.tensor_specs import bucket_of
 from tests.support.writer_jobs import MisbehavingStorage
 
@@ -131,50 +131,45 @@ def test_a_buffer_is_not_used_again_while_a_killed_writer_is_still_there(
         assert buffer is not used
     monkeypatch.undo()
     os.kill(save.pid, signal.SIGKILL)
-    until_s = time.monotonic() + 10
-    while not save.memory_is_free():
-        assert time.monotonic() < until_s, "it is gone now, and nobody notices"
-        time.sleep(0.01)
+    until(save.memory_is_free, "it is gone now, and nobody notices", within_s=10.0)
 
 
 # --- memory of the host -----------------------------------------------------------------------------------------------
 
 
-def _group(folder: Path, files: dict[str, str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        (folder / name).write_text(content + "\n")
+# The line of the process; names of limit and usage; of each group both in MiB, and its memory.stat; MiB that are free.
+GROUPS = {
+    "2": (
+        "0::/job/step_0/task\n",
+        ("memory.max", "memory.current"),
+        {
+            "job": (1000, 800, f"anon 5\ninactive_file {100 * _MIB}\nactive_file 7\n"),
+            "job/step_0": (None, 500, ""),
+            "job/step_0/task": (5000, 1, "anon 5\n"),
+            "other": (1, 0, ""),
+        },
+        300,
+    ),
+    "1": (
+        "5:cpu:/\n4:hugetlb,memory:/job/1\n0::/\n",
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        {"memory": (2**43 - 1, 1, "anon 5\n"), "memory/job/1": (300, 100, "anon 5\n")},
+        200,
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("version", "expected_mib"), [("2", 300), ("1", 200), ("neither", None)], ids=["v2", "v1", "none"]
-)
+@pytest.mark.parametrize("version", GROUPS)
 def test_free_memory_is_what_the_tightest_control_group_leaves(
-    version: str, expected_mib: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mount, of_process = tmp_path / "cgroup", tmp_path / "self"
-    two = ("memory.max", "memory.current")
-    one = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    if version == "2":
-        of_process.write_text("0::/job/step_0/task\n")
-        _group(mount / "job", dict(zip(two, (str(1000 * _MIB), str(800 * _MIB)), strict=True)))
-        _group(mount / "job", {"memory.stat": f"anon 5\ninactive_file {100 * _MIB}\nactive_file 7"})
-        _group(mount / "job/step_0", dict(zip(two, ("max", str(500 * _MIB)), strict=True)))
-        _group(mount / "job/step_0/task", dict(zip(two, (str(5000 * _MIB), str(_MIB)), strict=True)))
-        _group(mount / "other", dict(zip(two, (str(_MIB), "0"), strict=True)))
-    elif version == "1":
-        of_process.write_text("5:cpu:/\n4:hugetlb,memory:/job/1\n0::/\n")
-        _group(mount / "memory", dict(zip(one, (str(2**63 - 4096), str(_MIB)), strict=True)))
-        _group(mount / "memory/job/1", dict(zip(one, (str(300 * _MIB), str(100 * _MIB)), strict=True)))
-    else:
-        of_process = tmp_path / "not there"
-    limits = process._memory_limits(mount, of_process)
-    for group in (mount / "job/step_0/task", mount / "memory/job/1", mount / "memory"):
-        if group.is_dir():
-            (group / "memory.stat").write_text("anon 5\n")
+    line, names, groups, expected_mib = GROUPS[version]
+    (tmp_path / "self").write_text(line)
+    for group, (limit_mib, used_mib, stat) in groups.items():
+        (tmp_path / group).mkdir(parents=True, exist_ok=True)
+        for name, mib in zip(names, (limit_mib, used_mib), strict=True):
+            (tmp_path / group / name).write_text("max\n" if mib is None else f"{mib * _MIB}\n")
+        (tmp_path / group / "memory.stat").write_text(stat)
+    limits = process._memory_limits(tmp_path, tmp_path / "self")
     monkeypatch.setattr(process, "_memory_limits", lambda: limits)
-    unlimited = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = process.free_host_bytes()
-    assert 0 < free <= unlimited
-    if expected_mib is not None:
-        assert free == expected_mib * _MIB
+    assert process.free_host_bytes() == expected_mib * _MIB

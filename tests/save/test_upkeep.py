@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,19 +20,11 @@ from mcore_ckpt.tools.runs import list_run
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.kept_log import kept_log
 from tests.support.object_server import ObjectDirectory
-
-_WITHIN_S = 60.0
+from tests.support.processes import until
 
 
 def there(run: str) -> list[str]:
     return [path.name for path in iteration_directories(run)]
-
-
-def until(holds: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + _WITHIN_S
-    while not holds():
-        assert time.monotonic() < until_s, "it has not happened"
-        time.sleep(0.05)
 
 
 class Training:

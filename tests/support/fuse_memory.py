@@ -73,7 +73,6 @@ class _Node:
     synced_entries: dict[str, int] = field(default_factory=dict)
     last: dict[str, int | None] = field(default_factory=dict)  # names that have changed last, if that is not synced
     history: list[tuple[float, dict[str, int]]] = field(default_factory=list)
-    links: int = 1
     mtime_ns: int = field(default_factory=time.time_ns)
     frozen: bytes | None = None
 
@@ -98,7 +97,7 @@ class _Server:
     def __init__(self, fd: int, behaviour: Misbehaviour) -> None:
         self._fd = fd
         self.behaviour = behaviour
-        self._nodes = {1: _Node(1, stat.S_IFDIR | 0o755, links=2)}
+        self._nodes = {1: _Node(1, stat.S_IFDIR | 0o755)}
         self._next = 2
         self.changes: list[str] = []
         self.snapshots: list[dict[Variant, Tree]] = []
@@ -207,7 +206,7 @@ class _Server:
         directory = self._nodes[parent]
         if name in directory.entries:
             raise OSError(errno.EEXIST, "")
-        node = _Node(self._next, mode, links=2 if stat.S_ISDIR(mode) else 1)
+        node = _Node(self._next, mode)
         self._next += 1
         self._nodes[node.number] = node
         self._enter(directory, name, node.number)
@@ -234,7 +233,7 @@ class _Server:
         size = len(node.data)
         times = (seconds, seconds, seconds, nanoseconds, nanoseconds, nanoseconds)
         return _ATTRIBUTES.pack(
-            node.number, size, -(-size // 512), *times, node.mode, node.links, 0, 0, 0, 4096, 0
+            node.number, size, -(-size // 512), *times, node.mode, 1, 0, 0, 0, 4096, 0
         )  # fmt: skip
 
     def _entry(self, node: _Node) -> bytes:
@@ -288,8 +287,7 @@ class _Server:
         return self._entry(node) + struct.pack("<QII", 0, 0, 0)
 
     def _unlink(self, parent: int, body: bytes) -> bytes:
-        node = self._found(parent, _name(body))
-        node.links -= 1
+        self._found(parent, _name(body))
         self._enter(self._nodes[parent], _name(body), None)
         return b""
 
@@ -310,7 +308,6 @@ class _Server:
                 raise OSError(errno.ENOTEMPTY, "")
             if replaced == node.number:
                 return b""
-            there.links -= 1
         self._enter(self._nodes[destination], new, node.number)
         self._enter(self._nodes[parent], old, None)
         if parent == destination:

@@ -7,7 +7,6 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -16,23 +15,16 @@ from mcore_ckpt import AsyncCallsQueue, SaveOptions, TorchDistSaveStrategy
 from mcore_ckpt.core.errors import CheckpointError
 from tests.support.seeded_state import sharded_state_dict
 
-WAYS: dict[str, dict[str, Any]] = {
-    "in_line": {},
-    "persistent": {"writer": "persistent"},
-    "fork": {"writer": "fork"},
-}
 OPTIONS = SaveOptions(thread_count=2)
 
 
-def use_way(way: str) -> None:
-    """Save so, in this process, from now on."""
-    global OPTIONS
-    OPTIONS = replace(OPTIONS, **WAYS[way])
-
-
-def save_in_line(seed: int, directory: Path) -> None:
+def save(seed: int, directory: Path, way: str) -> None:
+    """In line, or asynchronously by the persistent writer or by a forked one."""
     directory.mkdir(exist_ok=True)
-    dist_checkpointing.save(sharded_state_dict(seed), str(directory), TorchDistSaveStrategy(options=OPTIONS))
+    if way == "in_line":
+        dist_checkpointing.save(sharded_state_dict(seed), str(directory), TorchDistSaveStrategy(options=OPTIONS))
+    else:
+        _save_asynchronously(seed, directory, replace(OPTIONS, writer=way))  # type: ignore[arg-type]
 
 
 class CallbacksRanError(AssertionError):
@@ -41,10 +33,9 @@ class CallbacksRanError(AssertionError):
     """
 
 
-def save_asynchronously(seed: int, directory: Path) -> None:
-    directory.mkdir(exist_ok=True)
+def _save_asynchronously(seed: int, directory: Path, options: SaveOptions) -> None:
     queue = AsyncCallsQueue(persistent=True)
-    strategy = TorchDistSaveStrategy(options=OPTIONS)
+    strategy = TorchDistSaveStrategy(options=options)
     state = sharded_state_dict(seed)
     request = dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True)
     callbacks: list[int] = []

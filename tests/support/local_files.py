@@ -83,9 +83,10 @@ def cached_pages(path: Path) -> int:
 
 
 def drop_cached(path: Path) -> None:
-    """Drop a file's pages from the page cache, as far as they are on the device."""
+    """Drop a file's pages from the page cache."""
     fd = os.open(path, os.O_RDONLY)
     try:
+        os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)

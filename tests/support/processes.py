@@ -1,9 +1,11 @@
-"""Processes, as /proc shows them."""
+"""Processes, as /proc shows them, and waiting for what they do."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -23,3 +25,11 @@ def is_running(pid: int) -> bool:
         return b") Z" not in Path(f"/proc/{pid}/stat").read_bytes() or len(os.listdir(f"/proc/{pid}/task")) > 1
     except OSError:
         return False
+
+
+def until(holds: Callable[[], object], what: str = "it has not happened", within_s: float = 60.0) -> None:
+    """Wait for something. Raises `AssertionError`: `what` is so after so long."""
+    until_s = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < until_s, what
+        time.sleep(0.01)
