@@ -52,20 +52,6 @@ def test_slices_in_any_order_add_up_to_the_crc32_of_the_tensor(
     assert total == zlib.crc32(whole)
 
 
-@given(st.lists(st.integers(1, 6), max_size=3), st.lists(st.integers(0, 216), max_size=4))
-def test_stretches_of_a_flattened_tensor_do_too(shape: list[int], cuts: list[int]) -> None:
-    whole = np.random.default_rng(len(cuts)).integers(0, 256, (*shape, 4), dtype=np.uint8)
-    elements = whole.reshape(-1, 4)
-    bounds = sorted({0, len(elements), *(cut for cut in cuts if cut < len(elements))})
-    total = from_runs = 0
-    box = Box((0,) * len(shape), tuple(shape))
-    for low, high in itertools.pairwise(bounds):
-        content, stretch = elements[low:high], Stretch(tuple(shape), box, low, high - low, 4)
-        total ^= part_of_elements(content.reshape(-1), stretch)
-        from_runs ^= part_of_run(zlib.crc32(content), stretch) or 0
-    assert total == from_runs == zlib.crc32(whole)
-
-
 def test_keys_dtypes_shapes_and_bytes_all_count() -> None:
     assert state_of({}).total == "0" * 32
     base = {"a": TensorFingerprint("float32", (2, 3), 5), "b": TensorFingerprint("float32", (2, 3), 6)}

@@ -43,11 +43,6 @@ def test_every_field_has_a_variable() -> None:
     assert {f.name for f in fields(LoadOptions)} == {*LOAD_VARIABLES}
 
 
-def test_what_is_kept_is_said_by_two_variables() -> None:
-    options = SaveOptions.from_environment({"MCORE_CKPT_KEEP_LAST": "3", "MCORE_CKPT_KEEP_EVERY": "1000"})
-    assert (options.keep_last, options.keep_every) == (3, 1000)
-
-
 @pytest.mark.parametrize(
     ("options", "name", "text", "value"),
     [
@@ -65,9 +60,9 @@ def test_a_variable_sets_its_field_and_nothing_else(options: Any, name: str, tex
 
 
 def test_an_argument_wins_over_the_environment() -> None:
-    environment = {"MCORE_CKPT_THREAD_COUNT": "7", "MCORE_CKPT_KEEP_LAST": "no number"}
+    environment = {"MCORE_CKPT_THREAD_COUNT": "7", "MCORE_CKPT_KEEP_LAST": "no number", "MCORE_CKPT_KEEP_EVERY": "1000"}
     found = SaveOptions.from_environment(environment, thread_count=3, keep_last=4)
-    assert (found.thread_count, found.keep_last) == (3, 4)
+    assert (found.thread_count, found.keep_last, found.keep_every) == (3, 4, 1000)
 
 
 @pytest.mark.parametrize(
@@ -82,11 +77,6 @@ def test_an_argument_wins_over_the_environment() -> None:
 def test_a_bad_variable_is_named(variable: str, text: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         SaveOptions.from_environment({f"MCORE_CKPT_{variable}": text})
-
-
-@pytest.mark.parametrize(("text", "size_bytes"), [("512M", 512 * 1000**2), ("5GiB", 5 * 1024**3), ("1.5G", 1500000000)])
-def test_sizes_are_written_as_for_the_commands(text: str, size_bytes: int) -> None:
-    assert SaveOptions.from_environment({"MCORE_CKPT_STAGING_BUDGET_BYTES": text}).staging_budget_bytes == size_bytes
 
 
 @pytest.mark.parametrize(

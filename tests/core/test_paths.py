@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pickle
 import re
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 import mcore_ckpt
-from mcore_ckpt import LoadOptions, OptionError, SaveOptions
+from mcore_ckpt import OptionError, SaveOptions
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.options import checkpoint_path, is_supported, local_path
 from mcore_ckpt.storage.resolve import storage_at
@@ -109,37 +110,18 @@ def test_all_else_is_local_as_it_was_given(path: str, tmp_path: Path, monkeypatc
         assert local_path(form) == Path(path)
 
 
-ENTRANCES: dict[str, Callable[[Any], object]] = {
-    "writer": mcore_ckpt.FileSystemWriterAsync,
-    "reader": mcore_ckpt.FileSystemReader,
-    "open_checkpoint": mcore_ckpt.open_checkpoint,
-    "optimizer": lambda path: mcore_ckpt.load_sharded_optimizer_state({}, path),
-}
-
-
-@pytest.mark.parametrize("entrance", ENTRANCES)
 @pytest.mark.parametrize("form", [str, Path])
 def test_every_entrance_refuses_an_unknown_store_and_writes_nothing(
-    entrance: str, form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OptionError, match="object store"):
-        ENTRANCES[entrance](form(UNKNOWN))
-    assert os.listdir(tmp_path) == []
-
-
-def test_strategies_refuse_an_unknown_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("megatron.core.dist_checkpointing")
-    monkeypatch.chdir(tmp_path)
-    save = mcore_ckpt.TorchDistSaveStrategy(options=SaveOptions())
-    load = mcore_ckpt.TorchDistLoadStrategy(options=LoadOptions())
-    for form in (str, Path):
-        for use in (
-            lambda path: save.save({}, path),
-            lambda path: load.load({}, path),
-            load.load_sharded_metadata,
-            lambda path: load.remove_sharded_tensors(path, "w"),
-        ):
-            with pytest.raises(OptionError, match="object store"):
-                use(form(UNKNOWN))
+    uses: list[Callable[[Any], object]] = [mcore_ckpt.FileSystemWriterAsync, mcore_ckpt.FileSystemReader]
+    uses += [mcore_ckpt.open_checkpoint, lambda path: mcore_ckpt.load_sharded_optimizer_state({}, path)]
+    if importlib.util.find_spec("megatron"):
+        save, load = mcore_ckpt.TorchDistSaveStrategy(), mcore_ckpt.TorchDistLoadStrategy()
+        uses += [lambda path: save.save({}, path), lambda path: load.load({}, path), load.load_sharded_metadata]
+        uses += [lambda path: load.remove_sharded_tensors(path, "w")]
+    for use in uses:
+        with pytest.raises(OptionError, match="object store"):
+            use(form(UNKNOWN))
     assert os.listdir(tmp_path) == []

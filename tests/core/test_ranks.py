@@ -132,24 +132,6 @@ def test_the_first_cause_is_raised_on_every_rank(method: str, kind: str, class_n
     assert all(reached for *_, reached in outcomes)
 
 
-def _nested(rank: int) -> str:
-    group = coordination_group()
-
-    def inner() -> None:
-        if rank == 1:
-            raise ValueError("once")
-
-    with pytest.raises(SaveError) as caught:
-        group.run("outer", lambda: group.run("inner", inner, wrap=SaveError), wrap=SaveError)
-    return str(caught.value)
-
-
-def test_an_error_that_all_have_is_not_wrapped_again() -> None:
-    messages = run_ranks(_nested, 2)
-    assert messages[0] == messages[1]
-    assert messages[0].count("could not") == 1
-
-
 def _dies(rank: int) -> str:
     group = coordination_group()
     if rank == 1:

@@ -137,9 +137,11 @@ def mutated(seed: bytes, other: bytes, chance: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_mutants(target: str, tmp_path: Path) -> None:
+def test_seeds_and_mutants(target: str, tmp_path: Path) -> None:
     chance = random.Random(time.time_ns() if SECONDS else target)
-    seeds = _seeds()[target] + corpus(target)
+    seeds = _seeds()[target] + [path.read_bytes() for path in sorted((HERE / "corpus" / target).glob("*"))]
+    for content in seeds:
+        _try(target, content, tmp_path)
     ends = time.monotonic() + SECONDS / len(TARGETS)
     count = 0
     while time.monotonic() < ends if SECONDS else count < MUTANTS:
@@ -147,16 +149,6 @@ def test_mutants(target: str, tmp_path: Path) -> None:
         content = mutated(chance.choice(seeds), chance.choice(seeds), chance)
         _try(target, content, tmp_path)
     assert count
-
-
-def corpus(target: str) -> list[bytes]:
-    return [path.read_bytes() for path in sorted((HERE / "corpus" / target).glob("*"))]
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_corpus(target: str, tmp_path: Path) -> None:
-    for content in [*_seeds()[target], *corpus(target)]:
-        _try(target, content, tmp_path)
 
 
 def _try(target: str, content: bytes, directory: Path) -> None:

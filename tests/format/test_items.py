@@ -17,11 +17,7 @@ from hypothesis import strategies as st
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.format import item_layout as item_template
 from mcore_ckpt.format.item_layout import (
-    ITEM_ALIGNMENT,
-    LARGE_TENSOR_BYTES,
-    PAGE_BYTES,
     element_bytes,
-    place,
     tensor_template,
 )
 from mcore_ckpt.format.item_reading import LocatedTensor, RecordSpan, locate_tensor, locate_tensor_in, verify_records
@@ -30,6 +26,7 @@ from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.state.torch_classes import torch_dtype
 from tests.support.encoded_items import encode_tensor
 from tests.support.stored_layouts import rewritten
+from tests.support.stored_layouts import stock_item as saved
 
 OF_THIS_TORCH = [name for name in DTYPES if torch_dtype(name)]
 GIB = 1024**3
@@ -56,12 +53,6 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     start = tensor.storage_offset() * tensor.element_size()
     return whole[start : start + tensor.numel() * tensor.element_size()].numpy().tobytes()
-
-
-def saved(value: object, **options: bool) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer, **options)
-    return buffer.getvalue()
 
 
 def locate_both_ways(item: bytes) -> LocatedTensor:
@@ -116,18 +107,6 @@ def test_the_table_has_every_dtype_that_torch_saves_as_plain_bytes() -> None:
     assert {f"torch.{name}" for name in OF_THIS_TORCH} == {str(dtype) for dtype in savable}
     for name in OF_THIS_TORCH:
         assert DTYPES[name].element_bytes == getattr(torch, name).itemsize
-
-
-@pytest.mark.parametrize("payload_bytes", [0, 63, LARGE_TENSOR_BYTES - 1, LARGE_TENSOR_BYTES, 3 * GIB])
-@pytest.mark.parametrize("pos", [0, 1, 63, 64, 4095, 1 << 40])
-def test_payloads_lie_where_direct_and_mapped_access_want_them(pos: int, payload_bytes: int) -> None:
-    template = tensor_template("uint8", (payload_bytes,))
-    start = place(pos, template)
-    assert pos <= start < pos + template.alignment
-    assert start % ITEM_ALIGNMENT == len(template.head) % ITEM_ALIGNMENT == 0
-    assert (start + len(template.head)) % template.alignment == 0
-    assert template.alignment == (PAGE_BYTES if payload_bytes >= LARGE_TENSOR_BYTES else ITEM_ALIGNMENT)
-    assert place(start, template) == start
 
 
 # ------------------------------------------------------------------------------------------------------ 4 GiB and more

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.load.reader import FileSystemReader, read_shards
 from mcore_ckpt.load.requests import ReadRequest
 from tests.support.kept_log import kept_log
+from tests.support.shards import shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:Casting complex values")
 
@@ -60,21 +60,10 @@ def by_requests(reader: FileSystemReader, into: dict[str, torch.Tensor]) -> None
 
 def by_shards(reader: FileSystemReader, into: dict[str, torch.Tensor]) -> None:
     """As Megatron's strategy, which reads small tensors by the column."""
-
-    def shard(key: str, tensor: torch.Tensor) -> SimpleNamespace:
-        shape = tuple(tensor.shape)
-        return SimpleNamespace(
-            key=key,
-            data=tensor,
-            global_offset=(0,) * len(shape),
-            local_shape=shape,
-            global_shape=shape,
-            prepend_axis_num=0,
-            allow_shape_mismatch=key.endswith("small"),
-            flattened_range=None,
-        )
-
-    read_shards(reader, [shard(*pair) for pair in into.items()])
+    shards = [shard(key, tensor, tuple(tensor.shape), (0,) * tensor.dim()) for key, tensor in into.items()]
+    for each in shards:
+        each.allow_shape_mismatch = each.key.endswith("small")
+    read_shards(reader, shards)
 
 
 def by_dcp(reader: FileSystemReader, into: dict[str, torch.Tensor]) -> None:

@@ -19,19 +19,15 @@ from tests.support.stored_layouts import StoredTensor, load_box, stock_item, wri
 pytestmark = pytest.mark.timeout(60)
 
 ROWS = {"small": 32, "large": 1024}
-
-
-def other_dtype(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int32)
-
-
-def other_shape(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(tensor.shape[1], tensor.shape[0])
+DISGUISES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "another dtype": lambda tensor: tensor.view(torch.int32),
+    "another shape": lambda tensor: tensor.view(tensor.shape[1], tensor.shape[0]),
+}
 
 
 @pytest.mark.parametrize("size", ROWS)
 @pytest.mark.parametrize("item_of", [own_item, stock_item])
-@pytest.mark.parametrize("disguised", [other_dtype, other_shape])
+@pytest.mark.parametrize("disguised", DISGUISES.values(), ids=DISGUISES)
 def test_no_item_is_taken_for_another_one(
     disguised: Callable[[torch.Tensor], torch.Tensor],
     item_of: Callable[[torch.Tensor], bytes],

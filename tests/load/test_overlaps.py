@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from mcore_ckpt import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.load.reader import FileSystemReader
+from tests.support.local_files import drop_cached
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -43,14 +43,6 @@ class OrderPlanner(DefaultLoadPlanner):
         return plan
 
 
-def cold(path: Path) -> None:
-    for file in path.iterdir():
-        fd = os.open(file, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
-
-
 def save(path: Path, state: dict[str, Any], writer: str) -> None:
     if writer == "stock":
         storage_writer = dcp.FileSystemWriter(path, thread_count=2, single_file_per_rank=False)
@@ -70,7 +62,8 @@ def test_the_last_one_stays(
     state |= {"a": torch.full(SIZES[size], 3.0), "embedding": torch.full(SIZES[size], 4.0)}
     save(tmp_path, {**state, "0": ["an object"]}, writer)
     for _ in range(3):
-        cold(tmp_path)
+        for file in tmp_path.iterdir():
+            drop_cached(file)
         found: dict[str, Any] = placed(torch.zeros(SIZES[size]))
         found |= {"a": torch.zeros(SIZES[size]), "0": []}
         planner = OrderPlanner()

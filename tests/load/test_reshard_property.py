@@ -32,12 +32,8 @@ _DTYPES = [
 
 
 def own_item(tensor: torch.Tensor) -> bytes:
-    payload = tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.dim() else _scalar_bytes(tensor)
+    payload = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return encode_tensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), payload)
-
-
-def _scalar_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.reshape(1).view(torch.uint8).numpy().tobytes()
 
 
 def raw(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

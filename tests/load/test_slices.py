@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -86,7 +85,6 @@ def test_a_flipped_bit_inside_a_slice_is_noticed(checkpoint: Path, part: Part, s
     if not part.is_cached:
         if not has_direct_io(checkpoint):
             pytest.skip("this file system has no O_DIRECT")
-        os.sync()
         for file in checkpoint.glob("*.distcp"):
             drop_cached(file)
     with pytest.raises(ChecksumError, match=r"the bytes \[\d+, \d+\) of __0_\d\S*\.distcp have CRC-32"):

@@ -65,17 +65,17 @@ def test_abort_does_not_close_the_file_under_a_write_that_hangs(
     assert open_fds() == before
 
 
+def fail(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 @pytest.mark.parametrize("direct", ["auto", "off"])
 def test_write_errors_name_file_range_and_errno(
     monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path, direct: DirectIo
 ) -> None:
     writer = local.open_writer("file", direct=direct)
-
-    def fail(fd: int, view: memoryview, offset: int) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     monkeypatch.setattr(os, "pwrite", fail)
-    with pytest.raises(SaveError, match=rf"{tmp_path}/file: writing bytes \[4096, 8192\).*ENOSPC") as caught:
+    with pytest.raises(SaveError, match=rf"{tmp_path}/file: writing bytes \[4096, 8192\).*EIO") as caught:
         writer.write(4096, aligned(b"x" * 4096))
     assert isinstance(caught.value.__cause__, OSError)
     writer.abort()
@@ -87,10 +87,6 @@ def test_a_failing_fsync_is_an_error_and_closes_the_file(
     before = open_fds()
     writer = local.open_writer("file")
     writer.write(0, aligned(b"x" * 4096))
-
-    def fail(fd: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", fail)
         with pytest.raises(SaveError, match=r"file: finishing the file at 4096 bytes failed.*EIO"):
@@ -106,10 +102,6 @@ def test_a_failed_publish_keeps_the_old_content(
 ) -> None:
     local.publish(".metadata", b"old")
     before = open_fds()
-
-    def fail(*arguments: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with monkeypatch.context() as patched:
         patched.setattr(os, step, fail)
         with pytest.raises(SaveError, match=r"\.metadata: publishing it failed"):

@@ -22,7 +22,7 @@ from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, Storage
 from mcore_ckpt.storage.resolve import LocalStorage, storage_at
 from tests.support.gcs_server import GcsDirectory
-from tests.support.local_files import MIB, aligned, open_fds, random_bytes
+from tests.support.local_files import MIB, aligned, drop_cached, open_fds, random_bytes
 from tests.support.object_server import S3Directory
 
 
@@ -130,10 +130,7 @@ class StorageConformance(ABC):
                 assert not any(memory[shift + count :]), "bytes behind the view were written"
 
     def drop_cache(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
+        drop_cached(path)
 
     @pytest.mark.parametrize(("offset", "length"), [(5, 6), (-1, 2), (2**62, 2**62)])
     def test_a_range_outside_the_file_is_corruption(
@@ -327,16 +324,6 @@ class StorageConformance(ABC):
 class TestLocalStorage(StorageConformance):
     def make(self, directory: Path) -> Storage:
         return LocalStorage(directory)
-
-    def test_who_reads_is_seen_by_others(self, storage: Storage, directory: Path) -> None:
-        self.put(directory, "file", b"content")
-        other = self.make(directory)
-        assert not other.is_in_use("file")
-        with storage.in_use("file"):
-            with storage.in_use("file"):
-                assert other.is_in_use("file")
-            assert other.is_in_use("file")
-        assert not other.is_in_use("file")
 
 
 class TestLocalStorageThroughThePageCache(StorageConformance):
