@@ -1,4 +1,4 @@
-"""What shards in memory add to the CRC-32 of their tensor: the same under all divisions, and another for other bits."""
+"""What shards in memory add up to under any division: the CRC-32 of their tensor."""
 
 from __future__ import annotations
 

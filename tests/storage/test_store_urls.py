@@ -49,36 +49,25 @@ def test_the_profile_of_the_guide_is_a_bucket(
     assert s3_directory.get("run/file") == b"x"
 
 
-def test_a_profile_of_s3_names_bucket_prefix_server_and_credentials(
-    profiles: Any, s3_directory: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "option"), [("s3", "region_name"), ("gcs", "project_id")])
+def test_a_profile_names_bucket_prefix_server_and_credentials(
+    kind: str, option: str, profiles: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    profile = provider(
-        "s3",
-        base_path=f"{s3_directory.bucket}/{s3_directory.prefix}",
-        endpoint_url="${STORE}",
-        region_name="us-east-1",
-    )
-    keys = {"access_key": os.environ["AWS_ACCESS_KEY_ID"], "secret_key": os.environ["AWS_SECRET_ACCESS_KEY"]}
-    profiles(store={**profile, "credentials_provider": {"type": "S3Credentials", "options": keys}})
-    monkeypatch.setenv("STORE", s3_directory.server)
-    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
+    objects = request.getfixturevalue(f"{kind}_directory")
+    base = f"{objects.bucket}/{objects.prefix}"
+    profile = provider(kind, base_path=base, endpoint_url="${STORE}", **{option: "us-east-1"})
+    if kind == "s3":
+        keys = {"access_key": os.environ["AWS_ACCESS_KEY_ID"], "secret_key": os.environ["AWS_SECRET_ACCESS_KEY"]}
+        profile["credentials_provider"] = {"type": "S3Credentials", "options": keys}
+    profiles(store=profile)
+    monkeypatch.setenv("STORE", objects.server)
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "STORAGE_EMULATOR_HOST"):
+        monkeypatch.delenv(name, raising=False)
     storage = storage_at("msc://store/run")
     storage.publish("file", b"x")
-    assert s3_directory.get("run/file") == b"x"
+    assert objects.get("run/file") == b"x"
     assert storage.path("file") == "msc://store/run/file"
-    assert keys["secret_key"] not in repr(vars(storage))
-
-
-def test_a_profile_of_google_names_bucket_prefix_and_server(
-    profiles: Any, gcs_directory: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = f"{gcs_directory.bucket}/{gcs_directory.prefix}"
-    profiles(store=provider("gcs", base_path=base, project_id="p", endpoint_url="${STORE}"))
-    monkeypatch.setenv("STORE", gcs_directory.server)
-    monkeypatch.delenv("STORAGE_EMULATOR_HOST")
-    storage_at("msc://store/run").publish("file", b"x")
-    assert gcs_directory.get("run/file") == b"x"
+    assert "test-secret" not in repr(vars(storage))
 
 
 @pytest.mark.parametrize(
