@@ -70,7 +70,8 @@ class Difference(NamedTuple):
     """Something that is not as it was saved.
 
     Attributes:
-        what: `"tensor"`, `"object"`, `"common state"`, or `"weight"` (not what its master rounds to).
+        what: `"tensor"`, `"object"`, `"common state"`, `"weight"` (not what its master rounds to), or `"master"` (not
+            what was loaded of it).
         rank: that holds it.
         key: in the checkpoint.
         where: of a tensor, the index of the first element that differs; of an object the path in it.
@@ -332,16 +333,19 @@ def _read_differences(shards: Iterable[Any], reader: FileSystemReader, rank: int
 def _of_weights(
     optimizer: Any, shards: Iterable[Any], chosen: Callable[[str], bool], rank: int
 ) -> Iterator[Difference]:
-    """Weights that are not what their FP32 masters round to."""
-    for number, (weight, master) in enumerate(_pairs(optimizer)):
+    """Weights that are not what their FP32 masters round to, and masters that an offloaded optimizer has not taken."""
+    for number, (weight, master, loaded) in enumerate(_masters(optimizer)):
         is_plain = type(weight) in PLAIN and type(master) in PLAIN and weight.numel() == master.numel()
         if not is_plain or not chosen(f"weight {number}"):
             continue
-        found = first_difference(master.detach().to(weight.dtype), weight)
-        if found is not None:
-            at, expected, got, more = found
-            key = next((shard.key for shard in shards if _lies_in(weight, shard.data)), f"number {number}")
-            yield Difference("weight", rank, key, f"[element {at}]", f"{expected} of its master", f"{got}{more}")
+        of_weight = first_difference(master.detach().to(weight.dtype), weight)
+        is_kept = type(loaded) in PLAIN and loaded.dtype == master.dtype and loaded.numel() == master.numel()
+        of_master = first_difference(loaded, master) if is_kept else None
+        for what, of, found in (("weight", " of its master", of_weight), ("master", "", of_master)):
+            if found is not None:
+                at, expected, got, more = found
+                key = next((shard.key for shard in shards if _lies_in(weight, shard.data)), f"number {number}")
+                yield Difference(what, rank, key, f"[element {at}]", f"{expected}{of}", f"{got}{more}")
 
 
 def _lies_in(part: torch.Tensor, whole: Any) -> bool:
@@ -350,8 +354,10 @@ def _lies_in(part: torch.Tensor, whole: Any) -> bool:
     return 0 <= part.data_ptr() - whole.data_ptr() < whole.nbytes
 
 
-def _pairs(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """Weights, or the rank's parts of them, with their masters, and with the copies of an offloaded optimizer."""
+def _masters(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Weights, or the rank's parts of them, with their masters, and with the copies of an offloaded optimizer. Which
+    masters that trains with is not what it saves before its first step, but what it has loaded.
+    """
     for one in getattr(optimizer, "chained_optimizers", () if optimizer is None else (optimizer,)):
         both = getattr(one, "_get_model_and_main_params_data_float16", None)
         if both is not None and not getattr(one, "is_stub_optimizer", False):
@@ -359,9 +365,11 @@ def _pairs(optimizer: Any) -> Iterator[tuple[Any, Any]]:
                 weights, masters = both()
             except AttributeError:  # that of Megatron-FSDP or of FP32 has none
                 weights, masters = (), ()
-            yield from zip(weights, masters, strict=False)
+            yield from ((weight, master, None) for weight, master in zip(weights, masters, strict=False))
+        inner: Any = getattr(one, "optimizer", None)
         for name in ("param_to_fp32_param", "gpu_params_map_cpu_copy"):
-            yield from dict(getattr(getattr(one, "optimizer", None), name, None) or {}).items()
+            for weight, master in dict(getattr(inner, name, None) or {}).items():
+                yield weight, master, inner.state.get(weight, {}).get("master_param")
 
 
 # --- objects ----------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -151,6 +152,20 @@ def test_what_cannot_be_compared_is_counted(saved: Path, caplog: pytest.LogCaptu
         "shape or class), 1 tensor (not in the checkpoint: new.weight), 1 tensor (--no-load-rng), "
         "1 object (--no-load-rng)"
     )
+
+
+def test_masters_that_an_offloaded_optimizer_has_not_taken_are_named(saved: Path) -> None:
+    """What it saves until its first step is what it has loaded, not what it trains with."""
+    held = state(2)
+    weight = held["rows 0"].data
+    loaded = weight.clone()
+    inner = SimpleNamespace(param_to_fp32_param={weight: weight.clone()}, state={weight: {"master_param": loaded}})
+    assert not certify(held, saved, SimpleNamespace(optimizer=inner), options=RAISE).differing
+    loaded[0, 5] += 1
+    with pytest.raises(
+        LoadError, match=r"1 difference .*: master rows\[element 5\] on rank 0: expected \S+, got \S+\. Do not"
+    ):
+        certify(held, saved, SimpleNamespace(optimizer=inner), options=RAISE)
 
 
 def held_rows(*shares: tuple[Any, int, int]) -> dict[str, Any]:
