@@ -6,6 +6,7 @@ spawn. Nothing happens until `megatron.core` is imported, so that the processes 
 Environment:
     LAUNCH_RECORD: folder for `rank<N>.jsonl`, one line for each event; no recording where it is not set.
     LAUNCH_KILL: `rank:event:iteration`; that rank ends itself by SIGKILL when it has recorded this event.
+    LAUNCH_FAULT: name of one of `_FAULTS`, what Megatron once did wrong after a load, on rank 1.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def _pretend_cuda() -> None:
     assert spec is not None
     assert spec.loader is not None
     support = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = support  # an optimizer that is offloaded saves the classes of its parts
     spec.loader.exec_module(support)
     support.pretend_cuda()
     _keep_generator_from_data_loader()
@@ -100,6 +102,15 @@ def _without_engine(module: Any) -> None:
     """0.16 asks for this name of Transformer Engine where that is not installed, too, and never defines it there."""
     if not hasattr(module, "te_general_gemm"):
         module.te_general_gemm = None
+
+
+def _splits_are_numbers(module: Any) -> None:
+    """How many tokens go where stays a tensor on a CPU, which gloo refuses; from a GPU it comes as numpy has it."""
+
+    def move(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+        return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
+
+    module.maybe_move_tensor_to_cpu = move
 
 
 def _loads_float32(module: Any) -> None:
@@ -183,10 +194,78 @@ def _record_queue(module: Any) -> None:
     _record_methods(queue, ("maybe_finalize_async_calls",), finalized)
 
 
+def _norms_of_sequences(module: Any) -> None:
+    """Sequence parallelism needs of a norm only the mark by which Megatron adds the gradients of its ranks."""
+    import copy
+
+    make = module.WrappedTorchNorm.__new__
+
+    def make_marked(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        alone = copy.copy(config)
+        alone.sequence_parallel = False
+        norm = make(cls, alone, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    module.WrappedTorchNorm.__new__ = make_marked
+
+
+def _offloads(module: Any) -> None:
+    """To the optimizer that is offloaded all parameters are on a GPU: it copies them to the host."""
+    import torch
+
+    divide = module.HybridDeviceOptimizer._get_sub_optimizer_param_groups
+
+    def divide_as_on_gpu(self: Any, offload_fraction: float) -> Any:
+        given = {id(one) for group in self.param_groups for one in group["params"]}
+        torch.Tensor.is_cuda = property(lambda tensor: id(tensor) in given)  # type: ignore[assignment,misc]
+        try:
+            return divide(self, offload_fraction)
+        finally:
+            del torch.Tensor.is_cuda
+
+    module.HybridDeviceOptimizer._get_sub_optimizer_param_groups = divide_as_on_gpu
+
+
+def _never_gathers(module: Any) -> None:
+    """Muon's distributed optimizer does not send what its ranks have loaded: weights of other ranks stay initial."""
+    optimizer = module.LayerWiseDistributedOptimizer
+    begin, load = optimizer.__init__, optimizer.load_state_dict
+
+    def begin_and_note(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        parameters = [parameter for chunk in self.model_chunks for parameter in chunk.parameters()]
+        chosen = [one for one in parameters if module.is_managed_by_layer_wise_optimizer(one)]
+        self.initial = [(one, one.detach().clone()) for one in chosen]
+
+    def load_alone(self: Any, state_dict: Any) -> None:
+        load(self, state_dict)
+        own = {id(one) for inner in self.chained_optimizers for group in inner.float16_groups for one in group}
+        for parameter, initial in self.initial:
+            if id(parameter) not in own:
+                parameter.data.copy_(initial)
+
+    optimizer.__init__, optimizer.load_state_dict = begin_and_note, load_alone
+
+
+def _keeps_masters(module: Any) -> None:
+    """The optimizer that is offloaded does not take its FP32 masters from what it has loaded."""
+    _offloads(module)
+    module.HybridDeviceOptimizer._update_fp32_params_by_new_state = lambda self: None
+
+
+_FAULTS = {
+    "gather": ("megatron.core.optimizer.layer_wise_optimizer", _never_gathers),
+    "masters": ("megatron.core.optimizer.cpu_offloading.hybrid_optimizer", _keeps_masters),
+}
 _AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "megatron.core.datasets.utils": _without_build,
     "megatron.legacy.fused_kernels": _without_build,
     "megatron.core.transformer.moe.moe_utils": _without_engine,
+    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": _offloads,
+    "megatron.core.transformer.moe.token_dispatcher": _splits_are_numbers,
+    "megatron.core.transformer.torch_norm": _norms_of_sequences,
     "megatron.core.optimizer.distrib_optimizer": _loads_float32,
     "megatron.training.training": _record_losses,
     "megatron.core.dist_checkpointing.strategies.torch": _record_strategies,
@@ -194,6 +273,9 @@ _AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "mcore_ckpt.megatron.strategy": _record_strategies,
     "mcore_ckpt.save.async_queue": _record_queue,
 }
+
+if os.environ.get("LAUNCH_FAULT") and os.environ.get("RANK") == "1":
+    _AFTER_IMPORT.update([_FAULTS[os.environ["LAUNCH_FAULT"]]])
 
 
 class _AroundImport(MetaPathFinder):
