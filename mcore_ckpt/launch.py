@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _run_script(target[0])
     except RuntimeError as error:
-        from mcore_ckpt.megatron.strategy import advise_on
+        from mcore_ckpt.megatron.layout_advice import advise_on
 
         advise_on(error)
         raise

@@ -20,8 +20,9 @@ from mcore_ckpt.commands._shell import (
     one_line,
     table,
 )
-from mcore_ckpt.core.console import counted, human_bytes
+from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.core.progress import human_bytes
 
 if TYPE_CHECKING:
     from mcore_ckpt.load.checks import Problem

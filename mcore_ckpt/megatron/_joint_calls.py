@@ -32,7 +32,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import LoadError, OptionError, PlanError, SaveError
+from mcore_ckpt.core.errors import LoadError, PlanError, SaveError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, reached_every_rank
 from mcore_ckpt.format.index import CheckpointIndex
@@ -131,13 +131,15 @@ def join(options: LoadOptions, goes_back: bool, arguments: dict[str, Any]) -> Jo
     if not (differences().all_ranks_load or validates or gathers or goes_back or is_wrapped):
         return None
     group = coordination_group(arguments.get("process_group"))
-    _check_all_agree(goes_back, options, group)
     last: _Exchange = "options"
     if validates or gathers:
         last = "check" if validates else "sync"
     if is_ours(strategy):
         last = "load"
     joint = JointLoad(group, is_wrapped and dist.get_world_size(strategy.parallelization_group) > 1, last)
+    # Ranks that go back or certify otherwise exchange other things, and one alone would wait for ever.
+    with carrying({"on_damaged": "go_back" if goes_back else "raise", "certify": options.certify}):
+        joint.sync()
     joint.has_made("options")
     return joint
 
@@ -153,23 +155,6 @@ def is_ours(strategy: Any) -> bool:
     """Whether a strategy of this package loads, behind a wrapper or not; None: the one that Megatron takes."""
     strategy = unwrapped(strategy)
     return strategy is None or isinstance(getattr(strategy, "options", None), LoadOptions)
-
-
-def _check_all_agree(goes_back: bool, options: LoadOptions, group: RankGroup) -> None:
-    """Raise `OptionError` on all ranks unless all go back and certify alike: those that do otherwise exchange
-    other things, and one alone would wait for ever.
-    """
-    values = [int(goes_back), ("off", "sample", "warn", "raise").index(options.certify)]
-    maxima = group.maximum("compare the options of a load", values + [-value for value in values], wrap=LoadError)
-    named = {"on_damaged": "go_back" if goes_back else "raise", "certify": options.certify}
-    for (name, value), highest, negated_lowest in zip(
-        named.items(), maxima[: len(values)], maxima[len(values) :], strict=True
-    ):
-        if highest != -negated_lowest:
-            raise OptionError(
-                f"{name} is {value!r} on rank {group.rank} of the load, and another on others: set "
-                f"MCORE_CKPT_{name.upper()} alike on all hosts, or nowhere"
-            )
 
 
 def synced_load(stock: Any) -> Any:

@@ -8,8 +8,6 @@ them, `nvrx.py` has the async queues.
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -18,10 +16,9 @@ from typing import Any
 
 from mcore_ckpt import __version__
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import CheckpointNotFoundError, UnsupportedMegatronError
-from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, is_supported, unknown_variables
+from mcore_ckpt.core.errors import UnsupportedMegatronError
+from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, unknown_variables
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.format.metadata_read import INTEGRITY_FILE, METADATA_FILE
 from mcore_ckpt.megatron import nvrx
 from mcore_ckpt.megatron._fully_parallel import as_agreed, distributing
 from mcore_ckpt.megatron._joint_calls import checking, noting, synced_load
@@ -50,8 +47,6 @@ from mcore_ckpt.megatron.serialization import (
     save_common,
     save_config,
 )
-from mcore_ckpt.storage.base import Storage
-from mcore_ckpt.storage.resolve import storage_at
 
 logger = logger_of("mcore_ckpt")
 
@@ -143,7 +138,7 @@ def _replace_all() -> None:
         "core.maybe_load_config": config_in_place,
         "validation.determine_global_metadata": noting,
         "validation.validate_sharding_integrity": checking,
-        "validation.save_integrity_manifest": _of_what_belongs_to_it,
+        "validation.save_integrity_manifest": _save_integrity_manifest,
     }
     _check_contract()
     nvrx.supply(patches)
@@ -193,6 +188,16 @@ def _remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:
         remove_tensors(checkpoint_path(checkpoint_dir), key_prefix)
 
 
+def _save_integrity_manifest(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(stock)
+    def save_integrity_manifest(checkpoint_dir: Any) -> None:
+        from mcore_ckpt.megatron._integrity_file import write_integrity_file
+
+        write_integrity_file(stock, checkpoint_dir)
+
+    return save_integrity_manifest
+
+
 def announce(text: str, *values: object) -> None:
     """Say on rank 0 what is in force; also where no logging has been set up: the swap must not be silent."""
     if int(os.environ.get("RANK", "0")) != 0:
@@ -209,44 +214,3 @@ def announce(text: str, *values: object) -> None:
     if own is not None:
         named.removeHandler(own)
     named.setLevel(level)
-
-
-# --- integrity.json --------------------------------------------------------------------------------------------------
-
-# From 0.17 on (`--verify-integrity`): the SHA-256 of each file of a checkpoint. Megatron sums up whatever lies in the
-# directory. Some of that is no part of the checkpoint: it changes later, goes, or is in no copy, and each of these
-# would make every later load fail.
-
-_PIECE_BYTES = 8 * 1024 * 1024
-
-
-def _of_what_belongs_to_it(stock: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(stock)
-    def save_integrity_manifest(checkpoint_dir: Any) -> None:
-        with MegatronErrors():
-            if not is_supported(checkpoint_dir):
-                return stock(checkpoint_dir)
-            from mcore_ckpt.directory.copying import own_files
-
-            directory = checkpoint_path(checkpoint_dir)
-            storage = storage_at(directory)
-            version = storage.version(METADATA_FILE)
-            try:
-                names = own_files(directory)
-            except CheckpointNotFoundError:  # of another format
-                return stock(checkpoint_dir)
-            sums = {name: _sha256(storage, name) for name in sorted(names) if name != INTEGRITY_FILE}
-            if storage.version(METADATA_FILE) == version:  # else they are of a checkpoint that was replaced
-                content = json.dumps({"algorithm": "sha256", "files": sums}, indent=2)
-                storage.publish(INTEGRITY_FILE, content.encode())
-            return None
-
-    return save_integrity_manifest
-
-
-def _sha256(storage: Storage, name: str) -> str:
-    found = hashlib.sha256()
-    with storage.open_reader(name, direct="off") as reader:
-        for at in range(0, reader.size_bytes, _PIECE_BYTES):
-            found.update(reader.read(at, min(_PIECE_BYTES, reader.size_bytes - at)))
-    return found.hexdigest()

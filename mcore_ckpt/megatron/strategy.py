@@ -12,15 +12,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +29,6 @@ from mcore_ckpt.core.errors import KindMismatchError, LoadError, OptionError, St
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host
 from mcore_ckpt.core.process import run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, interrupts_wait_for_others, without_modes
-from mcore_ckpt.directory.in_force import iteration_of
-from mcore_ckpt.format.index import CheckpointIndex, is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.load.files import ReadStats
 from mcore_ckpt.load.ranges import batches
@@ -460,6 +457,8 @@ def _load(reader: FileSystemReader, sharded_state_dict: dict[str, Any]) -> dict[
             keys = (leaf.unique_key for leaf in wanted if is_sharded_object(leaf))
             objects = _ObjectsInTurn(reader.read_objects(keys, own_version))
     except LoadError as error:
+        from mcore_ckpt.megatron.layout_advice import advice_on
+
         if advice := advice_on(reader.path, reader.index, [leaf for leaf in wanted if is_sharded_tensor(leaf)]):
             error.args = (f"{error}{advice}",)
         raise
@@ -596,46 +595,3 @@ def _quantize(quantized: torch.Tensor, wide: torch.Tensor) -> None:
         quantized.copy_(wide)
         if amax is not None and kept is not None:
             amax.copy_(kept)
-
-
-# --- optimizer state of another layout --------------------------------------------------------------------------------
-
-# `dp_reshardable` state is flat buckets of TP, PP and EP. What Megatron-LM proposes there, an option of the next save,
-# does not help the checkpoint that is there.
-
-# In Megatron-LM's message; its training code raises it before anything is loaded by this package.
-_MEGATRONS_WORDS: Final = "not supported for DistributedOptimizer with sharding type dp_"
-_LAYOUT: Final = "fully_reshardable"
-
-
-def advise_on(error: BaseException) -> None:
-    """Put a line below Megatron-LM's error, if it is of such state: how the checkpoint that is there can be loaded."""
-    if _MEGATRONS_WORDS not in str(error):
-        return
-    arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    run = str(getattr(arguments, "load", None) or "RUN")
-    line = f"mcore_ckpt: that option does not help here. {_conversion(run, getattr(arguments, 'ckpt_step', None))}"
-    if sys.version_info >= (3, 11):
-        error.add_note(line)
-    else:
-        _logger.error("%s", line)
-
-
-def advice_on(checkpoint: Path, index: CheckpointIndex, shards: Iterable[Any]) -> str:
-    """What a load's error says, too, if flat buckets were requested of another layout than the stored; or nothing."""
-    stored = index.tensors
-    wanted = {shard.key: tuple(shard.global_shape) for shard in shards if is_flat_bucket(shard.key)}
-    if all(key in stored and stored[key].shape == shape for key, shape in wanted.items()):
-        return ""
-    step = iteration_of(checkpoint.name)
-    return (
-        ". The optimizer's state is flat buckets (dp_reshardable) of the TP, PP and EP that saved it. "
-        + _conversion(str(checkpoint if step is None else checkpoint.parent), step)
-    )
-
-
-def _conversion(run: str, step: int | None) -> str:
-    """The conversion of a run, or of one of its checkpoints, as a command; and what the job loads then."""
-    name, chosen = ("", "") if step is None else (f"/iter_{step:07d}", f" --ckpt-step {step}")
-    words = shlex.join(["mcore-ckpt", "reshard", run + name, f"{run}-{_LAYOUT}{name}", "--optimizer-layout", _LAYOUT])
-    return f"Convert it, for any layout: {words}; then --load {shlex.quote(f'{run}-{_LAYOUT}')}{chosen}"

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from mcore_ckpt.core.console import human_bytes
 from mcore_ckpt.core.errors import LoadError, OptionError
 from mcore_ckpt.core.process import free_host_bytes
+from mcore_ckpt.core.progress import human_bytes
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.models.families._registry import family_named

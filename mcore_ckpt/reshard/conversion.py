@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError
+from mcore_ckpt.core.progress import Progress
 from mcore_ckpt.directory.index_changes import bind_common_file
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index

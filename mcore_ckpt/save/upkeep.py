@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from mcore_ckpt.core.console import human_bytes, logger_of
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions, checkpoint_path
 from mcore_ckpt.core.process import (
@@ -37,6 +37,7 @@ from mcore_ckpt.core.process import (
     leave_signals_to_parent,
     lower_priority,
 )
+from mcore_ckpt.core.progress import human_bytes
 from mcore_ckpt.directory.copying import SupersededError, drain, give_up, there_now, undrained
 from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.directory.in_force import is_in_force, iteration_of, noted_saves, tracked_name

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore_ckpt.megatron.strategy import advise_on
+from mcore_ckpt.megatron.layout_advice import advise_on
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 
 _BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.param"

@@ -38,7 +38,7 @@ def two_saves(directory: Path, iteration: int = 2) -> tuple[Path, Callable[[], N
 def replaced_between(rank: int, directory: Path) -> list[str]:
     """The messages of loads of a checkpoint that is replaced behind the common state, and behind rank 0's load."""
     dist_checkpointing = installed()
-    from mcore_ckpt.megatron import _joint_calls, strategy
+    from mcore_ckpt.megatron import serialization, strategy
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
 
     messages = []
@@ -68,17 +68,18 @@ def replaced_between(rank: int, directory: Path) -> list[str]:
             replace()
             done.touch()
 
-    agree: Any = _joint_calls._check_all_agree
+    join: Any = serialization.join
 
-    def agree_and_wait(*args: Any) -> None:
-        agree(*args)
+    def join_and_wait(*args: Any) -> Any:
+        joint = join(*args)
         until_s = time.monotonic() + DEADLINE_S
         while rank == 1 and not done.exists() and time.monotonic() < until_s:
             time.sleep(0.01)
+        return joint
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(strategy, "check_common", replace_behind)
-        patched.setattr(_joint_calls, "_check_all_agree", agree_and_wait)
+        patched.setattr(serialization, "join", join_and_wait)
         with pytest.raises(LoadError) as raised:
             dist_checkpointing.load(state(0), str(named), validate_access_integrity=False)
     messages.append(str(raised.value))

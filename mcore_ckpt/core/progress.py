@@ -1,0 +1,111 @@
+"""What a person sees on a terminal: a bar over long work, sizes in a few digits. Commands show them; a job does not.
+
+`rich` is imported when the first bar is drawn, and only then.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any, Final, TypeVar
+
+from mcore_ckpt.core.console import end_aside, is_stuck, start_aside
+
+P = TypeVar("P", bound="Progress")
+
+# A bar comes when a person has waited so long, and moves that often.
+_BAR_PERIOD_S: Final = 0.1
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream is a terminal. It may be None, closed, or an object with `write` and `flush` only."""
+    try:
+        return bool(stream.isatty())
+    except Exception:  # noqa: BLE001  (a stream of the program's own may raise anything)
+        return False
+
+
+class Progress:
+    """A bar over a known number of bytes; a context manager. `advance` may be called from any thread.
+
+    `shown`: None shows the bar if standard error is a terminal; False never does.
+    """
+
+    def __init__(self, what: str, total_bytes: int, *, shown: bool | None = None) -> None:
+        self.done_bytes = 0
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._what = what
+        self._total_bytes = total_bytes
+        self._shown = is_terminal(sys.stderr) if shown is None else shown
+
+    def advance(self, nbytes: int) -> None:
+        """`nbytes` more are done."""
+        with self._lock:
+            self.done_bytes += nbytes
+
+    def __enter__(self: P) -> P:
+        if self._shown and not is_stuck():
+            self._ended.clear()
+            self._thread = start_aside(self._draw)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
+            self._ended.set()
+            end_aside(self._thread)
+            self._thread = None
+
+    def _draw(self) -> None:
+        if self._ended.wait(_BAR_PERIOD_S):
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import Progress as Bar
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        # What the job prints meanwhile must not wait for the terminal of the bar: its streams stay its own.
+        bar = Bar(
+            *columns,
+            console=Console(stderr=True),
+            transient=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        with bar:
+            task = bar.add_task(self._what, total=self._total_bytes)
+            while not self._ended.wait(_BAR_PERIOD_S):
+                bar.update(task, completed=self.done_bytes, refresh=True)
+
+
+# An index may claim any shape: so much is still a floating-point number.
+_MANY = 10**300
+_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+
+
+def human_bytes(nbytes: int) -> str:
+    """Decimal units, three digits: `1.53 GB`."""
+    value = float(min(nbytes, _MANY))
+    for unit in _UNITS:
+        if abs(value) < 1000 or unit == _UNITS[-1]:
+            return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+        value /= 1000
+    raise AssertionError("unreachable: the last unit takes everything")
+
+
+def human_count(count: int) -> str:
+    """`8.03 B` parameters and the like."""
+    value = float(min(count, _MANY))
+    for unit in ("", " K", " M", " B"):
+        if abs(value) < 1000 or unit == " B":
+            return f"{value:.3g}{unit}" if unit else str(count)
+        value /= 1000
+    raise AssertionError("unreachable: the last unit takes everything")
