@@ -24,7 +24,6 @@ from mcore_ckpt.format.tensor_pickle import (
     FileTensor,
     NotPlainTensorError,
     WrongArgumentsError,
-    read_tensor_pickle,
 )
 from mcore_ckpt.format.zip_records import (
     DIRECTORY_ENTRY,
@@ -226,13 +225,10 @@ def _content(archive: Archive, record: ZipRecord) -> bytes:
 
 
 def _read_pickle(archive: Archive, record: ZipRecord) -> FileTensor:
+    from mcore_ckpt.format.state_file import tensor_of  # of others' items; ours are found by their form
+
     pickled = _content(archive, record)
     try:
-        usual = read_tensor_pickle(pickled)
-        if usual is not None:
-            return usual
-        from mcore_ckpt.format.state_file import tensor_of
-
         return tensor_of(pickled)
     except NotPlainTensorError as error:
         raise NotRangeable(f"{archive.item.where}: not the pickle of one plain tensor: {error}") from error

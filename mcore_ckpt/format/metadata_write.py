@@ -210,7 +210,8 @@ class MetadataEncoder:
         content = b"\x80\x04" + _PACK_FRAME(b"\x95", len(body)) + body
         if manifest is None:
             return content
-        details = {"storage_meta": meta, "version": self._version}
+        # (The last is what earlier versions of this package ask for.)
+        details = {"storage_meta": meta, "version": self._version, "has_local_plans": False}
         return with_manifest(content, self._with_columns(manifest, objects, rename, details))
 
     def _with_columns(

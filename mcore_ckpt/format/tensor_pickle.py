@@ -2,16 +2,13 @@
 
 A tensor's pickle (`data.pkl`) is a short program that calls `_rebuild_tensor_v2` (dtypes that have a legacy storage
 class) or `_rebuild_tensor_v3` (all newer ones) with the storage, offset, sizes and strides. To emit it is
-concatenation. A regular expression reads the usual one; any other goes through the restricted unpickler
-(`state_file.py`). Nothing of torch is imported or called.
+concatenation; the restricted unpickler reads it (`state_file.py`). Nothing of torch is imported or called.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -204,78 +201,8 @@ MAX_PICKLE_BYTES = 16 * 1024
 """More than the pickle of a tensor with 64 axes takes."""
 
 
-def numbers_at(pickle: bytes, position: int) -> tuple[int, ...]:
-    """The ints that a pickle pushes from `position` on, up to the first opcode of another kind (or the end)."""
-    numbers = []
-    stop = len(pickle)
-    while position < stop:
-        opcode = pickle[position]
-        if opcode == 0x4B:  # BININT1
-            number_at, position = position + 1, position + 2
-        elif opcode == 0x4D:  # BININT2
-            number_at, position = position + 1, position + 3
-        elif opcode == 0x4A:  # BININT
-            number_at, position = position + 1, position + 5
-        elif opcode == 0x8A:  # LONG1
-            number_at = position + 2
-            position = number_at + int.from_bytes(pickle[position + 1 : number_at], "little")
-        else:
-            break
-        numbers.append(int.from_bytes(pickle[number_at:position], "little", signed=position - number_at > 2))
-    return tuple(numbers)
-
-
 class NotPlainTensorError(WrongArgumentsError):
     """The pickle is of something else than one C-contiguous tensor; the message says of what."""
-
-
-# A checkpoint has many tensors of the same dtype and shape.
-@lru_cache(maxsize=4096)
-def read_tensor_pickle(pickle: bytes) -> FileTensor | None:
-    """The tensor of a pickle as `torch.save` usually writes it; None for any other. Raises `NotPlainTensorError`, where
-    decoding may help, or `WrongArgumentsError` for a tensor that cannot be.
-    """
-    if len(pickle) > MAX_PICKLE_BYTES:
-        raise NotPlainTensorError(f"it has {len(pickle)} bytes, more than any tensor needs")
-    usual = _USUAL.fullmatch(pickle)
-    return None if usual is None else _read_usual(usual)
-
-
-# ---------------------------------------------------------------------------------------- the program torch.save writes
-
-# A regular expression reads the usual program several times as fast as the unpickler, which keeps loads of many small
-# tensors of other writers fast. Every opcode of a number fixes its length, so a match is a parse.
-_NUMBER = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7}|\x8a\x08.{8})"
-_NUMBERS = rb"(?:\)|(?:" + _NUMBER + rb"){1,3}[\x85-\x87]q.|\((?:" + _NUMBER + rb"){4,64}tq.)"
-_NAME = rb"(\w{1,40})\n"
-_USUAL = re.compile(
-    rb"\x80\x02ctorch\._utils\n_rebuild_tensor_v([23])\nq\x00\(\(X\x07\x00\x00\x00storageq\x01"
-    rb"ctorch(\.storage|)\n" + _NAME + rb"q\x02X\x01\x00\x00\x00(\d)q\x03"
-    rb"X(?:\x03\x00\x00\x00cpu|\x06\x00\x00\x00cuda:\d)q\x04(" + _NUMBER + rb")tq\x05Q"
-    rb"(" + _NUMBER + rb")(" + _NUMBERS + rb")(" + _NUMBERS + rb")[\x88\x89]"
-    rb"ccollections\nOrderedDict\nq.\)Rq.(?:ctorch\n" + _NAME + rb"q.)?tq.Rq.\.",
-    re.DOTALL,
-)
-
-
-def _read_usual(match: re.Match[bytes]) -> FileTensor | None:
-    """The tensor of a program that `_USUAL` matches; None if its parts do not fit each other."""
-    version, module, storage_class, key, length, offset, sizes, strides, name = match.groups()
-    if (version, module) == (b"2", b"") and name is None:
-        dtype = DTYPE_OF_STORAGE.get(storage_class.decode())
-    elif (version, module, storage_class) == (b"3", b".storage", b"UntypedStorage") and name is not None:
-        dtype = name.decode() if name.decode() in DTYPES else None
-    else:
-        return None
-    if dtype is None:
-        return None
-    shape, steps = numbers_at(sizes, sizes[0] == 0x28), numbers_at(strides, strides[0] == 0x28)  # after a MARK
-    for numbers, program in ((shape, sizes), (steps, strides)):
-        if 1 <= len(numbers) <= 3 and program[-3] != 0x84 + len(numbers):
-            return None
-    (count,), (first,) = numbers_at(length, 0), numbers_at(offset, 0)
-    storage = StorageReference(key.decode(), dtype, count * (1 if name else DTYPES[dtype].element_bytes))
-    return contiguous(described(storage, dtype, first, shape, steps))
 
 
 # ------------------------------------------------------------------------------------------------ tensors in storages

@@ -8,11 +8,10 @@ one behind it. So a load reads complete blocks.
 
 from __future__ import annotations
 
-import itertools
-import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import PurePath
 
 import numpy as np
@@ -98,15 +97,15 @@ def check_apart(index: CheckpointIndex) -> None:
     """
     if _are_apart(index):
         return
-    bounds: dict[str, tuple[list[int], list[int]]] = {}
-    for _, _, item in _read_items(index):
-        starts, stops = bounds.setdefault(item.file, ([], []))
-        starts.append(item.offset)
-        stops.append(item.offset + item.length)
-    for file, (starts, stops) in bounds.items():
-        # Ranges are apart exactly if, sorted each by itself, every stop comes before the next start.
-        if not all(map(operator.le, sorted(stops), itertools.islice(sorted(starts), 1, None))):
-            raise _overlap(index, file)
+    in_order = sorted(_read_items(index), key=lambda stored: stored[2][:2])
+    for pair in pairwise(in_order):
+        before, item = pair[0][2], pair[1][2]
+        if before.file == item.file and item.offset < before.offset + before.length:
+            names = (item_name(fqn, own) if chunk is None else chunk_name(fqn, chunk) for fqn, chunk, own in pair)
+            raise CorruptCheckpointError(
+                f"{index.path}: {' and '.join(names)} are said to be stored in the same bytes, so one of the two is "
+                f"not: the index is damaged; {IF_DAMAGED}"
+            )
 
 
 def _are_apart(index: CheckpointIndex) -> bool:
@@ -141,23 +140,6 @@ def _read_items(index: CheckpointIndex) -> Iterator[tuple[str, StoredChunk | Non
                 yield fqn, chunk, chunk.item
     for fqn, stored in index.objects.items():
         yield fqn, None, stored.item
-
-
-def _overlap(index: CheckpointIndex, file: str) -> CorruptCheckpointError:
-    inside = sorted(
-        (item.offset, item.offset + item.length, item_name(fqn, item) if chunk is None else chunk_name(fqn, chunk))
-        for fqn, chunk, item in _read_items(index)
-        if item.file == file
-    )
-    reaching = inside[0]  # the one that reaches furthest of those before
-    for following in inside[1:]:
-        if following[0] < reaching[1]:
-            break
-        reaching = max(reaching, following, key=operator.itemgetter(1))
-    return CorruptCheckpointError(
-        f"{index.path}: {reaching[2]} and {following[2]} are said to be stored in the same bytes, so one of the"
-        f" two is not: the index is damaged; {IF_DAMAGED}"
-    )
 
 
 def check_located(

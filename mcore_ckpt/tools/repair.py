@@ -36,7 +36,7 @@ from mcore_ckpt.format.metadata_read import (
     read_small_file,
 )
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.load.checks import ItemCheck, Problem, check_item, read_table
+from mcore_ckpt.load.checks import ItemCheck, Problem, check_item, checks_of, read_table
 from mcore_ckpt.storage.base import RangeReader
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory
@@ -167,7 +167,7 @@ def _repair(report: VerifyReport, damaged: _Damaged, copy: Path, progress: bool 
             found = replace(found, problems=(*found.problems, *report.problems))
     else:
         index = read_index(directory, strict=False)
-    checks = _checks(index)
+    checks = {(check.fqn, check.item.file, check.item.offset): check for check in checks_of(index)}
     if _is_same_save(index, checks, good_index):
         repaired += _replace_files(report.problems, damaged, copy, index)
         with Progress("repair", sum(problem.length or 0 for problem in report.problems), shown=progress) as bar:
@@ -210,16 +210,6 @@ def _take_index(damaged: _Damaged, copy: Path, progress: bool | None) -> tuple[V
     index = parse_index(content, str(damaged.path))
     damaged.publish_index(content)
     return report, index
-
-
-def _checks(index: CheckpointIndex) -> _Checks:
-    found: _Checks = {}
-    for fqn, entry in index.tensors.items():
-        for chunk in entry.chunks:
-            found[fqn, chunk.item.file, chunk.item.offset] = ItemCheck(fqn, chunk.item, entry, chunk)
-    for fqn, obj in index.objects.items():
-        found[fqn, obj.item.file, obj.item.offset] = ItemCheck(fqn, obj.item)
-    return found
 
 
 def _end_of_file(name: str, copy: Path, index: CheckpointIndex) -> tuple[int, bytes] | None:
