@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE =
 # What mkdocs-material says at each start of another generator of sites.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help venv demo test test-quick test-all test-mutants test-flips test-crash test-stores test-bridge test-matrix layers pictures docs site dist lint format bench bench-tools clean
+.PHONY: help venv demo test test-quick test-all test-mutants test-flips test-crash test-stores test-bridge test-matrix layers pictures site dist lint format bench bench-tools clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -75,9 +75,6 @@ test-bridge: $(INSTALLED)  ## the real Megatron-Bridge 0.6.2 on two ranks; with 
 
 test-matrix: $(INSTALLED)  ## every supported megatron-core version (needs Python 3.12 besides the usual one)
 	scripts/test_matrix.sh $(ARGS)
-
-docs: site  ## the site below build/site, strictly, and the test that strict means strict
-	$(BIN)/python -m pytest -q -m '' tests/site
 
 site: $(VENV)/docs.stamp  ## the site below build/site, strictly
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m mkdocs build --quiet

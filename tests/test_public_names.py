@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 import mcore_ckpt
 from mcore_ckpt.commands.cli import main
+from scripts import site_pages
 
 PUBLIC = """
     AsyncCallsQueue Certificate Checkpoint CheckpointError CheckpointExistsError CheckpointNotFoundError
@@ -57,6 +59,12 @@ def test_the_list_is_exact() -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_name_can_be_imported(name: str) -> None:
     assert inspect.getdoc(getattr(mcore_ckpt, name))
+
+
+def test_each_stands_on_one_page_of_the_site() -> None:
+    pages = site_pages.reference().values()
+    shown = [name for page in pages for name in re.findall(r"^::: mcore_ckpt\.(\w+)$", page, re.MULTILINE)]
+    assert sorted(shown) == sorted({*PUBLIC} - {"__version__"})
 
 
 def test_without_megatron_all_can_be_imported_but_what_needs_it_and_that_says_so() -> None:

@@ -6,16 +6,14 @@ import json
 import re
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.hosts.hosts import ROOT, Host, missing_reason, running_hosts, torchrun
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = [
     pytest.mark.long,

@@ -11,8 +11,6 @@ import re
 import shutil
 from pathlib import Path
 
-__all__ = ["without_own_async"]
-
 _PARTS = ("megatron", "pretrain_gpt.py", "gpt_builders.py", "model_provider.py")
 _CHECKPOINTING = "megatron/core/dist_checkpointing"
 _GONE = ("async_utils", "filesystem_async", "cached_metadata_filesystem_reader", "state_dict_saver")

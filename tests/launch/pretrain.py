@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["ARGUMENTS", "ROOT", "Launched", "Side", "launch", "megatron_lm", "missing_reason", "tracked_iteration"]
-
 Side = Literal["stock", "ours"]
 ROOT = Path(__file__).resolve().parents[2]
 SITE = Path(__file__).resolve().parent / "site"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.launch.pretrain import Launched, launch, tracked_iteration
 from tests.launch.variants import ASYNC, Variant, assert_whole, command_line, environment, trained
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.models.logits import check_logits
 from tests.launch.pretrain import launch, tracked_iteration
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytest.importorskip("transformers", reason="transformers runs what was exported: pip install 'mcore-ckpt[dev]'")
 

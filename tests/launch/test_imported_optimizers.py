@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,6 @@ import torch.distributed.checkpoint as dcp
 
 import mcore_ckpt
 from tests.launch.pretrain import launch
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 

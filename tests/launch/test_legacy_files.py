@@ -5,16 +5,13 @@ Launches resume from the first with losses that are equal to the last bit, with 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.tools.diff import diff_checkpoints
 from tests.launch.pretrain import launch
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 

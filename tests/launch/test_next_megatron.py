@@ -6,16 +6,13 @@ The tree is made of the checkout (`next_megatron.py`); what training computes is
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.launch.next_megatron import without_own_async
 from tests.launch.pretrain import Launched, launch, megatron_lm, tracked_iteration
 from tests.launch.variants import ASYNC, Variant, assert_whole
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 

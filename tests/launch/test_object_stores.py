@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -10,11 +10,7 @@ from mcore_ckpt.tools.runs import list_run
 from tests.launch.pretrain import megatron_lm
 from tests.launch.test_other_layouts import RESHARDABLE
 from tests.launch.variants import Variant, assert_ours_ran, assert_whole, resumed, trained
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.object_server import S3Directory
+from tests.support.object_server import S3Directory
 
 pytestmark = pytest.mark.slow
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 import mcore_ckpt
 from tests.launch.pretrain import Side, launch
 from tests.launch.variants import ASYNC, Variant, assert_ours_ran, command_line, resumed, trained
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 

@@ -7,16 +7,13 @@ iteration 3, ours from what stock saved and the other way round, too. Their loss
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.launch.pretrain import ROOT, launch, megatron_lm, tracked_iteration
 from tests.launch.variants import ASYNC, Variant, assert_ours_ran, assert_whole, resumed, trained
 from tests.support.shown_launches import shown_launches
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 

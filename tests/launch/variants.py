@@ -5,16 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.launch.pretrain import Launched, Side, launch, megatron_lm
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-__all__ = ["ASYNC", "Variant", "assert_ours_ran", "assert_whole", "command_line", "environment", "resumed", "trained"]
 
 ASYNC = ("--async-save", "--use-persistent-ckpt-worker")
 _KEEPS_STRUCTURE = "--ckpt-assume-constant-structure"

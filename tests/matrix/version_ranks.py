@@ -14,8 +14,6 @@ from tests.support.models import ModelShape, Parallel, build_training
 from tests.support.state_compare import Reference, write_reference
 from tests.support.who_ran import record_strategies
 
-__all__ = ["load_all", "save_all"]
-
 SHAPE = ModelShape(layers=2, hidden=32, vocabulary=64, sequence=8, gated=True)
 SAVED_AS, LOADED_AS = Parallel(tensor=2), Parallel(pipeline=2)
 

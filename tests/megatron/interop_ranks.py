@@ -12,8 +12,6 @@ from tests.support.shared_groups import share_groups
 from tests.support.state_compare import Comparison, Reference, write_reference
 from tests.support.who_ran import record_strategies
 
-__all__ = ["Job", "LoadedState", "load_all", "save_all"]
-
 STEPS = 2
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,6 @@ from tests.support.gloo_ranks import run_megatron_ranks, run_pretending_ranks
 from tests.support.kept_log import kept_log
 from tests.support.models import DENSE, MOE_SEQUENTIAL, Parallel, build_training
 from tests.support.shared_groups import share_groups
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the wrappers are Megatron's")
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import sysconfig
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +21,6 @@ from tests.megatron.interop_ranks import STEPS, Job, LoadedState, load_all, save
 from tests.support.gloo_ranks import run_pretending_ranks, run_stock_ranks
 from tests.support.models import DENSE, GATED, MOE_GROUPED, MOE_SEQUENTIAL, ModelShape, Parallel
 from tests.support.state_compare import Reference
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # World size -> model -> the layout that saves and the one that loads. Megatron's local layers allow no tensor
 # parallelism with experts, and its optimizer no change between expert parallelism and none.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import random
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,6 @@ import torch.distributed as dist
 
 from mcore_ckpt.core.errors import PlanError
 from tests.support.gloo_ranks import run_pretending_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="it is Megatron's validation")
 

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["check", "installed", "made", "names", "run_traps", "state"]
-
 
 def run_traps(rank: int, directory: Path, traps: list[Callable[..., None]]) -> dict[str, str]:
     """Run traps one after the other in one world; the traceback of each that failed on this rank, else empty text.

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,6 @@ from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.model_like import read_all
 from tests.support.stored_layouts import StoredTensor, part, whole, write_checkpoint
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 TENSOR_RANKS = 2

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
+from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest, stored_dtype
@@ -34,9 +35,6 @@ from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, write_model
 from tests.support.stored_layouts import StoredTensor, flip_byte, write_checkpoint
 from tests.support.tilings import tilings
-
-if TYPE_CHECKING:
-    from mcore_ckpt.format.index import CheckpointIndex
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,7 +6,7 @@ Model and optimizer come back bit for bit, and every shard that Megatron wants o
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -19,9 +19,6 @@ from tests.support.megatron_checkpoints import load_and_locate
 from tests.support.model_like import assert_same, read_all
 from tests.support.models import DENSE, GATED, MOE_SEQUENTIAL, ModelShape, Parallel
 from tests.support.state_compare import Reference
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(900)  # the processes have their own, shorter deadline
 DEADLINE_S = 400

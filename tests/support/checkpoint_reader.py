@@ -25,8 +25,6 @@ from typing import Any, Final, Literal
 
 from tests.support.forked import in_child
 
-__all__ = ["MIX", "CheckpointReader", "Found", "Who", "reader"]
-
 Who = Literal["ours", "stock"]
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 MIX: Final = -1

@@ -25,8 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["pretend_cuda"]
-
 _CPU = torch.device("cpu")
 _FACTORIES = (
     "arange as_tensor empty empty_like empty_strided eye full full_like linspace ones ones_like rand rand_like randint "

@@ -11,8 +11,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["exit_code", "fork", "in_child"]
-
 
 def in_child(function: Callable[..., Any], *args: Any, deadline_s: float = 120.0) -> str:
     """Call `function(*args)` in a child of this process; what it returned, as text. Raises `AssertionError`: it raised

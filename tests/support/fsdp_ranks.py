@@ -11,8 +11,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-__all__ = ["MESHES", "save_divided", "save_fsdp", "save_megatron_fsdp"]
-
 
 def _module_of(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
     """A tree of modules whose parameters have these names."""

@@ -28,8 +28,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, Literal
 
-__all__ = ["FuseMount", "Misbehaviour", "Tree", "Variant", "fuse_works", "mounted", "write_tree"]
-
 Variant = Literal["crash", "synced", "names", "last"]
 
 _HEADER: Final = struct.Struct("<IIQQIIII")

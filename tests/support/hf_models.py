@@ -9,31 +9,16 @@ from __future__ import annotations
 import json
 import os
 import re
+from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from mcore_ckpt.format.metadata_read import read_index
 from tests.support.cpu_megatron import pretend_cuda
 from tests.support.models import Parallel
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-
-__all__ = [
-    "SMALL",
-    "HfCase",
-    "build_from_arguments",
-    "hf_logits",
-    "make_hf_model",
-    "megatron_logits",
-    "run_model",
-    "the_transformers",
-    "tokens",
-    "weights",
-]
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

@@ -12,8 +12,6 @@ from tests.support.hf_models import build_from_arguments, megatron_logits, run_m
 from tests.support.models import Parallel
 from tests.support.shared_groups import share_groups
 
-__all__ = ["fsdp_to_megatron", "load_and_run", "save_and_run"]
-
 
 def load_and_run(
     rank: int, jobs: dict[tuple[str, str], tuple[Path, Parallel]], vocabulary: int

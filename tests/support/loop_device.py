@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["KINDS", "LoopDevice", "NoLoopDeviceError", "loop_device"]
-
 _MIB: Final = 1024 * 1024
 # Size in MiB, and how it is made. XFS has no smaller ones; btrfs of this size mixes data and metadata.
 KINDS: Final = {

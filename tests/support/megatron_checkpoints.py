@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.keys import data_file_rank
@@ -10,11 +10,6 @@ from tests.megatron.interop_ranks import Job, LoadedState
 from tests.support.cpu_megatron import pretend_cuda
 from tests.support.models import ModelShape, Parallel, build_training
 from tests.support.state_compare import Reference
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-__all__ = ["load_and_locate", "save_in_buckets"]
 
 
 def load_and_locate(rank: int, jobs: list[Job]) -> dict[str, tuple[LoadedState, list[str]]]:

@@ -19,8 +19,6 @@ from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.reshard.reshard import _carry_sidecars, reshard_checkpoint
 from tests.support.gloo_ranks import start_apart
 
-__all__ = ["LAYERS", "assert_same", "model_tensors", "read_all", "write_model"]
-
 LAYERS = 2
 HIDDEN, FFN, VOCABULARY = 16, 32, 48
 

@@ -9,28 +9,14 @@ state_dict = training.sharded_state_dict()
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from tests.support.cpu_megatron import FusedAdam, pretend_cuda
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = [
-    "DENSE",
-    "GATED",
-    "MOE_GROUPED",
-    "MOE_SEQUENTIAL",
-    "ModelShape",
-    "Parallel",
-    "Training",
-    "build_training",
-    "megatron_version",
-]
 
 
 @dataclass(frozen=True, slots=True)

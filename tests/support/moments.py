@@ -11,8 +11,6 @@ from typing import Any
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from tests.support.fuse_memory import FuseMount, Variant, write_tree
 
-__all__ = ["check_each_moment", "check_never_gone_again", "damage", "damaged_copy", "sync"]
-
 
 def sync(*paths: Path) -> None:
     """Make files and directories durable."""

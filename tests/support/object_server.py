@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 
-__all__ = ["Fault", "ObjectDirectory", "Proxy", "Request", "S3Directory", "moto_server", "running", "s3_environment"]
-
 _STARTS_WITHIN_S = 60.0
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 

@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
-__all__ = ["sharded_state_dict", "tensors"]
-
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
     """All tensors of a seed, whole, by key."""

@@ -6,8 +6,6 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["replace_in_torch", "share_groups"]
-
 
 def share_groups(collective_deadline_s: float = 120.0) -> None:
     """Make one gloo group for each set of ranks, in this process, from now on.

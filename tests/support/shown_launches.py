@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shlex
 
-__all__ = ["shown_launches"]
-
 
 def shown_launches(text: str) -> list[list[str]]:
     """The words of each `torchrun` line in a text; continued lines are joined, dots are left out."""

@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["OnDevice", "SimulatedDevices", "simulated_devices"]
-
 
 class _Stream:
     def __init__(self, device: torch.device | int | str = 0) -> None:

@@ -10,16 +10,12 @@ The reference is the global tensors, put together from the shards by plain index
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-__all__ = ["Comparison", "Reference", "Verdict", "shards", "write_reference"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,18 +17,6 @@ from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
 from tests.support.local_files import flip
 
-__all__ = [
-    "StoredTensor",
-    "flip_byte",
-    "load_box",
-    "part",
-    "rewritten",
-    "row_chunks",
-    "stock_item",
-    "whole",
-    "write_checkpoint",
-]
-
 
 class StoredTensor(NamedTuple):
     """A global tensor, and the boxes in which it is to be stored."""

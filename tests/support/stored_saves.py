@@ -13,8 +13,6 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, SaveOptions
 from tests.support.gloo_ranks import start_apart
 
-__all__ = ["loaded", "save", "start_saving", "state"]
-
 
 def state(value: float = 1.0, rows: int = 600) -> dict[str, Any]:
     """20 KB a row, and two objects."""

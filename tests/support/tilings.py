@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
 
-__all__ = ["boxes_in", "tilings"]
-
 
 @st.composite
 def boxes_in(draw: st.DrawFn, shape: tuple[int, ...], *, empty: bool = False) -> Box:

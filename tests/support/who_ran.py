@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections.abc import Iterator
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["record_strategies"]
 
 _STOCK = ("TorchDistSaveShardedStrategy", "TorchDistLoadShardedStrategy")
 _METHODS = ("save", "async_save", "load")

@@ -18,8 +18,6 @@ from mcore_ckpt.save.writer import WriterJob
 from mcore_ckpt.storage.base import RangeWriter, align_up
 from mcore_ckpt.storage.resolve import LocalStorage
 
-__all__ = ["MisbehavingStorage", "SmallBuffer", "image", "job", "misbehave"]
-
 _TAIL_BYTES = 64
 
 
