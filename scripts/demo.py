@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.support.gloo_ranks import RanksFailedError, run_ranks
 from tests.support.models import GATED, Parallel, build_training
-from tests.support.state_compare import Comparison, Reference, write_reference
+from tests.support.state_compare import differing, read_state, write_state
 from tests.support.who_ran import record_strategies
 
 MODEL = dataclasses.replace(GATED, hidden=256, vocabulary=2048, sequence=32)
@@ -37,6 +37,9 @@ TRAINING_LAYOUT = Parallel(tensor=2, pipeline=2)
 STEPS_BEFORE_SAVE = 3
 LEAST_STEPS_DURING_SAVE = 2
 DEADLINE_S = 240
+IDENTICAL = "bit-identical"
+
+Tensors = dict[str, Any]  # global ones by key
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,6 @@ class Saved:
     steps_meanwhile: int
     writers: int  # processes that this rank started for the save
     strategies: tuple[str, ...]
-    live: Comparison  # the state after the save, which training has changed, against the state at the save
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,6 @@ class Loaded:
 
     seconds: float
     strategies: tuple[str, ...]
-    before: Comparison  # the fresh model before it is loaded: must differ, or the comparison could not fail
-    after: Comparison
     iteration: int
 
 
@@ -86,7 +86,7 @@ def train_and_save_async(rank: int, work: Path) -> Saved:
     mcore_ckpt.install()
     queue = mcore_ckpt.AsyncCallsQueue()
     state_dict = training.sharded_state_dict()
-    write_reference(work / "reference", rank, state_dict)
+    write_state(work / "reference", rank, state_dict)
     children = set(psutil.Process().children())
     steps = 0
     with record_strategies() as strategies:
@@ -106,9 +106,8 @@ def train_and_save_async(rank: int, work: Path) -> Saved:
             queue.maybe_finalize_async_calls(blocking=False)
         durable_s = time.monotonic() - started_s
     queue.close()
-    barrier()
-    live = Reference.read(work / "reference").compare(training.sharded_state_dict())
-    return Saved(blocking_s, durable_s, steps, writers, tuple(strategies), live)
+    write_state(work / "reference-later", rank, training.sharded_state_dict())
+    return Saved(blocking_s, durable_s, steps, writers, tuple(strategies))
 
 
 def train_and_save_stock(rank: int, work: Path) -> Saved:
@@ -119,27 +118,26 @@ def train_and_save_stock(rank: int, work: Path) -> Saved:
     from megatron.core import dist_checkpointing
 
     state_dict = training.sharded_state_dict()
-    write_reference(work / "stock-reference", rank, state_dict)
+    write_state(work / "stock-reference", rank, state_dict)
     with record_strategies() as strategies:
         started_s = time.monotonic()
         dist_checkpointing.save(state_dict, fresh_directory(rank, work / "stock"))
         seconds = time.monotonic() - started_s
-    barrier()
-    live = Reference.read(work / "stock-reference").compare(training.sharded_state_dict())
+    write_state(work / "stock-reference-later", rank, training.sharded_state_dict())
     assert "mcore_ckpt" not in sys.modules
-    return Saved(seconds, seconds, 0, 0, tuple(strategies), live)
+    return Saved(seconds, seconds, 0, 0, tuple(strategies))
 
 
 def save_stock_then_load_ours(rank: int, work: Path) -> tuple[Saved, Loaded]:
     """Both jobs of a process that has never imported this package."""
     saved = train_and_save_stock(rank, work)
-    loaded = load(rank, work / "ours", work / "reference", Parallel(tensor=2))
+    loaded = load(rank, work / "ours", work / "by-stock", Parallel(tensor=2))
     assert "mcore_ckpt" not in sys.modules
     return saved, loaded
 
 
 def load_with_ours(rank: int, jobs: list[tuple[Path, Path, Parallel]]) -> list[Loaded]:
-    """Load each (checkpoint, reference, layout) with this package installed."""
+    """Load each (checkpoint, place of what is compared, layout) with this package installed."""
     quiet()
     from tests.support.cpu_megatron import pretend_cuda
 
@@ -150,64 +148,70 @@ def load_with_ours(rank: int, jobs: list[tuple[Path, Path, Parallel]]) -> list[L
     return [load(rank, *job) for job in jobs]
 
 
-def load(rank: int, checkpoint: Path, reference_directory: Path, layout: Parallel) -> Loaded:
-    """Load into a freshly initialized model, with whatever strategies are in force, and compare."""
+def load(rank: int, checkpoint: Path, place: Path, layout: Parallel) -> Loaded:
+    """Load into a freshly initialized model, with whatever strategies are in force; its state before and after."""
     training = build_training(MODEL, layout, seed=100)
     from megatron.core import dist_checkpointing
 
-    reference = Reference.read(reference_directory)
-    before = reference.compare(training.sharded_state_dict(is_loading=True))
+    write_state(place / "before", rank, training.sharded_state_dict(is_loading=True))
     barrier()
     with record_strategies() as strategies:
         started_s = time.monotonic()
         training.load(dist_checkpointing.load(training.sharded_state_dict(is_loading=True), checkpoint))
         seconds = time.monotonic() - started_s
-    after = reference.compare(training.sharded_state_dict())
-    return Loaded(seconds, tuple(strategies), before, after, training.step)
+    write_state(place / "after", rank, training.sharded_state_dict())
+    return Loaded(seconds, tuple(strategies), training.step)
 
 
-def load_with_stock_dcp(checkpoint: Path, reference: Reference) -> Row:
+def load_with_stock_dcp(checkpoint: Path, reference: Tensors) -> Row:
     """Plain DCP, which knows nothing of Megatron, reads our checkpoint in this process."""
     from torch.distributed.checkpoint import FileSystemReader
 
     return dcp_load("ours -> stock DCP", FileSystemReader(checkpoint), reference)
 
 
-def load_dcp_checkpoint_with_ours(checkpoint: Path, reference: Reference) -> Row:
+def load_dcp_checkpoint_with_ours(checkpoint: Path, reference: Tensors) -> Row:
     """Plain DCP writes the reference; our reader, as a DCP storage reader, loads it."""
     import torch.distributed.checkpoint as dcp
 
     from mcore_ckpt import FileSystemReader
 
-    dcp.save(dict(reference.tensors), checkpoint_id=checkpoint, no_dist=True)
+    dcp.save(dict(reference), checkpoint_id=checkpoint, no_dist=True)
     return dcp_load("stock DCP -> ours", FileSystemReader(checkpoint), reference)
 
 
-def dcp_load(what: str, reader: Any, reference: Reference) -> Row:
+def dcp_load(what: str, reader: Any, reference: Tensors) -> Row:
     """Load every tensor of the reference through `reader` and compare."""
     import torch
     import torch.distributed.checkpoint as dcp
 
     # Filled with ones: an element that the reader leaves alone must not pass for a loaded zero.
-    tensors = {fqn: torch.ones_like(tensor) for fqn, tensor in reference.tensors.items()}
+    tensors = {fqn: torch.ones_like(tensor) for fqn, tensor in reference.items()}
     started_s = time.monotonic()
     dcp.load(tensors, storage_reader=reader, no_dist=True)
     seconds = time.monotonic() - started_s
-    verdict = reference.verdict([reference.compare_tensors(tensors)])
-    return Row(what, "no process group", seconds, str(verdict), verdict.identical)
+    wrong = difference(tensors, reference)
+    return Row(what, "no process group", seconds, wrong or IDENTICAL, not wrong)
 
 
-def saved_row(what: str, accounts: list[Saved], reference: Reference, package: str, is_async: bool) -> Row:
+def difference(found: Tensors, expected: Tensors) -> str:
+    """Which tensors are not the same; empty if all are."""
+    wrong = differing(found, expected)
+    return f"{len(wrong)} tensors differ, such as {wrong[0]}" if wrong else ""
+
+
+def saved_row(what: str, accounts: list[Saved], reference: Path, package: str, is_async: bool) -> Row:
     """Judge a save: the right strategy ran on every rank and, if async, in a process beside training that went on."""
     problems = wrong_strategies([account.strategies for account in accounts], package)
-    live = reference.verdict(account.live for account in accounts)
+    # The state after the save, which training has changed if it went on.
+    changed = difference(read_state(reference.with_name(f"{reference.name}-later")), read_state(reference))
     writers = [account.writers for account in accounts]
     if is_async and writers != [1] * len(accounts):
         problems.append(f"writer processes of each rank: {writers}, expected 1")
-    if is_async and not live.differing:
+    if is_async and not changed:
         problems.append("training did not change the state, so the snapshot proves nothing")
-    if not is_async and not live.identical:
-        problems.append(f"state after the save: {live}")
+    if not is_async and changed:
+        problems.append(f"state after the save: {changed}")
     note = "published"
     if is_async:
         steps = min(account.steps_meanwhile for account in accounts)
@@ -216,19 +220,20 @@ def saved_row(what: str, accounts: list[Saved], reference: Reference, package: s
     return Row(what, str(TRAINING_LAYOUT), seconds, "; ".join(problems) or note, not problems)
 
 
-def loaded_row(what: str, layout: Parallel, accounts: list[Loaded], reference: Reference, package: str) -> Row:
+def loaded_row(
+    what: str, layout: Parallel, accounts: list[Loaded], place: Path, reference: Tensors, package: str
+) -> Row:
     """Judge a load: the right strategy ran, the model was different before, and is identical now."""
     problems = wrong_strategies([account.strategies for account in accounts], package)
-    if not reference.verdict(account.before for account in accounts).differing:
+    if not difference(read_state(place / "before"), reference):
         problems.append("the model was the same before the load, so the comparison proves nothing")
     if {account.iteration for account in accounts} != {STEPS_BEFORE_SAVE}:
         problems.append(f"iterations {[account.iteration for account in accounts]}, expected {STEPS_BEFORE_SAVE}")
-    verdict = reference.verdict(account.after for account in accounts)
-    if not verdict.identical:
-        problems.append(str(verdict))
+    if wrong := difference(read_state(place / "after"), reference):
+        problems.append(wrong)
     data_size = len(accounts) // (layout.tensor * layout.pipeline)
     shown = f"{layout}" + (f" DP={data_size}" if data_size > 1 else "")
-    return Row(what, shown, max(a.seconds for a in accounts), "; ".join(problems) or str(verdict), not problems)
+    return Row(what, shown, max(a.seconds for a in accounts), "; ".join(problems) or IDENTICAL, not problems)
 
 
 def wrong_strategies(ran: list[tuple[str, ...]], package: str) -> list[str]:
@@ -244,30 +249,29 @@ def demonstrate(work: Path) -> list[Row]:
     ours, stock = work / "ours", work / "stock"
     say("training at TP=2 PP=2 on 4 ranks; async save by the writer process while training goes on")
     saved = run_ranks(train_and_save_async, 4, work, deadline_s=DEADLINE_S)
-    reference = Reference.read(work / "reference")
-    rows.append(saved_row("async save, writer process", saved, reference, "mcore_ckpt", is_async=True))
+    reference = read_state(work / "reference")
+    rows.append(saved_row("async save, writer process", saved, work / "reference", "mcore_ckpt", is_async=True))
 
     say("stock Megatron-Core, in processes of its own: saves a model, and loads ours")
     pairs = run_ranks(save_stock_then_load_ours, 4, work, deadline_s=DEADLINE_S)
-    stock_reference = Reference.read(work / "stock-reference")
-    stock_saved = saved_row("stock save", [s for s, _ in pairs], stock_reference, "megatron", is_async=False)
-    ours_by_stock = loaded_row(
-        "ours -> stock Megatron", Parallel(tensor=2), [loaded for _, loaded in pairs], reference, "megatron"
-    )
+    stock_reference = read_state(work / "stock-reference")
+    stock_saved = saved_row("stock save", [s for s, _ in pairs], work / "stock-reference", "megatron", is_async=False)
+    by_stock, layout = [loaded for _, loaded in pairs], Parallel(tensor=2)
+    ours_by_stock = loaded_row("ours -> stock Megatron", layout, by_stock, work / "by-stock", reference, "megatron")
 
     say("loading at TP=4, TP=2 DP=2, and stock's at TP=1 PP=4")
     jobs = [
-        ("ours -> ours", ours, work / "reference", Parallel(tensor=4), reference),
-        ("ours -> ours", ours, work / "reference", Parallel(tensor=2), reference),
-        ("stock Megatron -> ours", stock, work / "stock-reference", Parallel(pipeline=4), stock_reference),
+        ("ours -> ours", ours, work / "tp4", Parallel(tensor=4), reference),
+        ("ours -> ours", ours, work / "tp2", Parallel(tensor=2), reference),
+        ("stock Megatron -> ours", stock, work / "of-stock", Parallel(pipeline=4), stock_reference),
     ]
     per_rank = run_ranks(load_with_ours, 4, [job[1:4] for job in jobs], deadline_s=DEADLINE_S)
     say("loading at TP=1 PP=1")
-    alone = run_ranks(load_with_ours, 1, [(ours, work / "reference", Parallel())], deadline_s=DEADLINE_S)
-    rows.append(loaded_row("ours -> ours", Parallel(), [alone[0][0]], reference, "mcore_ckpt"))
-    for number, (what, _, _, layout, job_reference) in enumerate(jobs):
+    alone = run_ranks(load_with_ours, 1, [(ours, work / "alone", Parallel())], deadline_s=DEADLINE_S)
+    rows.append(loaded_row("ours -> ours", Parallel(), [alone[0][0]], work / "alone", reference, "mcore_ckpt"))
+    for number, (what, _, place, layout, job_reference) in enumerate(jobs):
         accounts = [rank_loads[number] for rank_loads in per_rank]
-        rows.append(loaded_row(what, layout, accounts, job_reference, "mcore_ckpt"))
+        rows.append(loaded_row(what, layout, accounts, place, job_reference, "mcore_ckpt"))
     rows[-1:-1] = [ours_by_stock, stock_saved]  # before the load of stock's checkpoint
 
     say("plain DCP: loads ours, and writes one that ours loads")
@@ -286,12 +290,12 @@ def report(rows: list[Row], work: Path, seconds: float) -> None:
     for column in ("checkpoint", "tensors", "payload", "data files", "bytes on disk"):
         files.add_column(column, justify="left" if column == "checkpoint" else "right")
     for name, reference_name in (("ours", "reference"), ("stock", "stock-reference"), ("dcp", "reference")):
-        reference = Reference.read(work / reference_name)
+        reference = read_state(work / reference_name)
         paths = [path for path in (work / name).iterdir() if path.is_file()]
         data_files = sum(path.suffix == ".distcp" for path in paths)
         on_disk = sum(path.stat().st_size for path in paths)
-        size = sum(tensor.nbytes for tensor in reference.tensors.values())
-        files.add_row(name, str(len(reference.tensors)), f"{size:,}", str(data_files), f"{on_disk:,}")
+        size = sum(tensor.nbytes for tensor in reference.values())
+        files.add_row(name, str(len(reference)), f"{size:,}", str(data_files), f"{on_disk:,}")
     console.print(files)
     table = Table(title="What was compared, every byte of every tensor", title_justify="left")
     for column in ("step", "layout", "seconds", "", "verdict"):

@@ -66,13 +66,13 @@ def _saves(folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
     import mcore_ckpt
-    from tests.support.state_compare import Reference, write_reference
+    from tests.support.state_compare import write_state
 
     training = _training(seed=1)
     queue = mcore_ckpt.AsyncCallsQueue()
     for name in ("sync", "async"):
         training.train(1)
-        write_reference(folder / f"{name}-reference", dist.get_rank(), training.sharded_state_dict())
+        write_state(folder / f"{name}-saved", dist.get_rank(), training.sharded_state_dict())
         if name == "sync":
             _save(training, folder / name)
             continue
@@ -89,8 +89,7 @@ def _saves(folder: Path) -> None:
         other = _training(seed=100)
         state = dist_checkpointing.load(other.sharded_state_dict(is_loading=True), folder / name)
         other.load(state)
-        comparison = Reference.read(folder / f"{name}-reference").compare(other.sharded_state_dict())
-        _tell(folder, loaded=name, compared=len(comparison.compared), differing=list(comparison.differing))
+        write_state(folder / f"{name}-loaded", dist.get_rank(), other.sharded_state_dict())
 
 
 def _stays_s() -> float:

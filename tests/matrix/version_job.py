@@ -21,7 +21,7 @@ from typing import Any
 
 from tests.matrix.version_ranks import load_all, save_all
 from tests.support.gloo_ranks import RanksFailedError, run_ranks
-from tests.support.state_compare import Reference
+from tests.support.state_compare import differing, read_state
 
 WORLD_SIZE = 2
 DEADLINE_S = 240
@@ -97,18 +97,16 @@ def read_all(directory: Path, report: dict[str, dict[str, str]]) -> None:
                 report.setdefault(target.name, {})[who] = failure or verdict(who, kind, target, outcomes)
 
 
-def verdict(who: str, kind: str, target: Path, outcomes: list[tuple[list[str], Any]]) -> str:
+def verdict(who: str, kind: str, target: Path, outcomes: list[tuple[list[str], str]]) -> str:
     """What the ranks' outcomes say about one checkpoint: "ok", or what is wrong."""
-    errors = [found for _, found in outcomes if isinstance(found, str)]
+    errors = [error for _, error in outcomes if error]
     if errors:
         return errors[0]
     wrong = unexpected(who, loading_method(who), [ran for ran, _ in outcomes])
     if wrong:
         return wrong
-    if kind == "model":
-        whole = Reference.read(target / "reference").verdict([found for _, found in outcomes])
-        return "ok" if whole.identical else f"differs: {whole}"
-    return f"differs: {[found for _, found in outcomes]}" if any(found for _, found in outcomes) else "ok"
+    wrong = differing(read_state(target / "loaded"), read_state(target / "reference")) if kind == "model" else []
+    return f"differs: {wrong}" if wrong else "ok"
 
 
 def main() -> int:

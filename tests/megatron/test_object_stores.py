@@ -8,14 +8,14 @@ import pytest
 import torch.distributed as dist
 
 from mcore_ckpt import SaveOptions, verify_checkpoint
-from tests.megatron.test_strategy import check, load_on_rank, megatron, save_on_rank, state
-from tests.support.gloo_ranks import run_ranks
+from tests.megatron.test_strategy import load_on_rank, save_on_rank
+from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.object_server import S3Directory
+from tests.support.sharded_state import check_state, sharded_state
 
 
 def through_client(rank: int, function: Any, *arguments: Any) -> Any:
     """Switch Megatron's multi-storage client on, as `--enable-msc` does."""
-    megatron()
     from megatron.core.msc_utils import MultiStorageClientFeature
 
     MultiStorageClientFeature.enable()
@@ -34,15 +34,16 @@ def test_what_one_writes_the_other_reads_through_the_client(msc_profile: str, sa
 
 
 def save_async(rank: int, run: str, world: int) -> None:
+    from megatron.core import dist_checkpointing
+
     import mcore_ckpt
 
-    dist_checkpointing = megatron()
     mcore_ckpt.install()
     # (a forked child cannot reach a store)
     strategy = mcore_ckpt.TorchDistSaveStrategy(options=SaveOptions(writer="fork"))
     queue = mcore_ckpt.AsyncCallsQueue()
     for step in (1, 2, 2):  # the last replaces
-        sharded = state(rank, world, seed=step)
+        sharded = sharded_state(rank, world, seed=step)
         request = dist_checkpointing.save(
             sharded, f"{run}/iter_{step:07d}", strategy, async_sharded_save=True, validate_access_integrity=False
         )
@@ -52,9 +53,9 @@ def save_async(rank: int, run: str, world: int) -> None:
     queue.close()
     dist.barrier()
     for step in (1, 2):
-        blank = state(rank, world, blank=True)
+        blank = sharded_state(rank, world, blank=True)
         loaded = dist_checkpointing.load(blank, f"{run}/iter_{step:07d}", mcore_ckpt.TorchDistLoadStrategy())
-        check(loaded, rank, world, step, world)
+        check_state(loaded, rank, world, step, world)
 
 
 def test_async_saves_go_to_the_store_from_the_writer_process(msc_profile: str, s3_directory: S3Directory) -> None:

@@ -14,80 +14,13 @@ from mcore_ckpt import SaveOptions
 from mcore_ckpt.megatron._versions import differences
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.local_files import data_file
+from tests.support.sharded_state import check_state, sharded_state
 
 Saving = dict[str, Any]
-SHAPE = (24, 16)
-
-
-def megatron() -> Any:
-    from tests.support.cpu_megatron import pretend_cuda
-
-    pretend_cuda()
-    from megatron.core import dist_checkpointing
-
-    return dist_checkpointing
-
-
-def whole(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.arange(seed, seed + SHAPE[0] * SHAPE[1], dtype=torch.float32).view(SHAPE).to(dtype)
-
-
-def state(rank: int, world: int, seed: int = 0, blank: bool = False) -> dict[str, Any]:
-    """A sharded state dict: split by rows, by columns, stacked, replicated, several dtypes, objects, nesting."""
-    dist_checkpointing = megatron()
-    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
-
-    sharded = dist_checkpointing.ShardedTensor.from_rank_offsets
-
-    def cut(tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        part = tensor.chunk(world, axis)[rank]
-        return torch.zeros_like(part) if blank else part.contiguous()
-
-    def value(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(tensor) if blank else tensor
-
-    halves = torch.cat([cut(whole(seed + 5), 0), cut(whole(seed + 6), 0)])
-
-    def split_halves(key: str, tensor: torch.Tensor, replica_id: Any, flattened_range: Any = None) -> Any:
-        first, second = tensor.chunk(2)
-        return [
-            sharded(key, first, (0, rank, 2 * world), replica_id=replica_id),
-            sharded(key, second, (0, world + rank, 2 * world), replica_id=replica_id),
-        ]
-
-    return {
-        "model": {
-            "rows": sharded("rows", cut(whole(seed), 0), (0, rank, world)),
-            "columns": sharded("columns", cut(whole(seed + 1, torch.bfloat16), 1), (1, rank, world)),
-            "stacked": sharded("stacked", value(whole(seed + 2)[0] + rank), (0, rank, world), prepend_axis_num=1),
-            "replicated": sharded("replicated", value(whole(seed + 3)), replica_id=rank),
-            "layers": [sharded(f"layer{i}", value(whole(seed + 10 + i)), replica_id=rank) for i in range(3)],
-            "gated": ShardedTensorFactory("gated", halves, split_halves, lambda parts: torch.cat(parts), 0),
-        },
-        "objects": {"mine": ShardedObject("mine", None if blank else {"rank": rank, "seed": seed}, (world,), (rank,))},
-        "local": LocalNonpersistentObject({"kept": rank}),
-        "iteration": 0 if blank else seed,
-    }
-
-
-def check(loaded: dict[str, Any], rank: int, world: int, seed: int, saved_world: int) -> None:
-    model = loaded["model"]
-    assert torch.equal(model["rows"], whole(seed).chunk(world, 0)[rank])
-    assert torch.equal(model["columns"], whole(seed + 1, torch.bfloat16).chunk(world, 1)[rank])
-    assert torch.equal(model["replicated"], whole(seed + 3))
-    for i, layer in enumerate(model["layers"]):
-        assert torch.equal(layer, whole(seed + 10 + i))
-    expected = [whole(seed + 5).chunk(world, 0)[rank], whole(seed + 6).chunk(world, 0)[rank]]
-    assert torch.equal(model["gated"], torch.cat(expected))
-    if world == saved_world:
-        assert torch.equal(model["stacked"], whole(seed + 2)[0] + rank)
-        assert loaded["objects"]["mine"] == {"rank": rank, "seed": seed}
-    assert loaded["local"] == {"kept": rank}
-    assert loaded["iteration"] == seed
 
 
 def save_on_rank(rank: int, path: Path, world: int, seed: int, ours: bool, options: Saving) -> None:
-    dist_checkpointing = megatron()
+    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
     from mcore_ckpt import TorchDistSaveStrategy
@@ -95,20 +28,20 @@ def save_on_rank(rank: int, path: Path, world: int, seed: int, ours: bool, optio
     strategy = (
         TorchDistSaveStrategy(options=SaveOptions(**options)) if ours else TorchDistSaveShardedStrategy("torch_dist", 1)
     )
-    dist_checkpointing.save(state(rank, world, seed), str(path), strategy)
+    dist_checkpointing.save(sharded_state(rank, world, seed), str(path), strategy)
 
 
 def load_on_rank(rank: int, path: Path, world: int, seed: int, saved_world: int, ours: bool) -> None:
-    dist_checkpointing = megatron()
+    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
     from mcore_ckpt import TorchDistLoadStrategy
 
-    blank = state(rank, world, blank=True)
+    blank = sharded_state(rank, world, blank=True)
     if world != saved_world:  # one object and one row of the stack for each saving rank: not to be resharded
         del blank["objects"], blank["model"]["stacked"]
     strategy = TorchDistLoadStrategy() if ours else TorchDistLoadShardedStrategy()
-    check(dist_checkpointing.load(blank, str(path), strategy), rank, world, seed, saved_world)
+    check_state(dist_checkpointing.load(blank, str(path), strategy), rank, world, seed, saved_world)
 
 
 def test_what_is_written_is_read_under_any_layout(tmp_path: Path) -> None:
@@ -119,7 +52,8 @@ def test_what_is_written_is_read_under_any_layout(tmp_path: Path) -> None:
 
 def bad_loads(rank: int, path: Path) -> dict[str, str]:
     """The same mistakes on rank 0 only: every rank hears of them."""
-    dist_checkpointing = megatron()
+    from megatron.core import dist_checkpointing
+
     import mcore_ckpt
     from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
 
@@ -179,7 +113,8 @@ def test_bad_input_is_named_on_every_rank(tmp_path: Path) -> None:
 
 
 def metadata_queries(rank: int, path: Path) -> None:
-    dist_checkpointing = megatron()
+    from megatron.core import dist_checkpointing
+
     from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
 
     strategy = TorchDistSaveStrategy(separation_hint="ema")
@@ -206,7 +141,9 @@ def test_metadata_queries_and_removal(tmp_path: Path) -> None:
 
 def large(blank: bool) -> dict[str, Any]:
     """What every rank wants all of: two large tensors, and many small ones."""
-    sharded = megatron().ShardedTensor.from_rank_offsets
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    sharded = ShardedTensor.from_rank_offsets
     rank = dist.get_rank()
     values = {f"large{i}": torch.arange(3_000_000.0) + i for i in range(2)}
     values |= {f"small{i}": torch.arange(100.0) + i for i in range(200)}
@@ -216,7 +153,7 @@ def large(blank: bool) -> dict[str, Any]:
 
 
 def load_behind_wrapper(rank: int, path: Path) -> tuple[int, int, bool]:
-    dist_checkpointing = megatron()
+    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
     from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy

@@ -1,16 +1,15 @@
 """Compare Megatron state bit for bit across parallel layouts, without any checkpoint code.
 
-    write_reference(directory, rank, state_dict)             # on every rank that holds the state
-    reference = Reference.read(directory)                    # anywhere, later
-    comparison = reference.compare(other_state_dict)         # on every rank that holds the state to compare
-    verdict = reference.verdict(comparisons_of_all_ranks)
+    write_state(directory, rank, state_dict)                 # on every rank that holds the state
+    tensors = read_state(directory)                          # anywhere, later: global tensors by key
+    assert differing(tensors, read_state(other)) == []
 
-The reference is the global tensors, put together from the shards by plain indexing; it travels by `torch.save`.
+The shards travel by `torch.save`, and are put together by plain indexing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,46 +43,18 @@ class _Shard:
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.sizes, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What one rank found: the shards that it compared (without data), and fqns of those that differ."""
-
-    compared: tuple[_Shard, ...]
-    differing: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """All ranks' comparisons together."""
-
-    differing: tuple[str, ...]  # fqns with at least one differing byte
-    uncovered: tuple[str, ...]  # fqns of which no rank compared some element
-    unknown: tuple[str, ...]  # fqns that the reference does not have
-
-    @property
-    def identical(self) -> bool:
-        """Whether every byte of the reference was compared and found the same."""
-        return not (self.differing or self.uncovered or self.unknown)
-
-    def __str__(self) -> str:
-        if self.identical:
-            return "bit-identical"
-        parts = [(self.differing, "differ"), (self.uncovered, "not compared"), (self.unknown, "not in the reference")]
-        return "; ".join(f"{len(fqns)} tensors {what}, such as {fqns[0]}" for fqns, what in parts if fqns)
-
-
-def shards(state_dict: Any) -> Iterator[_Shard]:
+def _shards(state_dict: Any) -> Iterator[_Shard]:
     """Every sharded tensor of a nested state dict, factories resolved; data are views of the live tensors."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     if isinstance(state_dict, dict):
         for value in state_dict.values():
-            yield from shards(value)
+            yield from _shards(value)
     elif isinstance(state_dict, list | tuple):
         for value in state_dict:
-            yield from shards(value)
+            yield from _shards(value)
     elif isinstance(state_dict, ShardedTensorFactory):
-        yield from shards(state_dict.build())
+        yield from _shards(state_dict.build())
     elif isinstance(state_dict, ShardedTensor):
         # Up to 0.15 an optimizer's shard may be a stretch of its flattened parameter.
         flat = getattr(state_dict, "flattened_range", None)
@@ -97,80 +68,45 @@ def shards(state_dict: Any) -> Iterator[_Shard]:
         )
 
 
-def write_reference(directory: Path, rank: int, state_dict: Any) -> None:
+def write_state(directory: Path, rank: int, state_dict: Any) -> None:
     """Keep a copy of this rank's shards in `directory`."""
-    own = [replace(shard, data=shard.data.clone()) for shard in shards(state_dict)]
+    # No views: pickled, a view takes its whole storage along.
+    own = [replace(shard, data=shard.data.clone()) for shard in _shards(state_dict)]
     directory.mkdir(parents=True, exist_ok=True)
     torch.save(own, directory / f"rank{rank}.pt")
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """Global tensors by fqn."""
+def read_state(directory: Path) -> dict[str, torch.Tensor]:
+    """The global tensors by key, of the shards of all ranks. Raises `AssertionError`: replicas differ, or a part of a
+    tensor is with no rank.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    filled: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("rank*.pt")):
+        for shard in torch.load(path, weights_only=False):
+            tensor = tensors.setdefault(shard.fqn, torch.zeros(shard.global_shape, dtype=shard.data.dtype))
+            seen = filled.setdefault(shard.fqn, torch.zeros(shard.global_shape, dtype=torch.bool))
+            if shard.of(seen).any():
+                same = torch.equal(_bits(shard.of(tensor)), _bits(shard.data))
+                assert same, f"{shard.fqn}: replicas differ at {shard.offset}"
+            shard.put(tensor, shard.data)
+            shard.put(seen, True)
+    missing = [fqn for fqn, seen in filled.items() if not seen.all()]
+    assert tensors, f"no state in {directory}"
+    assert not missing, f"no rank holds all of {missing}"
+    return tensors
 
-    tensors: dict[str, torch.Tensor]
 
-    @classmethod
-    def read(cls, directory: Path) -> Reference:
-        """Put the shards of all ranks together, of which replicas are equal."""
-        tensors: dict[str, torch.Tensor] = {}
-        filled: dict[str, torch.Tensor] = {}
-        for path in sorted(directory.glob("rank*.pt")):
-            for shard in torch.load(path, weights_only=False):
-                tensor = tensors.setdefault(shard.fqn, torch.zeros(shard.global_shape, dtype=shard.data.dtype))
-                seen = filled.setdefault(shard.fqn, torch.zeros(shard.global_shape, dtype=torch.bool))
-                if shard.of(seen).any():
-                    same = torch.equal(_bits(shard.of(tensor)), _bits(shard.data))
-                    assert same, f"{shard.fqn}: replicas differ at {shard.offset}"
-                shard.put(tensor, shard.data)
-                shard.put(seen, True)
-        missing = [fqn for fqn, seen in filled.items() if not seen.all()]
-        assert tensors, f"no reference in {directory}"
-        assert not missing, f"no rank holds all of {missing}"
-        return cls(tensors)
+def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """The keys of tensors that are not the same to the last bit, or that one side alone has."""
 
-    def compare(self, state_dict: Any) -> Comparison:
-        """Compare the shards of this rank's state dict with the reference."""
-        return self._compare(shards(state_dict))
+    def is_same(key: str) -> bool:
+        one, other = found.get(key), expected.get(key)
+        if one is None or other is None:
+            return False
+        return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(_bits(one), _bits(other))
 
-    def compare_tensors(self, tensors: dict[str, torch.Tensor]) -> Comparison:
-        """Compare global tensors by fqn, as plain DCP loads them."""
-        return self._compare(
-            _Shard(fqn, tuple(t.shape), (0,) * t.dim(), tuple(t.shape), None, t.reshape(-1))
-            for fqn, t in tensors.items()
-        )
-
-    def _compare(self, found: Iterable[_Shard]) -> Comparison:
-        compared, differing = [], []
-        for shard in found:
-            # No view: pickled, a view takes its whole storage along.
-            compared.append(replace(shard, data=torch.empty(0)))
-            expected = self.tensors.get(shard.fqn)
-            if expected is not None and not (
-                tuple(expected.shape) == shard.global_shape
-                and expected.dtype == shard.data.dtype
-                and torch.equal(_bits(shard.of(expected)), _bits(shard.data))
-            ):
-                differing.append(shard.fqn)
-        return Comparison(tuple(compared), tuple(differing))
-
-    def verdict(self, comparisons: Iterable[Comparison]) -> Verdict:
-        """Whether the comparisons of all ranks together cover the reference and found no difference."""
-        covered = {fqn: torch.zeros(tensor.shape, dtype=torch.bool) for fqn, tensor in self.tensors.items()}
-        differing: set[str] = set()
-        unknown: set[str] = set()
-        for comparison in comparisons:
-            differing.update(comparison.differing)
-            for shard in comparison.compared:
-                if shard.fqn in covered:
-                    shard.put(covered[shard.fqn], True)
-                else:
-                    unknown.add(shard.fqn)
-        return Verdict(
-            differing=tuple(sorted(differing)),
-            uncovered=tuple(sorted(fqn for fqn, seen in covered.items() if not seen.all())),
-            unknown=tuple(sorted(unknown)),
-        )
+    return [key for key in sorted({*found, *expected}) if not is_same(key)]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

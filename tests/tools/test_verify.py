@@ -27,8 +27,8 @@ from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.gloo_ranks import run_ranks
 from tests.support.local_files import flip
-from tests.support.megatron_checkpoints import save_in_buckets
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
+from tests.support.models import ModelShape, Parallel, build_training
 
 KEY = "decoder.layers.1.mlp.linear_fc1.weight"
 
@@ -286,6 +286,16 @@ def test_where_the_optimizer_has_no_weights_of_its_own_it_is_said(
     path = write_optimizer(tmp_path / "c", torch.ones(3), torch.ones(3), "optimizer.state.master.w")
     assert main(["verify", str(path), "--check-optimizer"]) == 0
     assert "was not compared with the model: it stores no weights in float32" in capsys.readouterr().out
+
+
+def save_in_buckets(rank: int, jobs: dict[Path, int | None]) -> None:
+    """Train a model for a step and let stock Megatron-Core save it, with buckets of so many elements, or one."""
+    for path, elements in jobs.items():
+        training = build_training(ModelShape(layers=1, hidden=32), Parallel(), bucket_elements=elements)
+        from megatron.core import dist_checkpointing
+
+        training.train(1)
+        dist_checkpointing.save(training.sharded_state_dict(), str(path))
 
 
 @pytest.mark.long
