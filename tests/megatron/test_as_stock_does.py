@@ -68,9 +68,6 @@ def plain(value: Any) -> Any:
 
 def answers(rank: int, root: Path, ours: bool) -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    from tests.support.cpu_megatron import pretend_cuda
-
-    pretend_cuda()
     if ours:
         import mcore_ckpt
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,15 @@ from mcore_ckpt import (
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.diff import model_and_optimizer
+from tests.megatron.trap_ranks import installed
 from tests.support.gloo_ranks import run_pretending_ranks
 from tests.support.models import GATED, Parallel, build_training
 from tests.support.shared_groups import share_groups
 
 
 def _prepared() -> Any:
-    warnings.simplefilter("ignore")  # of Megatron and torch about themselves
-    from tests.support.cpu_megatron import pretend_cuda
-
-    pretend_cuda()
     share_groups()
-    from megatron.core import dist_checkpointing
-
-    import mcore_ckpt
-
-    mcore_ckpt.install()
-    return dist_checkpointing
+    return installed()
 
 
 def train_and_save(rank: int, path: Path) -> None:

@@ -130,9 +130,6 @@ def test_dtensors_get_the_layout_of_their_parameters(tmp_path: Path) -> None:
 
 
 def megatron_optimizer(rank: int, path: Path) -> None:
-    from tests.support.cpu_megatron import pretend_cuda
-
-    pretend_cuda()
     from megatron.core.dist_checkpointing import ShardedTensor, save
 
     from mcore_ckpt import TorchDistSaveStrategy

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt import LoadError
-from tests.support.cpu_megatron import pretend_cuda
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.kept_log import kept_log
 
@@ -93,7 +92,6 @@ def targets_and_state(rank: int, world: int) -> tuple[list[Quantized], dict[str,
 
 
 def loads_into_quantized_tensors(rank: int, directory: str) -> None:
-    pretend_cuda()
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
@@ -147,7 +145,6 @@ def test_quantized_tensors_are_filled_in_place_by_way_of_few_wide_ones(tmp_path:
 
 
 def arguments_of_strategies(rank: int) -> None:
-    pretend_cuda()
     from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
     from mcore_ckpt.megatron._versions import stock_class
 

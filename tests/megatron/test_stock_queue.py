@@ -11,23 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from mcore_ckpt.core.options import SaveOptions
+from tests.megatron.trap_ranks import check, made, state
 from tests.support.gloo_ranks import run_ranks
 
 pytestmark = pytest.mark.long
-
-
-def _state(rank: int, tensor: torch.Tensor, step: int) -> dict[str, Any]:
-    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-
-    return {
-        "w": ShardedTensor.from_rank_offsets("w", tensor, (0, rank, 2)),
-        "o": ShardedObject("o", {"step": step}, (2,), (rank,)),
-        "iteration": step,
-    }
 
 
 def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list[Any]]:
@@ -47,29 +37,24 @@ def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list
     try:
         for step, writer in enumerate(("persistent", "fork")):
             strategy = TorchDistSaveStrategy(options=SaveOptions(writer=writer))  # type: ignore[arg-type]
-            tensor = torch.full((50_000,), float(step))
-            path = base / str(step)
-            path.mkdir(exist_ok=True)
-            dist.barrier()
-            request = dist_checkpointing.save(_state(rank, tensor, step), str(path), strategy, async_sharded_save=True)
+            saved = state(step)
+            path = made(base / str(step))
+            request = dist_checkpointing.save(saved, path, strategy, async_sharded_save=True)
             assert isinstance(request.async_fn, SaveTransaction)
             request.add_finalize_fn(lambda step=step: log["finalized"].append(step))
             queue.schedule_async_request(request)
-            tensor.fill_(-1.0)
+            saved["shard"].data.fill_(-1.0)  # training goes on
             while queue.get_num_unfinalized_calls():
                 queue.maybe_finalize_async_calls(blocking=False)
                 time.sleep(0.01)
         # A writer that dies: supervision is not promised here, but what is not whole must not be published.
-        path = base / "99"
-        path.mkdir(exist_ok=True)
+        path = made(base / "99")
         strategy = TorchDistSaveStrategy(options=SaveOptions())
         if rank == 1:
             shared_writer().warm_up()
             os.kill(shared_writer().pid or 0, signal.SIGSTOP)
         dist.barrier()
-        request = dist_checkpointing.save(
-            _state(rank, torch.ones(50_000), 99), str(path), strategy, async_sharded_save=True
-        )
+        request = dist_checkpointing.save(state(99), path, strategy, async_sharded_save=True)
         request.add_finalize_fn(lambda: log["finalized"].append(99))
         if rank == 1:
             os.kill(shared_writer().pid or 0, signal.SIGKILL)
@@ -82,10 +67,7 @@ def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list
         with contextlib.suppress(Exception):
             queue.close()
     for step in (0, 1):
-        loaded = dist_checkpointing.load(_state(rank, torch.zeros(50_000), -1), str(base / str(step)))
-        assert (loaded["w"] == step).all(), f"{step}: the bytes of another moment"
-        assert loaded["o"] == {"step": step}
-        assert loaded["iteration"] == step
+        check(dist_checkpointing.load(state(-1), str(base / str(step))), step)
     return log
 
 

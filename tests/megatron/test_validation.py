@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt.core.errors import PlanError
+from mcore_ckpt.core.errors import CheckpointError, PlanError
+from tests.megatron.trap_ranks import installed, made
 from tests.support.gloo_ranks import run_pretending_ranks
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="it is Megatron's validation")
@@ -127,11 +127,7 @@ FAULTS = ("no main replica", "two main replicas", "dtype", "missing")
 
 def _refused(rank: int, root: Path) -> list[str]:
     """What our save and load say, on this rank, of each fault in a tensor that both ranks hold; one line."""
-    warnings.simplefilter("ignore")
-    import mcore_ckpt
-
-    mcore_ckpt.install()
-    from megatron.core import dist_checkpointing as dc
+    dc = installed()
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     def state(fault: str) -> dict[str, Any]:
@@ -144,19 +140,16 @@ def _refused(rank: int, root: Path) -> list[str]:
         )
         return {**held, "rows": ShardedTensor.from_rank_offsets("rows", torch.ones(2), (0, rank, 2))}
 
-    (root / "good").mkdir(exist_ok=True)
-    dist.barrier()
-    dc.save(state(""), str(root / "good"))
+    good = made(root / "good")
+    dc.save(state(""), good)
     said = []
     for number, fault in enumerate(FAULTS):
-        path = root / str(number)
-        path.mkdir(exist_ok=True)
-        dist.barrier()
-        for call, directory in ((dc.save, path), (dc.load, root / "good")):
-            with pytest.raises(mcore_ckpt.CheckpointError) as caught:
-                call(state(fault), str(directory))
+        path = made(root / str(number))
+        for call, directory in ((dc.save, path), (dc.load, good)):
+            with pytest.raises(CheckpointError) as caught:
+                call(state(fault), directory)
             said.append(str(caught.value).removeprefix("Worker failure: ").splitlines()[0])
-        assert not (path / ".metadata").exists()
+        assert not (root / str(number) / ".metadata").exists()
     return said
 
 
@@ -169,11 +162,7 @@ def test_faults_are_refused_by_saves_and_loads_on_every_rank(tmp_path: Path) -> 
 
 def _saves(rank: int, root: Path) -> list[Any]:
     """Save twice, with a common state that differs, and load; what was exchanged by torch's own collectives."""
-    warnings.simplefilter("ignore")
-    import mcore_ckpt
-
-    mcore_ckpt.install()
-    from megatron.core import dist_checkpointing as dc
+    dc = installed()
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
@@ -193,15 +182,12 @@ def _saves(rank: int, root: Path) -> list[Any]:
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
     said: list[Any] = []
     for number in range(2):
-        path = root / str(number)
-        if rank == 0:
-            path.mkdir()
-        dist.barrier()
+        path = made(root / str(number))
         state = {"a": ShardedTensor.from_rank_offsets("a", torch.ones(2), (0, rank, 2)), "rank": number * rank}
-        dc.save(state, str(path), strategy)
+        dc.save(state, path, strategy)
         said.append((strategy.validated_cache_reuse, list(warned)))
         warned.clear()
-    dc.load({"a": ShardedTensor.from_rank_offsets("a", torch.zeros(2), (0, rank, 2))}, str(path))
+    dc.load({"a": ShardedTensor.from_rank_offsets("a", torch.zeros(2), (0, rank, 2))}, path)
     return [*said, gathers]
 
 

@@ -18,8 +18,7 @@ from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
-from tests.support.cpu_megatron import pretend_cuda
-from tests.support.gloo_ranks import run_ranks
+from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.legacy_files import EMBEDDING, FFN, HEADS, HIDDEN, LAYER, LAYERS, ROWS, Model
 from tests.support.shared_groups import share_groups
 
@@ -133,7 +132,6 @@ def test_another_layout_and_the_model_alone(tmp_path: Path, capsys: pytest.Captu
 
 def _load_into_megatron(rank: int, legacy: Path, checkpoint: Path, ep: int) -> list[str]:
     """Load a rank's file into Megatron's own model, and the checkpoint into another by stock; what differs in them."""
-    pretend_cuda()
     share_groups()
     from megatron.core import dist_checkpointing, parallel_state
 

@@ -114,9 +114,6 @@ class _Megatron(NamedTuple):
 
 
 def _start(**sizes: int) -> _Megatron:
-    from tests.support.cpu_megatron import pretend_cuda
-
-    pretend_cuda()
     names = {
         "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": _Norm},
         "mamba_ssm.ops.triton.ssd_combined": {

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 
 from mcore_ckpt.format.metadata_read import read_index
-from tests.support.cpu_megatron import pretend_cuda
 from tests.support.models import Parallel
 
 SMALL: dict[str, Any] = {
@@ -190,7 +189,6 @@ def run_model(model: Any, arguments: Namespace, vocabulary: int) -> Any:
 
 def build_from_arguments(arguments: Namespace, parallel: Parallel) -> Any:
     """Megatron's model, as its launch makes one from such arguments; collective."""
-    pretend_cuda()
     from mcore_ckpt.reshard.parameter_orders import build_gpt_model
 
     return build_gpt_model(vars(arguments), tensor=parallel.tensor, pipeline=parallel.pipeline, expert=parallel.expert)

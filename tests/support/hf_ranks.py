@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from tests.support.cpu_megatron import pretend_cuda
 from tests.support.hf_models import build_from_arguments, megatron_logits, run_model, the_transformers
 from tests.support.models import Parallel
 from tests.support.shared_groups import share_groups
@@ -17,7 +16,6 @@ def load_and_run(
     rank: int, jobs: dict[tuple[str, str], tuple[Path, Parallel]], vocabulary: int
 ) -> dict[tuple[str, str, str], torch.Tensor]:
     """Logits of each checkpoint, loaded by stock and by us, on ranks that have them; by name, layout and strategy."""
-    pretend_cuda()
     share_groups()
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
 
@@ -34,7 +32,6 @@ def save_and_run(
     rank: int, jobs: dict[tuple[str, str], tuple[Path, Parallel, Path]], vocabulary: int
 ) -> dict[tuple[str, str], torch.Tensor]:
     """Save a new, random model for the arguments of each checkpoint with stock Megatron-Core; its logits."""
-    pretend_cuda()
     share_groups()
     from megatron.core import dist_checkpointing
 
@@ -62,7 +59,6 @@ def fsdp_to_megatron(
 ) -> dict[str, torch.Tensor]:
     """Load each directory of `transformers`, shard the model by FSDP2 and save it by plain DCP; then let rank 0 import
     that, and all ranks load the checkpoint into Megatron's model. Its logits, on ranks that have them."""
-    pretend_cuda()
     share_groups()
     import torch.distributed.checkpoint as dcp
     from torch.distributed.fsdp import fully_shard
