@@ -33,6 +33,7 @@ from mcore_ckpt.reshard.options import parse_rename_rules
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.local_files import contents, flip
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 from tests.support.stored_layouts import flip_byte
 
@@ -133,10 +134,10 @@ def test_rename_only_drop_and_dtype(checkpoint: Path, tmp_path: Path) -> None:
     assert_same(read_all(tmp_path / "i"), wanted)
 
 
-def refused(source: Path, error: type[Exception], match: str) -> None:
+def refused(source: Path, error: type[Exception], match: str, **options: Any) -> None:
     """An import that ends in this error, and leaves nothing."""
     with pytest.raises(error, match=match):
-        import_checkpoint(source, source.with_name("refused"))
+        import_checkpoint(source, source.with_name("refused"), **options)
     assert not source.with_name("refused").exists()
 
 
@@ -300,9 +301,7 @@ def test_an_interrupted_export_is_resumed_by_the_same_command(
             export_checkpoint(checkpoint, tmp_path / "t", **options)
     assert not (tmp_path / "t").exists()
     first, second, *_ = sorted((tmp_path / "t.partial").iterdir())
-    content = bytearray(first.read_bytes())
-    content[len(content) // 2] ^= 4
-    first.write_bytes(content)
+    flip(first, first.stat().st_size // 2)
     second.unlink()
     assert export_checkpoint(checkpoint, tmp_path / "t", **options).resumed
     export_checkpoint(checkpoint, tmp_path / "alone", **options)
@@ -356,7 +355,3 @@ class TestSourceThatIsReplaced:
         with pytest.raises(LoadError, match="replaced the checkpoint"):
             make(source, tmp_path / "t")
         assert not (tmp_path / "t").exists()
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.models.test_conversions import refused as import_refused
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.legacy_files import EMBEDDING, FFN, HEADS, HIDDEN, LAYER, LAYERS, ROWS, Model
+from tests.support.local_files import flip
 from tests.support.shared_groups import share_groups
 
 
@@ -30,10 +33,7 @@ def imported(model: Model, place: Path, optimizer: str = "none", **more: Any) ->
     return place / "first"
 
 
-def refused(source: Path, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        import_checkpoint(source, source.with_name("refused"), kind="megatron-legacy")
-    assert not source.with_name("refused").exists()
+refused = partial(import_refused, kind="megatron-legacy")
 
 
 def exported(checkpoint: Path, *options: str) -> int:
@@ -360,9 +360,7 @@ def test_nothing_that_a_file_names_is_called_or_carried(tmp_path: Path) -> None:
 def test_a_damaged_buffer_is_noticed_though_it_is_read_in_parts(tmp_path: Path) -> None:
     source = Model(1, 1, torch.bfloat16).save(tmp_path / "iter_0000007", "distributed")
     path = source / "mp_rank_00" / "distrib_optim.pt"
-    content = bytearray(path.read_bytes())
     second = torch.load(path, weights_only=False)[0][torch.bfloat16, torch.float32]["exp_avg"]
-    at = content.index(second.numpy().tobytes()[:64]) + 4 * second.numel() // 2
-    content[at] ^= 1
-    path.write_bytes(bytes(content))
+    at = path.read_bytes().index(second.numpy().tobytes()[:64]) + 4 * second.numel() // 2
+    flip(path, at)
     refused(source, ChecksumError, r"distrib_optim\.pt")

@@ -11,6 +11,7 @@ from mcore_ckpt import copy_checkpoint
 from mcore_ckpt.core.errors import CheckpointExistsError, CheckpointNotFoundError
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from tests.models.test_huggingface import model_tensors, write_hf
+from tests.support.local_files import contents
 from tests.support.model_like import assert_same, read_all
 from tests.support.object_server import ObjectDirectory, Proxy
 
@@ -29,10 +30,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("model")
     import_checkpoint(write_hf(place / "hf", model_tensors()), place / "checkpoint", kind="hf", tp=2)
     return place / "checkpoint"
-
-
-def contents(place: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
 
 
 def stored(store: ObjectDirectory, folder: str) -> dict[str, bytes]:

@@ -24,6 +24,7 @@ from mcore_ckpt.reshard.parameter_orders import FlatParameter, ParameterBox
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.local_files import flip
 from tests.support.model_like import read_all
 from tests.support.stored_layouts import StoredTensor, part, whole, write_checkpoint
 
@@ -217,14 +218,11 @@ def test_a_damaged_bucket_is_found_although_its_chunks_are_read_in_parts(tmp_pat
     for chunk in index.tensors[key].chunks:
         item = chunk.item
         file = saved.path / item.file
-        content = bytearray(file.read_bytes())
-        position = content.index(torch_bytes(saved, key, chunk.offsets[0]), item.offset)
-        content[position] ^= 1
-        file.write_bytes(content)
+        position = file.read_bytes().index(torch_bytes(saved, key, chunk.offsets[0]), item.offset)
+        flip(file, position)
         with pytest.raises(ChecksumError, match="exp_avg"):
             reshard_checkpoint(saved.path, tmp_path / "made", optimizer_layout="fully_reshardable", restart=True)
-        content[position] ^= 1
-        file.write_bytes(content)
+        flip(file, position)
 
 
 def torch_bytes(saved: Saved, key: str, element: int) -> bytes:

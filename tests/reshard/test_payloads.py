@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +16,7 @@ from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError
 from mcore_ckpt.reshard import view as reshard_view
 from mcore_ckpt.reshard.view import Part, TensorView, ViewPayloads
 from mcore_ckpt.tools.payloads import StoredPayloads
+from tests.support.local_files import flip
 from tests.support.model_like import assert_same
 from tests.support.stored_layouts import StoredTensor, write_checkpoint
 
@@ -124,18 +123,10 @@ def test_every_element_comes_from_its_place(seed: int, tmp_path: Path, monkeypat
             with StoredPayloads(index) as plain:
                 payload = plain.locate(index.tensors[key], chunk)
             at = payload.offset + generator.randrange(payload.nbytes)
-            with flipped_byte(tmp_path / payload.file, at), pytest.raises(ChecksumError, match="source is damaged"):
+            flip(tmp_path / payload.file, at)
+            with pytest.raises(ChecksumError, match="source is damaged"):
                 read_everything()
-
-
-@contextmanager
-def flipped_byte(file: Path, at: int) -> Iterator[None]:
-    sound = file.read_bytes()
-    file.write_bytes(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
-    try:
-        yield
-    finally:
-        file.write_bytes(sound)
+            flip(tmp_path / payload.file, at)
 
 
 def test_a_view_with_an_element_that_is_not_stored_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import resource
@@ -32,19 +31,12 @@ from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.keys import data_file_rank
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.local_files import contents, flip
 from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, write_model
 from tests.support.stored_layouts import StoredTensor, flip_byte, write_checkpoint
 from tests.support.tilings import tilings
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def files_of(directory: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
-    }
 
 
 def read_by_ours(directory: Path) -> dict[str, torch.Tensor]:
@@ -82,22 +74,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=str,
 )
 def test_the_same_tensors_under_another_layout(source: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    before = files_of(source)
+    before = contents(source)
     report = reshard_checkpoint(source, tmp_path / "target", **options)
     assert_same(read_all(tmp_path / "target"), model_tensors())
     assert verify_checkpoint(tmp_path / "target").whole
-    assert files_of(source) == before
+    assert contents(source) == before
     assert report.guesses == 0
     assert not (tmp_path / "target.partial").exists()
-    assert sorted(path.name for path in (tmp_path / "target").glob("*.distcp")) == sorted(
-        read_files(tmp_path / "target")
-    )
-
-
-def read_files(directory: Path) -> set[str]:
-    index = read_index(directory)
-    found = {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}
-    return found | {entry.item.file for entry in index.objects.values()}
+    index = read_index(tmp_path / "target")
+    items = [chunk.item for entry in index.tensors.values() for chunk in entry.chunks]
+    items += [entry.item for entry in index.objects.values()]
+    assert {path.name for path in (tmp_path / "target").glob("*.distcp")} == {item.file for item in items}
 
 
 def test_each_rank_finds_its_shards_whole_in_its_own_files(source: Path, tmp_path: Path) -> None:
@@ -227,9 +214,7 @@ class TestRefusals:
         options = {"tp": 1, "pp": 1, "restart": True}
         path = tmp_path / "s" / entry.item.file
         sound = path.read_bytes()
-        content = bytearray(sound)
-        content[sound.index(b"rank", entry.item.offset)] ^= 1
-        path.write_bytes(content)
+        flip(path, sound.index(b"rank", entry.item.offset))
         with pytest.raises(ChecksumError, match=key):
             reshard_checkpoint(tmp_path / "s", tmp_path / "t", **options)
         path.write_bytes(sound)
@@ -309,12 +294,13 @@ class TestInterruption:
     ) -> None:
         self.interrupt(tmp_path, monkeypatch)
         file = tmp_path / "t.partial" / "__0_1.distcp"
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 4
+        middle = file.stat().st_size // 2
         if fault == "removed":
             file.unlink()
+        elif fault == "cut":
+            os.truncate(file, middle)
         else:
-            file.write_bytes(content[: len(content) // 2] if fault == "cut" else content)
+            flip(file, middle)
         assert reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, verify=False).resumed
         assert_same(read_all(tmp_path / "t"), big)
         assert verify_checkpoint(tmp_path / "t").whole
@@ -327,10 +313,8 @@ class TestInterruption:
         write_model(tmp_path / "s", tensors=tensors)
         self.interrupt(tmp_path, monkeypatch)
         for file in sorted((tmp_path / "t.partial").glob("*.distcp")):
-            content = bytearray(file.read_bytes())
             for part in (3, 5):
-                content[len(content) * part // 8] ^= 4
-            file.write_bytes(content)
+                flip(file, file.stat().st_size * part // 8)
         assert reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, verify=False).resumed
         assert_same(read_all(tmp_path / "t"), tensors)
         assert verify_checkpoint(tmp_path / "t").whole
@@ -387,10 +371,7 @@ def test_a_target_that_is_not_what_was_written_does_not_appear(
         original(plan, payloads, files, *rest, **named)  # type: ignore[arg-type]
         items = [chunk.item for entry in plan.index.tensors.values() for chunk in entry.chunks]
         largest = max(items, key=lambda item: item.length)
-        path = files.folder / largest.file
-        content = bytearray(path.read_bytes())
-        content[largest.offset + largest.length // 2] ^= 4
-        path.write_bytes(content)
+        flip(files.folder / largest.file, largest.offset + largest.length // 2)
 
     monkeypatch.setattr(conversion, "write_all", write_and_damage)
     with pytest.raises(CorruptCheckpointError, match="run the command again"):

@@ -38,6 +38,11 @@ def flip(path: Path, at: int, bits: int = 1) -> None:
     path.write_bytes(content)
 
 
+def contents(directory: Path) -> dict[str, bytes]:
+    """All files below a directory, by their path in it."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
 def names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 

@@ -25,10 +25,10 @@ def save(url: str | Path, value: float = 1.0, rows: int = 600, **options: Any) -
     dcp.save(state(value, rows), storage_writer=writer, no_dist=True)
 
 
-def loaded(url: str | Path, rows: int = 600) -> float:
+def loaded(url: str | Path, rows: int = 600, planner: Any = None) -> float:
     """The value that all of a checkpoint has."""
     found = state(0.0, rows)
-    dcp.load(found, storage_reader=FileSystemReader(url), no_dist=True)
+    dcp.load(found, storage_reader=FileSystemReader(url), planner=planner, no_dist=True)
     value = float(found["told"]["value"])
     assert torch.equal(found["weight"], torch.full((rows, 5000), value))
     assert int(found["step"]) == int(value)

@@ -2,66 +2,43 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 
-from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import LoadError
-from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.tools import diff, inspection, verify
-from mcore_ckpt.tools.diff import diff_checkpoints
-from mcore_ckpt.tools.inspection import summarize_checkpoint
-from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.stored_saves import save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
+LOOKS: dict[str, tuple[Any, Callable[[Path], bool]]] = {
+    "verify": (verify, lambda path: verify.verify_checkpoint(path).whole),
+    "inspect": (inspection, lambda path: not inspection.summarize_checkpoint(path).problems),
+    "diff": (diff, lambda path: not diff.diff_checkpoints(path, path.with_name("as before")).identical),
+}
 
-def save(path: Path, value: float) -> Path:
-    dcp.save({"w": torch.full((1000,), value)}, storage_writer=FileSystemWriterAsync(path), no_dist=True)
-    return path
 
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_checkpoint_that_is_replaced_right_after_its_index_was_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, look = LOOKS[name]
+    path = tmp_path / "c"
+    for each in (path, tmp_path / "as before"):
+        save(each, 1.0, rows=1)
+    read_index, replaced = module.read_index, []
 
-def replace_after_reading(monkeypatch: pytest.MonkeyPatch, module: Any, path: Path, times: int) -> None:
-    """The next `times` that the module reads an index, a save replaces the checkpoint right after."""
-    original, saves = module.read_index, iter(range(times))
-
-    def read_index(*arguments: Any, **options: Any) -> Any:
-        index = original(*arguments, **options)
-        if (number := next(saves, None)) is not None:
-            save(path, 2.0 + number)
+    def then_a_save(*arguments: Any, **options: Any) -> Any:
+        index = read_index(*arguments, **options)
+        if not replaced:
+            replaced.append(True)
+            save(path, 2.0, rows=1)
         return index
 
-    monkeypatch.setattr(module, "read_index", read_index)
-
-
-def test_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(tmp_path / "c", 1.0)
-    with monkeypatch.context() as patched:
-        replace_after_reading(patched, verify, path, 1)
-        with pytest.raises(LoadError, match="has replaced the checkpoint"):
-            verify_checkpoint(path)
-    assert verify_checkpoint(path).whole
-
-
-def test_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(tmp_path / "c", 1.0)
-    with monkeypatch.context() as patched:
-        replace_after_reading(patched, inspection, path, 1)
-        with pytest.raises(LoadError, match="has replaced the checkpoint"):
-            summarize_checkpoint(path)
-    assert summarize_checkpoint(path).problems == ()
-
-
-def test_diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    a, b = save(tmp_path / "a", 1.0), save(tmp_path / "b", 1.0)
-    with monkeypatch.context() as patched:
-        replace_after_reading(patched, diff, a, 1)
-        with pytest.raises(LoadError, match="replaced the checkpoint"):
-            diff_checkpoints(a, b)
-    assert main(["diff", str(a), str(b), "--json"]) == 1
-    assert not json.loads(capsys.readouterr().out)["identical"]
+    monkeypatch.setattr(module, "read_index", then_a_save)
+    with pytest.raises(LoadError, match="replaced the checkpoint"):
+        look(path)
+    assert look(path)

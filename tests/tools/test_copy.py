@@ -25,7 +25,7 @@ from mcore_ckpt.directory.commit import Owner
 from mcore_ckpt.directory.copying import file_on_its_way
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.storage.resolve import LocalWriter, storage_at
-from tests.support.local_files import data_file, flip
+from tests.support.local_files import contents, data_file, flip
 from tests.support.object_server import ObjectDirectory, S3Directory
 from tests.support.stored_saves import loaded, save, state
 
@@ -41,10 +41,6 @@ def saved(tmp_path: Path) -> Path:
     (tmp_path / "saved" / "tokenizer" / "added" / "empty").touch()
     save(tmp_path / "saved" / "modelopt_state", 2.0)
     return tmp_path / "saved"
-
-
-def contents(place: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
 
 
 def test_a_copy_to_a_store_and_back_is_the_same(saved: Path, object_directory: ObjectDirectory, tmp_path: Path) -> None:

@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, SaveError
-from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.commit import Commit, Owner, is_note
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.storage.resolve import LocalStorage
 from mcore_ckpt.tools import repair
 from mcore_ckpt.tools.repair import repair_checkpoint
@@ -24,6 +20,7 @@ from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.forked import in_child
 from tests.support.local_files import flip
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
+from tests.support.stored_saves import loaded, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -39,18 +36,6 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.fixture
 def copy(checkpoint: Path, tmp_path: Path) -> Path:
     return shutil.copytree(checkpoint, tmp_path / "copy")
-
-
-def save(path: Path, value: float) -> None:
-    tensors = {"w": torch.full((1000,), value), "m": torch.full((1000,), value)}
-    dcp.save(tensors, storage_writer=FileSystemWriterAsync(path), no_dist=True)
-
-
-def value_of(path: Path) -> float:
-    tensors = {"w": torch.zeros(1000), "m": torch.zeros(1000)}
-    dcp.load(tensors, storage_reader=FileSystemReader(path), no_dist=True)
-    (value,) = set(torch.cat([*tensors.values()]).tolist())
-    return float(value)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -73,8 +58,8 @@ def damage_item(directory: Path) -> None:
 def test_a_copy_that_does_not_fit_is_never_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user takes the wrong iteration, notices it, and stops the repair; the right one mends it afterwards."""
     damaged, right, wrong = tmp_path / "damaged", tmp_path / "right", tmp_path / "wrong"
-    save(wrong, 1.0)
-    save(damaged, 2.0)
+    save(wrong, 1.0, rows=1)
+    save(damaged, 2.0, rows=1)
     shutil.copytree(damaged, right)
     damage_index(damaged)
     before = contents(damaged)
@@ -93,7 +78,7 @@ def test_a_copy_that_does_not_fit_is_never_in_force(tmp_path: Path, monkeypatch:
         repair_checkpoint(report, wrong)
     assert contents(damaged) == before
     assert repair_checkpoint(report, right).whole
-    assert value_of(damaged) == 2.0
+    assert loaded(damaged, rows=1) == 2.0
 
 
 def test_an_index_that_came_from_the_copy_does_not_make_it_the_same_save(checkpoint: Path, tmp_path: Path) -> None:
@@ -125,7 +110,7 @@ def test_a_repair_that_was_stopped_changes_nothing_of_the_save_after_it(
         if not after:
             with monkeypatch.context() as patched:
                 patched.setattr(Owner, "process_state", lambda self: "gone")
-                save(checkpoint, 2.0)
+                save(checkpoint, 2.0, rows=1)
             after.append(contents(checkpoint))
 
     take_index, is_same_save = repair._take_index, repair._is_same_save
@@ -144,7 +129,7 @@ def test_a_repair_that_was_stopped_changes_nothing_of_the_save_after_it(
     with pytest.raises(SaveError, match="has lost: another save"):
         repair_checkpoint(verify_checkpoint(checkpoint), copy)
     assert contents(checkpoint) == after[0]
-    assert value_of(checkpoint) == 2.0
+    assert loaded(checkpoint, rows=1) == 2.0
 
 
 def test_what_a_killed_repair_has_left_goes(checkpoint: Path, copy: Path) -> None:

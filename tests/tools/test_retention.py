@@ -13,27 +13,25 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import LoadPlan
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import checkpoint_path
-from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory import retention
 from mcore_ckpt.directory.commit import Commit, Owner
 from mcore_ckpt.directory.iterations import files_below
 from mcore_ckpt.directory.retention import PruneReport, prune_run
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.storage.resolve import LocalStorage, storage_at
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.runs import list_run
@@ -41,7 +39,10 @@ from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.local_files import flip
 from tests.support.model_like import write_model
 from tests.support.object_server import ObjectDirectory
+from tests.support.stored_saves import loaded
+from tests.support.stored_saves import save as save_rows
 
+save = partial(save_rows, rows=1, thread_count=1)
 ITERATIONS = (100, 200, 300, 400, 500)
 
 
@@ -184,7 +185,7 @@ def test_a_complete_checkpoint_stays_where_the_newest_has_lost_a_part_of_a_file(
     assert going(prune_run(tmp_path, keep_last=1)) == [100]
     assert main(["prune", str(tmp_path), "--keep-last", "1", "--yes"]) == 0
     assert "1 of 3 checkpoints removed" in capsys.readouterr().out
-    assert value_of(tmp_path / name_of(200)) == 200.0
+    assert loaded(tmp_path / name_of(200), rows=1) == 200.0
 
 
 def test_other_files_and_directories_stay(run: Path) -> None:
@@ -304,20 +305,9 @@ def test_a_removal_that_is_stopped_at_any_step_takes_nothing_away_that_was_saved
         run = fresh(str(at))
         directory = run / name_of(1)
         prune(run, Faults(at, lambda directory=directory: save(str(directory), 11.0)))
-        assert value_of(directory) == 11.0
+        assert loaded(directory, rows=1) == 11.0
         prune_run(run, keep_last=2, remove=True)
         assert sorted(path.name for path in run.iterdir()) == [name_of(1), name_of(2)]
-
-
-def save(path: str, value: float) -> None:
-    dcp.save({"w": torch.full((10,), value)}, storage_writer=FileSystemWriterAsync(path), no_dist=True)
-
-
-def value_of(path: Path, planner: DefaultLoadPlanner | None = None) -> float:
-    loaded = {"w": torch.zeros(10)}
-    dcp.load(loaded, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
-    (value,) = set(loaded["w"].tolist())
-    return float(value)
 
 
 def test_a_full_file_system_does_not_keep_prune_from_making_room(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,11 +378,11 @@ def test_what_a_load_reads_stays(tmp_path: Path) -> None:
             found.append(why(prune_run(tmp_path, keep_last=1, remove=True), 1))
             return super().resolve_tensor(read_item)
 
-    loaded = value_of(tmp_path / name_of(1), Planner())
+    value = loaded(tmp_path / name_of(1), 1, Planner())
     with open_checkpoint(tmp_path / name_of(1)):
         found.append(why(prune_run(tmp_path, keep_last=1, remove=True), 1))
-    assert found == ["a load is reading it"] * 3
-    assert loaded == 1.0
+    assert found == ["a load is reading it"] * 4  # of the plan, two tensors, and what is open
+    assert value == 1.0
     assert going(prune_run(tmp_path, keep_last=1, remove=True)) == [1]
     assert holding_files(tmp_path) == [name_of(2)]
     assert storage_at(tmp_path).folders() == [name_of(2)]
@@ -418,4 +408,4 @@ def test_a_load_that_begins_as_its_checkpoint_is_to_go_keeps_it(
         assert why(report, 1) == "a load is reading it"
         assert going(report) == []
     assert storage.list() == before
-    assert value_of(tmp_path / name_of(1)) == 1.0
+    assert loaded(tmp_path / name_of(1), rows=1) == 1.0
