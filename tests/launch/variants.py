@@ -102,10 +102,6 @@ def assert_ours_ran(run: Launched, variant: Variant, place: Path, *, loaded: boo
         assert [bool(event["args"]["files"]) for event in by_writer] == [True] * variant.is_async, trace
     if variant.is_async:
         for rank in run.events:
-            scheduled = [event for event in rank if event["event"] == "AsyncCallsQueue.schedule_async_request"]
-            finalized = [event for event in rank if event["event"] == "AsyncCallsQueue.maybe_finalize_async_calls"]
-            assert len([event for event in scheduled if event["package"] == "mcore_ckpt"]) == len(saves)
-            assert sum(event["calls"] for event in finalized if event["package"] == "mcore_ckpt") == len(saves)
             assert {event["iteration"] for event in rank if event["event"] == "_Commit.__call__"} == saves
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from mcore_ckpt import LoadError, LoadOptions, SaveOptions
 from mcore_ckpt.format.integrity import data_file_of
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.reader import FileSystemReader
-from tests.megatron.trap_ranks import installed, made
+from tests.megatron.trap_ranks import counted, installed, made
 from tests.support.gloo_ranks import run_megatron_ranks, run_pretending_ranks
 from tests.support.kept_log import kept_log
 from tests.support.models import DENSE, MOE_SEQUENTIAL, Parallel, build_training
@@ -28,22 +26,6 @@ pytest.importorskip("megatron.core.dist_checkpointing", reason="the wrappers are
 
 RANKS = 4
 DEADLINE_S = 150.0
-
-
-@contextmanager
-def _counted(owner: Any, *names: str) -> Iterator[list[str]]:
-    """The names of those functions of a module, or methods of a class, that are called inside the block."""
-    calls: list[str] = []
-    with pytest.MonkeyPatch.context() as patched:
-        for name in names:
-            original = getattr(owner, name)
-
-            def counted(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
-                calls.append(_name)
-                return _original(*args, **kwargs)
-
-            patched.setattr(owner, name, counted)
-        yield calls
 
 
 def _wrappers() -> Any:
@@ -97,7 +79,7 @@ def _save_and_load(rank: int, root: Path) -> None:
         dc.save(training.sharded_state_dict(), made(root / f"{name}-stock"), wrapped)
         mcore_ckpt.install()
         state, path = training.sharded_state_dict(), made(root / f"{name}-ours")
-        with _counted(dist, "all_gather_object") as gathers:
+        with counted(dist, "all_gather_object") as gathers:
             dc.save(state, path, _saving(group))
         assert not gathers
         mcore_ckpt.uninstall()
@@ -183,7 +165,7 @@ def _change(rank: int, root: Path) -> list[bool]:
     # A wrapper that keeps the distribution: Megatron's own code gathers, once.
     strategy, gathered = _saving(group, caches=True), []
     for _ in range(2):
-        with _counted(dist, "all_gather_object") as gathers:
+        with counted(dist, "all_gather_object") as gathers:
             dc.save(_state(3.0), path, strategy)
         gathered.append(len(gathers))
     assert gathered == [1, 0]

@@ -44,6 +44,7 @@ from mcore_ckpt import (
 )
 from mcore_ckpt.megatron._versions import TESTED_VERSIONS, as_megatron_error, megatron_version
 from tests.support.forked import in_child
+from tests.support.kept_log import kept_log
 
 HAS_REGISTRY = megatron_version() < (0, 17)
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,25 +202,19 @@ def test_options_come_from_the_environment() -> None:
 
 @forked
 def test_a_newer_version_is_warned_about_and_never_served_by_half() -> None:
-    seen: list[logging.LogRecord] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            seen.append(record)
-
-    logging.getLogger("mcore_ckpt").addHandler(Keep())
     package_info.MINOR = 99
     stock = strategies.TorchDistSaveShardedStrategy
-    if HAS_REGISTRY:  # what is installed is an old one in truth, and lacks what the newest has
-        with pytest.raises(UnsupportedMegatronError, match="Nothing was changed"):
+    with kept_log() as said:
+        if HAS_REGISTRY:  # what is installed is an old one in truth, and lacks what the newest has
+            with pytest.raises(UnsupportedMegatronError, match="Nothing was changed"):
+                mcore_ckpt.install()
+            assert strategies.TorchDistSaveShardedStrategy is stock
+        else:
             mcore_ckpt.install()
-        assert strategies.TorchDistSaveShardedStrategy is stock
-    else:
-        mcore_ckpt.install()
-        assert strategies.TorchDistSaveShardedStrategy is TorchDistSaveStrategy
-    (warning,) = [record for record in seen if record.levelno == logging.WARNING]
-    assert TESTED_VERSIONS[0] in warning.getMessage()
-    assert TESTED_VERSIONS[-1] in warning.getMessage()
+            assert strategies.TorchDistSaveShardedStrategy is TorchDistSaveStrategy
+    (warning,) = said
+    assert TESTED_VERSIONS[0] in warning
+    assert TESTED_VERSIONS[-1] in warning
 
 
 @forked

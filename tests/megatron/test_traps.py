@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from mcore_ckpt import SaveError
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
-from tests.megatron.trap_ranks import check, installed, made, names, run_traps, state
-from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
+from tests.megatron.trap_ranks import check, installed, made, names, state
+from tests.support.gloo_ranks import MEGATRON, standing_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -273,5 +273,7 @@ TRAPS = [
 
 
 def test_traps(tmp_path: Path) -> None:
-    for outcomes in run_ranks(run_traps, 2, tmp_path, TRAPS, deadline_s=DEADLINE_S):
-        assert outcomes == dict.fromkeys(outcomes, "")
+    with standing_ranks(2, preload=MEGATRON) as ranks:
+        for trap in TRAPS:
+            outcomes = ranks.call(trap, tmp_path / trap.__name__, within_s=DEADLINE_S)
+            assert [outcome.error_text for outcome in outcomes] == ["", ""]

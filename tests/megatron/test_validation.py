@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt.core.errors import CheckpointError, PlanError
-from tests.megatron.trap_ranks import installed, made
+from tests.megatron.trap_ranks import counted, installed, made
 from tests.support.gloo_ranks import run_pretending_ranks
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="it is Megatron's validation")
@@ -166,28 +166,20 @@ def _saves(rank: int, root: Path) -> list[Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    gathers: list[str] = []
-    for name in ("all_gather_object", "broadcast_object_list"):
-        original = getattr(dist, name)
-
-        def counted(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
-            gathers.append(_name)
-            return _original(*args, **kwargs)
-
-        setattr(dist, name, counted)
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megatron.core.dist_checkpointing.validation").addHandler(handler)
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
     said: list[Any] = []
-    for number in range(2):
-        path = made(root / str(number))
-        state = {"a": ShardedTensor.from_rank_offsets("a", torch.ones(2), (0, rank, 2)), "rank": number * rank}
-        dc.save(state, path, strategy)
-        said.append((strategy.validated_cache_reuse, list(warned)))
-        warned.clear()
-    dc.load({"a": ShardedTensor.from_rank_offsets("a", torch.zeros(2), (0, rank, 2))}, path)
+    with counted(dist, "all_gather_object", "broadcast_object_list") as gathers:
+        for number in range(2):
+            path = made(root / str(number))
+            state = {"a": ShardedTensor.from_rank_offsets("a", torch.ones(2), (0, rank, 2)), "rank": number * rank}
+            dc.save(state, path, strategy)
+            said.append((strategy.validated_cache_reuse, list(warned)))
+            warned.clear()
+        dc.load({"a": ShardedTensor.from_rank_offsets("a", torch.zeros(2), (0, rank, 2))}, path)
     return [*said, gathers]
 
 

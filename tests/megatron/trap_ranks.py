@@ -1,38 +1,19 @@
-"""What the traps of a real launch need: a world that runs them one after the other, and a small state to save.
+"""What ranks of a launch need: Megatron with our strategies, and a small state to save.
 
-A trap is a function that every rank of a gloo world calls. Nothing poses as CUDA: it is run on a machine without it, as
-it is.
+Nothing poses as CUDA: it is run on a machine without it, as it is.
 """
 
 from __future__ import annotations
 
-import sys
-import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-
-
-def run_traps(rank: int, directory: Path, traps: list[Callable[..., None]]) -> dict[str, str]:
-    """Run traps one after the other in one world; the traceback of each that failed on this rank, else empty text.
-
-    A trap takes the rank and a directory of its own, which does not exist yet.
-    """
-    outcomes = {}
-    for trap in traps:
-        outcomes[trap.__name__] = ""
-        try:
-            trap(rank, directory / trap.__name__)
-        except Exception:  # noqa: BLE001  (the test of this trap shows it)
-            outcomes[trap.__name__] = traceback.format_exc()
-            # Where the other ranks wait for this one, nothing else tells why.
-            sys.stderr.write(f"rank {rank}: {trap.__name__}: {outcomes[trap.__name__]}")
-        dist.barrier()
-    return outcomes
 
 
 def installed() -> Any:
@@ -81,3 +62,19 @@ def names(directory: str) -> set[str]:
     found = {path.name for path in Path(directory).iterdir()}
     dist.barrier()
     return found
+
+
+@contextmanager
+def counted(owner: Any, *names: str) -> Iterator[list[str]]:
+    """The names of those functions of a module, or methods of a class, that are called inside the block."""
+    calls: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        for name in names:
+            original = getattr(owner, name)
+
+            def noted(*args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+                calls.append(_name)
+                return _original(*args, **kwargs)
+
+            patched.setattr(owner, name, noted)
+        yield calls

@@ -18,7 +18,6 @@ import os
 import re
 import signal
 import sys
-import time
 import types
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
@@ -37,7 +36,7 @@ def _record(event: str, **facts: Any) -> None:
     rank = os.environ.get("RANK", "none")
     if folder:
         with open(f"{folder}/rank{rank}.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"event": event, "time_s": time.time(), **facts}) + "\n")
+            file.write(json.dumps({"event": event, **facts}) + "\n")
     if os.environ.get("LAUNCH_KILL") == f"{rank}:{event}:{facts.get('iteration')}":
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -181,19 +180,6 @@ def _record_strategies(module: Any) -> None:
         _record_methods(module._Commit, ("__call__",), lambda self, *_: _iteration(self.save_call.what))
 
 
-def _record_queue(module: Any) -> None:
-    def scheduled(self: Any, args: tuple[Any, ...], result: Any) -> dict[str, Any]:
-        return {"package": type(self).__module__.partition(".")[0], "persistent": bool(self.persistent)}
-
-    def finalized(self: Any, args: tuple[Any, ...], result: Any) -> dict[str, Any]:
-        # Polled at every step: only what was finalized is worth a line.
-        return {"package": type(self).__module__.partition(".")[0], "calls": len(result)} if result else {}
-
-    queue = module.AsyncCallsQueue
-    _record_methods(queue, ("schedule_async_request",), scheduled)
-    _record_methods(queue, ("maybe_finalize_async_calls",), finalized)
-
-
 def _norms_of_sequences(module: Any) -> None:
     """Sequence parallelism needs of a norm only the mark by which Megatron adds the gradients of its ranks."""
     import copy
@@ -269,9 +255,7 @@ _AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "megatron.core.optimizer.distrib_optimizer": _loads_float32,
     "megatron.training.training": _record_losses,
     "megatron.core.dist_checkpointing.strategies.torch": _record_strategies,
-    "megatron.core.dist_checkpointing.strategies.async_utils": _record_queue,
     "mcore_ckpt.megatron.strategy": _record_strategies,
-    "mcore_ckpt.save.async_queue": _record_queue,
 }
 
 if os.environ.get("LAUNCH_FAULT") and os.environ.get("RANK") == "1":
