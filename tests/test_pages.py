@@ -1,8 +1,9 @@
-"""What pages show can be typed as it stands: command lines, names, options."""
+"""What pages show can be typed as it stands, and is so: command lines, names, options, figures, pictures."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -14,9 +15,12 @@ from pathlib import Path
 import pytest
 
 import mcore_ckpt
+from benchmarks import tables
+from benchmarks.calls import CALLS, OURS, SAVES, STOCK
 from examples import small_run
 from mcore_ckpt import LoadOptions, SaveOptions
 from mcore_ckpt.commands.cli import main, make_parser
+from scripts import pictures
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -273,3 +277,67 @@ def test_a_preempted_pod_has_time_to_save() -> None:
     seconds = {row["name"]: row["value"] for row in container["env"]}
     for_ranks = int(seconds["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
     assert int(seconds["MCORE_CKPT_WRITE_DEADLINE_S"]) < for_ranks < job["terminationGracePeriodSeconds"]
+
+
+SHORT = {
+    "bench": "scripts/bench.py --only dense async phases --gb 0.02 --rounds 1 --python312 /nowhere --dir {dir}",
+    "scale": "-m benchmarks.scale --items 20 --ranks 2 4 8",
+    "calls": "-m benchmarks.calls --items 3 --ranks 2",
+}
+
+
+def test_tables_are_those_of_the_results() -> None:
+    assert tables.changed(ROOT) == [], "run `python scripts/bench.py --tables`"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", SHORT)
+def test_a_short_run_measures_and_compares(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    words = SHORT[name].format(dir=tmp_path).split()
+    command = [sys.executable, "-W", "ignore", *words, "--busy", "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    results = json.loads(out.read_text())
+    if name == "bench":
+        assert {part: about["failed"] for part, about in results["parts"].items()} == {
+            part: [] for part in ("dense", "async", "phases")
+        }
+        own, *_ = (label for label, one in results["contenders"].items() if one["adapter"] == "mcore_ckpt")
+        (megatron,) = (label for label, one in results["contenders"].items() if one["adapter"] == "megatron")
+        for figure in ("save s", "save cpu s", "cold s", "second s", "warm s"):
+            assert len(results["samples"]["dense"][figure][megatron]) == 1
+        assert results["samples"]["async dense"]["isolated"][own] == [1.0]
+        assert own in tables.one(results, "saves and loads")
+    elif name == "scale":
+        assert [one["items"] for one in results["ours"]] == [40, 80, 160]
+        assert all(one["check_s"] > 0 and one["read_s"] > 0 for one in results["ours"])
+    else:
+        measured = [(one["replicas"], one["side"], one["call"]) for one in results["calls"] if one["cpu_s"] > 0]
+        expected = ((0, CALLS), (2, SAVES))
+        assert measured == [(n, side, call) for n, calls in expected for side in (OURS, STOCK) for call in calls]
+    assert [path.name for path in tmp_path.iterdir()] == [out.name], "checkpoints are left"
+
+
+def test_diagrams_are_those_of_the_script() -> None:
+    for name, text in pictures.DIAGRAMS.items():
+        assert (pictures.PICTURES / name).read_text() == pictures.draw_diagram(text), f"{name}: make pictures"
+
+
+def test_the_picture_of_the_save_is_that_of_its_trace() -> None:
+    trace = json.loads((pictures.PICTURES / pictures.TRACE).read_text())
+    assert (pictures.PICTURES / "async_save.svg").read_text() == pictures.draw_trace(trace)
+
+
+@pytest.mark.long
+def test_a_trace_of_a_real_save_is_drawn(tmp_path: Path) -> None:
+    pictures.make(["trace"], tmp_path)
+    spans = [
+        event for event in json.loads((tmp_path / pictures.TRACE).read_text())["traceEvents"] if event["ph"] == "X"
+    ]
+    for rank in range(2):
+        mine = {event["name"]: event for event in spans if event["pid"] == rank}
+        assert mine.keys() == {"plan", "stage", "dispatch", "train", "writer", "gather", "commit"}
+        assert mine["writer"]["ts"] >= mine["stage"]["ts"] + mine["stage"]["dur"]
+    drawn = (tmp_path / "async_save.svg").read_text()
+    assert all(f"<title>{event['name']}: {event['dur'] / 1e3:.1f} ms</title>" in drawn for event in spans)

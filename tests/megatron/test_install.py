@@ -17,12 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("megatron.core")
-
 import megatron.core
 import megatron.core.dist_checkpointing.strategies.fully_parallel
+import pytest
 import torch
 import torch.distributed.checkpoint
 from megatron.core import package_info
@@ -45,6 +42,9 @@ from mcore_ckpt import (
 from mcore_ckpt.megatron._versions import TESTED_VERSIONS, as_megatron_error, megatron_version
 from tests.support.forked import in_child
 from tests.support.kept_log import kept_log
+
+pytest.importorskip("megatron.core")
+
 
 HAS_REGISTRY = megatron_version() < (0, 17)
 ROOT = Path(__file__).resolve().parents[2]
@@ -374,3 +374,13 @@ def test_a_load_planner_that_somebody_has_replaced_is_asked_for_its_plan() -> No
     assert torch.equal(loaded["whole"], saved["whole"].data)
     assert all(torch.equal(half, was.data) for half, was in zip(loaded["halves"], saved["halves"], strict=True))
     assert loaded["object"] == {"x": 1}
+
+
+WANTED = os.environ.get("MCORE_CKPT_TEST_MEGATRON")
+
+
+@pytest.mark.skipif(WANTED is None, reason="only where a version is asked for, as scripts/test_matrix.sh does")
+def test_the_version_asked_for_is_the_one_imported() -> None:
+    code = "from megatron.core import package_info; print(package_info.__version__)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=170)
+    assert ended.stdout.strip() == WANTED

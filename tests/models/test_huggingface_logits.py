@@ -20,8 +20,16 @@ from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.models import test_table as table
 from tests.models.test_table import EXPERTS
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
-from tests.support.hf_models import SMALL, HfCase, hf_logits, make_hf_model, weights
-from tests.support.hf_ranks import fsdp_to_megatron, load_and_run, save_and_run
+from tests.support.hf_models import (
+    SMALL,
+    HfCase,
+    fsdp_to_megatron,
+    hf_logits,
+    load_and_run,
+    make_hf_model,
+    save_and_run,
+    weights,
+)
 from tests.support.model_like import assert_same
 from tests.support.models import Parallel
 
