@@ -79,11 +79,6 @@ def test_every_command_is_listed_and_explains_itself(capsys: pytest.CaptureFixtu
             assert parsed(*shlex.split(example)[1:]).command == command
 
 
-def test_a_short_and_a_long_name_are_one_option() -> None:
-    long = parsed(*"reshard a b --target-tensor-parallel-size 2 --pp 3 --workers 5 --dry-run".split())
-    assert long == parsed(*"reshard a b --tp 2 --pp 3 -j 5 -n".split())
-
-
 @pytest.mark.parametrize(
     ("given", "size_bytes"), [("5G", 5 * 1000**3), ("5GiB", 5 * 1024**3), ("1.5M", 1_500_000), (" 7 KiB ", 7168)]
 )

@@ -17,12 +17,11 @@ from tests.support.object_server import ObjectDirectory, Proxy
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "safetensors": ("files", {"max_shard_bytes": 10_000}),
-    "torch": ("files", {"max_shard_bytes": 10_000}),
     "hf": ("hf", {"max_shard_bytes": 10_000}),
     "megatron-legacy": ("megatron-legacy", {"tp": 2}),
 }
 # Without which the others are not read, or not all of them.
-LAST = {"safetensors": "model.safetensors.index.json", "torch": "pytorch_model.bin.index.json"}
+LAST = "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +50,7 @@ def test_what_is_exported_to_a_store_is_what_is_exported_to_a_directory_and_come
     assert len(contents(tmp_path / "local")) > 1
     if to != "megatron-legacy":
         files = [name for name in made if "incomplete" not in name]
-        assert files[-1] == LAST.get(to, LAST["safetensors"])
+        assert files[-1] == LAST
         assert to != "hf" or files[-2] == "config.json"
     import_checkpoint(f"{object_directory.url}/model", tmp_path / "back", kind=kind)  # type: ignore[arg-type]
     import_checkpoint(tmp_path / "local", tmp_path / "again", kind=kind)  # type: ignore[arg-type]

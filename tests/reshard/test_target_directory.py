@@ -46,12 +46,6 @@ def make(target: Path, work: str = WORK, *, restart: bool = False) -> list[str]:
     return found
 
 
-def test_a_target_appears_and_nothing_else_stays(tmp_path: Path) -> None:
-    (tmp_path / "t").mkdir()  # empty
-    assert make(tmp_path / "t") == []
-    assert names(tmp_path) == ["t"]
-
-
 def test_a_target_without_a_name_of_its_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OptionError, match=r"expected a path that ends with"):
@@ -75,16 +69,6 @@ def test_the_same_work_is_resumed(tmp_path: Path, end: bytes) -> None:
         assert made.files.folder == folder
         assert made.journal.written == WRITTEN
     assert names(tmp_path / "t") == ["half"]
-
-
-def test_other_work_is_refused_unless_it_is_to_be_thrown_away(tmp_path: Path) -> None:
-    folder = left_by(tmp_path / "t", "other work")
-    with pytest.raises(OptionError, match=r"t\.partial: left by a run with another source.*--restart"):
-        make(tmp_path / "t")
-    assert (folder / "half").exists()
-    assert make(tmp_path / "t", restart=True) == []
-    left_by(tmp_path / "u", WORK)
-    assert make(tmp_path / "u", restart=True) == []
 
 
 @pytest.mark.parametrize("kind", ["nothing done", "damaged journal", "no folder"])

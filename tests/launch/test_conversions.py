@@ -1,0 +1,188 @@
+"""Conversions and Megatron-LM's own `pretrain_gpt.py`: what it trains goes out, and comes in to be trained.
+
+To Hugging Face and back; from files of `--ckpt-format torch` and into them; from Megatron-FSDP, with the optimizer.
+Launches resume from what was converted with losses that are equal to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import mcore_ckpt
+from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
+from mcore_ckpt.models.logits import check_logits
+from mcore_ckpt.tools.diff import diff_checkpoints
+from tests.launch.pretrain import launch, tracked_iteration
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+_LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights "
+    "--attention-dropout 0 --hidden-dropout 0 --tensor-model-parallel-size 2"
+).split()
+
+
+def test_what_a_launch_has_trained_is_that_model_there_and_back(launches: Path, tmp_path: Path) -> None:
+    """Trained, exported, run by `transformers`; imported again, a new launch goes on with the same losses."""
+    pytest.importorskip("transformers", reason="transformers runs what was exported: pip install 'mcore-ckpt[dev]'")
+    trained = launches / "llama-checkpoints"
+    launch("ours", 2, [*_LLAMA, "--save", str(trained), "--save-interval", "6"], launches / "llama")
+    assert tracked_iteration(trained) == 6
+    report = export_checkpoint(trained, tmp_path / "model", to="hf")
+    assert report.family == "llama"
+    check = check_logits(trained, tmp_path / "model", report.family)
+    assert check.scale > 0.1
+    assert check.difference < 1e-5 * check.scale
+
+    # The launch's tokenizer has one token more than it is told, with which documents end: all rows go out and come in.
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_text(json.dumps({**config, "vocab_size": 1024}))
+    export_checkpoint(trained, tmp_path / "all-rows", to="hf", hf_config=tmp_path / "whole")
+    start = tmp_path / "start" / "release"
+    import_checkpoint(tmp_path / "all-rows", start, kind="hf", tp=2, pp=1, transformer_impl="local")
+    again = ["--finetune", "--train-iters", "3", *_LLAMA]
+    on = launch("stock", 2, ["--load", str(trained), *again], launches / "llama-on")
+    imported = launch("stock", 2, ["--load", str(start.parent), *again], launches / "llama-imported")
+    assert sorted(imported.losses) == [1, 2, 3]
+    assert imported.losses == on.losses
+    by_arguments = ["--use-checkpoint-args", "--finetune", "--train-iters", "3", "--tensor-model-parallel-size", "2"]
+    told = launch("ours", 2, ["--load", str(start.parent), *by_arguments], launches / "llama-told")
+    assert told.losses == on.losses
+
+
+_TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+_DISTRIBUTED = "--use-distributed-optimizer"
+_EXPERTS = ["--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none"]
+_EXPERTS += ["--expert-model-parallel-size", "2", "--disable-bias-linear"]
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "ep", "arguments"),
+    [
+        (2, 1, 1, ["--swiglu", "--bf16", _DISTRIBUTED, "--untie-embeddings-and-output-weights"]),
+        (1, 2, 1, []),
+        (1, 1, 2, [*_EXPERTS, "--bf16", _DISTRIBUTED]),
+    ],
+    ids=["tp2-distributed", "pp2-float32", "ep2-distributed"],
+)
+def test_training_resumes_from_what_was_imported(
+    tp: int, pp: int, ep: int, arguments: list[str], launches: Path
+) -> None:
+    place = launches / f"legacy-{tp}-{pp}-{ep}-{len(arguments)}"
+    arguments = [*arguments, _TP, str(tp), _PP, str(pp)]
+    old = [*arguments, "--ckpt-format", "torch"]
+    whole = launch("stock", 2, [*old, "--save", str(place / "saved"), "--save-interval", "3"], place / "run")
+    later = {iteration: loss for iteration, loss in whole.losses.items() if iteration > 3}
+    assert sorted(later) == [4, 5, 6]
+
+    converted = place / "converted"
+    report = import_checkpoint(place / "saved" / "iter_0000003", converted / "iter_0000003", kind="megatron-legacy")
+    assert not report.left_out
+    for side in ("stock", "ours"):
+        on = launch(side, 2, [*arguments, "--load", str(converted)], place / f"on-{side}")
+        assert on.losses == later, side
+    sizes = {"tp": tp, "pp": pp, "ep": ep}
+    _assert_stock_loads_the_model(converted / "iter_0000003", place / "back", arguments, sizes)
+
+
+def _assert_stock_loads_the_model(checkpoint: Path, place: Path, arguments: list[str], sizes: dict[str, int]) -> None:
+    """Export the model, have stock load the files and save what it has loaded as `torch_dist`, and compare."""
+    export_checkpoint(checkpoint, place / "iter_0000003", to="megatron-legacy", **sizes)
+    (place / "latest_checkpointed_iteration.txt").write_text("3")
+    converting = ["--ckpt-format", "torch", "--load", str(place), "--no-load-optim", "--no-save-optim"]
+    converting += ["--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(place / "again")]
+    launch("stock", 2, [*arguments, "--override-opt_param-scheduler", *converting], place / "convert")
+    (made,) = (place / "again").rglob("iter_0000003")
+    difference = diff_checkpoints(checkpoint, made)
+    assert len(difference.tensors) > 10
+    assert all(tensor.same for tensor in difference.tensors)
+    assert not difference.only_in_b
+    assert all(key.startswith(("optimizer.", "chained_")) for key in difference.only_in_a)
+
+
+_ARGUMENTS = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --attention-dropout 0 --hidden-dropout 0"
+_BATCH = 8
+_OWN_NAMES = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+)
+
+
+def _by_module(checkpoint: mcore_ckpt.Checkpoint, prefix: str) -> dict[str, torch.Tensor]:
+    """Tensors whose keys begin so, layer by layer, under the names of Megatron's own modules."""
+    found = {}
+    for key in checkpoint.tensors:
+        name = key.removeprefix(prefix)
+        if not key.startswith(prefix) or name.startswith("optimizer."):
+            continue
+        tensor = checkpoint[key][...]
+        if not name.startswith("decoder.layers."):
+            found[name] = tensor
+            continue
+        rest = name.removeprefix("decoder.layers.")
+        for fused, own in _OWN_NAMES:
+            rest = own + rest.removeprefix(fused) if rest.startswith(fused) else rest
+        for number, layer in enumerate(tensor):
+            if ".experts.experts." not in rest:
+                found[f"decoder.layers.{number}.{rest}"] = layer.clone()
+                continue
+            before, after = rest.split(".experts.experts.")
+            for expert, own in enumerate(layer):
+                found[f"decoder.layers.{number}.{before}.experts.local_experts.{expert}.{after}"] = own.clone()
+    return found
+
+
+def _save_as_megatron_fsdp(source: Path, target: Path, *, with_schedule: bool) -> None:
+    """The same training as `--ckpt-format fsdp_dtensor` keeps it; without a schedule, as others leave it."""
+    with mcore_ckpt.open_checkpoint(source) as checkpoint:
+        common = checkpoint.common_state()
+        weights = _by_module(checkpoint, "")
+        moments = {name: _by_module(checkpoint, f"optimizer.state.{name}.") for name in ("exp_avg", "exp_avg_sq")}
+    settings = common["optimizer"]
+    (group, *_) = settings.get(0, settings)["optimizer"]["param_groups"]
+    meta = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "wd_mult", "step")}
+    arguments = common["args"]
+    state: dict[str, Any] = {
+        "model": {f"module.{name}": tensor for name, tensor in weights.items()},
+        "optimizer": {
+            "state": {f"module.module.{name}": {key: moments[key][name] for key in moments} for name in weights},
+            "param_to_group_meta": {f"module.module.{name}": dict(meta) for name in weights},
+        },
+        "args": arguments,
+        "checkpoint_version": 3.0,
+    }
+    if with_schedule:
+        state |= {"iteration": common["iteration"], "opt_param_scheduler": common["opt_param_scheduler"]}
+        state["num_floating_point_operations_so_far"] = common["num_floating_point_operations_so_far"]
+    else:
+        for name in ("consumed_train_samples", "global_batch_size"):
+            delattr(arguments, name)
+    dcp.save(state, checkpoint_id=target)
+
+
+def test_an_imported_optimizer_goes_on_as_if_it_had_never_stopped(launches: Path) -> None:
+    place, arguments = launches / "imported-optimizer", _ARGUMENTS.split()
+    whole = launch("stock", 2, [*arguments, "--save", str(place / "saved"), "--save-interval", "3"], place / "run")
+    later = {iteration: loss for iteration, loss in whole.losses.items() if iteration > 3}
+    assert sorted(later) == [4, 5, 6]
+    for name, more in (("known", []), ("unknown", ["--override-opt_param-scheduler"])):
+        _save_as_megatron_fsdp(place / "saved" / "iter_0000003", place / name, with_schedule=name == "known")
+        report = mcore_ckpt.import_checkpoint(
+            place / name,
+            place / f"{name}-imported" / "iter_0000003",
+            kind="dcp",
+            global_batch_size=None if name == "known" else _BATCH,
+        )
+        assert any("--override-opt_param-scheduler" in note for note in report.notes) is (name == "unknown")
+        for side in ("stock", "ours") if name == "known" else ("stock",):
+            load = ["--load", str(place / f"{name}-imported"), *more]
+            on = launch(side, 2, [*arguments, *load], place / f"{name}-{side}")  # type: ignore[arg-type]
+            assert on.losses == later, (name, side)
