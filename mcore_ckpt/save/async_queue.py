@@ -18,7 +18,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from mcore_ckpt.core.console import logger_of
@@ -326,7 +325,7 @@ class AsyncCallsQueue:
                     f"one number {active.idx}: every rank must schedule and finalize the same requests in order"
                 )
             if any_failed:
-                group.run(f"write {active.what}", partial(_raise, error), wrap=SaveError, name="write")
+                group.run(f"write {active.what}", Outcome(error=error).value, wrap=SaveError, name="write")
             if any_skipped:
                 return "skipped"
             if not any_running:
@@ -392,11 +391,6 @@ class AsyncCallsQueue:
             raise first
 
 
-def _raise(error: BaseException | None) -> None:
-    if error is not None:
-        raise error
-
-
 def _committed_by(fn: Any) -> SaveTransaction | None:
     """The save that a callback commits; None for a third-party callback."""
     for owner in (fn, getattr(fn, "__self__", None)):
@@ -417,4 +411,4 @@ def _run_callbacks(group: RankGroup, callbacks: Sequence[Callable[[], Any]], wha
             break
         if not failed:
             outcome = Outcome.of(fn)
-    group.run(f"finalize {what}", partial(_raise, outcome.error), wrap=SaveError, name="finalize")
+    group.run(f"finalize {what}", Outcome(error=outcome.error).value, wrap=SaveError, name="finalize")

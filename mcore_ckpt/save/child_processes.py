@@ -124,6 +124,8 @@ class StatusPage:
 TRAINING_FIRST_NICE: Final = 10
 _LONGEST_WAIT_S: Final = 1.0
 _SHORTEST_WAIT_S: Final = 0.01
+_WATCH_PERIOD_S: Final = 0.05
+_STOP_DEADLINE_S: Final = 5.0
 # A killed process that is not gone by then hangs inside the kernel; it is not waited for any longer.
 REAP_DEADLINE_S: Final = 1.0
 
@@ -181,8 +183,6 @@ class SupervisedChild(ABC):
     `title` names the process in messages, with its pid. `status` is where it leaves its signs of life; None if it
     leaves none. `dead`: the process is gone or as good as gone; there will be no news of it.
     """
-
-    stop_deadline_s: float = 5.0
 
     def __init__(
         self, process: subprocess.Popen[bytes] | BaseProcess, title: str, status: StatusPage | None = None
@@ -315,7 +315,7 @@ class SupervisedChild(ABC):
             with self._lock:
                 if not self.dead:
                     self._ask_to_stop()
-            self.has_ended(self.stop_deadline_s)
+            self.has_ended(_STOP_DEADLINE_S)
         with self._lock:
             if not self.dead:
                 self._process.kill()
@@ -383,11 +383,9 @@ class JobWatch:
         self._number = number
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Wait, whatever the arguments: in the place of a request's function."""
-        self.wait()
-
-    def wait(self, period_s: float = 0.05) -> None:
-        """Return when the job has ended, well or not, or when the process that works on it, or its owner, is gone."""
+        """Return when the job has ended, well or not, or when the process that works on it, or its owner, is gone;
+        whatever the arguments: in the place of a request's function.
+        """
         status = None
         if self._status_fd >= 0:
             try:
@@ -397,6 +395,6 @@ class JobWatch:
         while is_running(self._worker_pid) and is_running(self._owner_pid):
             if status is not None and status.last_finished >= self._number:
                 break
-            time.sleep(period_s)
+            time.sleep(_WATCH_PERIOD_S)
         if status is not None:
             status.close()

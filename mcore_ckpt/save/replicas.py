@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -44,7 +44,8 @@ class ReplicaSums(NamedTuple):
 
     def digest(self) -> ReplicaDigest:
         """All of them in one number."""
-        return digest_of(np.array(self.slices, np.uint64), np.array(self.crcs, np.uint32))
+        times = np.ones(len(self.slices), np.int64)
+        return digest_of(np.array(self.slices, np.uint64), np.array(self.crcs, np.uint32), times)
 
 
 def slice_id(key: str, offsets: Sequence[int], sizes: Sequence[int]) -> int:
@@ -54,36 +55,27 @@ def slice_id(key: str, offsets: Sequence[int], sizes: Sequence[int]) -> int:
     return int.from_bytes(digest, "little")
 
 
-def slice_ids(plans: Iterable[LocalPlan]) -> array[int]:
-    """Of all items that ranks write, in the order of their plans."""
-    found = array("Q")
-    for plan in plans:
-        numbers, at = plan.boxes.tolist(), 0
-        for key, ndim in zip(plan.keys, plan.ndims, strict=True):
-            found.append(slice_id(key, numbers[at + ndim : at + 2 * ndim], numbers[at + 2 * ndim : at + 3 * ndim]))
-            at += 3 * ndim
-    return found
+def slices_of(plan: LocalPlan) -> Iterator[tuple[str, list[int], list[int]]]:
+    """Key, offsets and sizes of all items that a rank writes, in the order of its plan."""
+    numbers, at = plan.boxes.tolist(), 0
+    for key, ndim in zip(plan.keys, plan.ndims, strict=True):
+        offsets, sizes = at + ndim, at + 2 * ndim
+        at += 3 * ndim
+        yield key, numbers[offsets:sizes], numbers[sizes:at]
 
 
-def digest_of(slices: _Ids, crcs: npt.NDArray[np.uint32], times: npt.NDArray[np.int64] | None = None) -> ReplicaDigest:
-    """Of replicas of these slices, each so many times (None: once), with these CRC-32s."""
+def digest_of(slices: _Ids, crcs: npt.NDArray[np.uint32], times: npt.NDArray[np.int64]) -> ReplicaDigest:
+    """Of replicas of these slices, each so many times, with these CRC-32s."""
     mixed = slices ^ (crcs.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     # The finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
-    if times is None:
-        return ReplicaDigest(len(slices), int(mixed.sum(dtype=np.uint64)))
     return ReplicaDigest(int(times.sum()), int((mixed * times.astype(np.uint64)).sum(dtype=np.uint64)))
 
 
-def is_sampled(slices: _Ids, save_id: bytes) -> npt.NDArray[np.bool_]:
-    """Which of these slices are compared where one in 16 is; others in each save."""
-    found: npt.NDArray[np.bool_] = slices % np.uint64(_SAMPLE) == np.uint64(_sampled(save_id))
-    return found
-
-
 def _sampled(save_id: bytes) -> int:
+    """The remainder of the slices that are compared where one in 16 is; another one in each save."""
     return int.from_bytes(save_id[:8], "little") % _SAMPLE
 
 
@@ -95,8 +87,8 @@ def held_slices(tree: Any) -> bytes:
 
 
 def replica_sums(tree: Any, save_id: bytes, *, sample: bool) -> ReplicaSums:
-    """Sum the replicas in a nested dict/list that this rank holds and another one saves; `sample`: those of slices that
-    `is_sampled`. Raises `PlanError` if the memory of one is not there.
+    """Sum the replicas in a nested dict/list that this rank holds and another one saves; `sample`: one slice in 16.
+    Raises `PlanError` if the memory of one is not there.
     """
     found, chosen = ReplicaSums(array("Q"), array("I")), _sampled(save_id)
     for number, shard in _comparable(tree):
@@ -150,7 +142,7 @@ class ReplicaCheck:
 
     def __init__(self, plan: GlobalPlan, held: Sequence[bytes]) -> None:
         self._plan = plan
-        ids = np.array(slice_ids(plan.decoded()), np.uint64)
+        ids = np.array([slice_id(*item) for of_rank in plan.decoded() for item in slices_of(of_rank)], np.uint64)
         self._order = np.argsort(ids, kind="stable")  # items of the plan
         self._ids = ids[self._order]
         holders = np.zeros(len(ids), np.int64)
@@ -173,7 +165,7 @@ class ReplicaCheck:
         digest = ReplicaDigest(sum(each.replicas for each in digests), sum(each.total for each in digests) % 2**64)
         times = self._replicas
         if sampled_in is not None:
-            times = np.where(is_sampled(self._ids, sampled_in), times, 0)
+            times = np.where(self._ids % np.uint64(_SAMPLE) == np.uint64(_sampled(sampled_in)), times, 0)
         return digest_of(self._ids, np.array(crcs, np.uint32)[self._order], times) == digest
 
     def diverged(self, crcs: Sequence[int], replicas: Sequence[ReplicaSums | None]) -> list[DivergedReplica]:
@@ -187,14 +179,9 @@ class ReplicaCheck:
             items = self._order[at[known]]
             for item in items[saved[items] != np.array(of_rank.crcs, np.uint32)[known]].tolist():
                 others.setdefault(item, []).append(rank)
-        found, number = [], 0
-        for rank, plan in enumerate(self._plan.decoded() if others else ()):
-            boxes, at_box = plan.boxes.tolist(), 0
-            for key, ndim in zip(plan.keys, plan.ndims, strict=True):
-                if number in others:
-                    offsets = tuple(boxes[at_box + ndim : at_box + 2 * ndim])
-                    sizes = tuple(boxes[at_box + 2 * ndim : at_box + 3 * ndim])
-                    found.append(DivergedReplica(key, offsets, sizes, rank, tuple(others[number])))
-                at_box += 3 * ndim
-                number += 1
-        return found
+        items_of_ranks = ((rank, item) for rank, plan in enumerate(self._plan.decoded()) for item in slices_of(plan))
+        return [
+            DivergedReplica(key, tuple(offsets), tuple(sizes), rank, tuple(others[number]))
+            for number, (rank, (key, offsets, sizes)) in enumerate(items_of_ranks if others else ())
+            if number in others
+        ]
