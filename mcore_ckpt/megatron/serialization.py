@@ -44,7 +44,7 @@ from mcore_ckpt.core.errors import (
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path, is_supported
 from mcore_ckpt.core.process import Outcome
 from mcore_ckpt.core.ranks import coordination_group, without_modes, without_tracebacks
-from mcore_ckpt.directory.in_force import common_file_in_force, iteration_of
+from mcore_ckpt.directory.in_force import common_file_in_force, iteration_of, with_common_files
 from mcore_ckpt.directory.publish import give_back, write_common, write_config
 from mcore_ckpt.format.index import COMMON_STATE_KEY
 from mcore_ckpt.format.integrity import Manifest, split_metadata
@@ -216,7 +216,7 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
         if _index_decides(pickled, names):
             reader = FileSystemReader(directory, options=options)
             manifest = reader.index.manifest
-            file = common_file_in_force(names, reader.index)
+            file = common_file_in_force(with_common_files(storage, names, reader.index), reader.index)
             if file is None and COMMON_STATE_KEY in reader.index.objects:
                 stored = reader.read_object(COMMON_STATE_KEY)
                 note_common(directory, identity_of(manifest, version))

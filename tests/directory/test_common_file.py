@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.directory.in_force import pending_name, saves_of
 from mcore_ckpt.directory.index_changes import accept_common_file, remove_tensors
 from mcore_ckpt.directory.iterations import look_at
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config, read_index
@@ -75,15 +76,17 @@ def test_another_common_state_is_refused_with_a_way_out(
     assert "--accept-common-state" in problem.message
 
 
-def test_a_listing_that_lags_behind_does_not_make_it_missing(a: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_from_before_the_publish_does_not_make_it_missing(a: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = pending_name(next(iter(saves_of(read_index(a)))))
+
     def lag(owner: Any, name: str) -> None:
         method = getattr(owner, name)
 
         def lagging(*arguments: Any) -> Any:
             listed = method(*arguments)
             if isinstance(listed, dict):
-                return {name: size for name, size in listed.items() if name != COMMON_FILE}
-            return [name for name in listed if name != COMMON_FILE]
+                return {waiting if name == COMMON_FILE else name: size for name, size in listed.items()}
+            return [waiting if name == COMMON_FILE else name for name in listed]
 
         monkeypatch.setattr(owner, name, lagging)
 
