@@ -71,16 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"mcore_ckpt.launch: {error}", file=sys.stderr)  # noqa: T201
         return 2
     sys.argv = target
-    try:
-        if as_module:
-            runpy.run_module(target[0], run_name="__main__", alter_sys=True)
-        else:
-            _run_script(target[0])
-    except RuntimeError as error:
-        from mcore_ckpt.megatron.layout_advice import advise_on
-
-        advise_on(error)
-        raise
+    if as_module:
+        runpy.run_module(target[0], run_name="__main__", alter_sys=True)
+    else:
+        _run_script(target[0])
     return 0
 
 

@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from itertools import starmap
@@ -296,7 +295,7 @@ def _tensor(checkpoint: Checkpoint, tensor: LazyTensor, arguments: argparse.Name
     lines = [f"{one_line(tensor.fqn)}: {tensor.dtype} {numbers(tensor.shape)}, {size}"]
     try:
         if arguments.npy:
-            shape = _write_npy(checkpoint, tensor, index, local_path(arguments.npy))
+            shape = _write_npy(tensor, index, local_path(arguments.npy))
             document |= {"npy": arguments.npy, "npy_shape": shape}
             lines.append(f"wrote {arguments.npy} {numbers(shape)}")
         if arguments.stats:
@@ -338,40 +337,22 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
-def _write_npy(checkpoint: Checkpoint, tensor: LazyTensor, index: Any, path: Path) -> tuple[int, ...]:
-    """Write a numpy file: a slice at once, a whole tensor slab by slab."""
+def _write_npy(tensor: LazyTensor, index: Any, path: Path) -> tuple[int, ...]:
+    """Write the tensor, or a slice of it, as a numpy file of any name; returns the shape."""
     import numpy as np
 
-    from mcore_ckpt.tools.payloads import SlabReader
-    from mcore_ckpt.tools.regrid import as_numbers
-
-    sample = as_numbers(memoryview(b""), tensor.dtype)
-    if sample is None:
-        raise OptionError(f"{tensor.fqn}: numpy has no numbers like {tensor.dtype}, so there is no .npy of it")
-    if index is not None or not tensor.shape:
-        values = tensor.numpy(... if index is None else index)
-        with open(path, "wb") as file:  # noqa: PTH123  (a name without .npy must stay as it is)
-            np.save(file, values)
-        return tuple(values.shape)
-    if tensor.nbytes > sys.maxsize // sample.dtype.itemsize:
-        raise OptionError(f"{tensor.fqn}: {tensor.nbytes} bytes are more than a numpy file can hold; give a --slice")
+    values = tensor.numpy(... if index is None else index)
     if path.exists() and not path.is_file():
-        raise OptionError(f"--npy {path}: not a regular file; give a --slice, which is written as a stream")
-    # A damaged tensor must leave no file that looks whole, and another program's file may not be in the way.
+        raise OptionError(f"--npy {path}: not a regular file")
+    # A full disk must leave no file that looks whole, and another program's file may not be in the way.
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("xb") as file:
-            descriptor = np.lib.format.dtype_to_descr(sample.dtype)
-            header = {"descr": descriptor, "fortran_order": False, "shape": tensor.shape}
-            np.lib.format.write_array_header_1_0(file, header)
-            for _, content in SlabReader(checkpoint.payloads).walk(checkpoint.index.tensors[tensor.fqn]):
-                slab = as_numbers(content, tensor.dtype)
-                assert slab is not None
-                file.write(slab.data)
+            np.save(file, values)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    return tensor.shape
+    return tuple(values.shape)
 
 
 _SHOWN = 30

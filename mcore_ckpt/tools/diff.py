@@ -177,13 +177,13 @@ def checked_fingerprint(
     stored, unaware = index.fingerprints, replace(index)
     with StoredPayloads(unaware) as payloads:
         found = payloads_fingerprint(payloads, list(index.tensors), workers=workers, progress=progress)
-    taken = found.tensors or {}
+    taken = found.tensors
     return found, [key for key, crc in stored.items() if key in taken and taken[key].crc32 != crc]
 
 
 def model_and_optimizer(found: StateFingerprint) -> tuple[StateFingerprint, StateFingerprint]:
     """Those of the model's and of the optimizer's tensors, of a fingerprint with names."""
-    tensors = found.tensors or {}
+    tensors = found.tensors
     return (
         state_of({key: tensor for key, tensor in tensors.items() if not is_optimizer_key(key)}),
         state_of({key: tensor for key, tensor in tensors.items() if is_optimizer_key(key)}),
@@ -393,7 +393,7 @@ def diff_checkpoints(
                 check_tiled(right, comparable)
             if state:
                 states = [
-                    payloads_fingerprint(payloads, comparable, workers=workers, progress=progress).tensors or {}
+                    payloads_fingerprint(payloads, comparable, workers=workers, progress=progress).tensors
                     for payloads in (payloads_a, payloads_b)
                 ]
                 crcs = {key: (states[0][key].crc32, states[1][key].crc32) for key in comparable}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ import torch.distributed as dist
 
 from mcore_ckpt import SaveOptions
 from mcore_ckpt.megatron._versions import differences
-from mcore_ckpt.megatron.layout_advice import advise_on
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.local_files import data_file
 from tests.support.sharded_state import check_state, sharded_state
@@ -181,21 +178,6 @@ def test_what_all_ranks_want_is_read_once_behind_the_fully_parallel_wrapper(tmp_
 # --- flat buckets under another layout
 
 _BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.param"
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="an error has notes since Python 3.11")
-def test_the_line_below_megatrons_error_names_the_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron-LM raises that before it loads the optimizer's state."""
-    arguments = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(load="/runs/a b", ckpt_step=30))
-    command = "'/runs/a b/iter_0000030' '/runs/a b-fully_reshardable/iter_0000030'"
-    then = "--load '/runs/a b-fully_reshardable' --ckpt-step 30"
-    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", arguments)  # type: ignore[arg-type]
-    error = RuntimeError(
-        "(TP, PP) mismatch after resume ((1, 1) vs (2, 1) from checkpoint): not supported for DistributedOptimizer "
-        "with sharding type dp_reshardable. Please use `--ckpt-fully-parallel-save` flag during checkpoint saving."
-    )
-    advise_on(error)
-    assert f"mcore-ckpt reshard {command} --optimizer-layout fully_reshardable; then {then}" in error.__notes__[0]
 
 
 def _load_larger(rank: int, run: Path) -> str:

@@ -87,18 +87,6 @@ QWEN3 = DECODER(
 )
 
 
-_NORMS_BEHIND = "a norm behind attention and one behind the MLP (post_attention_layernorm, post_feedforward_layernorm)"
-LATER_GEMMAS: Mapping[str, str] = {
-    "gemma2": (
-        f"{_NORMS_BEHIND}, a cap on what softmax gets (attn_logit_softcapping), and one on the logits "
-        "(final_logit_softcapping)"
-    ),
-    "gemma3_text": f"{_NORMS_BEHIND}, and two rotary bases, one of which the layers with a window have",
-    "gemma3": f"{_NORMS_BEHIND}, two rotary bases, one of which the layers with a window have, and a tower for images",
-}
-"""What Megatron-Core's layers and its `GPTModel` have not, up to 0.19, by the `model_type` of those that need it."""
-
-
 _GELU = "gelu_pytorch_tanh"
 
 GEMMA = DECODER(

@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.models.families._deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from mcore_ckpt.models.families._dense import GEMMA, GPT2, LATER_GEMMAS, LLAMA, MISTRAL, QWEN2, QWEN3, STARCODER2
+from mcore_ckpt.models.families._dense import GEMMA, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, STARCODER2
 from mcore_ckpt.models.families._mixtures import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from mcore_ckpt.models.families._settings import (
     MOST_LAYERS,
@@ -326,13 +326,10 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
     for family in FAMILIES:
         if kind == family.model_type:
             return family
-    if isinstance(kind, str) and kind in LATER_GEMMAS:
-        raise OptionError(
-            f"{where}: model_type {kind!r}: such a model has {LATER_GEMMAS[kind]}; Megatron-Core has no layers "
-            "for that, so that whatever it made of these weights would be another model"
-        )
     known = ", ".join(family.model_type for family in FAMILIES)
-    raise OptionError(f"{where}: model_type {kind!r:.80} is not known here; expected one of {known}")
+    raise OptionError(
+        f"{where}: model_type {kind!r:.80} is not known here; expected one of {known} (docs/huggingface.md)"
+    )
 
 
 def family_of_arguments(arguments: Mapping[str, Any], where: str) -> Family:
