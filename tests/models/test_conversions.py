@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import torch
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import (
-    CheckpointError,
     ChecksumError,
     CorruptCheckpointError,
     LoadError,
@@ -26,7 +24,6 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.format.index import StoredChunk, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.models import _sources
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.reshard import conversion
 from mcore_ckpt.reshard.options import parse_rename_rules
@@ -151,21 +148,6 @@ class TestRefusals:
     def test_rename_rules_that_are_none(self, line: str) -> None:
         with pytest.raises(OptionError, match="r, line 1"):
             parse_rename_rules(line, "r")
-
-    def test_a_torch_file_that_is_cut_while_it_is_imported(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Memory that is mapped from it would end the process with a signal."""
-        torch.save({"w": torch.randn(1 << 18)}, tmp_path / "x.pt")
-        read = _sources.read_torch_file
-
-        def then_cut(*arguments: Any) -> Any:
-            found = read(*arguments)
-            os.truncate(tmp_path / "x.pt", 4096)
-            return found
-
-        monkeypatch.setattr(_sources, "read_torch_file", then_cut)
-        refused(tmp_path / "x.pt", CheckpointError, r"x\.pt")
 
 
 def fields(dtype: str, shape: list[Any], offsets: list[int]) -> str:

@@ -22,17 +22,14 @@ from mcore_ckpt.core.errors import (
     OptionError,
 )
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.models import _foreign, logits
+from mcore_ckpt.models import _foreign
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
-from mcore_ckpt.models.families._registry import family_named
-from mcore_ckpt.models.families._table import Naming, relate
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.reshard.weight_files import safetensors_header
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.models.test_conversions import read_by_definition
 from tests.models.test_conversions import refused as import_refused
-from tests.models.test_table import LATENT
 from tests.support.model_like import assert_same, read_all
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD, LAYERS, VOCABULARY = 16, 24, 4, 2, 8, 2, 50
@@ -183,21 +180,6 @@ def test_layers_with_numbers_and_other_layouts(model: Path, tmp_path: Path) -> N
     assert "decoder.layers.1.mlp.linear_fc1.weight" in keys
     reshard_checkpoint(tmp_path / "n", tmp_path / "r", tp=1, pp=2)
     assert_same(exported(tmp_path / "r", tmp_path / "e"), model_tensors())
-
-
-def test_layers_that_a_launch_asks_for_with_numbers_have_them(tmp_path: Path) -> None:
-    """Megatron stacks no layers where a list says which of them have experts, though none of them has."""
-    family = family_named("deepseek-v3")
-    config = {**LATENT, "num_hidden_layers": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
-    shapes = relate(family, family.model(config), Naming(), 128).hf
-    source = write_hf(
-        tmp_path / "hf",
-        {key: torch.zeros(shape) for key, shape in shapes.items()},
-        {**config, "model_type": "deepseek_v3"},
-    )
-    import_checkpoint(source, tmp_path / "m", kind="hf")
-    assert torch.load(tmp_path / "m" / "common.pt", weights_only=False)["args"].moe_layer_freq == [0]
-    assert "decoder.layers.0.self_attention.linear_proj.weight" in read_index(tmp_path / "m").tensors
 
 
 def test_parts_of_several_dtypes_become_one_by_dtype(tmp_path: Path) -> None:
@@ -403,18 +385,6 @@ def test_the_vocabulary_is_as_stored_where_nothing_tells_it(model: Path, tmp_pat
     change_arguments(tmp_path / "c", no_rope_freq=2)
     with pytest.raises(OptionError, match=r"no_rope_freq=2 changes what the model computes"):
         export_checkpoint(tmp_path / "c", tmp_path / "not", to="hf")
-
-
-def test_what_a_check_needs_is_found_out_before_anything_is_written(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["import", str(model), str(tmp_path / "target"), "--from", "hf", "--check-logits"]
-    (tmp_path / "built_for_another_torch.py").write_text("raise RuntimeError('undefined symbol')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(logits, "_NEEDED", ("built_for_another_torch",))
-    assert main(command) == 2
-    assert "cannot be imported: RuntimeError: undefined symbol. Nothing was written" in capsys.readouterr().err
-    assert not (tmp_path / "target").exists()
 
 
 def test_matrices_of_8_bit_floats_arrive_as_what_they_stand_for(tmp_path: Path) -> None:

@@ -71,20 +71,6 @@ CASES = [
         "DeepseekV2Config",
         {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 2},
     ),
-    HfCase(
-        "deepseek-v2-all-experts",
-        "DeepseekV2Config",
-        {
-            **LATENT,
-            "first_k_dense_replace": 0,
-            "routed_scaling_factor": 2.0,
-            "topk_method": "group_limited_greedy",
-            "n_group": 4,
-            "topk_group": 3,
-            "num_experts_per_tok": 3,
-            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
-        },
-    ),
     HfCase("deepseek-v3", "DeepseekV3Config", {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": YARN}),
     HfCase(
         "deepseek-v3-whole-queries", "DeepseekV3Config", {**LATENT, "n_group": 1, "topk_group": 1, "q_lora_rank": None}
@@ -106,18 +92,6 @@ OTHERS = [
         "gpt2-untied",
         "GPT2Config",
         {**GPT2, "n_inner": 40, "tie_word_embeddings": False, "activation_function": "gelu"},
-    ),
-    HfCase(
-        "qwen2-moe-normalized",
-        "Qwen2MoeConfig",
-        {
-            **SMALL,
-            **EXPERTS,
-            "shared_expert_intermediate_size": 24,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 2,
-            "tie_word_embeddings": True,
-        },
     ),
     HfCase("deepseek-v2-greedy", "DeepseekV2Config", {**LATENT, "topk_method": "greedy", "tie_word_embeddings": True}),
 ]

@@ -269,20 +269,6 @@ def test_settings_from_anywhere_are_taken_or_refused(data: st.DataObject) -> Non
         family.model(family.config(arguments, 100))
 
 
-def test_the_weight_of_a_single_expert_is_not_normalized_by_megatron() -> None:
-    """Of a sigmoid's; and a factor of zero is none there."""
-    deepseek = family_named("deepseek-v3")
-    one = {**CONFIGS["deepseek-v3"], "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
-    stored = deepseek.arguments(one)
-    assert deepseek.config(stored, 100)["norm_topk_prob"] is False
-    stored["moe_router_topk_scaling_factor"] = 0.0
-    back = deepseek.config(stored, 100)
-    assert back["routed_scaling_factor"] == 1.0
-    assert compare_settings(deepseek, back, stored, "ckpt", given=False) == ()
-    with pytest.raises(OptionError, match="norm_topk_prob=True, num_experts_per_tok=1"):
-        compare_settings(deepseek, {**one, "norm_topk_prob": True}, stored, "ckpt", given=True)
-
-
 def test_what_a_launch_does_not_take_from_a_checkpoint_is_said() -> None:
     llama, qwen, deepseek = (family_named(name) for name in ("llama", "qwen3", "deepseek-v3"))
     config = {**CONFIGS["llama"], "rms_norm_eps": 1e-5}
@@ -369,17 +355,6 @@ def test_what_weights_may_do_without_is_named() -> None:
     assert "q_a_layernorm" in note
 
 
-def test_gelu_is_as_megatron_computes_it() -> None:
-    """Only what is fused is the approximation."""
-    gpt2 = family_named("gpt2")
-    stored = gpt2.arguments(CONFIGS["gpt2"])
-    assert gpt2.config({**stored, "bias_gelu_fusion": None}, 100)["activation_function"] == "gelu_new"
-    assert gpt2.config({**stored, "bias_gelu_fusion": False}, 100)["activation_function"] == "gelu"
-    exact = {**CONFIGS["gpt2"], "activation_function": "gelu"}
-    with pytest.raises(OptionError, match="bias_gelu_fusion"):
-        compare_settings(gpt2, exact, stored, "ckpt", given=True)
-
-
 def _fields_of_megatron() -> dict[str, Any]:
     """Fields of the installed Megatron-Core's configuration of layers with their defaults, where these are plain."""
     found = importlib.util.find_spec("megatron.core") if importlib.util.find_spec("megatron") else None
@@ -416,25 +391,6 @@ def test_defaults_are_those_of_transformers(family: Family) -> None:
 
 
 # --- rotary embeddings
-
-
-@pytest.mark.parametrize(("name", "prefix"), [("deepseek-v2", ""), ("deepseek-v3", ""), ("gpt-oss", "yarn_")])
-@pytest.mark.parametrize("scales", [(1.0, 0.0), (0.707, 0.0), (0.707, 0.707), (0.0, 0.0), (0.0, 1.0), (1.0, 0.5)])
-def test_scales_of_yarn_come_back_from_arguments(name: str, prefix: str, scales: tuple[float, float]) -> None:
-    """Where `transformers` would make something else of them, the factor itself is written, which goes before them."""
-    family = family_named(name)
-    stored = {
-        **family.arguments({**CONFIGS[name], "rope_scaling": YARN}),
-        **dict(zip((f"{prefix}mscale", f"{prefix}mscale_all_dim"), scales, strict=True)),
-    }
-    config = family.config(stored, 100)
-    by_default = scales in [(1.0, 0.0), (0.707, 0.707), (1.0, 0.5)]
-    assert ("attention_factor" in config["rope_scaling"]) is not by_default
-    assert family.arguments(config) == stored
-    assert compare_settings(family, config, stored, "ckpt", given=False) == ()
-    config["rope_scaling"]["attention_factor"] = 1.5
-    with pytest.raises(OptionError, match=r"attention_factor=1\.5"):
-        compare_settings(family, config, stored, "ckpt", given=True)
 
 
 _ROPES: tuple[dict[str, Any], ...] = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -181,30 +181,11 @@ def test_another_order_than_the_models_is_found_out_before_anything_is_written(t
     assert list(tmp_path.iterdir()) == [saved.path]
 
 
-def _without_the_last(orders: dict[tuple[bool, int], list[list[FlatParameter]]]) -> None:
-    orders[False, 0][0].pop()
-
-
-def _of_another_shape(orders: dict[tuple[bool, int], list[list[FlatParameter]]]) -> None:
-    norm = orders[False, 0][0][0]
-    box = norm.boxes[0]._replace(shape=(71,))
-    orders[False, 0][0][0] = norm._replace(boxes=(box,))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (_without_the_last, "3 parameters of the model end at element"),
-        (_of_another_shape, r"has norm of shape \[71\], the checkpoint holds it with the shape \[70\]"),
-    ],
-)
 @pytest.mark.usefixtures("known_order")
-def test_another_model_than_the_one_that_was_saved_is_refused(
-    tmp_path: Path, change: Callable[[Any], None], message: str
-) -> None:
+def test_another_model_than_the_one_that_was_saved_is_refused(tmp_path: Path) -> None:
     saved = saved_with_buckets(tmp_path / "saved")
-    change(_optimizer_layout.parameter_orders({}))
-    with pytest.raises((OptionError, CorruptCheckpointError), match=message):
+    _optimizer_layout.parameter_orders({})[False, 0][0].pop()
+    with pytest.raises(CorruptCheckpointError, match="3 parameters of the model end at element"):
         reshard_checkpoint(saved.path, tmp_path / "made", optimizer_layout="fully_reshardable")
     assert list(tmp_path.iterdir()) == [saved.path]
 

@@ -508,12 +508,3 @@ class TestChunksInEachOthersPlace:
         report = reshard_checkpoint(fingerprinted, tmp_path / "t", tp=tp, pp=1)
         assert report.verified
         assert read_index(tmp_path / "t").fingerprints == read_index(fingerprinted).fingerprints
-
-    def test_without_a_comparison_no_fingerprint_of_columns_is_passed_on(
-        self, fingerprinted: Path, tmp_path: Path
-    ) -> None:
-        damaged = self.swapped(fingerprinted, tmp_path / "s", self.COLUMNS)
-        reshard_checkpoint(damaged, tmp_path / "t", tp=4, pp=1, verify=False)
-        found = read_index(tmp_path / "t").fingerprints
-        assert self.COLUMNS not in found
-        assert found[self.ROWS] == read_index(fingerprinted).fingerprints[self.ROWS]
