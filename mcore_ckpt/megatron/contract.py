@@ -1,7 +1,7 @@
 """Each function and class of Megatron-Core that this package replaces or calls: since when, and what its absence costs.
 
-`install()` asks this table before it changes anything, `mcore-ckpt doctor` prints it, and a test compares it with the
-source of each version and with the newest checkout. Without a name whose row says of no loss `install()` refuses.
+`install()` asks this table before it changes anything, `mcore-ckpt doctor` prints it, and a test looks for all of it in
+each version. Without a name whose row says of no loss `install()` refuses.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from mcore_ckpt import (
     CheckpointExistsError,
     FileSystemReader,
     FileSystemWriterAsync,
-    LoadError,
     MCoreSavePlanner,
     OptionError,
     SaveError,
@@ -134,45 +132,6 @@ def test_the_separation_hint_prefixes_file_names(tmp_path: Path) -> None:
 extensions = pytest.importorskip("torch.distributed.checkpoint._extension")
 
 
-class _Prefix(extensions.StreamTransformExtension):  # type: ignore[misc, name-defined]
-    """Bytes ahead of the stream."""
-
-    @classmethod
-    def registry_name(cls) -> str:
-        return "test.prefix"
-
-    @classmethod
-    def from_descriptor(cls, version: str) -> _Prefix:
-        return cls()
-
-    def get_descriptor(self) -> str:
-        return "test.prefix/1"
-
-    def transform_to(self, output: Any) -> Any:
-        output.write(bytes(7))
-        return output
-
-    def transform_from(self, source: Any) -> Any:
-        assert source.read(7) == bytes(7)
-        return source
-
-
-# From Python 3.13 on, what torch's own writer wraps its files in is closed by the garbage collector after them.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_stream_transforms_are_refused(tmp_path: Path) -> None:
-    state = a_state()
-    with pytest.raises(OptionError, match="stream transforms"):
-        FileSystemWriterAsync(tmp_path, _extensions=[_Prefix()])
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, _extensions=[_Prefix()]))
-    gc.collect()  # not in a later test
-    with pytest.raises(OptionError, match="stream transforms"):
-        FileSystemReader(tmp_path, _extension_registry=extensions.ExtensionRegistry())
-    with pytest.raises(LoadError, match=r"stored through DCP's stream transforms \(.*test\.prefix/1"):
-        FileSystemReader(tmp_path).read_object("notes.limit")
-    with pytest.raises(dcp.CheckpointException, match="stored through DCP's stream transforms"):
-        dcp.load(blank(state), storage_reader=FileSystemReader(tmp_path))
-
-
 def cached_saves(rank: int, directory: str) -> None:
     for step, name in enumerate(["one", "one", "two", "one"]):
         path = f"{directory}/{name}"
@@ -232,6 +191,10 @@ def test_keys_and_paths_that_are_no_utf8_go_through_saves_loads_and_commands(
 
 
 def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="stream transforms"):
+        FileSystemWriterAsync(tmp_path, _extensions=[object()])
+    with pytest.raises(OptionError, match="stream transforms"):
+        FileSystemReader(tmp_path, _extension_registry=extensions.ExtensionRegistry())
     with pytest.raises(OptionError, match="TORCH_SAVE"):
         FileSystemWriterAsync(tmp_path, serialization_format=dcp.filesystem.SerializationFormat.SAFETENSORS)
     for hint in ("sub/", "../x", "a:b", "a\n"):

@@ -28,20 +28,20 @@ _WARN = {"MCORE_CKPT_CERTIFY": "warn", "MCORE_CKPT_ALLOWED_CLASSES": "launch_cpu
     ("arguments", "ranks", "fault", "said"),
     [
         (EXPERTS, 4, None, ""),
-        (MUON, 2, "gather", r"tensor decoder\.\S+\.weight\[[\d, ]+\] \(replica \(0, 0, 1\)\) on rank 1: expected "),
+        (MUON, 2, None, ""),
         (OFFLOADED, 2, "masters", r"master \S+\.weight\[element \d+\] on rank 1: expected "),
     ],
     ids=["experts", "muon", "offloaded"],
 )
 def test_a_resume_is_as_saved_or_what_differs_is_named(
-    arguments: tuple[str, ...], ranks: int, fault: str | None, said: str, launches: Path
+    arguments: tuple[str, ...], ranks: int, fault: str | None, said: str, launches: Path, tmp_path: Path
 ) -> None:
     if "dist_muon" not in (megatron_lm() / "megatron/training/arguments.py").read_text():
         pytest.skip("this Megatron-LM is older than Muon's distributed optimizer")
     packages = [Path(folder) for folder in os.environ.get("MEGATRON_LM_PATH", "").split(":")]
     if arguments is MUON and not any((folder / "emerging_optimizers").is_dir() for folder in packages):
         pytest.skip("MEGATRON_LM_PATH names no folder with emerging_optimizers, of NVIDIA-NeMo/Emerging-Optimizers")
-    place = launches / f"certified-{fault}"
+    place = tmp_path / "certified"
     run = launch("ours", ranks, [*arguments, "--save", f"{place}/saved", "--save-interval", "2"], place / "run")
     loading = [*arguments, "--load", f"{place}/saved", "--ckpt-step", "2"]
     later = {iteration: loss for iteration, loss in run.losses.items() if iteration > 2}

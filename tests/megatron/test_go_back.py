@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 
-from mcore_ckpt import CorruptCheckpointError, LoadError, NewerFormatError
+from mcore_ckpt import CorruptCheckpointError, NewerFormatError
 from mcore_ckpt.format.integrity import split_metadata
 from tests.megatron.trap_ranks import check, installed, made, state
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
@@ -206,39 +206,6 @@ def by_default(rank: int, run: Path) -> str:
         os.environ.update(GO_BACK)
         others_are_not_damaged(run)
     return str(raised.value)
-
-
-class Meter:
-    """What a later version of its code does not take the state of."""
-
-    def __getstate__(self) -> Any:
-        return {"value": 1}
-
-    def __setstate__(self, state: Any) -> None:
-        raise KeyError("window")
-
-
-def what_cannot_be_rebuilt(rank: int, run: Path) -> str:
-    dist_checkpointing = installed()
-    from megatron.core.dist_checkpointing import ShardedObject
-
-    def held(meter: Any) -> dict[str, Any]:
-        return {"meter": ShardedObject("meter", meter, (1,), (0,), replica_id=rank)}
-
-    for iteration in (1, 2):
-        saved = state(iteration) | held(Meter() if iteration == 2 else 0)
-        dist_checkpointing.save(saved, made(directory_of(run, iteration)))
-    os.environ.update(GO_BACK, MCORE_CKPT_ALLOWED_CLASSES=f"{__name__}.Meter")
-    with pytest.raises(LoadError) as raised:
-        dist_checkpointing.load(state(0) | held(None), str(directory_of(run, 2)))
-    assert not isinstance(raised.value, CorruptCheckpointError)
-    return str(raised.value)
-
-
-def test_what_this_process_cannot_rebuild_is_no_damage(tmp_path: Path) -> None:
-    for message in run_ranks(what_cannot_be_rebuilt, 2, tmp_path, deadline_s=DEADLINE_S):
-        assert "iter_0000002" in message
-        assert "KeyError: 'window'" in message
 
 
 def test_by_default_a_damaged_checkpoint_ends_the_load(tmp_path: Path) -> None:

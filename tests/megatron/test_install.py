@@ -6,6 +6,7 @@ Each test runs in a child process of its own, forked from one in which nothing i
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import pickle
@@ -39,7 +40,10 @@ from mcore_ckpt import (
     TorchDistSaveStrategy,
     UnsupportedMegatronError,
 )
+from mcore_ckpt.commands.cli import main
 from mcore_ckpt.megatron._versions import TESTED_VERSIONS, as_megatron_error, megatron_version
+from mcore_ckpt.megatron.contract import CONTRACT
+from mcore_ckpt.megatron.install import owner_of
 from tests.support.forked import in_child
 from tests.support.kept_log import kept_log
 
@@ -224,6 +228,28 @@ def test_an_incompatible_version_is_refused_and_stays_as_it_was() -> None:
     with pytest.raises(UnsupportedMegatronError, match=r"validation\.determine_global_metadata.*0\.12\.3 to 0\.19\.2"):
         mcore_ckpt.install()
     assert strategies.TorchDistSaveShardedStrategy is stock
+
+
+@forked
+def test_this_version_has_all_of_the_contract_those_names_included_that_it_need_not_have() -> None:
+    assert not [str(name) for name in CONTRACT if name.belongs_to(megatron_version()[:2]) and owner_of(name) is None]
+
+
+def test_doctor_says_what_install_finds_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a child: Megatron is imported, and warnings are switched off."""
+
+    def run() -> None:
+        assert main(["doctor", str(tmp_path), "--json"]) == 0
+        found = {one["what"]: one["state"] for one in json.loads(capsys.readouterr().out)["findings"]}
+        assert found["serialization.save"] == "replaced by mcore_ckpt"
+        assert found[f"direct I/O in {tmp_path}"] in ("works", "refused")
+        os.environ["MCORE_CKPT_WRITER"] = "pigeon"
+        assert main(["doctor", str(tmp_path)]) == 1
+        assert "MCORE_CKPT_WRITER='pigeon'" in capsys.readouterr().out
+        assert main(["doctor", str(tmp_path / "absent")]) == 2
+        assert not list(tmp_path.iterdir())
+
+    in_child(run)
 
 
 @forked

@@ -15,8 +15,8 @@ import torch
 
 import mcore_ckpt
 from mcore_ckpt import AsyncCallsQueue, SaveError
-from tests.launch.next_megatron import without_own_async
 from tests.support.forked import in_child
+from tests.support.next_megatron import without_own_async
 
 megatron_core = pytest.importorskip("megatron.core", reason="what imports these names")
 

@@ -6,7 +6,7 @@ spawn. Nothing happens until `megatron.core` is imported, so that the processes 
 Environment:
     LAUNCH_RECORD: folder for `rank<N>.jsonl`, one line for each event; no recording where it is not set.
     LAUNCH_KILL: `rank:event:iteration`; that rank ends itself by SIGKILL when it has recorded this event.
-    LAUNCH_FAULT: name of one of `_FAULTS`, what Megatron once did wrong after a load, on rank 1.
+    LAUNCH_FAULT: set to `masters`, rank 1 does what `_keeps_masters` says, which Megatron once did wrong after a load.
 """
 
 from __future__ import annotations
@@ -214,37 +214,12 @@ def _offloads(module: Any) -> None:
     module.HybridDeviceOptimizer._get_sub_optimizer_param_groups = divide_as_on_gpu
 
 
-def _never_gathers(module: Any) -> None:
-    """Muon's distributed optimizer does not send what its ranks have loaded: weights of other ranks stay initial."""
-    optimizer = module.LayerWiseDistributedOptimizer
-    begin, load = optimizer.__init__, optimizer.load_state_dict
-
-    def begin_and_note(self: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **kwargs)
-        parameters = [parameter for chunk in self.model_chunks for parameter in chunk.parameters()]
-        chosen = [one for one in parameters if module.is_managed_by_layer_wise_optimizer(one)]
-        self.initial = [(one, one.detach().clone()) for one in chosen]
-
-    def load_alone(self: Any, state_dict: Any) -> None:
-        load(self, state_dict)
-        own = {id(one) for inner in self.chained_optimizers for group in inner.float16_groups for one in group}
-        for parameter, initial in self.initial:
-            if id(parameter) not in own:
-                parameter.data.copy_(initial)
-
-    optimizer.__init__, optimizer.load_state_dict = begin_and_note, load_alone
-
-
 def _keeps_masters(module: Any) -> None:
     """The optimizer that is offloaded does not take its FP32 masters from what it has loaded."""
     _offloads(module)
     module.HybridDeviceOptimizer._update_fp32_params_by_new_state = lambda self: None
 
 
-_FAULTS = {
-    "gather": ("megatron.core.optimizer.layer_wise_optimizer", _never_gathers),
-    "masters": ("megatron.core.optimizer.cpu_offloading.hybrid_optimizer", _keeps_masters),
-}
 _AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "megatron.core.datasets.utils": _without_build,
     "megatron.legacy.fused_kernels": _without_build,
@@ -258,8 +233,8 @@ _AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "mcore_ckpt.megatron.strategy": _record_strategies,
 }
 
-if os.environ.get("LAUNCH_FAULT") and os.environ.get("RANK") == "1":
-    _AFTER_IMPORT.update([_FAULTS[os.environ["LAUNCH_FAULT"]]])
+if os.environ.get("LAUNCH_FAULT") == "masters" and os.environ.get("RANK") == "1":
+    _AFTER_IMPORT["megatron.core.optimizer.cpu_offloading.hybrid_optimizer"] = _keeps_masters
 
 
 class _AroundImport(MetaPathFinder):

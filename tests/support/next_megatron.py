@@ -1,4 +1,4 @@
-"""A Megatron-LM without asynchronous saves of its own, made from a checkout that still has them.
+"""A Megatron-Core without asynchronous saves of its own, made from an installed one that still has them.
 
 Megatron-LM's pull request 7052 removes `strategies/async_utils.py`, `strategies/filesystem_async.py` and the arguments
 `async_strategy`; from then on nvidia-resiliency-ext (NVRx) alone saves asynchronously. `without_own_async` makes such a
@@ -11,25 +11,19 @@ import re
 import shutil
 from pathlib import Path
 
-_PARTS = ("megatron", "pretrain_gpt.py", "gpt_builders.py", "model_provider.py")
 _CHECKPOINTING = "megatron/core/dist_checkpointing"
 _GONE = ("async_utils", "filesystem_async", "cached_metadata_filesystem_reader", "state_dict_saver")
 _NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
-# Of the modules that go, what the training code uses besides, and where it lies in the tree that is made.
+# Of the modules that go, what the others use besides, and where it lies in the tree that is made.
 _KEPT = ("_disable_gc", "_set_process_qos")
 _KEPT_IN = f"{_CHECKPOINTING}/utils.py"
 
 
-def without_own_async(checkout: Path, target: Path, *, arguments_too: bool = True) -> Path:
-    """Make the tree in `target`, which must not exist, of a checkout or of the folder of an installed megatron-core.
-    `arguments_too`: `save` and `load` no longer take `async_strategy`, nor hand it to strategies. Returns `target`.
+def without_own_async(installed: Path, target: Path) -> Path:
+    """Make the tree in `target`, which must not exist, of the folder in which megatron-core is installed; `save` and
+    `load` no longer take `async_strategy`, nor hand it to strategies. Returns `target`.
     """
-    target.mkdir(parents=True)
-    for part in _PARTS:
-        source = checkout / part
-        if not source.exists():  # the wheel is `megatron.core` alone
-            continue
-        (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target / part)
+    shutil.copytree(installed / "megatron", target / "megatron")
     strategies = target / _CHECKPOINTING / "strategies"
     helpers = _functions((strategies / "async_utils.py").read_text(), _KEPT)
     for name in _GONE:
@@ -39,12 +33,13 @@ def without_own_async(checkout: Path, target: Path, *, arguments_too: bool = Tru
     for path in target.glob("megatron/**/*.py"):
         text = path.read_text()
         if "async" in text:
+            text = _rewritten(text)
             # The strategies' own bodies, which ours stand in for, keep what they do with the argument.
-            path.write_text(_rewritten(text, arguments_too and path.name not in ("torch.py", "async_utils.py")))
+            path.write_text(text if path.name == "torch.py" else _without_arguments(text))
     return target
 
 
-def _rewritten(text: str, arguments_too: bool) -> str:
+def _rewritten(text: str) -> str:
     for name in _KEPT:
         text = re.sub(
             rf"from (?:megatron\.core\.dist_checkpointing)?\.?strategies\.async_utils import {name}\b",
@@ -57,19 +52,8 @@ def _rewritten(text: str, arguments_too: bool) -> str:
         text,
         flags=re.MULTILINE,
     )
-    # The branch of training/async_utils.py for a job without NVRx.
-    text = re.sub(
-        r"except \(ImportError, ModuleNotFoundError\):\n"
-        r"    from megatron\.core\.dist_checkpointing\.strategies\.filesystem_async import _results_queue\n"
-        r"    from megatron\.core\.dist_checkpointing\.strategies\.state_dict_saver import \(\n"
-        r"        save_state_dict_async_finalize,\n    \)\n",
-        "except (ImportError, ModuleNotFoundError):\n    _results_queue = None\n"
-        "    save_state_dict_async_finalize = None\n",
-        text,
-    )
     text = re.sub(r"\ndef _import_mcore_async\(\).*?(?=\n\S)", "\n", text, flags=re.DOTALL)
-    text = text.replace("imports = _import_mcore_async()", "raise ModuleNotFoundError('mcore has no async saves')")
-    return _without_arguments(text) if arguments_too else text
+    return text.replace("imports = _import_mcore_async()", "raise ModuleNotFoundError('mcore has no async saves')")
 
 
 def _without_arguments(text: str) -> str:
