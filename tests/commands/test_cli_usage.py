@@ -122,17 +122,6 @@ def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]
     assert "usage: mcore-ckpt" in capsys.readouterr().err
 
 
-def test_a_table_fits_the_terminal(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("mcore_ckpt.commands._shell.is_terminal", lambda _: True)
-    monkeypatch.setenv("COLUMNS", "50")
-    assert main(["inspect", str(checkpoint), "--tensors"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    # What cannot be divided, as a key, is longer than a narrow terminal.
-    assert [line for line in lines if len(line) > 50 and len(line.split()) > 2] == []
-
-
 def test_list_names_what_an_interrupted_conversion_has_left(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -243,19 +243,6 @@ def test_wrong_buckets_and_refusals_are_named_and_final(proxied: Proxy, object_d
     assert len(struck) == 1
 
 
-def test_a_key_that_cannot_be_listed_is_named(s3_directory: S3Directory) -> None:
-    """S3 allows control characters; others' objects may lie in the directory."""
-    s3_directory.put("note%08s.txt", b"of somebody else")
-    with pytest.raises(LoadError, match=r"illegal character sequence.*rename or delete that object"):
-        storage_at(s3_directory.url).list()
-
-
-def test_keys_with_signs_are_listed(s3_directory: S3Directory) -> None:
-    for key in ("a%20b%2Bc", "100%25", "%C3%BC"):
-        s3_directory.put(key, b"of somebody else")
-    assert set(storage_at(s3_directory.url).list()) == {"a b+c", "100%", "ü"}
-
-
 @on_each_kind
 def test_no_credential_is_in_what_is_shown_or_sent(object_directory: ObjectDirectory) -> None:
     storage = storage_at(object_directory.url)

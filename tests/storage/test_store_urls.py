@@ -140,18 +140,6 @@ def test_what_is_set_wrongly_is_named_and_not_shown(
     assert refused.value.__suppress_context__ or refused.value.__context__ is None
 
 
-def test_a_bucket_of_amazons_is_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a dot in its name it is a path: the certificate is for one label."""
-    pytest.importorskip("obstore", reason="speaks to S3")
-    for name, value in {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_REGION": "eu-west-1"}.items():
-        monkeypatch.setenv(name, value)
-    hosted = {}
-    for bucket in ("b", "b.c"):
-        client: Any = storage_at(f"s3://{bucket}")._client  # type: ignore[attr-defined]
-        hosted[bucket] = client._store.config["virtual_hosted_style_request"]
-    assert hosted == {"b": "true", "b.c": "false"}
-
-
 @pytest.mark.parametrize(
     ("url", "package"), [("s3://bucket/run", "obstore"), ("az://container/run", "obstore"), ("gs://b/run", "google")]
 )

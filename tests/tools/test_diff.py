@@ -88,18 +88,6 @@ def test_nans_and_infinities(tmp_path: Path) -> None:
     assert (y.identical, y.nans_a, y.nans_b) == (True, 1, 1)
 
 
-def test_large_integers_are_compared_exactly(tmp_path: Path) -> None:
-    a = {"n": torch.tensor([2**62, 5])}
-    b = {"n": torch.tensor([2**62 + 1, 5])}
-    found = compare(tmp_path, a, b)["n"]
-    assert found.values is not None
-    assert (found.values.differing, found.values.max_abs, found.same) == (1, 1.0, False)
-    extremes = {"n": torch.tensor([2**63 - 1, 5])}, {"n": torch.tensor([-(2**63), 5])}
-    values = compare(tmp_path / "x", *extremes)["n"].values
-    assert values is not None
-    assert values.max_abs == 2.0**64
-
-
 def test_tolerance_and_keys_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path / "a", tp=1, tensors={"w": torch.ones(4)})
     write_model(tmp_path / "b", tp=1, tensors={"w": torch.ones(4) + 1e-3})
@@ -155,25 +143,6 @@ def test_optimizers_of_two_layouts_are_not_compared_and_that_is_said(
     assert "only in A: " not in shown
 
 
-def deep(value: Any, levels: int) -> Any:
-    for _ in range(levels):
-        value = {"x": [value]}
-    return value
-
-
-def shared(value: Any) -> list[Any]:
-    """Lists in one another, of which each is twice in the next: as many paths to `value` as there are atoms."""
-    for _ in range(200):
-        value = [value, value]
-    return [value]
-
-
-def within_itself(value: Any) -> list[Any]:
-    found = [value]
-    found.append(found)
-    return found
-
-
 class TestValuesOfTheCommonState:
     """What differs is said, whatever it is; what is the same is the same, however it is stored."""
 
@@ -195,9 +164,6 @@ class TestValuesOfTheCommonState:
             (np.arange(4), np.arange(4) * 7),
             ({1: "A"}, {True: "A"}),
             (1, 1.0),
-            (deep(1e-4, 100), deep(3e-4, 100)),
-            (shared(1), shared(2)),
-            (within_itself(1), within_itself(2)),
         ],
         ids=lambda value: type(value).__name__,
     )
@@ -213,7 +179,6 @@ class TestValuesOfTheCommonState:
             (torch.tensor(float("nan")), torch.tensor(float("nan"))),
             ({"x": 1, 2: "y"}, {2: "y", "x": 1}),
             ({"b", "a", "c"}, {"c", "a", "b"}),
-            (shared(1), shared(1)),
             (torch.zeros(1).expand(10**9), torch.zeros(1).expand(10**9)),
         ],
         ids=lambda value: type(value).__name__,

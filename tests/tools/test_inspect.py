@@ -14,7 +14,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.inspection import (
@@ -131,20 +130,6 @@ def test_pipeline_stages_show_whether_layers_are_stacked_or_numbered(stacked: bo
         chunks = {f"decoder.layers.{layer}.mlp.weight": halves(layer, 0, 4) for layer in range(4)}
     tensors = {key: TensorEntry(key, "float32", (4, 8), tuple(each)) for key, each in chunks.items()}
     assert layout_of_chunks(CheckpointIndex("/somewhere", tensors, {})).pp == 2
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_an_object_in_the_file_of_another_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    for path, text in ((one, "sunshine"), (two, "moonbeam")):
-        state = {"w": torch.ones(8), "thing": {"text": text}}
-        dcp.save(state, storage_writer=FileSystemWriterAsync(path), no_dist=True)
-    item = read_index(one).objects["thing.text"].item
-    shutil.copy(two / read_index(two).objects["thing.text"].item.file, one / item.file)
-    assert main(["cat", str(one), "thing.text"]) == 2
-    shown = capsys.readouterr()
-    assert item.file in shown.err
-    assert "moonbeam" not in shown.out
 
 
 # --- the report: one page that needs nothing else, and pictures that a real browser draws

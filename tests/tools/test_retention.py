@@ -30,8 +30,7 @@ from mcore_ckpt.directory import retention
 from mcore_ckpt.directory.commit import Commit, Owner
 from mcore_ckpt.directory.iterations import files_below
 from mcore_ckpt.directory.retention import PruneReport, prune_run
-from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config, read_index
-from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, TRACKER_FILE, encode_config
 from mcore_ckpt.storage.resolve import LocalStorage, storage_at
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.runs import list_run
@@ -231,22 +230,6 @@ def test_release_and_what_lies_behind_a_link_stay(run: Path, tmp_path: Path) -> 
     assert going(prune_run(run, keep_last=1, remove=True)) == [100, 300, 400]
     assert (tmp_path / "elsewhere" / ".metadata").exists()
     assert (run / "release" / ".metadata").exists()
-
-
-def test_a_link_below_a_checkpoint_is_not_followed(run: Path, tmp_path: Path) -> None:
-    """An index that names files behind a link must not remove them."""
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "__0_0.distcp").write_bytes(b"precious")
-    own = run / name_of(100)
-    (own / "sub").symlink_to(other)
-    index = read_index(own)
-    entry = index.tensors["output_layer.weight"]
-    chunks = tuple(chunk._replace(item=chunk.item._replace(file="sub/__0_0.distcp")) for chunk in entry.chunks)
-    misled = replace(index, tensors={entry.fqn: entry._replace(chunks=chunks)}, objects={})
-    (own / ".metadata").write_bytes(encode_metadata(misled))
-    prune_run(run, keep_last=1, remove=True)
-    assert (other / "__0_0.distcp").read_bytes() == b"precious"
 
 
 @pytest.mark.parametrize("after", [0, 3])

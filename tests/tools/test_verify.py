@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +24,8 @@ from mcore_ckpt.tools import verify
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
-from tests.support.gloo_ranks import run_ranks
 from tests.support.local_files import flip
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
-from tests.support.models import ModelShape, Parallel, build_training
 
 KEY = "decoder.layers.1.mlp.linear_fc1.weight"
 
@@ -239,22 +236,6 @@ class TestCommonState:
         assert verify_checkpoint(checkpoint).whole
 
 
-def test_every_changed_bit_of_metadata_json_is_seen(tmp_path: Path) -> None:
-    """Whatever Megatron-Core would stumble over, or take for another format."""
-    write_model(tmp_path / "c", tp=1, tensors={"w": torch.ones(2)})
-    torch.save({}, tmp_path / "c" / "common.pt")
-    path = tmp_path / "c" / "metadata.json"
-    sound = path.read_bytes()
-    assert verify_checkpoint(tmp_path / "c").whole
-    for bit in range(0, 8 * len(sound), 5):
-        path.write_bytes(sound)
-        flip(path, bit // 8, 1 << bit % 8)
-        report = verify_checkpoint(tmp_path / "c")
-        assert [problem.file for problem in report.problems] == ["metadata.json"], path.read_bytes()
-    path.write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')  # as megatron-core 0.19 has it
-    assert verify_checkpoint(tmp_path / "c").whole
-
-
 def write_optimizer(path: Path, weight: torch.Tensor, main: torch.Tensor, key: str = "optimizer.state.param.w") -> Path:
     dcp.save({"w": weight, key: main, "optimizer.state.exp_avg.w": main}, checkpoint_id=path)
     return path
@@ -286,41 +267,3 @@ def test_where_the_optimizer_has_no_weights_of_its_own_it_is_said(
     path = write_optimizer(tmp_path / "c", torch.ones(3), torch.ones(3), "optimizer.state.master.w")
     assert main(["verify", str(path), "--check-optimizer"]) == 0
     assert "was not compared with the model: it stores no weights in float32" in capsys.readouterr().out
-
-
-def save_in_buckets(rank: int, jobs: dict[Path, int | None]) -> None:
-    """Train a model for a step and let stock Megatron-Core save it, with buckets of so many elements, or one."""
-    for path, elements in jobs.items():
-        training = build_training(ModelShape(layers=1, hidden=32), Parallel(), bucket_elements=elements)
-        from megatron.core import dist_checkpointing
-
-        training.train(1)
-        dist_checkpointing.save(training.sharded_state_dict(), str(path))
-
-
-@pytest.mark.long
-def test_an_optimizer_that_stock_megatron_has_saved_shifted(tmp_path: Path) -> None:
-    """Of several buckets that are padded; of one, it is right. All checksums hold in both."""
-    pytest.importorskip("megatron.core")
-    jobs = {tmp_path / "one": None, tmp_path / "several": 2000}
-    for path in jobs:
-        path.mkdir()
-    run_ranks(save_in_buckets, 1, jobs)
-    assert verify_checkpoint(tmp_path / "several").whole
-    one, several = (verify_checkpoint(path, optimizer=True) for path in jobs)
-    assert one.whole
-    assert one.compared == several.compared == 16
-    found = {problem.fqn for problem in several.problems}
-    # Parameters lie in buckets from the last to the first: the output layer is in the first one, which is right.
-    assert "optimizer.state.param.embedding.word_embeddings.weight" in found
-    assert "optimizer.state.param.output_layer.weight" not in found
-    assert {problem.kind for problem in several.problems} == {"optimizer"}
-
-
-def test_a_truncated_file_does_not_fill_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_model(tmp_path / "c", tensors=model_tensors(100))
-    os.truncate(tmp_path / "c" / "__0_0.distcp", 20000)
-    assert main(["verify", str(tmp_path / "c")]) == 1
-    shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 8
-    assert shown[5] == "... and 21 more in __0_0.distcp (--json lists all)"
