@@ -54,14 +54,6 @@ def test_a_url_without_a_bucket_is_refused(url: str, tmp_path: Path, monkeypatch
     assert checkpoint_path("s3:") == Path("s3:")
 
 
-@pytest.mark.parametrize(("path", "message"), [("", "is empty"), ("a\0b", "NUL"), ("s3://b/a\0b", "NUL")])
-def test_what_no_path_can_be_is_refused(path: str, message: str) -> None:
-    assert not is_supported(path)
-    for use in (checkpoint_path, storage_at):
-        with pytest.raises(OptionError, match=message):
-            use(path)
-
-
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A checkpoint in the working directory, next to which nothing comes to lie."""

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 from pathlib import Path
 
 import pytest
 import torch
 
-from mcore_ckpt import (
-    open_checkpoint,
-)
+from mcore_ckpt import open_checkpoint
 from mcore_ckpt.format.index import StoredItem, parse_object_key
-from mcore_ckpt.format.metadata_read import parse_index, read_config, read_index
+from mcore_ckpt.format.metadata_read import read_config, read_index
 from mcore_ckpt.format.safe_pickle import load_object
-from mcore_ckpt.state.torch_classes import from_dcp_metadata, to_dcp_metadata
 from mcore_ckpt.tools.verify import verify_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -51,21 +47,12 @@ def test_index_and_items_are_what_was_saved(name: str) -> None:
         }
     assert found == wanted["tensors"]
     assert verify_checkpoint(GOLDEN / name).whole
+    assert (index.manifest is not None) == name.startswith("ours")
     if name in THROUGH_MEGATRON:
         config = read_config(GOLDEN / name)
         assert config is not None
         assert (config.backend, config.version) == ("torch_dist", 1)
         assert all(parse_object_key(fqn) for fqn in index.objects)
-
-
-@pytest.mark.parametrize("name", MEGATRON)
-def test_skipping_the_plans_changes_nothing_else(name: str) -> None:
-    content = (GOLDEN / name / ".metadata").read_bytes()
-    # Protocol 5's pickler writes the same opcodes; only the name by which the plans are found is made another one.
-    whole = content.replace(b"\x0fall_local_plans", b"\x0fAll_local_plans")
-    assert whole != content
-    index = parse_index(whole, str(GOLDEN / name))
-    assert index == read_index(GOLDEN / name)
 
 
 @pytest.mark.parametrize("name", FLATTENED)
@@ -99,13 +86,3 @@ def test_common_state_loads_safely(name: str) -> None:
     assert common["args"].hidden_size == 12
     assert common["args"].params_dtype == torch.bfloat16
     assert common["args"].save == Path("checkpoints")
-
-
-def test_our_golden_checkpoint_has_a_manifest() -> None:
-    index = read_index(GOLDEN / "ours-0.1.0")
-    assert index.manifest is not None
-    data_files = {path.name for path in (GOLDEN / "ours-0.1.0").glob("*.distcp")}
-    assert index.manifest.files.keys() == {*data_files, "common.pt"}
-    metadata = to_dcp_metadata(index)
-    assert from_dcp_metadata(pickle.loads(pickle.dumps(metadata)), index.path) == index  # as DCP sends it to all ranks
-    assert verify_checkpoint(GOLDEN / "ours-0.1.0").whole

@@ -85,14 +85,6 @@ def test_what_columns_cannot_say_is_in_the_pickle(index: CheckpointIndex) -> Non
     assert parse_index(data, "a").planner_data == index.planner_data
 
 
-@pytest.mark.parametrize("key", ["", "\udc80", "k" * 2_000_000])
-def test_unusual_keys(key: str) -> None:
-    chunk = StoredChunk((0,), (2,), StoredItem("__0_0.distcp", 0, 700, 0))
-    data = sealed(CheckpointIndex("a", {key: TensorEntry(key, "float32", (2,), (chunk,))}, {}))
-    assert list(read(data).tensors) == [key]
-    assert read(data) == unpickled(data)
-
-
 # --------------------------------------------------------------------------------------------------------- not trusted
 
 

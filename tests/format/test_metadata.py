@@ -24,10 +24,7 @@ from mcore_ckpt.format.index import (
     parse_object_key,
 )
 from mcore_ckpt.format.metadata_read import (
-    CheckpointConfig,
-    encode_config,
     parse_index,
-    read_config,
     read_index,
 )
 from mcore_ckpt.state.torch_classes import to_dcp_metadata
@@ -83,20 +80,6 @@ def test_where_there_is_no_index_it_is_said_what_there_is(tmp_path: Path, files:
     for path in (tmp_path, str(tmp_path)):
         with pytest.raises(CheckpointNotFoundError, match=words):
             read_index(path)
-
-
-def test_the_config_is_read_back(tmp_path: Path) -> None:
-    (tmp_path / "metadata.json").write_bytes(encode_config())
-    assert read_config(tmp_path) == CheckpointConfig("torch_dist", 1)
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"[]", b'{"sharded_backend": 3, "sharded_backend_version": 1}', b"[" * 100_000, b"\x80"]
-)
-def test_a_damaged_config_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "metadata.json").write_bytes(content)
-    with pytest.raises(CorruptCheckpointError, match=r"metadata\.json"):
-        read_config(tmp_path)
 
 
 @pytest.mark.parametrize(

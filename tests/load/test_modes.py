@@ -12,12 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mcore_ckpt import certify, open_checkpoint
+from mcore_ckpt import open_checkpoint
 from mcore_ckpt.dcp.planners import MCoreLoadPlanner, MCoreSavePlanner
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.load.reader import FileSystemReader
-from tests.megatron.trap_ranks import installed, made
-from tests.support.gloo_ranks import run_megatron_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -57,34 +55,3 @@ def test_a_save_and_a_load_by_dcp_within_a_mode(tmp_path: Path, mode: str) -> No
     assert blank["options"]["lr"] == 0.5
     assert blank["options"]["moment"].tolist() == [0.5] * 3
     assert part.equal(TENSORS["small"][1:])
-
-
-def _save_and_load(rank: int, directory: Path) -> None:
-    dist_checkpointing = installed()
-    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-
-    def described(fill: float) -> dict[str, Any]:
-        return {
-            "w": ShardedTensor.from_rank_offsets("w", torch.full((4, 8), fill + rank), (0, rank, 2)),
-            "o": ShardedObject("o", {"rng": torch.full((2,), fill)}, (2,), (rank,)),
-            "common": {"iteration": fill, "seed": torch.full((2,), fill)},
-        }
-
-    for number, name in enumerate(("default device", "fake tensors")):
-        saved, asked = described(2.0), described(0.0)
-        path = made(directory / str(number))
-        queue = AsyncCallsQueue()
-        with MODES[name]():
-            request = dist_checkpointing.save(saved, path, async_sharded_save=True)
-            queue.schedule_async_request(request)
-            queue.maybe_finalize_async_calls(blocking=True)
-            loaded = dist_checkpointing.load(asked, path)
-            assert not certify(saved, path).differing
-        assert loaded["w"].tolist() == [[2.0 + rank] * 8] * 4, name
-        assert loaded["o"]["rng"].tolist() == loaded["common"]["seed"].tolist() == [2.0, 2.0], name
-
-
-def test_a_save_and_a_load_by_megatron_within_a_mode(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core.dist_checkpointing")
-    run_megatron_ranks(_save_and_load, 2, tmp_path, environment={"MCORE_CKPT_CERTIFY": "raise"})
