@@ -635,19 +635,19 @@ def _copy_and_dispatch(
         files.append(replace(bucket.file, buffer_offset=total_bytes))
         total_bytes += align_up(bucket.file.image.size_bytes)
     budget_bytes = _budget_bytes(options)
-    if total_bytes > budget_bytes:
-        result = timed_result(partial(write_in_process, storage, buckets, options), plan)
-        _logger.warning(
-            "%s: %d bytes do not fit into the staging budget of %d bytes: the trainer wrote them itself, and training "
-            "was blocked for %.2f s",
-            what,
-            total_bytes,
-            budget_bytes,
-            result.finished_s - result.started_s,
-        )
-        return Job(what, result)
     writer_job = WriterJob(storage, tuple(files), deadline_s=options.write_deadline_s, plan=plan)
     with free_buffer(budget_bytes) as buffer:
+        if total_bytes > budget_bytes:
+            result = timed_result(partial(write_in_process, storage, buckets, options), plan)
+            _logger.warning(
+                "%s: %d bytes do not fit into the staging budget of %d bytes: the trainer wrote them itself, and "
+                "training was blocked for %.2f s",
+                what,
+                total_bytes,
+                budget_bytes,
+                result.finished_s - result.started_s,
+            )
+            return Job(what, result)
         try:
             preload_tensors(files, buckets, buffer, total_bytes)
             job = _dispatch(writer_job, buffer, options, what)

@@ -54,7 +54,10 @@ def _held_bytes() -> int:
 @pytest.mark.parametrize("budget_mib", [1, 64])
 def test_a_save_of_any_size_stays_within_the_budget(budget_mib: int, writer: Any, tmp_path: Path) -> None:
     options = SaveOptions(staging_budget_bytes=budget_mib * _MIB, writer=writer)
-    tensor = torch.arange(5 * _MIB, dtype=torch.float32)  # 20 MiB, and windows of 8
+    larger = LocalStorage(tmp_path / "larger")
+    larger.ensure()
+    start_writing(larger, [bucket_of(torch.ones(8 * _MIB))], SaveOptions(), "a larger one").result()
+    tensor = torch.arange(5 * _MIB, dtype=torch.float32)  # 20 MiB
     save = start_writing(LocalStorage(tmp_path), [bucket_of(tensor)], options, "a save")
     assert _held_bytes() <= budget_mib * _MIB
     expected = tensor.clone()
