@@ -142,16 +142,6 @@ def discard(storage: Storage, files: Iterable[str]) -> None:
 _PIECE_BYTES = 16 * 1024 * 1024
 
 
-def common_file_of_save(storage: Storage, target: Target, *, has_common_state: bool) -> ManifestFile | None:
-    """The entry of the common state in a new manifest; None if no file holds it."""
-    if has_common_state:
-        return None
-    if target.common_sum is not None:
-        size_bytes, crc = target.common_sum
-        return ManifestFile(size_bytes, crc, target.save_id)
-    return sum_of_file(storage, target.save_id)
-
-
 def sum_of_file(storage: Storage, save_id: bytes, name: str = COMMON_FILE) -> ManifestFile | None:
     """The entry of a file as it is now in the manifest of a save; None if there is no such file."""
     try:

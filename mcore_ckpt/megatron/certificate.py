@@ -115,7 +115,8 @@ class Certificate:
         compared = f"{self.tensors:,} tensors, {self.objects:,} objects, {counted(self.ranks, 'rank')}"
         left = "; not compared: " + ", ".join(self.not_compared) if self.not_compared else ""
         if not self.differing:
-            return f"resumed from {self.checkpoint} as saved: {compared}{left}"
+            said = "as saved" if self.tensors or self.objects else "with NOTHING compared"
+            return f"resumed from {self.checkpoint} {said}: {compared}{left}"
         more = ", and more" if self.differing > len(self.differences) else ""
         return (
             f"resumed from {self.checkpoint} NOT as saved: {counted(self.differing, 'difference')} in {compared}: "
@@ -205,8 +206,8 @@ def certify(
     if certificate.differing and options.certify == "raise":
         raise LoadError(f"{certificate}. Do not train with this state")
     if group.is_coordinator:
-        level = logging.WARNING if certificate.differing or found.absent else logging.INFO
-        _logger.log(level, "%s", certificate)
+        is_well = not certificate.differing and not found.absent and (certificate.tensors or certificate.objects)
+        _logger.log(logging.INFO if is_well else logging.WARNING, "%s", certificate)
     return certificate
 
 

@@ -35,15 +35,7 @@ from mcore_ckpt.core.process import Outcome, interruptible, run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, interrupts_wait_for_others, reached_every_rank
 from mcore_ckpt.directory.commit import note_name
 from mcore_ckpt.directory.in_force import is_in_force
-from mcore_ckpt.directory.publish import (
-    Target,
-    check_files,
-    common_file_of_save,
-    discard,
-    give_back,
-    open_target,
-    publish,
-)
+from mcore_ckpt.directory.publish import Target, check_files, discard, give_back, open_target, publish, sum_of_file
 from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry
 from mcore_ckpt.format.integrity import NO_FINGERPRINT, Manifest, ManifestFile, id_in_names, shown_id, with_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE
@@ -73,6 +65,7 @@ class SaveDirectory:
             check_second_tier(self.path, options)
         self.storage = storage_at(self.path).within(options.write_deadline_s)
         self.target: Target | None = None
+        self._common: ManifestFile | None = None  # what it was then
         self.places: list[str] = []
         self._options = options
 
@@ -122,12 +115,21 @@ class SaveDirectory:
     def open(self) -> bytes:
         """Coordinator: lock the directory; returns the save's id. Raises where another save holds it."""
         self.target = open_target(self.storage, self._options)
+        if self.storage.made_by(renamed=True, in_place=False):  # in a file system stock may have written it already
+            self._common = self._common_file()
         return self.target.save_id
 
     def common_file(self, *, has_common_state: bool) -> ManifestFile | None:
         """Coordinator: the file that holds the common state of this save; None if an object does, or nothing."""
+        found = None if has_common_state else self._common_file()
+        if not has_common_state and self.storage.made_by(renamed=True, in_place=False) and found != self._common:
+            raise SaveError(f"{self.storage}: another save has replaced {COMMON_FILE} since this one began")
+        return found
+
+    def _common_file(self) -> ManifestFile | None:
         assert self.target is not None
-        return common_file_of_save(self.storage, self.target, has_common_state=has_common_state)
+        common_sum, save_id = self.target.common_sum, self.target.save_id
+        return sum_of_file(self.storage, save_id) if common_sum is None else ManifestFile(*common_sum, save_id)
 
     def check(self, files: Sequence[WrittenFile]) -> None:
         """Coordinator: raise `SaveError` unless these files are there, and the directory is this save's if not."""

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 from mcore_ckpt.core.errors import CheckpointNotFoundError
 from mcore_ckpt.directory.iterations import directories_of_run, look_at
 from mcore_ckpt.format.index import CheckpointIndex, is_flat_bucket
+from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.format.versions import layout_of_versions
 from mcore_ckpt.load.checks import global_shape
 from mcore_ckpt.tools.keys import model_key, read_object
@@ -25,6 +26,7 @@ from mcore_ckpt.tools.keys import model_key, read_object
 _TELLING_ELEMENTS: Final = 1024
 _STANDS_STILL: Final = "stands still while others of its kind change"
 _STOPS: Final = "stands still, and did change before"
+_LEFT_OUT: Final = "of a checkpoint that is not complete: left out"
 _VERSIONS: Final = "ranks that claim to hold replicas hold other objects"
 
 
@@ -80,7 +82,11 @@ def lineage_of_run(run: str | os.PathLike[str]) -> LineageReport:
     if len(indexes) < 2:
         raise CheckpointNotFoundError(f"{run}: a lineage takes two complete checkpoints of a run, found {len(indexes)}")
     states = [(name, _held(index)) for name, index in indexes]
-    found: dict[tuple[str, str], Departure] = {}  # the first of each key and kind
+    order = {one.name: number for number, (one, _) in enumerate(looked)}
+    left_out = [one.name for one, _ in looked if not one.whole and not one.locked]
+    found = {
+        (name, ""): Departure(name, METADATA_FILE, _LEFT_OUT) for name in left_out
+    }  # the first of each key and kind
     changed = set[str]()
     for (_, before), (name, after) in pairwise(states):
         for key, what in _departures(before, after, changed):
@@ -89,10 +95,9 @@ def lineage_of_run(run: str | os.PathLike[str]) -> LineageReport:
         for key, entry in index.objects.items():
             if "_extra_state" not in key and layout_of_versions(read_object(index, entry)) is not None:
                 found.setdefault((key, _VERSIONS), Departure(name, key, _VERSIONS))
-    order = {name: number for number, (name, _) in enumerate(indexes)}
     unknown = sum(one.crc is None for _, state in states for one in state.values())
     departures = sorted(found.values(), key=lambda one: order[one.checkpoint])
-    return LineageReport(str(run), tuple(order), tuple(departures), unknown)
+    return LineageReport(str(run), tuple(name for name, _ in indexes), tuple(departures), unknown)
 
 
 def _held(index: CheckpointIndex) -> dict[str, _Held]:
@@ -121,7 +126,7 @@ def _departures(before: dict[str, _Held], after: dict[str, _Held], changed: set[
         elif former.crc is not None and held.crc is not None:
             families[held.family].add(former.crc != held.crc)
             pairs.append((key, held, former.crc != held.crc))
-    is_trained = any(has_changed for _, _, has_changed in pairs)  # else it is one state, saved twice
+    is_trained = bool(changed) or any(has_changed for *_, has_changed in pairs)  # else it is one state, saved twice
     for key, held, has_changed in pairs:
         if has_changed:
             changed.add(key)

@@ -136,6 +136,9 @@ def test_what_cannot_be_compared_is_counted(saved: Path, caplog: pytest.LogCaptu
         "shape or class), 1 tensor (not in the checkpoint: new.weight), 1 tensor (--no-load-rng), "
         "1 object (--no-load-rng)"
     )
+    certify({}, saved, options=WARN)
+    assert caplog.records[1].levelno == logging.WARNING
+    assert caplog.messages[1].startswith("resumed from checkpoint with NOTHING compared: 0 tensors, 0 objects, 1 rank;")
 
 
 def test_masters_that_an_offloaded_optimizer_has_not_taken_are_named(saved: Path) -> None:

@@ -147,6 +147,14 @@ def stocks_common_state_beside_our_data(directory: Path) -> None:
     shutil.copy(directory / "2" / "common.pt", directory / "1" / "common.pt")
     with pytest.raises(CorruptCheckpointError, match="expected the common state of save"):
         mcore_ckpt.open_checkpoint(directory / "1").common_state()
+    strategy, queue = TorchDistSaveStrategy(options=QUIET), AsyncCallsQueue(options=QUIET)
+    queue.schedule_async_request(
+        dist_checkpointing.save(state(3), str(directory / "2"), strategy, async_sharded_save=True)
+    )
+    with pytest.raises(SaveError, match="not finalized"):
+        dist_checkpointing.save(state(4), str(directory / "2"), strategy)
+    with pytest.raises(SaveError, match=r"another save has replaced common\.pt"):
+        queue.close()
     # Megatron-Core reads it by itself here, and the strategy the tensors.
     with pytest.raises(CorruptCheckpointError, match="expected the common state of save"):
         dist_checkpointing.load(state(-1), str(directory / "1"), TorchDistLoadStrategy())
