@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import itertools
 import json
 import os
+import signal
+import sys
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +33,7 @@ from mcore_ckpt.directory import commit, publish
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, METADATA_FILE
 from mcore_ckpt.megatron import serialization
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
-from mcore_ckpt.save import transaction
+from mcore_ckpt.save import staging, transaction, writer_process
 from mcore_ckpt.save.async_queue import AsyncCallsQueue
 from mcore_ckpt.storage.resolve import LocalStorage
 from mcore_ckpt.tools.checkpoint import open_checkpoint
@@ -82,6 +88,62 @@ def test_a_request_that_is_lost_is_not_in_the_way_of_the_next_save(tmp_path: Pat
     strategy().save(state(3), tmp_path)
     assert loaded(tmp_path) == 3
     assert len([name for name in names(tmp_path) if name.endswith(".distcp")]) == 1
+
+
+def _interrupt_at(line: int, work: Callable[[], object]) -> bool:
+    """Do `work`, with a Ctrl-C at a line of the code that begins an async save, counted from where it hands over;
+    False if it has come to its end before.
+    """
+    lines = -1
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.endswith(("/save/transaction.py", "/save/commit.py", "/save/staging.py")):
+            return None
+        if frame.f_code.co_name == "_dispatch":
+            lines = max(lines, 0)  # next, it is handed over
+        if event == "line" and lines >= 0:
+            lines += 1
+            if lines == line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.long
+def test_an_async_save_that_is_interrupted_while_it_begins_writes_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever line Ctrl-C comes at: the directory is free, and nobody writes there any more but who has it."""
+    monkeypatch.setattr(writer_process, "_CANCEL_DEADLINE_S", 0.05)  # one that is stopped does not hear of it
+    for line in itertools.count(1):
+        directory = tmp_path / str(line)
+        directory.mkdir()
+        writer_process.shared_writer().warm_up()
+        stopped = writer_process.shared_writer().pid
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        interrupted = _interrupt_at(line, partial(strategy().async_save, state(1), directory))
+        assert not (interrupted and staging.is_busy()), f"line {line}: the staging buffer is taken for good"
+        strategy().save(state(2), directory)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(stopped, signal.SIGCONT)
+        # Jobs are done in turn: after this one, there is none before it.
+        strategy().async_save(state(3), tmp_path).async_fn()
+        assert len(list(directory.glob("*.distcp"))) == 1, f"line {line}: something was written after the interruption"
+        assert loaded(directory) == 2
+        if not interrupted:
+            break
+    assert line > 20
 
 
 def test_a_forked_process_that_cleans_up_does_not_touch_the_trainers_save(tmp_path: Path) -> None:
