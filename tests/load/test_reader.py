@@ -1,9 +1,10 @@
-"""FileSystemReader: what arrives, what is read for it, and what it says of checkpoints that cannot be right."""
+"""FileSystemReader: what arrives, what is read for it, and what it refuses: the refusal names key, file and bytes."""
 
 from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,29 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem
 
+import mcore_ckpt
+from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import (
+    CheckpointNotFoundError,
     ChecksumError,
+    CorruptCheckpointError,
+    KindMismatchError,
+    MissingKeyError,
+    ShapeMismatchError,
 )
-from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem, TensorEntry
+from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.load import files
+from mcore_ckpt.load.reader import FileSystemReader, read_shards
+from mcore_ckpt.load.requests import ReadRequest
+from mcore_ckpt.tools.verify import verify_checkpoint
+from tests.support.shards import shard
 from tests.support.stored_layouts import (
+    StoredTensor,
     flip_byte,
     load_box,
     row_chunks,
@@ -150,3 +166,151 @@ def test_a_damaged_object_is_refused(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(ChecksumError, match=r"extra.*__0_0\.distcp"):
         FileSystemReader(tmp_path).read_object("extra")
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> FileSystemReader:
+    write_checkpoint(
+        tmp_path,
+        {"decoder.layers.mlp.weight": row_chunks(torch.randn(8, 4), 2), "large": whole(torch.randn(1024, 1024))},
+        {"decoder.extra": [1]},
+    )
+    return FileSystemReader(tmp_path)
+
+
+def test_a_missing_key_names_similar_ones(reader: FileSystemReader) -> None:
+    with pytest.raises(MissingKeyError, match=r"decoder\.layers\.mlp\.wieght.*decoder\.layers\.mlp\.weight"):
+        load_box(reader, "decoder.layers.mlp.wieght", torch.zeros(8, 4))
+    with pytest.raises(MissingKeyError, match="nothing_like_it"):
+        reader.read_object("nothing_like_it")
+
+
+def test_objects_and_tensors_are_not_mixed_up(reader: FileSystemReader) -> None:
+    with pytest.raises(KindMismatchError, match=r"decoder\.extra: a tensor is requested"):
+        load_box(reader, "decoder.extra", torch.zeros(8, 4))
+    with pytest.raises(KindMismatchError, match="large: an object is requested"):
+        reader.read_object("large")
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sizes", "global_shape"),
+    [((0, 0), (9, 4), None), ((6, 0), (4, 4), None), ((0,), (8,), None), ((0, 0), (8, 4), (16, 4))],
+)
+def test_shapes_have_to_agree(
+    reader: FileSystemReader, offsets: tuple[int, ...], sizes: tuple[int, ...], global_shape: tuple[int, ...] | None
+) -> None:
+    request = ReadRequest("decoder.layers.mlp.weight", torch.zeros(sizes), offsets, sizes, global_shape)
+    with pytest.raises(ShapeMismatchError, match=r"decoder\.layers\.mlp\.weight.*\[8, 4\]"):
+        reader.read_items([request])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_a_partial_request_takes_the_overlap_and_leaves_the_rest(reader: FileSystemReader, dtype: torch.dtype) -> None:
+    stored = load_box(reader, "decoder.layers.mlp.weight", torch.zeros(8, 4)).to(dtype)
+    destination = torch.full((10, 4), 7, dtype=dtype)
+    reader.read_items([ReadRequest("decoder.layers.mlp.weight", destination, (4, 0), (10, 4), allow_partial=True)])
+    assert destination[:4].equal(stored[4:])
+    assert destination[4:].eq(7.0).all()
+    outside = ReadRequest("decoder.layers.mlp.weight", destination, (8, 0), (10, 4), allow_partial=True)
+    reader.read_items([outside])
+    assert destination[4:].eq(7.0).all()
+
+
+def test_a_box_that_no_chunk_holds_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    tensor = torch.randn(8, 4)
+    write_checkpoint(tmp_path, {"w": StoredTensor(tensor, [Box((0, 0), (3, 4)), Box((5, 0), (3, 4))])})
+    reader = FileSystemReader(tmp_path)
+    for request in (
+        ReadRequest("w", torch.zeros(8, 4), (0, 0), (8, 4)),
+        ReadRequest("w", torch.zeros(10, 4), (2, 0), (10, 4), allow_partial=True),
+    ):
+        with pytest.raises(CorruptCheckpointError, match="w: the stored chunks do not hold the wanted box"):
+            reader.read_items([request])
+    assert reader.stats.reads == 0
+    destination = torch.zeros(10, 4)
+    reader.read_items([ReadRequest("w", destination, (5, 0), (10, 4), allow_partial=True)])
+    assert destination[:3].equal(tensor[5:])
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 1), (-1, 2), (-100, 5000)])
+def test_overlapping_items_are_refused(start: int, length: int, tmp_path: Path) -> None:
+    tensors = {"a": row_chunks(torch.randn(8, 4), 2), "b": whole(torch.randn(4))}
+    index = write_checkpoint(tmp_path, tensors, {"o": [1]}, padding=[200])
+    assert load_box(FileSystemReader(tmp_path), "b", torch.zeros(4)).equal(tensors["b"].tensor)
+    second = index.tensors["a"].chunks[1].item
+    index.objects["o"] = ObjectEntry("o", StoredItem(second.file, second.offset + start, length))
+    (tmp_path / ".metadata").write_bytes(encode_metadata(index))
+    with pytest.raises(CorruptCheckpointError, match=r"a at \[4, 0\] .* the same bytes"):
+        load_box(FileSystemReader(tmp_path), "b", torch.zeros(4))
+
+
+@pytest.mark.parametrize("empty", [(8, 0), (0, 0)])
+def test_chunks_without_elements_may_share_an_item(empty: tuple[int, int], tmp_path: Path) -> None:
+    """DCP knows chunks by their offsets: of all shards that are empty, `.metadata` has the place of one."""
+    tensor = torch.randn(8, 4)
+    boxes = [Box(empty, (0, 4)), Box((0, 0), (8, 4)), Box(empty, (0, 4))]
+    index = write_checkpoint(tmp_path / "a", {"w": StoredTensor(tensor, boxes)})
+    if empty == (0, 0):  # the place of the one with elements is the one that is known
+        last = index.tensors["w"].chunks[1]
+        chunks = tuple(StoredChunk(offsets, sizes, last.item) for offsets, sizes in boxes)
+        index.tensors["w"] = TensorEntry("w", "float32", (8, 4), chunks)
+        (tmp_path / "a" / ".metadata").write_bytes(encode_metadata(index))
+    planned = torch.zeros(8, 4)
+    dcp.load({"w": planned}, storage_reader=FileSystemReader(tmp_path / "a"), no_dist=True)
+    assert planned.equal(tensor)
+    assert load_box(FileSystemReader(tmp_path / "a"), "w", torch.zeros(8, 4)).equal(tensor)
+    assert verify_checkpoint(tmp_path / "a").problems == ()
+    with mcore_ckpt.open_checkpoint(tmp_path / "a") as opened:
+        assert opened["w"].torch().equal(tensor)
+    assert main(["reshard", str(tmp_path / "a"), str(tmp_path / "b"), "--tp", "1", "--pp", "1"]) == 0
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+
+
+# -------------------------------------------------------------------------------------------------- damaged checkpoints
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (3000, 1024)])
+def test_damage_is_found_and_named(shape: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "WINDOW_BYTES", MIB)
+    tensor = torch.randn(shape)
+    index = write_checkpoint(tmp_path, {"v": whole(torch.randn(10)), "w": whole(tensor)})
+    path, at = flip_byte(index, "w", at_fraction=0.6)
+    with pytest.raises(ChecksumError) as raised:
+        load_box(FileSystemReader(tmp_path), "w", tensor)
+    message = str(raised.value)
+    assert "w at [0, 0]" in message
+    assert str(path.parent) in message
+    assert path.name in message
+    start, stop = (int(part) for part in message.split("the bytes [")[1].split(")")[0].split(", "))
+    assert start <= at < stop
+    assert stop - start == tensor.nbytes
+
+
+def test_a_missing_data_file_is_named_with_the_key(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {"w": whole(torch.zeros(4))})
+    (tmp_path / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"w at \[0\].*__0_0\.distcp"):
+        load_box(FileSystemReader(tmp_path), "w", torch.zeros(4))
+
+
+def test_more_cells_than_any_save_makes_chunks_of_are_refused_before_they_are_listed(tmp_path: Path) -> None:
+    count = 3_000_000
+    index = write_checkpoint(tmp_path, {"w": whole(torch.zeros(count, 1))})
+    note = {"w": {"nd_reformulated_orig_global_shape": (count,)}}
+    (tmp_path / ".metadata").write_bytes(encode_metadata(replace(index, mcore_data=note)))
+    with pytest.raises(CorruptCheckpointError, match=r"w: stored as a grid \[3000000\] .* in 1 chunks"):
+        read_shards(FileSystemReader(tmp_path), [shard("w", torch.empty(count), (count,), (0,))])
+
+
+@pytest.mark.parametrize(
+    "boxes", [[(0, 8)], [(0, 8), (8, 8), (12, 4)], [(0, 0)]], ids=["missing", "twice", "chunk without elements"]
+)
+def test_dcp_does_not_leave_a_part_of_a_tensor_as_it_was(tmp_path: Path, boxes: list[tuple[int, int]]) -> None:
+    """DCP plans the overlaps that it finds, and asks no further."""
+    stored = StoredTensor(torch.randn(16, 4), [Box((start, 0), (size, 4)) for start, size in boxes])
+    write_checkpoint(tmp_path, {"w": stored})
+    with pytest.raises(CheckpointException, match=r"w: 64 stored elements .* hold (32|80|0) of them"):
+        dcp.load({"w": torch.zeros(16, 4)}, storage_reader=FileSystemReader(tmp_path), no_dist=True)
