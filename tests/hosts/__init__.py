@@ -1,1 +1,0 @@
-"""Jobs on several hosts, each made of namespaces of this machine: see `hosts.py`."""
