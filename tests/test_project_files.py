@@ -26,7 +26,6 @@ def targets() -> set[str]:
 
 
 def called_by_ci() -> list[str]:
-    """The targets that .ci/run makes, in order."""
     return re.findall(r"^ *(?:step \S+ )?make ([\w-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
 
 

@@ -33,7 +33,6 @@ from mcore_ckpt.format.metadata_read import parse_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 
 SAVE_ID = bytes(range(16))
-OTHER_ID = bytes(16)
 names = st.text(max_size=30)
 numbers = st.integers(0, 2**62)
 boxes = st.integers(0, 4).flatmap(lambda ndim: st.tuples(*[st.tuples(*[numbers] * ndim)] * 3))
@@ -109,6 +108,16 @@ def test_every_bit_of_a_file_seal_is_noticed() -> None:
         damaged[at // 8] ^= 1 << at % 8
         with pytest.raises(CorruptCheckpointError):
             checked(bytes(damaged), expected)
+
+
+@pytest.mark.parametrize(
+    ("save_id", "size", "crc"), [(bytes(16), 0, 0), (SAVE_ID, 0, 1), (SAVE_ID, -1, 0), (SAVE_ID, 1, 0)]
+)
+def test_another_file_is_refused(save_id: bytes, size: int, crc: int) -> None:
+    content, table_crc = sealed(TABLE)
+    footer, _ = read_back(content)
+    with pytest.raises(CorruptCheckpointError, match="the file"):
+        check_footer(footer, 10**6 + size, ManifestFile(10**6, table_crc ^ crc, save_id), "the file")
 
 
 # ------------------------------------------------------------------------------------------------------- metadata seal
