@@ -305,6 +305,8 @@ def _phases(read: _Read) -> str:
 def _certificate(read: _Read) -> str:
     """What a certificate takes on top of a load: ratios of seconds."""
     labels = read.labels("certified", "certified whole")
+    if not labels:
+        return "Not measured yet.\n"
     rows = [
         (
             f"{state} tensors: load, {figure}",
