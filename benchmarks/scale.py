@@ -1,7 +1,6 @@
 """What planning a save costs a job of as many ranks as asked, besides its messages.
 
     python -m benchmarks.scale                       1,000 tensors of 1 KB a rank, to 4,096 ranks; docs/scale.md
-    python -m benchmarks.scale --ranks 8 64 --out build/a-try.json
 
 No rank is started. Plans of all ranks are made one after the other by the package's own code, the coordinator's part is
 run on them, and each part is timed and weighed in a process of its own.

@@ -1,7 +1,6 @@
 """Measure saves and loads next to Megatron-Core, DCP, torch_checkpointing and the raw device, in one run.
 
     make bench                                       everything: the tables in README.md and docs come out of it
-    make bench ARGS="--only small"                   a part of it, put into what is there from the same commit
     make bench ARGS="--against 65e37f1"              the package of that commit takes its turns in every row, too
     make bench ARGS="--only dense --gb 0.1 --rounds 1 --out build/bench.json"      a try, which changes no table
     python scripts/bench.py --tables                 the tables of all pages again, out of docs/*.json

@@ -2,7 +2,6 @@
 
     make bench-tools                          a checkpoint of 4 GB and a model of 4 GB, three rounds
     make bench-tools ARGS="--gb 1 --rounds 1 --out build/bench.json"        a try, which changes no table
-    make bench-tools ARGS="--only import,export"
 
 Pages are dropped from the page cache before each. Results go into docs/benchmark.json, and the tables of docs/tools.md
 come out of it. The model is Llama's in shape, in one safetensors file; what is exported is a checkpoint of 4 ranks that
