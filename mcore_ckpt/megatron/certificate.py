@@ -22,7 +22,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Final, NamedTuple
@@ -35,6 +35,7 @@ from mcore_ckpt.core.console import counted, logger_of
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path
+from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
 from mcore_ckpt.format.metadata_read import METADATA_FILE
@@ -44,15 +45,15 @@ from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import FileSystemReader, read_shards
 from mcore_ckpt.megatron._versions import own_version, parallel_layout
 from mcore_ckpt.megatron.serialization import load_common
-from mcore_ckpt.state.fingerprints import crc_of_shard, shards_of
-from mcore_ckpt.state.shards import is_main_replica, is_sharded_object, leaves, local_box
+from mcore_ckpt.state.fingerprints import built_leaves, crc_of_shard
+from mcore_ckpt.state.shards import is_main_replica, leaves, local_box
 from mcore_ckpt.state.torch_classes import PLAIN, dtype_name
 from mcore_ckpt.state.values import first_difference, unequal
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of("mcore_ckpt")
 
-_SAMPLE: Final = 16  # one tensor in so many
+_SAMPLE: Final = 32  # one tensor in so many
 _SHOWN: Final = 10
 _SCRATCH_BYTES: Final = 64 * 1024 * 1024
 _WHAT: Final = "certify the state that was resumed"
@@ -155,6 +156,7 @@ def certify(
     process_group: dist.ProcessGroup | None = None,
     options: LoadOptions | None = None,
     reasons: Sequence[str] = (),
+    reader: FileSystemReader | None = None,
 ) -> Certificate:
     """Compare what the ranks hold with a checkpoint; all ranks of the group call it together, after the load.
 
@@ -166,6 +168,7 @@ def certify(
         process_group: the ranks; None: all.
         options: `certify` of them says what is compared, and what becomes of differences; None: of the environment.
         reasons: why parts of the checkpoint were not loaded, for the log.
+        reader: what it was loaded by, and has its index; None: that is read again.
 
     Returns:
         What was compared; nothing where `options.certify` is `"off"`. Rank 0 logs it, as a warning if something
@@ -179,14 +182,17 @@ def certify(
     directory, group = checkpoint_path(checkpoint_dir), coordination_group(process_group)
     if options.certify == "off":
         return Certificate(directory.name, 0, 0, group.size)
-    reader, shards = FileSystemReader(directory, options=options), list[Any]()
+    reader, shards = reader or FileSystemReader(directory, options=options), list[Any]()
 
+    @collector_paused()
     def compare() -> _Found:
         state = sharded_state_dict() if callable(sharded_state_dict) else sharded_state_dict
-        chosen = functools.partial(_is_chosen, options, reader.index)
-        _fill_padding(state, reader, chosen)
-        found = _of_tensors(state, reader.index, chosen, group.rank, shards)
-        others = [*_of_objects(state, reader, directory, group.rank, found.counts)]
+        chosen = functools.partial(_chosen, options, reader.index)
+        of_tensors = chosen(reader.index.tensors)
+        _fill_padding([state], reader, of_tensors)
+        tensors, objects = built_leaves(state)
+        found = _of_tensors(tensors, reader.index, of_tensors, group.rank, shards)
+        others = [*_of_objects(state, objects, reader, directory, group.rank, found.counts)]
         others += _of_weights(optimizer, shards, chosen, group.rank)
         found.counts["differing"] = len(others)
         return found._replace(differences=tuple(others[:_SHOWN]))
@@ -214,13 +220,12 @@ def certify(
 def _certificate(
     found: _Found, index: CheckpointIndex, options: LoadOptions, group: RankGroup, reasons: Sequence[str]
 ) -> Certificate:
-    counts, stored = found.counts, list(index.tensors)
-    chosen = sum(_is_chosen(options, index, key) for key in stored)
+    counts, stored, chosen = found.counts, len(index.tensors), found.counts["chosen"]
     tensors = chosen - counts["tensors"] - counts["unlike"]
     objects = len(index.objects.keys() - {COMMON_STATE_KEY}) - counts["objects"] - counts["rewritten"]
     names = ", ".join(sorted(found.absent)[:_SHOWN]) + (", ..." if len(found.absent) > _SHOWN else "")
     left = (
-        (len(stored) - chosen, "tensor", f"one in {_SAMPLE} is"),
+        (stored - chosen, "tensor", f"one in {_SAMPLE} is"),
         (counts["unlike"], "tensor", "of another dtype, shape or class"),
         (counts["rewritten"], "object", "written in another way by its module"),
         (counts["elsewhere"], "object", "in a version of this rank: these are of another layout"),
@@ -242,45 +247,47 @@ def _certificate(
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _is_chosen(options: LoadOptions, index: CheckpointIndex, key: str) -> bool:
-    """Whether this tensor is compared; of a sample, other ones of each save."""
+def _chosen(options: LoadOptions, index: CheckpointIndex, names: Iterable[str]) -> Collection[str]:
+    """Those of the tensors that are compared; of a sample, other ones of each save."""
     if options.certify != "sample":
-        return True
+        return set(names)
     # A save is known by its id, and where it has none by the name of its directory.
-    save = os.fsencode(PurePath(index.path).name) if index.manifest is None else index.manifest.save_id
-    return crc32(key.encode("utf-8", "surrogatepass"), crc32(save)) % _SAMPLE == 0
+    save = crc32(os.fsencode(PurePath(index.path).name) if index.manifest is None else index.manifest.save_id)
+    return {name for name in names if (crc32(name.encode("utf-8", "surrogatepass")) ^ save) % _SAMPLE == 0}
 
 
-def _fill_padding(state: Any, reader: FileSystemReader, chosen: Callable[[str], bool]) -> None:
+def _fill_padding(state: Any, reader: FileSystemReader, chosen: Collection[str]) -> None:
     """Read what pads flat buckets (`dp_reshardable`): it is memory that nobody has written."""
     if isinstance(state, dict) and getattr(state.get("padding"), "obj", False):
-        read_shards(reader, [one for one in leaves(state) if one.key in reader.index.tensors and chosen(one.key)])
-    elif isinstance(state, (dict, list, tuple)):
+        read_shards(reader, [one for one in leaves(state) if one.key in chosen])
+    else:
         for value in state.values() if isinstance(state, dict) else state:
-            _fill_padding(value, reader, chosen)
+            if isinstance(value, (dict, list, tuple)):
+                _fill_padding(value, reader, chosen)
 
 
 def _of_tensors(
-    state: Any, index: CheckpointIndex, chosen: Callable[[str], bool], rank: int, compared: list[Any]
+    tensors: Iterable[Any], index: CheckpointIndex, chosen: Collection[str], rank: int, compared: list[Any]
 ) -> _Found:
     """What shards of tensors add that are stored in the same dtype and shape: what is converted, quantized or padded
     otherwise has other bits. Those go into `compared`.
     """
     counts, absent, residues = Counter[str](), set(), list[tuple[str, tuple[int, int]]]()
-    for shard in shards_of(state):
-        entry = index.tensors.get(shard.key)
+    for shard in tensors:
         if shard.data is None:
             continue
-        if entry is None:
-            absent.add(shard.key)
-        elif chosen(shard.key):
-            stretch = getattr(shard, "flattened_range", None)
-            is_first = is_main_replica(shard) and not any(shard.global_offset) and not (stretch and stretch.start)
-            is_alike = type(shard.data) in PLAIN and dtype_name(shard.data.dtype) == entry.dtype
-            is_alike = is_alike and global_shape(index, entry) == tuple(shard.global_shape)
-            counts["tensors" if is_alike else "unlike"] += is_first
-            if is_alike:
-                compared.append(shard)
+        if shard.key not in chosen:
+            if shard.key not in index.tensors:
+                absent.add(shard.key)
+            continue
+        entry = index.tensors[shard.key]
+        stretch = getattr(shard, "flattened_range", None)
+        is_first = is_main_replica(shard) and not any(shard.global_offset) and not (stretch and stretch.start)
+        is_alike = type(shard.data) in PLAIN and dtype_name(shard.data.dtype) == entry.dtype
+        is_alike = is_alike and global_shape(index, entry) == tuple(shard.global_shape)
+        counts["tensors" if is_alike else "unlike"] += is_first
+        if is_alike:
+            compared.append(shard)
     for name, shard in _named(compared, rank):
         stored = index.fingerprints.get(shard.key)
         if stored is None:
@@ -288,6 +295,7 @@ def _of_tensors(
         elif shard.data.numel():
             crc, is_first = crc_of_shard(shard)
             residues.append((name, (crc ^ stored, 1) if is_first else (crc, 0)))
+    counts["chosen"] = len(chosen) if rank == 0 else 0  # (all ranks choose the same)
     return _Found(counts, (), frozenset(absent), _added(residues))
 
 
@@ -332,12 +340,14 @@ def _read_differences(shards: Iterable[Any], reader: FileSystemReader, rank: int
 
 
 def _of_weights(
-    optimizer: Any, shards: Iterable[Any], chosen: Callable[[str], bool], rank: int
+    optimizer: Any, shards: Iterable[Any], chosen: Callable[[Iterable[str]], Collection[str]], rank: int
 ) -> Iterator[Difference]:
     """Weights that are not what their FP32 masters round to, and masters that an offloaded optimizer has not taken."""
-    for number, (weight, master, loaded) in enumerate(_masters(optimizer)):
+    pairs = {f"weight {number}": pair for number, pair in enumerate(_masters(optimizer))}
+    compared = chosen(pairs)
+    for name, (weight, master, loaded) in pairs.items():
         is_plain = type(weight) in PLAIN and type(master) in PLAIN and weight.numel() == master.numel()
-        if not is_plain or not chosen(f"weight {number}"):
+        if not is_plain or name not in compared:
             continue
         of_weight = first_difference(master.detach().to(weight.dtype), weight)
         is_kept = type(loaded) in PLAIN and loaded.dtype == master.dtype and loaded.numel() == master.numel()
@@ -345,7 +355,7 @@ def _of_weights(
         for what, of, found in (("weight", " of its master", of_weight), ("master", "", of_master)):
             if found is not None:
                 at, expected, got, more = found
-                key = next((shard.key for shard in shards if _lies_in(weight, shard.data)), f"number {number}")
+                key = next((shard.key for shard in shards if _lies_in(weight, shard.data)), name)
                 yield Difference(what, rank, key, f"[element {at}]", f"{expected}{of}", f"{got}{more}")
 
 
@@ -377,7 +387,7 @@ def _masters(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _of_objects(
-    state: Any, reader: FileSystemReader, directory: Path, rank: int, counts: Counter[str]
+    state: Any, objects: Iterable[Any], reader: FileSystemReader, directory: Path, rank: int, counts: Counter[str]
 ) -> Iterator[Difference]:
     """What differs in objects and in the common state."""
     held: dict[str, list[Any]] = {}
@@ -387,8 +397,8 @@ def _of_objects(
             counts["elsewhere"] += 1
         return own_version(key, content)
 
-    for leaf in leaves(state):
-        if is_sharded_object(leaf) and leaf.unique_key in reader.index.objects:
+    for leaf in objects:
+        if leaf.unique_key in reader.index.objects:
             held.setdefault(leaf.unique_key, []).append(leaf)
     stored, common = reader.read_objects(held, version), load_common(directory, reader.options)
     job, saved = (one.get("args") if isinstance(one, dict) else None for one in (state, common))

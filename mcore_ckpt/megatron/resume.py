@@ -122,8 +122,9 @@ def _certify_resume(
             del state["args"], state["iteration"]
         return state
 
+    known = {"options": options, "reasons": reasons, "reader": noted.get("reader")}
     try:
-        certify(make_state, directory, optimizer, process_group=process_group, options=options, reasons=reasons)
+        certify(make_state, directory, optimizer, process_group=process_group, **known)
     except CheckpointError as error:
         if options.certify == "raise":
             raise

@@ -256,7 +256,7 @@ _chosen: dict[str, tuple[_Version, Path]] = {}
 
 
 # Within Megatron-LM's `load_checkpoint`: as "load" the directory that is read, the version of `.metadata`, options and
-# ranks; what else is noted, `resume.py` says.
+# ranks; as "reader" what this package's strategy reads it by; what else is noted, `resume.py` says.
 noted_of_resume: ContextVar[dict[str, Any] | None] = ContextVar("noted_of_resume", default=None)
 
 

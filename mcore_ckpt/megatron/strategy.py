@@ -12,14 +12,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from mcore_ckpt.core.errors import KindMismatchError, LoadError, OptionError, St
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host
 from mcore_ckpt.core.process import run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, interrupts_wait_for_others, without_modes
+from mcore_ckpt.directory.in_force import iteration_of
+from mcore_ckpt.format.index import CheckpointIndex, is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.load.files import ReadStats
 from mcore_ckpt.load.ranges import batches
@@ -59,7 +62,7 @@ from mcore_ckpt.megatron._versions import (
     strategy_base,
 )
 from mcore_ckpt.megatron.nvrx import async_request_class
-from mcore_ckpt.megatron.serialization import directory_to_read
+from mcore_ckpt.megatron.serialization import directory_to_read, noted_of_resume
 from mcore_ckpt.save.buckets import check_hint
 from mcore_ckpt.save.commit import SaveTransaction
 from mcore_ckpt.save.planner import BucketWriter, SaveRequest, Structure
@@ -266,9 +269,9 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         return True
 
     @property
-    def stats(self) -> ReadStats | None:
-        """What the loads of the last checkpoint have cost; None before the first load."""
-        return None if self._reader is None else self._reader.stats
+    def reader(self) -> FileSystemReader | None:
+        """What has read the last checkpoint, and knows what that has cost (`stats`); None before the first load."""
+        return self._reader
 
     @without_modes()
     def load(
@@ -299,6 +302,8 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
 
         def load() -> dict[Identity, int]:
             with self._one_save(directory_to_read(checkpoint_dir, self.options)) as reader:
+                if (noted := noted_of_resume.get()) is not None:
+                    noted["reader"] = reader
                 reader.ranks = 1 if joint is not None and joint.is_distributed else ranks_that_load_here()
                 loaded.append(_load(reader, sharded_state_dict))
             return {identity_of(reader.index.manifest, ()): group.rank}
@@ -457,15 +462,32 @@ def _load(reader: FileSystemReader, sharded_state_dict: dict[str, Any]) -> dict[
             keys = (leaf.unique_key for leaf in wanted if is_sharded_object(leaf))
             objects = _ObjectsInTurn(reader.read_objects(keys, own_version))
     except LoadError as error:
-        from mcore_ckpt.megatron.layout_advice import advice_on
-
-        if advice := advice_on(reader.path, reader.index, [leaf for leaf in wanted if is_sharded_tensor(leaf)]):
-            error.args = (f"{error}{advice}",)
+        shards = [leaf for leaf in wanted if is_sharded_tensor(leaf)]
+        error.args = (f"{error}{_advice_on(reader.path, reader.index, shards)}",)
         raise
     filled: dict[str, Any] = replace_leaves(
         sharded_state_dict, lambda leaf: objects.of(leaf) if is_sharded_object(leaf) else leaf.data
     )
     return filled
+
+
+_LAYOUT: Final = "fully_reshardable"
+
+
+def _advice_on(checkpoint: Path, index: CheckpointIndex, shards: Iterable[Any]) -> str:
+    """What a load's error says, too, if flat buckets were requested of another layout than the stored; or nothing."""
+    stored = index.tensors
+    wanted = {shard.key: tuple(shard.global_shape) for shard in shards if is_flat_bucket(shard.key)}
+    if all(key in stored and stored[key].shape == shape for key, shape in wanted.items()):
+        return ""
+    step = iteration_of(checkpoint.name)
+    run = str(checkpoint if step is None else checkpoint.parent)
+    name, chosen = ("", "") if step is None else (f"/iter_{step:07d}", f" --ckpt-step {step}")
+    words = shlex.join(["mcore-ckpt", "reshard", run + name, f"{run}-{_LAYOUT}{name}", "--optimizer-layout", _LAYOUT])
+    return (
+        ". The optimizer's state is flat buckets (dp_reshardable) of the TP, PP and EP that saved it. Convert it, for "
+        f"any layout: {words}; then --load {shlex.quote(f'{run}-{_LAYOUT}')}{chosen}"
+    )
 
 
 def _first_ranks(first: dict[Identity, int], second: dict[Identity, int]) -> dict[Identity, int]:

@@ -11,12 +11,12 @@ import torch
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.core.fingerprints import part_of
-from mcore_ckpt.state.shards import contents, is_sharded_tensor, leaves, local_box
+from mcore_ckpt.state.shards import contents, leaves_by_kind, local_box
 
 
-def shards_of(tree: Any) -> list[Any]:
-    """The sharded tensors in a nested dict/list, those that factories make among them."""
-    return [leaf for leaf in leaves(_built(tree)) if is_sharded_tensor(leaf)]
+def built_leaves(tree: Any) -> tuple[list[Any], list[Any]]:
+    """As `leaves_by_kind`, with what factories make in their place."""
+    return leaves_by_kind(_built(tree))
 
 
 def is_factory(value: object) -> bool:
@@ -26,13 +26,11 @@ def is_factory(value: object) -> bool:
 
 def _built(tree: Any) -> Any:
     """The same with what factories make in their place."""
-    if is_factory(tree):
-        return _built(tree.build())
     if isinstance(tree, dict):
         return {key: _built(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         return [_built(value) for value in tree]
-    return tree
+    return _built(tree.build()) if is_factory(tree) else tree
 
 
 def crc_of_shard(shard: Any) -> tuple[int, bool]:

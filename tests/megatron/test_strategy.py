@@ -165,8 +165,8 @@ def load_behind_wrapper(rank: int, path: Path) -> tuple[int, int, bool]:
     strategy = TorchDistLoadStrategy()
     loaded = dist_checkpointing.load(large(True), str(path), FullyParallelLoadStrategyWrapper(strategy))
     same = all(torch.equal(loaded[key], leaf.data) for key, leaf in large(False).items())
-    assert strategy.stats is not None
-    return strategy.stats.bytes_read, sum(leaf.data.nbytes for leaf in large(True).values()), same
+    assert strategy.reader is not None
+    return strategy.reader.stats.bytes_read, sum(leaf.data.nbytes for leaf in large(True).values()), same
 
 
 def test_what_all_ranks_want_is_read_once_behind_the_fully_parallel_wrapper(tmp_path: Path) -> None:
