@@ -21,7 +21,7 @@ from mcore_ckpt.commands._shell import (
     table,
 )
 from mcore_ckpt.core.console import counted
-from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.core.errors import LoadError, OptionError
 from mcore_ckpt.core.progress import human_bytes
 
 if TYPE_CHECKING:
@@ -67,14 +67,25 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
 def run_verify(arguments: argparse.Namespace) -> Outcome:
     if not arguments.all:
         return _verify(arguments)
+    from mcore_ckpt.directory.in_force import tracked_name
     from mcore_ckpt.directory.iterations import directories_of_run
 
-    of_run = {one.name: one for one in directories_of_run(arguments.checkpoint)}
+    of_run = {one.name: str(one) for one in directories_of_run(arguments.checkpoint)}
+    if (tracked := tracked_name(arguments.checkpoint)) is not None:
+        of_run.setdefault(tracked, f"{arguments.checkpoint}/{tracked}")
     found = {
-        name: _verify(argparse.Namespace(**{**vars(arguments), "checkpoint": str(one)})) for name, one in of_run.items()
+        name: _verify_one(argparse.Namespace(**{**vars(arguments), "checkpoint": of_run[name]})) for name in of_run
     }
     text = "\n".join(outcome.text for outcome in found.values())
     return Outcome({name: one.document for name, one in found.items()}, text, max(one.code for one in found.values()))
+
+
+def _verify_one(arguments: argparse.Namespace) -> Outcome:
+    """One checkpoint of a run: that it cannot be read keeps nobody from the others."""
+    try:
+        return _verify(arguments)
+    except LoadError as error:
+        return Outcome({"whole": False, "error": str(error)}, one_line(str(error)), DIFFERS)
 
 
 def _verify(arguments: argparse.Namespace) -> Outcome:

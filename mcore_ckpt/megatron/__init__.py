@@ -5,7 +5,7 @@ Out: the same under this package's saves and loads; `install()`, which puts them
 Must not know: how bytes are laid out, read or written.
 
 Modules: certificate, contract, doctor, install, nvrx, optimizer_state, resume, serialization, strategy,
-_fully_parallel, _integrity_file, _joint_calls, _replaced, _versions.
+_fully_parallel, _joint_calls, _replaced, _versions.
 With torch: certificate, doctor, install, nvrx, optimizer_state, resume, serialization, strategy, _fully_parallel,
-_integrity_file, _joint_calls, _replaced, _versions.
+_joint_calls, _replaced, _versions.
 """

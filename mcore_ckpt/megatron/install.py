@@ -46,6 +46,7 @@ from mcore_ckpt.megatron.serialization import (
     load_common_state_dict,
     save_common,
     save_config,
+    write_integrity_file,
 )
 
 logger = logger_of("mcore_ckpt")
@@ -191,8 +192,6 @@ def _remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:
 def _save_integrity_manifest(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(stock)
     def save_integrity_manifest(checkpoint_dir: Any) -> None:
-        from mcore_ckpt.megatron._integrity_file import write_integrity_file
-
         write_integrity_file(stock, checkpoint_dir)
 
     return save_integrity_manifest

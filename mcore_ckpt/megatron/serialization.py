@@ -1,4 +1,4 @@
-"""The common state of a checkpoint, and which checkpoint of a run a load reads.
+"""The common state of a checkpoint, Megatron's files next to it, and which checkpoint of a run a load reads.
 
 The common state is what is not sharded (arguments, schedules, iteration), the same for all ranks. To 0.18 Megatron-Core
 keeps it in `common.pt`, from 0.19 on in an object `common_state` inside the data files. Either is read here, whichever
@@ -19,6 +19,7 @@ read:
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import io
 import json
@@ -28,7 +29,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -51,6 +52,7 @@ from mcore_ckpt.format.integrity import Manifest, split_metadata
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
+    INTEGRITY_FILE,
     MAX_METADATA_BYTES,
     METADATA_FILE,
     read_common_file,
@@ -74,6 +76,7 @@ from mcore_ckpt.megatron._joint_calls import (
 )
 from mcore_ckpt.megatron._versions import MegatronErrors, is_first_rank, megatron_module, patches
 from mcore_ckpt.save.commit import give_up_forgotten_saves, saves_in_progress
+from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of("mcore_ckpt")
@@ -442,3 +445,39 @@ def _newest_older(damaged: Path, problem: str, options: LoadOptions) -> Path:
         f"{damaged}: the checkpoint is damaged ({problem}), and {run} holds no older one that is complete "
         '(on_damaged="go_back"); `mcore-ckpt list` shows what is there, `mcore-ckpt verify` what is wrong with it'
     )
+
+
+# Of what `integrity.json` sums up.
+_PIECE_BYTES: Final = 8 * 1024 * 1024
+
+
+def write_integrity_file(stock: Callable[[Any], None], checkpoint_dir: Any) -> None:
+    """Megatron's `integrity.json`, from 0.17 on (`--verify-integrity`): the SHA-256 of each file that belongs to the
+    checkpoint. Megatron's own function sums up whatever lies there, and later loads fail where some of that has changed
+    or gone; one of another format is left to it.
+    """
+    from mcore_ckpt.directory.copying import own_files  # (few trainers need it)
+
+    with MegatronErrors():
+        if not is_supported(checkpoint_dir):
+            return stock(checkpoint_dir)
+        directory = checkpoint_path(checkpoint_dir)
+        storage = storage_at(directory)
+        version = storage.version(METADATA_FILE)
+        try:
+            names = own_files(directory)
+        except CheckpointNotFoundError:
+            return stock(checkpoint_dir)
+        sums = {name: _sha256(storage, name) for name in sorted(names) if name != INTEGRITY_FILE}
+        if storage.version(METADATA_FILE) == version:  # else they are of a checkpoint that was replaced
+            content = json.dumps({"algorithm": "sha256", "files": sums}, indent=2)
+            storage.publish(INTEGRITY_FILE, content.encode())
+        return None
+
+
+def _sha256(storage: Storage, name: str) -> str:
+    found = hashlib.sha256()
+    with storage.open_reader(name, direct="off") as reader:
+        for at in range(0, reader.size_bytes, _PIECE_BYTES):
+            found.update(reader.read(at, min(_PIECE_BYTES, reader.size_bytes - at)))
+    return found.hexdigest()

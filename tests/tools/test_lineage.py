@@ -115,13 +115,13 @@ def test_a_save_whose_ranks_held_other_objects_is_named(tmp_path: Path) -> None:
 
 
 def test_each_checkpoint_of_a_run_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    master = torch.full((64, 64), 3.0)
-    save(tmp_path, state(1), state(2, **{MASTER: master + 1}))
+    save(tmp_path, state(1), state(2, **{MASTER: torch.full((64, 64), 4.0)}), state(3))
+    (tmp_path / "iter_0000003" / ".metadata").unlink()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     assert main(["verify", "--all", "--check-optimizer", str(tmp_path), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert [found[f"iter_000000{n}"]["whole"] for n in (1, 2)] == [True, False]
-    (problem,) = found["iter_0000002"]["problems"]
-    assert problem["fqn"] == MASTER
+    assert [found[f"iter_000000{n}"]["whole"] for n in (1, 2, 3, 4)] == [True, False, False, False]
+    assert [problem["fqn"] for problem in found["iter_0000002"]["problems"]] == [MASTER]
     save(tmp_path / "cut", state(1), state(2), state(3))
     for file in (tmp_path / "cut" / "iter_0000002").glob("*.distcp"):
         os.truncate(file, 10)
