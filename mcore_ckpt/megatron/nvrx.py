@@ -99,7 +99,7 @@ class CheckpointMetadataCache:
         """Nothing is kept."""
 
 
-def nothing_to_do(*_: Any, **__: Any) -> None:
+def nothing_to_do(*_: Any, mp_mode: str = "spawn", **__: Any) -> None:
     """Called by a job ahead of its saves, for a cache and a queue of results: ours needs neither."""
 
 

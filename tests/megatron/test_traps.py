@@ -208,11 +208,13 @@ def what_the_launch_sets_and_reads(rank: int, directory: Path) -> None:
         third_target = made(directory / third)
         request = dist_checkpointing.save(state(5), third_target, async_sharded_save=True, async_strategy=third)
         queue_class = strategies.get_async_strategy(third, "AsyncCallsQueue")[1]
-        # The launch of 0.18 refuses to start where it does not find this name in the signatures.
+        results_queue = strategies.get_async_strategy(third)[1]["get_write_results_queue"]
+        # Launches refuse to start where they do not find these names in the signatures: of 0.18 the first, of 0.19 both.
         for function in (queue_class.__init__, queue_class.warmup_persistent_caller):
             assert "cpu_shm_mode" in inspect.signature(function).parameters
+        assert "mp_mode" in inspect.signature(results_queue).parameters
         queue_class.warmup_persistent_caller(rank, cpu_priority=10, io_priority=None)
-        strategies.get_async_strategy(third)[1]["get_write_results_queue"](mp_mode="fork")
+        results_queue(mp_mode="fork")
         queue = queue_class(persistent=True)
         queue.schedule_async_request(request)
         queue.maybe_finalize_async_calls(blocking=True, no_dist=False)
