@@ -98,6 +98,7 @@ def _aligned(element: int) -> int:
 
 
 # Fields of Megatron-Core's configuration that a job calls the same; what only says how fast it runs is left alone.
+# Not who sends tokens to experts: the default needs no GPU.
 _FIELDS = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels normalization add_bias_linear "
     "add_qkv_bias qk_layernorm layernorm_epsilon attention_dropout hidden_dropout window_size window_attn_skip_freq "
@@ -106,7 +107,7 @@ _FIELDS = (
     "moe_ffn_hidden_size moe_router_topk moe_layer_freq moe_router_score_function moe_router_pre_softmax "
     "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "
     "moe_router_enable_expert_bias moe_shared_expert_intermediate_size moe_shared_expert_gate "
-    "moe_token_dispatcher_type moe_latent_size mtp_num_layers "
+    "moe_latent_size mtp_num_layers "
     "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_base "
     "rotary_scaling_factor mscale mscale_all_dim rope_type original_max_position_embeddings beta_fast beta_slow"
 ).split()
@@ -214,7 +215,6 @@ def build_gpt_model(
     settings: dict[str, Any] = {}
     if arguments.get("num_experts"):
         settings = {
-            "moe_token_dispatcher_type": "allgather",
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
             "expert_tensor_parallel_size": 1,

@@ -190,6 +190,12 @@ def test_another_model_than_the_one_that_was_saved_is_refused(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [saved.path]
 
 
+def test_a_model_with_experts_is_built_without_a_gpu() -> None:
+    arguments = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "padded_vocab_size": 9, "num_experts": 2}
+    orders = parameter_orders.parameter_orders({**arguments, "moe_token_dispatcher_type": "alltoall"})
+    assert {key: [len(chunk) for chunk in chunks] for key, chunks in orders.items()} == {(False, 0): [40]}
+
+
 def test_layers_of_transformer_engine_have_norms_of_their_own() -> None:
     layer, stacked = "decoder.layers.1.", "decoder.layers."
     names = [

@@ -34,6 +34,7 @@ class Case:
     flat_buckets: bool = False  # the optimizer's state is saved as those that saved divide it
 
 
+BOTH = Parallel(pipeline=2, expert=2)
 # World that saves -> cases. Megatron's local layers allow no tensor parallelism with experts.
 CASES = {
     4: [
@@ -41,18 +42,10 @@ CASES = {
         Case("gated", GATED, Parallel(tensor=2), Parallel(tensor=4), 4, flat_buckets=True),
         Case("gated-to-one", GATED, Parallel(tensor=4), Parallel(), 1),
         Case("layer-wise", replace(GATED, layer_wise=True), Parallel(tensor=2), Parallel(tensor=2, pipeline=2), 4),
-        Case(
-            "layer-wise-moe",
-            replace(MOE_SEQUENTIAL, layer_wise=True),
-            Parallel(expert=2),
-            Parallel(pipeline=2, expert=2),
-            4,
-        ),
-        Case("moe", MOE_SEQUENTIAL, Parallel(pipeline=2, expert=2), Parallel(expert=4), 4),
+        Case("layer-wise-moe", replace(MOE_SEQUENTIAL, layer_wise=True), Parallel(expert=2), BOTH, 4),
+        Case("moe", MOE_SEQUENTIAL, BOTH, Parallel(expert=4), 4),
     ],
-    1: [
-        Case("one-to-gated", GATED, Parallel(), Parallel(tensor=2, pipeline=2), 4),
-    ],
+    1: [Case("one-to-gated", GATED, Parallel(), Parallel(tensor=2, pipeline=2), 4)],
 }
 
 
@@ -96,9 +89,8 @@ def test_stock_megatron_loads_what_was_resharded(tmp_path: Path, chosen: str) ->
             states = [rank[job.name] for rank in loaded]
             assert_loaded(job, states, "megatron")
             elsewhere = _not_in_own_files(job, states)
-            if (
-                job.name == "layer-wise-moe"
-            ):  # which data parallel rank has a parameter's state is the optimizer's choice
+            # Which data parallel rank has a parameter's state is that optimizer's choice.
+            if job.name == "layer-wise-moe":
                 elsewhere = [line for line in elsewhere if ".optimizer.state." not in line]
             assert elsewhere == [], job.name
 
