@@ -209,7 +209,7 @@ def what_the_launch_sets_and_reads(rank: int, directory: Path) -> None:
         request = dist_checkpointing.save(state(5), third_target, async_sharded_save=True, async_strategy=third)
         queue_class = strategies.get_async_strategy(third, "AsyncCallsQueue")[1]
         results_queue = strategies.get_async_strategy(third)[1]["get_write_results_queue"]
-        # Launches refuse to start where they do not find these names in the signatures: of 0.18 the first, of 0.19 both.
+        # Launches refuse to start where signatures lack these names: that of 0.18 the first, that of 0.19 both.
         for function in (queue_class.__init__, queue_class.warmup_persistent_caller):
             assert "cpu_shm_mode" in inspect.signature(function).parameters
         assert "mp_mode" in inspect.signature(results_queue).parameters
