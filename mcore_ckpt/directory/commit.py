@@ -47,6 +47,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -58,7 +59,7 @@ from mcore_ckpt.core.errors import (
     NewerFormatError,
     SaveError,
 )
-from mcore_ckpt.core.process import in_parallel
+from mcore_ckpt.core.process import in_parallel, run_concurrently
 from mcore_ckpt.directory.in_force import index_files, is_pending, noted_saves, pending_name, read_in_force, saves_of
 from mcore_ckpt.format.integrity import Identity, data_file_of, identity_of
 from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, METADATA_FILE, parse_index
@@ -203,12 +204,13 @@ def notes(storage: Storage, names: Iterable[str]) -> list[Owner]:
 
 def refuse_others(storage: Storage, own: Owner, names: Iterable[str]) -> None:
     """Raise `SaveError` if another save is at work in a directory, by its note, which was there before one's own."""
-    mine = storage.version(note_name(own.save))
-    for owner in notes(storage, names):
-        if owner.save == own.save or mine is None:
-            continue
+    others = notes(storage, (name for name in names if name != note_name(own.save)))
+    mine = storage.version(note_name(own.save)) if others else None
+    for owner in others:
         there = storage.version(note_name(owner.save))
-        if there is None or not owner.host or (there.modified_ns, owner.save) > (mine.modified_ns, own.save):
+        if mine is None or there is None or not owner.host:
+            continue
+        if (there.modified_ns, owner.save) > (mine.modified_ns, own.save):
             continue
         state = owner.process_state()
         if state == "alive" and owner.pid == os.getpid():
@@ -268,15 +270,17 @@ class Commit:
         at_work[owner.save] = self
 
     @classmethod
-    def begin(cls, storage: Storage, noted: Mapping[str, Any] | None = None) -> Commit:
-        """Begin a save into a directory, which must exist, before anything is written there; `noted` are more entries
-        of the note, in JSON's types. Raises `SaveError` if another save is at work, by its note.
+    def begin(cls, storage: Storage, noted: Mapping[str, Any] | None = None, *, common: bytes | None = None) -> Commit:
+        """Begin a save into a directory, which must exist, before anything is written there but its `common` state;
+        `noted` are more entries of the note, in JSON's types. Raises `SaveError` if another save is at work, by its
+        note.
         """
-        commit = cls(storage, Owner.here(noted), _settled(storage))
+        commit, asks = cls(storage, Owner.here(noted), None), storage.asks_at_once
         try:
-            storage.create(commit._note, commit.owner.encode())
-            refuse_others(storage, commit.owner, storage.list())
-            commit._refuse_removal()
+            note = partial(storage.create, commit._note, commit.owner.encode())
+            commit.base, _ = run_concurrently(asks, partial(_settled, storage), note)
+            wait = () if common is None else (partial(storage.create, commit.pending, common),)
+            run_concurrently(asks, commit._refuse_others, *wait)
         except BaseException:
             commit.give_up()
             raise
@@ -337,8 +341,9 @@ class Commit:
                 _logger.warning("%s: could not clean up after a failed save: %s", self.storage, error)
                 return  # as long as the note is there, it may be completed
 
-    def _refuse_removal(self) -> None:
-        """Raise `SaveError` where a checkpoint is just being removed from a store."""
+    def _refuse_others(self) -> None:
+        """Raise `SaveError` if another save is at work, or where a checkpoint is just being removed from a store."""
+        refuse_others(self.storage, self.owner, self.storage.list())
         version = None if self.base is None else self.base.version
         if version is None or version.size_bytes != len(REMOVED):
             return

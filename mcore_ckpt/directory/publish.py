@@ -18,7 +18,7 @@ import platform
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from mcore_ckpt.core.console import logger_of
@@ -76,15 +76,7 @@ def open_target(storage: Storage, options: SaveOptions) -> Target:
     """Begin a save into a directory; the coordinator calls this once. Raises `CheckpointExistsError`, or `SaveError` if
     another save is at work there or it cannot be written.
     """
-    target = take_reserved(storage)
-    if target is None:
-        target = _begun(storage)
-    else:
-        try:
-            target.commit.check()
-        except BaseException:
-            target.commit.give_up()
-            raise
+    target = take_reserved(storage) or _begun(storage)
     if target.replaces and options.on_existing == "error":
         target.commit.give_up()
         raise CheckpointExistsError(
@@ -94,16 +86,16 @@ def open_target(storage: Storage, options: SaveOptions) -> Target:
     return target
 
 
-def _begun(storage: Storage) -> Target:
+def _begun(storage: Storage, common: bytes | None = None) -> Target:
     storage.ensure()
-    return Target(Commit.begin(storage))
+    common_sum = None if common is None else (len(common), crc32(common))
+    return Target(Commit.begin(storage, common=common), common_sum)
 
 
-def reserve(storage: Storage) -> Target:
-    """Begin a save that is going to `open_target`, so that something can be written ahead of it."""
+def reserve(storage: Storage, common: bytes | None = None) -> Target:
+    """Begin a save that is going to `open_target`, with its common state if that is to be a file."""
     give_back(storage)
-    target = _begun(storage)
-    _reserved[storage.location] = target
+    target = _reserved[storage.location] = _begun(storage, common)
     return target
 
 
@@ -117,17 +109,6 @@ def give_back(storage: Storage) -> None:
     target = take_reserved(storage)
     if target is not None:
         target.commit.give_up()
-
-
-def write_common(storage: Storage, content: bytes) -> None:
-    """`reserve` the directory, and write the common state of the save that is going to `open_target`."""
-    target = reserve(storage)
-    try:
-        storage.create(target.commit.pending, content)
-        _reserved[storage.location] = replace(target, common_sum=(len(content), crc32(content)))
-    except BaseException:
-        give_back(storage)
-        raise
 
 
 def discard(storage: Storage, files: Iterable[str]) -> None:

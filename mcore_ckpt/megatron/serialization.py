@@ -46,7 +46,7 @@ from mcore_ckpt.core.options import LoadOptions, checkpoint_path, is_supported
 from mcore_ckpt.core.process import Outcome
 from mcore_ckpt.core.ranks import coordination_group, without_modes, without_tracebacks
 from mcore_ckpt.directory.in_force import common_file_in_force, iteration_of, with_common_files
-from mcore_ckpt.directory.publish import give_back, write_common, write_config
+from mcore_ckpt.directory.publish import give_back, reserve, write_config
 from mcore_ckpt.format.index import COMMON_STATE_KEY
 from mcore_ckpt.format.integrity import Manifest, split_metadata
 from mcore_ckpt.format.metadata_read import (
@@ -141,7 +141,7 @@ def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.Path
     def write(_: None) -> None:
         storage, content = storage_at(checkpoint_dir), io.BytesIO()
         torch.save(common_state_dict, content)
-        write_common(storage, content.getvalue())
+        reserve(storage, content.getvalue())
 
     if (call := save_call()) is not None:
         call.come()

@@ -23,7 +23,7 @@ from mcore_ckpt.directory.publish import (
     discard,
     open_target,
     publish,
-    write_common,
+    reserve,
 )
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index
 from mcore_ckpt.storage.resolve import LocalStorage
@@ -44,7 +44,7 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def save_on(storage: Any, common: bytes) -> str:
     """A complete save; gives up as a job does, if it fails. Returns the name of its data file."""
-    write_common(storage, common)
+    reserve(storage, common)
     target = open_target(storage, OPTIONS)
     name = file_of(target)
     try:

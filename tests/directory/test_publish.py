@@ -18,7 +18,6 @@ from mcore_ckpt.directory.publish import (
     publish,
     reserve,
     settle,
-    write_common,
 )
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_name, with_id, with_manifest
@@ -152,7 +151,7 @@ def test_what_a_foreign_strategy_saves_beside_a_common_state_is_settled(tmp_path
     """Megatron may save the sharded part by a strategy that is not ours."""
     first = save(tmp_path, b"one")
     storage = LocalStorage(tmp_path)
-    write_common(storage, b"two")
+    reserve(storage, b"two")
     stock = data_file_name(0, 0)
     (tmp_path / stock).write_bytes(b"data")
     (tmp_path / METADATA_FILE).write_bytes(metadata(stock))

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_ckpt import LoadError, SaveError, verify_checkpoint
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointError
-from mcore_ckpt.directory.publish import write_common
+from mcore_ckpt.directory.publish import reserve
 from mcore_ckpt.storage.resolve import storage_at
 from tests.support.forked import in_child
 from tests.support.local_files import MIB
@@ -439,7 +439,7 @@ def test_a_common_state_that_is_late_is_not_put_over_that_of_a_later_save(
             s3_directory.put("common.pt", b"of the other")
 
     for value in (1.0, 2.0):
-        write_common(storage, b"%d" % value)
+        reserve(storage, b"%d" % value)
         if value == 2.0:
             proxied_s3.rule = another_save
         save(s3_directory.url, value, rows=2)
