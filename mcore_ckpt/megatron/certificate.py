@@ -407,7 +407,7 @@ def _of_objects(
         values = stored[key] if isinstance(stored[key], list) else [stored[key]]
         # Settings may be added by a later Megatron, or written as a list or as 1; of a random state all is state.
         compare = functools.partial(unequal, ignored=ignored, exact=of_key[0].key == "rng_state")
-        found = [one for leaf, value in zip(of_key, values, strict=False) for one in compare(value, leaf.data)]
+        found = [one for leaf, was in zip(of_key, values, strict=False) for one in compare(_of(leaf, was), leaf.data)]
         is_rewritten = bool(found) and "_extra_state" in key  # Transformer Engine pickles it each time
         counts["rewritten" if is_rewritten else "objects"] += any(map(is_main_replica, of_key))
         if not is_rewritten:
@@ -418,3 +418,9 @@ def _of_objects(
         pairs |= {f"args.{name}": (getattr(saved, name), getattr(job, name)) for name in names}
         for key, pair in pairs.items():
             yield from (Difference("common state", rank, key, *one) for one in unequal(*pair, ignored))
+
+
+def _of(leaf: Any, value: Any) -> Any:
+    """What is stored; of random states, one for each data-parallel rank, those of ranks that there still are."""
+    is_of_ranks = leaf.key == "rng_state" and isinstance(value, list) and isinstance(leaf.data, list)
+    return value[: len(leaf.data)] if is_of_ranks else value

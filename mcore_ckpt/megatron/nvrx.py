@@ -246,11 +246,7 @@ def async_strategy_source(stock: Any) -> Any:
             if async_strategy != "nvrx":
                 raise
             name, modules = "nvrx", {name: value for values in _names().values() for name, value in values.items()}
-        modules = {
-            **modules,
-            "AsyncCallsQueue": AsyncCallsQueue,
-            "get_write_results_queue": nothing_to_do,
-        }
+        modules = {**modules, "AsyncCallsQueue": AsyncCallsQueue, "get_write_results_queue": nothing_to_do}
         return name, modules if module is None else modules[module]
 
     return get_async_strategy

@@ -97,8 +97,7 @@ def _aligned(element: int) -> int:
     return -(-element // _ALIGNMENT) * _ALIGNMENT
 
 
-# Fields of Megatron-Core's configuration that a job calls the same; what only says how fast it runs is left alone.
-# Not who sends tokens to experts: the default needs no GPU.
+# What a job calls as Megatron-Core's configuration does, but not what only says how fast it runs, or asks for a GPU.
 _FIELDS = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels normalization add_bias_linear "
     "add_qkv_bias qk_layernorm layernorm_epsilon attention_dropout hidden_dropout window_size window_attn_skip_freq "

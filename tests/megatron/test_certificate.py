@@ -97,10 +97,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     ),
     "bit": (bit, r"1 difference in .*: tensor columns\[7, 67\] on rank 0: expected (\S+), got (?!\1)\S+$"),
     "iteration": (lambda held: held.update(iteration=2), r"common state iteration on rank 0: expected 3, got 2$"),
-    "numpy": (
-        held_object("numpy", numpy.arange(6)),
-        r"\['numpy'\] on rank 0: expected int64\[5\] .* got int64\[6\]",
-    ),
+    "numpy": (held_object("numpy", numpy.arange(6)), r"\['numpy'\] on rank 0: expected int64\[5\] .* got int64\[6\]"),
     "groups": (
         held_object("param_groups", [{"wd_mult": 1.0, "step": 2}]),
         r"\['param_groups'\]\[0\]\['step'\] on rank 0: expected 3, got 2$",
@@ -191,14 +188,15 @@ def test_each_replica_is_compared(shares: tuple[Any, ...], tmp_path: Path) -> No
 
 
 def two_ranks(rank: int, path: Path) -> tuple[list[str], str, int]:
-    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
-    def replicas() -> dict[str, Any]:
-        return {
-            key: ShardedTensor.from_rank_offsets(key, torch.full((8, 8), 1.0), replica_id=(0, 0, rank)) for key in "abc"
-        }
+    def replicas(data_parallel: int = 1) -> dict[str, Any]:
+        seeds = ShardedObject("rng_state", [7, 8][:data_parallel], (1,), (0,), replica_id=rank)
+        whole = torch.full((8, 8), 1.0)
+        names = {key: ShardedTensor.from_rank_offsets(key, whole.clone(), replica_id=(0, 0, rank)) for key in "abc"}
+        return {**names, "rng_state": seeds}
 
-    TorchDistSaveStrategy(options=SaveOptions()).save(replicas(), path)
+    TorchDistSaveStrategy(options=SaveOptions()).save(replicas(data_parallel=2), path)
     if rank == 0:
         torch.save({}, path / "common.pt")
     torch.distributed.barrier()
@@ -213,7 +211,7 @@ def two_ranks(rank: int, path: Path) -> tuple[list[str], str, int]:
 
 def test_all_ranks_are_told_which_one_differs(tmp_path: Path) -> None:
     (lines, said, _), (others, also, _) = run_megatron_ranks(two_ranks, 2, tmp_path)
-    assert lines == [f"resumed from {tmp_path.name} as saved: 3 tensors, 0 objects, 2 ranks"]
+    assert lines == [f"resumed from {tmp_path.name} as saved: 3 tensors, 1 objects, 2 ranks"]
     assert not others
     assert said == also
     assert "tensor b[1, 5] (replica (0, 0, 1)) on rank 1: expected 1.0, got 2.0" in said
