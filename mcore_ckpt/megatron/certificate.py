@@ -37,7 +37,7 @@ from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
-from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
+from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.format.versions import layout_of_versions
 from mcore_ckpt.load.checks import global_shape
@@ -191,7 +191,7 @@ def certify(
         of_tensors = chosen(reader.index.tensors)
         _fill_padding([state], reader, of_tensors)
         tensors, objects = built_leaves(state)
-        found = _of_tensors(tensors, reader.index, of_tensors, group.rank, shards)
+        found = _of_tensors(tensors, reader.index, of_tensors, group.rank, _tells_shifted(optimizer), shards)
         others = [*_of_objects(state, objects, reader, directory, group.rank, found.counts)]
         others += _of_weights(optimizer, shards, chosen, group.rank)
         found.counts["differing"] = len(others)
@@ -221,12 +221,13 @@ def _certificate(
     found: _Found, index: CheckpointIndex, options: LoadOptions, group: RankGroup, reasons: Sequence[str]
 ) -> Certificate:
     counts, stored, chosen = found.counts, len(index.tensors), found.counts["chosen"]
-    tensors = chosen - counts["tensors"] - counts["unlike"]
+    tensors = chosen - counts["tensors"] - counts["unlike"] - counts["shifted"]
     objects = len(index.objects.keys() - {COMMON_STATE_KEY}) - counts["objects"] - counts["rewritten"]
     names = ", ".join(sorted(found.absent)[:_SHOWN]) + (", ..." if len(found.absent) > _SHOWN else "")
     left = (
         (stored - chosen, "tensor", f"one in {_SAMPLE} is"),
         (counts["unlike"], "tensor", "of another dtype, shape or class"),
+        (counts["shifted"], "tensor", "of an optimizer of several buckets, which Megatron-Core tells shifted"),
         (counts["rewritten"], "object", "written in another way by its module"),
         (counts["elsewhere"], "object", "in a version of this rank: these are of another layout"),
         (len(found.absent), "tensor", f"not in the checkpoint: {names}"),
@@ -267,10 +268,15 @@ def _fill_padding(state: Any, reader: FileSystemReader, chosen: Collection[str])
 
 
 def _of_tensors(
-    tensors: Iterable[Any], index: CheckpointIndex, chosen: Collection[str], rank: int, compared: list[Any]
+    tensors: Iterable[Any],
+    index: CheckpointIndex,
+    chosen: Collection[str],
+    rank: int,
+    shifted: bool,
+    compared: list[Any],
 ) -> _Found:
     """What shards of tensors add that are stored in the same dtype and shape: what is converted, quantized or padded
-    otherwise has other bits. Those go into `compared`.
+    otherwise has other bits. Those go into `compared`. `shifted`: gathered optimizer state has not.
     """
     counts, absent, residues = Counter[str](), set(), list[tuple[str, tuple[int, int]]]()
     for shard in tensors:
@@ -285,8 +291,9 @@ def _of_tensors(
         is_first = is_main_replica(shard) and not any(shard.global_offset) and not (stretch and stretch.start)
         is_alike = type(shard.data) in PLAIN and dtype_name(shard.data.dtype) == entry.dtype
         is_alike = is_alike and global_shape(index, entry) == tuple(shard.global_shape)
-        counts["tensors" if is_alike else "unlike"] += is_first
-        if is_alike:
+        is_shifted = shifted and "optimizer.state." in shard.key and not is_flat_bucket(shard.key)
+        counts["shifted" if is_shifted else "tensors" if is_alike else "unlike"] += is_first
+        if is_alike and not is_shifted:
             compared.append(shard)
     for name, shard in _named(compared, rank):
         stored = index.fingerprints.get(shard.key)
@@ -357,6 +364,13 @@ def _of_weights(
                 at, expected, got, more = found
                 key = next((shard.key for shard in shards if _lies_in(weight, shard.data)), name)
                 yield Difference(what, rank, key, f"[element {at}]", f"{expected}{of}", f"{got}{more}")
+
+
+def _tells_shifted(optimizer: Any) -> bool:
+    """Whether Megatron-Core, to 0.19, gathers fully reshardable state shifted: that of all buckets but the first."""
+    optimizers = getattr(optimizer, "chained_optimizers", (optimizer,))
+    found = (ranges for one in optimizers for ranges in getattr(one, "gbuf_ranges", ()))
+    return any(len(buckets) > 1 for ranges in found for buckets in ranges.values())
 
 
 def _lies_in(part: torch.Tensor, whole: Any) -> bool:

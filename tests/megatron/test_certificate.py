@@ -26,7 +26,7 @@ from tests.support.shared_groups import share_groups
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
 TRAINING = Path(__file__).resolve().parents[1] / "support" / "training"
-SHAPES = {"rows": ((64, 128), 0), "columns": ((64, 128), 1), "stacked": ((2, 64, 32), 1)}
+SHAPES = {"rows": ((64, 128), 0), "columns": ((64, 128), 1), "optimizer.state.m": ((2, 64, 32), 1)}
 WARN, RAISE = LoadOptions(certify="warn"), LoadOptions(certify="raise")
 
 
@@ -133,9 +133,12 @@ def test_what_cannot_be_compared_is_counted(saved: Path, caplog: pytest.LogCaptu
         "shape or class), 1 tensor (not in the checkpoint: new.weight), 1 tensor (--no-load-rng), "
         "1 object (--no-load-rng)"
     )
+    held["optimizer.state.m 0"].data.add_(1)
+    shifted = certify(held, saved, SimpleNamespace(gbuf_ranges=[{"float32": [{}, {}]}]), options=WARN)
+    assert (shifted.differing, "1 tensor (of an optimizer of several buckets" in str(shifted)) == (0, True)
     certify({}, saved, options=WARN)
-    assert caplog.records[1].levelno == logging.WARNING
-    assert caplog.messages[1].startswith("resumed from checkpoint with NOTHING compared: 0 tensors, 0 objects, 1 rank;")
+    assert caplog.records[-1].levelno == logging.WARNING
+    assert caplog.messages[-1].startswith("resumed from checkpoint with NOTHING compared: 0 tensors, 0 objects, 1 rank")
 
 
 def test_masters_that_an_offloaded_optimizer_has_not_taken_are_named(saved: Path) -> None:
