@@ -49,6 +49,7 @@ from mcore_ckpt.format.metadata_read import (
     METADATA_FILE,
     checked_footer,
     encode_config,
+    read_common_file,
     read_config,
     read_index,
     read_small_file,
@@ -273,7 +274,7 @@ def _problems(
 
 
 def flaw_of_files(directory: Path) -> str | None:
-    """Why a complete checkpoint cannot be opened: index, manifest, or the footer of a data file. Reads no payload."""
+    """Why a complete checkpoint cannot be opened: index, manifest, common state, or a footer. Reads no payload."""
     storage = storage_at(directory)
 
     def check(name: str) -> None:
@@ -281,8 +282,10 @@ def flaw_of_files(directory: Path) -> str | None:
             checked_footer(index, name, reader)
 
     try:
-        index = read_index(directory)
-        in_parallel(_files_here(index, _drain_of(directory, index, storage.list())), check, storage.asks_at_once)
+        index, names = read_index(directory), storage.list()
+        if (common := common_file_in_force(names, index)) is not None:
+            read_common_file(storage, common, index.manifest)
+        in_parallel(_files_here(index, _drain_of(directory, index, names)), check, storage.asks_at_once)
     except LoadError as error:
         return " ".join(str(error).split())
     return None

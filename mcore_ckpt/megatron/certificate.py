@@ -20,6 +20,7 @@ import copy
 import functools
 import logging
 import math
+import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,9 +32,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import counted, logger_of
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, PlanError
+from mcore_ckpt.core.fingerprints import part_of
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
@@ -45,8 +48,7 @@ from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import FileSystemReader, read_shards
 from mcore_ckpt.megatron._versions import own_version, parallel_layout
 from mcore_ckpt.megatron.serialization import load_common
-from mcore_ckpt.state.fingerprints import built_leaves, crc_of_shard
-from mcore_ckpt.state.shards import is_main_replica, leaves, local_box
+from mcore_ckpt.state.shards import contents, is_main_replica, leaves, leaves_by_kind, local_box
 from mcore_ckpt.state.torch_classes import PLAIN, dtype_name
 from mcore_ckpt.state.values import first_difference, unequal
 from mcore_ckpt.storage.resolve import storage_at
@@ -126,8 +128,9 @@ class Certificate:
 
 
 # What ranks hold of a tensor, or of a replica, adds up to this if it is there once, and what is stored: the XOR of
-# CRC-32s, and how many have its first element.
-_ONCE_AS_STORED: Final = (0, 1)
+# CRC-32s with the stored one, how many have its first element, and how many elements more than these have there are.
+_ONCE_AS_STORED: Final = (0, 1, 0)
+_Residue = tuple[int, int, int]
 
 
 class _Found(NamedTuple):
@@ -138,13 +141,15 @@ class _Found(NamedTuple):
     counts: Counter[str]
     differences: tuple[Difference, ...] = ()
     absent: frozenset[str] = frozenset()
-    residues: Mapping[str, tuple[int, int]] = {}
+    residues: Mapping[str, _Residue] = {}
+    unlike: frozenset[str] = frozenset()  # tensors of which a rank holds something in another form than is stored
 
     def merged(self, other: _Found) -> _Found:
         """Of both; ranks of `self` are lower."""
         residues = _added([*self.residues.items(), *other.residues.items()])
         differences = (*self.differences, *other.differences)[:_SHOWN]
-        return _Found(self.counts + other.counts, differences, self.absent | other.absent, residues)
+        unlike = self.unlike | other.unlike
+        return _Found(self.counts + other.counts, differences, self.absent | other.absent, residues, unlike)
 
 
 @without_modes()
@@ -221,22 +226,23 @@ def _certificate(
     found: _Found, index: CheckpointIndex, options: LoadOptions, group: RankGroup, reasons: Sequence[str]
 ) -> Certificate:
     counts, stored, chosen = found.counts, len(index.tensors), found.counts["chosen"]
-    tensors = chosen - counts["tensors"] - counts["unlike"] - counts["shifted"]
+    tensors, unlike = chosen - counts["tensors"] - counts["shifted"], len(found.unlike)
     objects = len(index.objects.keys() - {COMMON_STATE_KEY}) - counts["objects"] - counts["rewritten"]
     names = ", ".join(sorted(found.absent)[:_SHOWN]) + (", ..." if len(found.absent) > _SHOWN else "")
     left = (
         (stored - chosen, "tensor", f"one in {_SAMPLE} is"),
-        (counts["unlike"], "tensor", "of another dtype, shape or class"),
+        (unlike, "tensor", "of another dtype, shape or class"),
         (counts["shifted"], "tensor", "of an optimizer of several buckets, which Megatron-Core tells shifted"),
         (counts["rewritten"], "object", "written in another way by its module"),
         (counts["elsewhere"], "object", "in a version of this rank: these are of another layout"),
         (len(found.absent), "tensor", f"not in the checkpoint: {names}"),
+        (counts["without common"], "common state", "none is stored"),
         (max(0, tensors), "tensor", why := ", ".join(reasons) or "not requested"),
         (max(0, objects), "object", why),
     )
     return Certificate(
         checkpoint=PurePath(index.path).name,
-        tensors=counts["tensors"],
+        tensors=max(0, counts["tensors"] - unlike),
         objects=counts["objects"],
         ranks=group.size,
         differences=found.differences,
@@ -260,7 +266,7 @@ def _chosen(options: LoadOptions, index: CheckpointIndex, names: Iterable[str]) 
 def _fill_padding(state: Any, reader: FileSystemReader, chosen: Collection[str]) -> None:
     """Read what pads flat buckets (`dp_reshardable`): it is memory that nobody has written."""
     if isinstance(state, dict) and getattr(state.get("padding"), "obj", False):
-        read_shards(reader, [one for one in leaves(state) if one.key in chosen])
+        read_shards(reader, [one for one in leaves(state) if one.key in chosen and is_flat_bucket(one.key)])
     else:
         for value in state.values() if isinstance(state, dict) else state:
             if isinstance(value, (dict, list, tuple)):
@@ -278,39 +284,83 @@ def _of_tensors(
     """What shards of tensors add that are stored in the same dtype and shape: what is converted, quantized or padded
     otherwise has other bits. Those go into `compared`. `shifted`: gathered optimizer state has not.
     """
-    counts, absent, residues = Counter[str](), set(), list[tuple[str, tuple[int, int]]]()
+    counts, absent, unlike, residues = Counter[str](), set(), set(), list[tuple[str, _Residue]]()
     for shard in tensors:
-        if shard.data is None:
-            continue
         if shard.key not in chosen:
-            if shard.key not in index.tensors:
+            if shard.data is not None and shard.key not in index.tensors:
                 absent.add(shard.key)
             continue
         entry = index.tensors[shard.key]
         stretch = getattr(shard, "flattened_range", None)
         is_first = is_main_replica(shard) and not any(shard.global_offset) and not (stretch and stretch.start)
+        is_first = is_first and not (0 in shard.local_shape and math.prod(shard.global_shape))
         is_alike = type(shard.data) in PLAIN and dtype_name(shard.data.dtype) == entry.dtype
         is_alike = is_alike and global_shape(index, entry) == tuple(shard.global_shape)
         is_shifted = shifted and "optimizer.state." in shard.key and not is_flat_bucket(shard.key)
-        counts["shifted" if is_shifted else "tensors" if is_alike else "unlike"] += is_first
+        counts["shifted" if is_shifted else "tensors"] += is_first
         if is_alike and not is_shifted:
             compared.append(shard)
+        elif not is_shifted:
+            unlike.add(shard.key)
     for name, shard in _named(compared, rank):
         stored = index.fingerprints.get(shard.key)
         if stored is None:
             counts["unstored"] += 1
         elif shard.data.numel():
             crc, is_first = crc_of_shard(shard)
-            residues.append((name, (crc ^ stored, 1) if is_first else (crc, 0)))
+            elems, total = shard.data.numel(), math.prod(shard.global_shape)
+            residues.append((name, (crc ^ stored, 1, elems - total) if is_first else (crc, 0, elems)))
     counts["chosen"] = len(chosen) if rank == 0 else 0  # (all ranks choose the same)
-    return _Found(counts, (), frozenset(absent), _added(residues))
+    return _Found(counts, (), frozenset(absent), _added(residues), frozenset(unlike))
 
 
-def _added(residues: Iterable[tuple[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = {}
-    for name, (crc, firsts) in residues:
-        known = found.get(name, (0, 0))
-        found[name] = known[0] ^ crc, known[1] + firsts
+def built_leaves(tree: Any) -> tuple[list[Any], list[Any]]:
+    """As `leaves_by_kind`, with what factories make in their place."""
+    return leaves_by_kind(_built(tree))
+
+
+def is_factory(value: object) -> bool:
+    """Whether this is Megatron's `ShardedTensorFactory`."""
+    return hasattr(value, "build_fn") and hasattr(value, "build")
+
+
+def _built(tree: Any) -> Any:
+    """The same with what factories make in their place."""
+    if isinstance(tree, dict):
+        return {key: _built(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_built(value) for value in tree]
+    return _built(tree.build()) if is_factory(tree) else tree
+
+
+def crc_of_shard(shard: Any) -> tuple[int, bool]:
+    """What a replica adds (by XOR) to the CRC-32 of its tensor, and whether it has the tensor's first element. Raises
+    `PlanError` if it has no data, or other than it says.
+    """
+    key, data, sizes = shard.key, shard.data, local_box(shard)
+    if not isinstance(data, torch.Tensor):
+        raise PlanError(f"{key}: the shard at {list(shard.global_offset)} has no data ({type(data).__name__})")
+    shape, offsets = tuple(map(int, shard.global_shape)), tuple(map(int, shard.global_offset))
+    flattened = getattr(shard, "flattened_range", None)
+    stretch = (0, math.prod(sizes)) if flattened is None else (flattened.start, flattened.stop)
+    if data.numel() != stretch[1] - stretch[0]:
+        raise PlanError(
+            f"{key}: the shard at {list(offsets)} has data of shape {list(data.shape)}, expected "
+            f"{stretch[1] - stretch[0]} elements of the slice of sizes {list(sizes)}"
+        )
+    crc = 0
+    with torch.no_grad():
+        for content, inside in contents(key, data, sizes, stretch):
+            lies = Box(tuple(map(operator.add, offsets, inside.offsets)), inside.sizes)
+            crc ^= part_of(content, shape, lies, data.element_size())
+    return crc, not any(offsets) and stretch[0] == 0 and data.numel() > 0
+
+
+def _added(residues: Iterable[tuple[str, _Residue]]) -> dict[str, _Residue]:
+    found: dict[str, _Residue] = {}
+    for name, (crc, firsts, elems) in residues:
+        known = found.get(name, (0, 0, 0))
+        found[name] = known[0] ^ crc, known[1] + firsts, known[2] + elems
     return {name: residue for name, residue in found.items() if residue != _ONCE_AS_STORED}
 
 
@@ -414,7 +464,11 @@ def _of_objects(
     for leaf in objects:
         if leaf.unique_key in reader.index.objects:
             held.setdefault(leaf.unique_key, []).append(leaf)
-    stored, common = reader.read_objects(held, version), load_common(directory, reader.options)
+    stored, common = reader.read_objects(held, version), None
+    try:
+        common = load_common(directory, reader.options)
+    except CheckpointNotFoundError:
+        counts["without common"] = int(rank == 0)
     job, saved = (one.get("args") if isinstance(one, dict) else None for one in (state, common))
     ignored = _SCHEDULED if getattr(job, "override_opt_param_scheduler", False) else ()
     for key, of_key in held.items():

@@ -109,8 +109,6 @@ def _certify_resume(
         reasons.append("the rerun state machine")
 
     def make_state() -> Any:
-        if metadata_version(directory) != version:
-            raise LoadError(f"{directory} was replaced while it was loaded")
         if given["rng_state"] is not None:
             again, named = noted["get_rng_state"]
             given["rng_state"] = stock["get_rng_state"](*again, **named)
@@ -118,6 +116,8 @@ def _certify_resume(
         given["optim_sd_kwargs"] = {**(given["optim_sd_kwargs"] or {}), "is_loading": False}
         given.update(rerun_state=None, iteration=iteration)
         state = stock["generate_state_dict"](*call.args, **call.kwargs)
+        if metadata_version(directory) != version:  # (not earlier: Megatron gathers, with all ranks or none)
+            raise LoadError(f"{directory} was replaced while it was loaded")
         if job.finetune or directory.name == "release" or getattr(job, "override_ckpt_iteration", None) is not None:
             del state["args"], state["iteration"]
         return state

@@ -447,7 +447,6 @@ def _newest_older(damaged: Path, problem: str, options: LoadOptions) -> Path:
     )
 
 
-# Of what `integrity.json` sums up.
 _PIECE_BYTES: Final = 8 * 1024 * 1024
 
 

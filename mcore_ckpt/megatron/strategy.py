@@ -20,7 +20,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -471,22 +471,19 @@ def _load(reader: FileSystemReader, sharded_state_dict: dict[str, Any]) -> dict[
     return filled
 
 
-_LAYOUT: Final = "fully_reshardable"
-
-
 def _advice_on(checkpoint: Path, index: CheckpointIndex, shards: Iterable[Any]) -> str:
     """What a load's error says, too, if flat buckets were requested of another layout than the stored; or nothing."""
     stored = index.tensors
     wanted = {shard.key: tuple(shard.global_shape) for shard in shards if is_flat_bucket(shard.key)}
     if all(key in stored and stored[key].shape == shape for key, shape in wanted.items()):
         return ""
-    step = iteration_of(checkpoint.name)
+    step, layout = iteration_of(checkpoint.name), "fully_reshardable"
     run = str(checkpoint if step is None else checkpoint.parent)
     name, chosen = ("", "") if step is None else (f"/iter_{step:07d}", f" --ckpt-step {step}")
-    words = shlex.join(["mcore-ckpt", "reshard", run + name, f"{run}-{_LAYOUT}{name}", "--optimizer-layout", _LAYOUT])
+    words = shlex.join(["mcore-ckpt", "reshard", run + name, f"{run}-{layout}{name}", "--optimizer-layout", layout])
     return (
         ". The optimizer's state is flat buckets (dp_reshardable) of the TP, PP and EP that saved it. Convert it, for "
-        f"any layout: {words}; then --load {shlex.quote(f'{run}-{_LAYOUT}')}{chosen}"
+        f"any layout: {words}; then --load {shlex.quote(f'{run}-{layout}')}{chosen}"
     )
 
 

@@ -28,20 +28,19 @@ def write_trace(
         {"file_name": file.name, "size_bytes": file.size_bytes, "write_s": file.write_s, "fsync_s": file.fsync_s}
         for file in files
     ]
-    for phase, start_s, stop_s in spans:
-        writes = phase in ("write", "writer")
-        events.append(
-            {
-                "ph": "X",
-                "cat": "save",
-                "name": phase,
-                "pid": rank,
-                "tid": int(phase == "writer"),
-                "ts": start_s * 1e6,
-                "dur": (stop_s - start_s) * 1e6,
-                "args": {"files": wrote} if writes else {"checkpoint": save},
-            }
-        )
+    events += [
+        {
+            "ph": "X",
+            "cat": "save",
+            "name": phase,
+            "pid": rank,
+            "tid": int(phase == "writer"),
+            "ts": start_s * 1e6,
+            "dur": (stop_s - start_s) * 1e6,
+            "args": {"files": wrote} if phase in ("write", "writer") else {"checkpoint": save},
+        }
+        for phase, start_s, stop_s in spans
+    ]
     name = f"{Path(save).name or 'save'}_rank{rank}.trace.json"
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,6 @@ In: tensors, DTensors, sharded tensors and objects.
 Out: dtypes, slices, DCP's metadata classes.
 Must not know: files.
 
-Modules: fingerprints, plan_check, plans, shards, torch_classes, values.
-With torch: fingerprints, plan_check, shards, torch_classes, values.
+Modules: plan_check, plans, shards, torch_classes, values.
+With torch: plan_check, shards, torch_classes, values.
 """

@@ -116,7 +116,11 @@ def first_difference(expected: torch.Tensor, got: torch.Tensor) -> tuple[int, st
     differing = (first != second).any(1).nonzero().view(-1)
     number = int(differing[0])
     more = f", and {len(differing) - 1} more elements differ" if len(differing) > 1 else ""
-    return number, repr(pair[0][number].item()), repr(pair[1][number].item()), more
+    try:
+        expected_text, got_text = (repr(one[number].item()) for one in pair)
+    except NotImplementedError:  # of dtypes that torch cannot show
+        expected_text, got_text = (bytes(one[number].tolist()).hex() for one in (first, second))
+    return number, expected_text, got_text, more
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mcore_ckpt import PlanError
-from mcore_ckpt.state.fingerprints import built_leaves, crc_of_shard
+from mcore_ckpt.megatron.certificate import built_leaves, crc_of_shard
 from tests.support.shards import shard
 
 
