@@ -67,23 +67,20 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
 def run_verify(arguments: argparse.Namespace) -> Outcome:
     if not arguments.all:
         return _verify(arguments)
-    from mcore_ckpt.directory.in_force import tracked_name
-    from mcore_ckpt.directory.iterations import directories_of_run
+    from mcore_ckpt.tools.runs import list_run
 
-    of_run = {one.name: str(one) for one in directories_of_run(arguments.checkpoint)}
-    if (tracked := tracked_name(arguments.checkpoint)) is not None:
-        of_run.setdefault(tracked, f"{arguments.checkpoint}/{tracked}")
-    found = {
-        name: _verify_one(argparse.Namespace(**{**vars(arguments), "checkpoint": of_run[name]})) for name in of_run
-    }
-    text = "\n".join(outcome.text for outcome in found.values())
-    return Outcome({name: one.document for name, one in found.items()}, text, max(one.code for one in found.values()))
+    report = list_run(arguments.checkpoint)
+    found = {one.checkpoint.name: _verify_one(arguments, str(one.checkpoint.path)) for one in report.checkpoints}
+    if problem := report.tracker_problem:
+        found["tracker"] = Outcome({"whole": False, "error": problem}, one_line(f"tracker: {problem}"), DIFFERS)
+    text, codes = "\n".join(outcome.text for outcome in found.values()), [one.code for one in found.values()]
+    return Outcome({name: one.document for name, one in found.items()}, text, max(codes, default=DONE))
 
 
-def _verify_one(arguments: argparse.Namespace) -> Outcome:
+def _verify_one(arguments: argparse.Namespace, checkpoint: str) -> Outcome:
     """One checkpoint of a run: that it cannot be read keeps nobody from the others."""
     try:
-        return _verify(arguments)
+        return _verify(argparse.Namespace(**{**vars(arguments), "checkpoint": checkpoint}))
     except LoadError as error:
         return Outcome({"whole": False, "error": str(error)}, one_line(str(error)), DIFFERS)
 

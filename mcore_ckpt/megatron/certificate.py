@@ -16,6 +16,7 @@ Megatron-LM's `load_checkpoint` ends with it (`resume.py`); loops of one's own c
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -35,7 +36,7 @@ import torch.distributed as dist
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import counted, logger_of
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, PlanError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, OptionError, PlanError
 from mcore_ckpt.core.fingerprints import part_of
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.core.process import collector_paused
@@ -148,8 +149,8 @@ class _Found(NamedTuple):
         """Of both; ranks of `self` are lower."""
         residues = _added([*self.residues.items(), *other.residues.items()])
         differences = (*self.differences, *other.differences)[:_SHOWN]
-        unlike = self.unlike | other.unlike
-        return _Found(self.counts + other.counts, differences, self.absent | other.absent, residues, unlike)
+        absent, unlike = self.absent | other.absent, self.unlike | other.unlike
+        return _Found(self.counts + other.counts, differences, absent, residues, unlike)
 
 
 @without_modes()
@@ -180,11 +181,15 @@ def certify(
         differs.
 
     Raises:
+        OptionError: on all ranks, if they differ in `options.certify`.
         LoadError: on all ranks, if something differs and `options.certify` is `"raise"`; or if the checkpoint cannot be
             read.
     """
     options = LoadOptions.from_environment() if options is None else options
     directory, group = checkpoint_path(checkpoint_dir), coordination_group(process_group)
+    said = group.run_merged(_WHAT, lambda: {str(options.certify)}, operator.or_, sorted, wrap=LoadError)
+    if len(said) > 1:
+        raise OptionError(f"certify: expected one value on all ranks, got {' and '.join(said)}")
     if options.certify == "off":
         return Certificate(directory.name, 0, 0, group.size)
     reader, shards = reader or FileSystemReader(directory, options=options), list[Any]()
@@ -335,11 +340,9 @@ def _built(tree: Any) -> Any:
 
 def crc_of_shard(shard: Any) -> tuple[int, bool]:
     """What a replica adds (by XOR) to the CRC-32 of its tensor, and whether it has the tensor's first element. Raises
-    `PlanError` if it has no data, or other than it says.
+    `PlanError` if it has other data than it says.
     """
     key, data, sizes = shard.key, shard.data, local_box(shard)
-    if not isinstance(data, torch.Tensor):
-        raise PlanError(f"{key}: the shard at {list(shard.global_offset)} has no data ({type(data).__name__})")
     shape, offsets = tuple(map(int, shard.global_shape)), tuple(map(int, shard.global_offset))
     flattened = getattr(shard, "flattened_range", None)
     stretch = (0, math.prod(sizes)) if flattened is None else (flattened.start, flattened.stop)
@@ -419,8 +422,7 @@ def _of_weights(
 def _tells_shifted(optimizer: Any) -> bool:
     """Whether Megatron-Core, to 0.19, gathers fully reshardable state shifted: that of all buckets but the first."""
     optimizers = getattr(optimizer, "chained_optimizers", (optimizer,))
-    found = (ranges for one in optimizers for ranges in getattr(one, "gbuf_ranges", ()))
-    return any(len(buckets) > 1 for ranges in found for buckets in ranges.values())
+    return any(len(b) > 1 for one in optimizers for ranges in getattr(one, "gbuf_ranges", ()) for b in ranges.values())
 
 
 def _lies_in(part: torch.Tensor, whole: Any) -> bool:
@@ -465,10 +467,9 @@ def _of_objects(
         if leaf.unique_key in reader.index.objects:
             held.setdefault(leaf.unique_key, []).append(leaf)
     stored, common = reader.read_objects(held, version), None
-    try:
+    with contextlib.suppress(CheckpointNotFoundError):
         common = load_common(directory, reader.options)
-    except CheckpointNotFoundError:
-        counts["without common"] = int(rank == 0)
+    counts["without common"] = int(rank == 0 and common is None)
     job, saved = (one.get("args") if isinstance(one, dict) else None for one in (state, common))
     ignored = _SCHEDULED if getattr(job, "override_opt_param_scheduler", False) else ()
     for key, of_key in held.items():

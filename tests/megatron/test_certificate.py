@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 
-from mcore_ckpt import LoadError, LoadOptions, SaveOptions, TorchDistSaveStrategy, certify
+from mcore_ckpt import LoadError, LoadOptions, OptionError, SaveOptions, TorchDistSaveStrategy, certify
 from mcore_ckpt.megatron import certificate as certificate_module
 from tests.support.gloo_ranks import run_megatron_ranks, run_pretending_ranks
 from tests.support.kept_log import kept_log
@@ -206,6 +206,8 @@ def two_ranks(rank: int, path: Path) -> tuple[list[str], str, int]:
         found = certify(replicas(), path, options=RAISE).differing
         with pytest.raises(LoadError) as caught:
             certify(wrong, path, options=RAISE)
+        with pytest.raises(OptionError, match="got raise and warn"):
+            certify(replicas(), path, options=RAISE if rank else WARN)
     return lines, str(caught.value), found
 
 

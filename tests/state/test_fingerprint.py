@@ -61,9 +61,5 @@ def test_any_dtype(tensor: torch.Tensor) -> None:
 
 
 def test_a_shard_without_the_data_that_it_describes_is_refused() -> None:
-    for data, message in (
-        (None, "w: the shard at .* has no data"),
-        (torch.ones(2, 4), "w: .* has data of shape .2, 4., expected 16"),
-    ):
-        with pytest.raises(PlanError, match=message):
-            crc_of_shard(shard("w", data, (4, 4), (0, 0), local_shape=(4, 4)))
+    with pytest.raises(PlanError, match=r"w: .* has data of shape .2, 4., expected 16"):
+        crc_of_shard(shard("w", torch.ones(2, 4), (4, 4), (0, 0), local_shape=(4, 4)))
