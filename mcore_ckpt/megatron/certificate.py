@@ -241,7 +241,7 @@ def _certificate(
         (counts["rewritten"], "object", "written in another way by its module"),
         (counts["elsewhere"], "object", "in a version of this rank: these are of another layout"),
         (len(found.absent), "tensor", f"not in the checkpoint: {names}"),
-        (counts["without common"], "common state", "none is stored"),
+        (counts["without common"], "common state", "none is there"),
         (max(0, tensors), "tensor", why := ", ".join(reasons) or "not requested"),
         (max(0, objects), "object", why),
     )
