@@ -44,7 +44,7 @@ class Interpreter:
         }
         with theirs:
             self._process = subprocess.Popen(
-                [str(python), "-m", "benchmarks.leader", str(theirs.fileno()), *(_MEGATRON if megatron else ())],
+                [str(python), "-P", "-m", "benchmarks.leader", str(theirs.fileno()), *(_MEGATRON if megatron else ())],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 cwd=path[-1],

@@ -396,7 +396,7 @@ class Columns:
         return chunks.get((offsets, sizes))
 
     def wanted_by_several(self, ranks: int) -> bool:
-        """As `LoadPlan.wanted_by_several`, of all of them together."""
+        """As `LoadPlan.wanted_by_ranks`, of all of them together: each byte twice."""
         if self._packed is None or not self.numbers:
             return False
         rows = np.searchsorted(self._packed.firsts, self.numbers, "right") - 1

@@ -182,6 +182,7 @@ class FileSystemReader(StorageReader):
     # ----------------------------------------------------------------------------------------------- boxes and objects
 
     @without_modes()
+    @collector_paused()
     def read_items(self, requests: Iterable[ReadRequest]) -> None:
         """Fill destinations with slices of global tensors, in any order.
 
@@ -491,6 +492,7 @@ def destination(shard: Any) -> torch.Tensor:
     return tensor
 
 
+@collector_paused()
 def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
     """Fill the data of Megatron's `ShardedTensor`s, flattened or not, of any layout; those without data get some on the
     CPU. Raises as `FileSystemReader.read_items`.
@@ -505,7 +507,6 @@ def read_shards(reader: FileSystemReader, shards: Iterable[Any]) -> None:
 _request_of = operator.attrgetter("key", "data", "global_offset", "local_shape", "global_shape")
 
 
-@collector_paused()
 def _requests(reader: FileSystemReader, shards: Iterable[Any]) -> tuple[list[ReadRequest], list[ReadRequest]]:
     """What is read of some shards as they are; and what is stored flattened in other stretches, as slices of the
     parameter, of its own shape.

@@ -398,7 +398,7 @@ Located = dict[tuple[StoredItem, torch.dtype, tuple[int, ...]], LocatedTensor]
 
 class TensorReads:
     """Carries out one plan. `located` is kept as long as a reader's checkpoint; `ranks`: of this host, as
-    `LoadPlan.wanted_by_several` takes them.
+    `LoadPlan.wanted_by_ranks` takes them.
     """
 
     def __init__(
@@ -412,7 +412,8 @@ class TensorReads:
     ) -> None:
         self._files = files
         self._ranks = ranks
-        self._shared: frozenset[str] = frozenset()  # keys of items that other ranks of this host read, too
+        self._shared: frozenset[str] = frozenset()  # tensors of which other ranks of this host want each byte, too
+        self._whole: frozenset[str] = frozenset()  # tensors of which they want what this one does not
         self._columns_are_shared = False
         self._located = located
         self._forms: Forms = {}
@@ -432,7 +433,8 @@ class TensorReads:
         items = [plan.items[key] for key in sorted(plan.items)]
         self._pinned = any(want.tensor.is_cuda for wanted in items[:64] for want in wanted.wants)
         if self._ranks > 1:
-            self._shared = plan.wanted_by_several(self._ranks)
+            self._shared = plan.wanted_by_ranks(self._ranks, 2)
+            self._whole = plan.wanted_by_ranks(self._ranks, 1)
             self._columns_are_shared = plan.columns.wanted_by_several(self._ranks)
         columns = spans_of(plan.columns, **self._sizes)
         needed_bytes = sum(int(span.items.payloads.sum()) for span in columns)
@@ -534,8 +536,9 @@ class TensorReads:
         """Whether other ranks of this host are about to read the same, as far as the first tensor of a span tells."""
         if isinstance(span, ColumnSpan):
             return self._columns_are_shared
-        owner = span.extents[0].owner
-        return (owner if isinstance(owner, WantedItem) else owner.wanted).fqn in self._shared
+        first = span.extents[0]
+        fqn = (first.owner if isinstance(first.owner, WantedItem) else first.owner.wanted).fqn
+        return fqn in self._shared or (fqn in self._whole and first.wanted_bytes < first.stop - first.start)
 
     def _read_columns(self, span: ColumnSpan) -> None:
         start, nbytes, keeps = span.start, span.stop - span.start, self._is_shared(span)

@@ -34,7 +34,6 @@ from mcore_ckpt.core.errors import (
     LoadError,
     ShapeMismatchError,
 )
-from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.load.placement import (
     FEW_CHUNKS,
@@ -233,7 +232,6 @@ class LoadPlan:
         self._requests: list[ReadRequest] = []
         self._tensors: list[torch.Tensor] = []  # destinations of `items`
 
-    @collector_paused()
     def add(self, requests: Iterable[ReadRequest]) -> None:
         """Find the stored chunks that hold what is requested, and check it: raises as `FileSystemReader.read_items`."""
         requests = list(requests)
@@ -271,16 +269,15 @@ class LoadPlan:
             )
         self._tensors.append(tensor)
 
-    def wanted_by_several(self, ranks: int) -> frozenset[str]:
-        """Tensors among `items` of which most likely several ranks of this host request each byte: so many ranks, if
-        each requests as much of it as this one, request twice what there is of it.
+    def wanted_by_ranks(self, ranks: int, times: int) -> frozenset[str]:
+        """Tensors among `items` of which so many ranks of this host, if each requests as much of it as this one,
+        request each byte so many times.
 
         No rank tells another what it requests. Where others request none of a tensor, as those of other pipeline stages
         do, it may be named here all the same.
         """
-        return frozenset(fqn for fqn, (wanted, there) in self._elems.items() if ranks * wanted >= 2 * there)
+        return frozenset(fqn for fqn, (wanted, there) in self._elems.items() if ranks * wanted >= times * there)
 
-    @collector_paused()
     def turns(self) -> list[LoadPlan]:
         """This plan; or several to be carried out one after the other, if destinations share memory: those that do come
         one by one, after all others, and what was requested last stays.

@@ -76,6 +76,12 @@ def load_half(directory: Path, options: LoadOptions) -> None:
     assert part.equal(state()["large"][750:])
 
 
+def load_a_fourth_of_each_row(directory: Path, options: LoadOptions) -> None:
+    part, first = torch.zeros(1500, 250), 250 * torch.distributed.get_rank()
+    FileSystemReader(directory, options=options).read_items([ReadRequest("large", part, (0, first), (1500, 250))])
+    assert part.equal(state()["large"][:, first : first + 250])
+
+
 def load_as_one_of(rank: int, ranks_here: str, load: Callable[[Path, LoadOptions], None], directory: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("LOCAL_WORLD_SIZE", ranks_here)
@@ -85,12 +91,14 @@ def load_as_one_of(rank: int, ranks_here: str, load: Callable[[Path, LoadOptions
 @pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="ranks load alone, which it has no argument for")
 @pytest.mark.parametrize(
     ("load", "ranks_here", "is_shared"),
-    [(load_all, "1", False), (load_half, "2", False), (load_half, "4", True)],
+    [(load_all, "1", False), (load_half, "2", False), (load_half, "4", True), (load_a_fourth_of_each_row, "4", True)],
 )
 def test_what_ranks_of_a_host_request_alike_stays_in_the_page_cache_for_the_others(
     load: Callable[[Path, LoadOptions], None], ranks_here: str, is_shared: bool, saved: Path
 ) -> None:
-    """Of four ranks that load half of a tensor each, two load the same half."""
+    """Of four ranks that load half of a tensor each, two load the same half; a fourth of each row is read with the rest
+    of it, which is what the other ranks load.
+    """
     files = list(saved.glob("*.distcp"))
     for file in files:
         drop_cached(file)
