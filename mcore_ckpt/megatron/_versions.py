@@ -252,13 +252,18 @@ def quantized_test() -> Callable[[Any], bool] | None:
 
 
 def parallel_layout() -> str:
-    """Sizes of the job and its parallel groups: where they are the same, a rank holds what that of its number did."""
+    """Size of the job and of its parallel groups, and how far apart their ranks are: where these are the same, a rank
+    holds what that of its number did.
+    """
     groups: Any = sys.modules.get("megatron.core.parallel_state")
-    sizes = [("world", dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)]
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    sizes: list[tuple[str, Any]] = [("world", world)]
     if groups is not None and groups.model_parallel_is_initialized():
-        names = "tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor"
-        found = [(name, getattr(groups, f"get_{name}_parallel_world_size", None)) for name in names]
-        sizes += [(name, size()) for name, size in found if size is not None]
+        sizes.append(("virtual pipeline", groups.get_virtual_pipeline_model_parallel_world_size()))
+        for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
+            if (group_of := getattr(groups, f"get_{name}_parallel_group", None)) is not None:
+                ranks = dist.get_process_group_ranks(group_of())
+                sizes.append((name, f"{len(ranks)} over {ranks[-1] - ranks[0]}"))
     return ", ".join(f"{name} {size}" for name, size in sizes)
 
 

@@ -16,9 +16,9 @@ Megatron-LM's `load_checkpoint` ends with it (`resume.py`); loops of one's own c
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
+import itertools
 import logging
 import math
 import operator
@@ -42,7 +42,7 @@ from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, is_flat_bucket
-from mcore_ckpt.format.metadata_read import METADATA_FILE
+from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
 from mcore_ckpt.format.versions import layout_of_versions
 from mcore_ckpt.load.checks import global_shape
 from mcore_ckpt.load.ranges import batches
@@ -50,13 +50,13 @@ from mcore_ckpt.load.reader import FileSystemReader, read_shards
 from mcore_ckpt.megatron._versions import own_version, parallel_layout
 from mcore_ckpt.megatron.serialization import load_common
 from mcore_ckpt.state.shards import contents, is_main_replica, leaves, leaves_by_kind, local_box
-from mcore_ckpt.state.torch_classes import PLAIN, dtype_name
+from mcore_ckpt.state.torch_classes import dtype_name, is_dense
 from mcore_ckpt.state.values import first_difference, unequal
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of("mcore_ckpt")
 
-_SAMPLE: Final = 32  # one tensor in so many
+_SAMPLE: Final = 31  # one tensor in so many: a prime, or it would be the same of each layer
 _SHOWN: Final = 10
 _SCRATCH_BYTES: Final = 64 * 1024 * 1024
 _WHAT: Final = "certify the state that was resumed"
@@ -144,13 +144,24 @@ class _Found(NamedTuple):
     absent: frozenset[str] = frozenset()
     residues: Mapping[str, _Residue] = {}
     unlike: frozenset[str] = frozenset()  # tensors of which a rank holds something in another form than is stored
+    lacking: frozenset[str] = frozenset()  # what is stored in the common state, and a rank has not
 
     def merged(self, other: _Found) -> _Found:
         """Of both; ranks of `self` are lower."""
-        residues = _added([*self.residues.items(), *other.residues.items()])
-        differences = (*self.differences, *other.differences)[:_SHOWN]
-        absent, unlike = self.absent | other.absent, self.unlike | other.unlike
-        return _Found(self.counts + other.counts, differences, absent, residues, unlike)
+        return _Found(
+            self.counts + other.counts,
+            (*self.differences, *other.differences)[:_SHOWN],
+            self.absent | other.absent,
+            _added([*self.residues.items(), *other.residues.items()]),
+            self.unlike | other.unlike,
+            self.lacking | other.lacking,
+        )
+
+    @property
+    def partial(self) -> frozenset[str]:
+        """Tensors of which no rank holds some elements."""
+        found = (name for name, (_, _, elems) in self.residues.items() if elems < 0 and "\0" not in name)
+        return frozenset(found) - self.unlike
 
 
 @without_modes()
@@ -174,7 +185,7 @@ def certify(
         process_group: the ranks; None: all.
         options: `certify` of them says what is compared, and what becomes of differences; None: of the environment.
         reasons: why parts of the checkpoint were not loaded, for the log.
-        reader: what it was loaded by, and has its index; None: that is read again.
+        reader: what it was loaded by, and has its index, or that of an older one; None: `checkpoint_dir` is read again.
 
     Returns:
         What was compared; nothing where `options.certify` is `"off"`. Rank 0 logs it, as a warning if something
@@ -186,7 +197,7 @@ def certify(
             read.
     """
     options = LoadOptions.from_environment() if options is None else options
-    directory, group = checkpoint_path(checkpoint_dir), coordination_group(process_group)
+    directory, group = checkpoint_path(reader.path if reader else checkpoint_dir), coordination_group(process_group)
     said = group.run_merged(_WHAT, lambda: {str(options.certify)}, operator.or_, sorted, wrap=LoadError)
     if len(said) > 1:
         raise OptionError(f"certify: expected one value on all ranks, got {' and '.join(said)}")
@@ -202,10 +213,16 @@ def certify(
         _fill_padding([state], reader, of_tensors)
         tensors, objects = built_leaves(state)
         found = _of_tensors(tensors, reader.index, of_tensors, group.rank, _tells_shifted(optimizer), shards)
-        others = [*_of_objects(state, objects, reader, directory, group.rank, found.counts)]
-        others += _of_weights(optimizer, shards, chosen, group.rank)
+        common = _common_state(reader, directory)
+        found.counts["without common"] = int(group.rank == 0 and common is None)
+        state, common = (one if isinstance(one, dict) else {} for one in (state, common))
+        ignored = _SCHEDULED if getattr(state.get("args"), "override_opt_param_scheduler", False) else ()
+        others = [*_of_objects(objects, reader, ignored, group.rank, found.counts)]
+        others += _of_common_state(state, common, ignored, group.rank)
+        others += _of_weights(optimizer, shards, chosen, group.rank, found.counts)
         found.counts["differing"] = len(others)
-        return found._replace(differences=tuple(others[:_SHOWN]))
+        lacking = frozenset(map(str, common.keys() - state.keys() - set(_NOT_STATE)))
+        return found._replace(differences=tuple(others[:_SHOWN]), lacking=lacking)
 
     def read_again() -> _Found:
         stored = reader.index.fingerprints
@@ -222,7 +239,8 @@ def certify(
     if certificate.differing and options.certify == "raise":
         raise LoadError(f"{certificate}. Do not train with this state")
     if group.is_coordinator:
-        is_well = not certificate.differing and not found.absent and (certificate.tensors or certificate.objects)
+        is_doubtful = certificate.differing or found.absent or found.partial
+        is_well = not is_doubtful and (certificate.tensors or certificate.objects)
         _logger.log(logging.INFO if is_well else logging.WARNING, "%s", certificate)
     return certificate
 
@@ -231,23 +249,25 @@ def _certificate(
     found: _Found, index: CheckpointIndex, options: LoadOptions, group: RankGroup, reasons: Sequence[str]
 ) -> Certificate:
     counts, stored, chosen = found.counts, len(index.tensors), found.counts["chosen"]
-    tensors, unlike = chosen - counts["tensors"] - counts["shifted"], len(found.unlike)
+    tensors, unlike, partial = chosen - counts["tensors"] - counts["shifted"], len(found.unlike), len(found.partial)
     objects = len(index.objects.keys() - {COMMON_STATE_KEY}) - counts["objects"] - counts["rewritten"]
-    names = ", ".join(sorted(found.absent)[:_SHOWN]) + (", ..." if len(found.absent) > _SHOWN else "")
     left = (
         (stored - chosen, "tensor", f"one in {_SAMPLE} is"),
         (unlike, "tensor", "of another dtype, shape or class"),
+        (partial, "tensor", f"of which ranks hold a part only: {_listed(found.partial)}"),
         (counts["shifted"], "tensor", "of an optimizer of several buckets, which Megatron-Core tells shifted"),
         (counts["rewritten"], "object", "written in another way by its module"),
         (counts["elsewhere"], "object", "in a version of this rank: these are of another layout"),
-        (len(found.absent), "tensor", f"not in the checkpoint: {names}"),
+        (len(found.absent), "tensor", f"not in the checkpoint: {_listed(found.absent)}"),
+        (counts["weights"], "weight", "its master is no plain tensor of its size"),
+        (len(found.lacking), "part", f"of the common state, that a rank has not: {_listed(found.lacking)}"),
         (counts["without common"], "common state", "none is there"),
         (max(0, tensors), "tensor", why := ", ".join(reasons) or "not requested"),
         (max(0, objects), "object", why),
     )
     return Certificate(
         checkpoint=PurePath(index.path).name,
-        tensors=max(0, counts["tensors"] - unlike),
+        tensors=max(0, counts["tensors"] - unlike - partial),
         objects=counts["objects"],
         ranks=group.size,
         differences=found.differences,
@@ -256,16 +276,20 @@ def _certificate(
     )
 
 
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
 def _chosen(options: LoadOptions, index: CheckpointIndex, names: Iterable[str]) -> Collection[str]:
-    """Those of the tensors that are compared; of a sample, other ones of each save."""
+    """Those that are compared, of what all ranks name in one order; of a sample, other ones of each save."""
     if options.certify != "sample":
         return set(names)
     # A save is known by its id, and where it has none by the name of its directory.
     save = crc32(os.fsencode(PurePath(index.path).name) if index.manifest is None else index.manifest.save_id)
-    return {name for name in names if (crc32(name.encode("utf-8", "surrogatepass")) ^ save) % _SAMPLE == 0}
+    return set(itertools.islice(names, save % _SAMPLE, None, _SAMPLE))
 
 
 def _fill_padding(state: Any, reader: FileSystemReader, chosen: Collection[str]) -> None:
@@ -279,7 +303,7 @@ def _fill_padding(state: Any, reader: FileSystemReader, chosen: Collection[str])
 
 
 def _of_tensors(
-    tensors: Iterable[Any],
+    tensors: Sequence[Any],
     index: CheckpointIndex,
     chosen: Collection[str],
     rank: int,
@@ -289,17 +313,16 @@ def _of_tensors(
     """What shards of tensors add that are stored in the same dtype and shape: what is converted, quantized or padded
     otherwise has other bits. Those go into `compared`. `shifted`: gathered optimizer state has not.
     """
-    counts, absent, unlike, residues = Counter[str](), set(), set(), list[tuple[str, _Residue]]()
+    counts, unlike, residues = Counter[str](), set(), list[tuple[str, _Residue]]()
+    absent = {shard.key for shard in tensors if shard.data is not None}.difference(index.tensors)
     for shard in tensors:
         if shard.key not in chosen:
-            if shard.data is not None and shard.key not in index.tensors:
-                absent.add(shard.key)
             continue
         entry = index.tensors[shard.key]
         stretch = getattr(shard, "flattened_range", None)
         is_first = is_main_replica(shard) and not any(shard.global_offset) and not (stretch and stretch.start)
         is_first = is_first and not (0 in shard.local_shape and math.prod(shard.global_shape))
-        is_alike = type(shard.data) in PLAIN and dtype_name(shard.data.dtype) == entry.dtype
+        is_alike = is_dense(shard.data) and dtype_name(shard.data.dtype) == entry.dtype
         is_alike = is_alike and global_shape(index, entry) == tuple(shard.global_shape)
         is_shifted = shifted and "optimizer.state." in shard.key and not is_flat_bucket(shard.key)
         counts["shifted" if is_shifted else "tensors"] += is_first
@@ -309,10 +332,11 @@ def _of_tensors(
             unlike.add(shard.key)
     for name, shard in _named(compared, rank):
         stored = index.fingerprints.get(shard.key)
-        if stored is None:
-            counts["unstored"] += 1
-        elif shard.data.numel():
+        counts["unstored"] += stored is None
+        if shard.data.numel():
             crc, is_first = crc_of_shard(shard)
+            if stored is None:  # its elements are counted, and read again
+                crc = stored = 0
             elems, total = shard.data.numel(), math.prod(shard.global_shape)
             residues.append((name, (crc ^ stored, 1, elems - total) if is_first else (crc, 0, elems)))
     counts["chosen"] = len(chosen) if rank == 0 else 0  # (all ranks choose the same)
@@ -400,17 +424,23 @@ def _read_differences(shards: Iterable[Any], reader: FileSystemReader, rank: int
 
 
 def _of_weights(
-    optimizer: Any, shards: Iterable[Any], chosen: Callable[[Iterable[str]], Collection[str]], rank: int
+    optimizer: Any,
+    shards: Iterable[Any],
+    chosen: Callable[[Iterable[str]], Collection[str]],
+    rank: int,
+    counts: Counter[str],
 ) -> Iterator[Difference]:
     """Weights that are not what their FP32 masters round to, and masters that an offloaded optimizer has not taken."""
     pairs = {f"weight {number}": pair for number, pair in enumerate(_masters(optimizer))}
     compared = chosen(pairs)
     for name, (weight, master, loaded) in pairs.items():
-        is_plain = type(weight) in PLAIN and type(master) in PLAIN and weight.numel() == master.numel()
-        if not is_plain or name not in compared:
+        if name not in compared:
+            continue
+        if not (is_dense(weight) and is_dense(master) and weight.numel() == master.numel()):
+            counts["weights"] += 1
             continue
         of_weight = first_difference(master.detach().to(weight.dtype), weight)
-        is_kept = type(loaded) in PLAIN and loaded.dtype == master.dtype and loaded.numel() == master.numel()
+        is_kept = is_dense(loaded) and loaded.dtype == master.dtype and loaded.numel() == master.numel()
         of_master = first_difference(loaded, master) if is_kept else None
         for what, of, found in (("weight", " of its master", of_weight), ("master", "", of_master)):
             if found is not None:
@@ -442,7 +472,7 @@ def _masters(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
                 weights, masters = both()
             except AttributeError:  # that of Megatron-FSDP or of FP32 has none
                 weights, masters = (), ()
-            yield from ((weight, master, None) for weight, master in zip(weights, masters, strict=False))
+            yield from ((weight, master, None) for weight, master in itertools.zip_longest(weights, masters))
         inner: Any = getattr(one, "optimizer", None)
         for name in ("param_to_fp32_param", "gpu_params_map_cpu_copy"):
             for weight, master in dict(getattr(inner, name, None) or {}).items():
@@ -453,9 +483,8 @@ def _masters(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _of_objects(
-    state: Any, objects: Iterable[Any], reader: FileSystemReader, directory: Path, rank: int, counts: Counter[str]
+    objects: Iterable[Any], reader: FileSystemReader, ignored: tuple[str, ...], rank: int, counts: Counter[str]
 ) -> Iterator[Difference]:
-    """What differs in objects and in the common state."""
     held: dict[str, list[Any]] = {}
 
     def version(key: str, content: bytes) -> bytes:
@@ -466,12 +495,7 @@ def _of_objects(
     for leaf in objects:
         if leaf.unique_key in reader.index.objects:
             held.setdefault(leaf.unique_key, []).append(leaf)
-    stored, common = reader.read_objects(held, version), None
-    with contextlib.suppress(CheckpointNotFoundError):
-        common = load_common(directory, reader.options)
-    counts["without common"] = int(rank == 0 and common is None)
-    job, saved = (one.get("args") if isinstance(one, dict) else None for one in (state, common))
-    ignored = _SCHEDULED if getattr(job, "override_opt_param_scheduler", False) else ()
+    stored = reader.read_objects(held, version)
     for key, of_key in held.items():
         values = stored[key] if isinstance(stored[key], list) else [stored[key]]
         # Settings may be added by a later Megatron, or written as a list or as 1; of a random state all is state.
@@ -481,12 +505,27 @@ def _of_objects(
         counts["rewritten" if is_rewritten else "objects"] += any(map(is_main_replica, of_key))
         if not is_rewritten:
             yield from (Difference("object", rank, key, *one) for one in found)
-    if isinstance(state, dict) and isinstance(common, dict):
-        names = [name for name in _COUNTED if hasattr(saved, name) and hasattr(job, name)]
-        pairs = {key: (value, state[key]) for key, value in common.items() if key in state and key not in _NOT_STATE}
-        pairs |= {f"args.{name}": (getattr(saved, name), getattr(job, name)) for name in names}
-        for key, pair in pairs.items():
-            yield from (Difference("common state", rank, key, *one) for one in unequal(*pair, ignored))
+
+
+def _common_state(reader: FileSystemReader, directory: Path) -> Any:
+    """None where none was saved."""
+    try:
+        return load_common(directory, reader.options)
+    except CheckpointNotFoundError:
+        if reader.index.manifest is not None and COMMON_FILE in reader.index.manifest.files:
+            raise
+        return None
+
+
+def _of_common_state(
+    state: Mapping[str, Any], common: Mapping[str, Any], ignored: tuple[str, ...], rank: int
+) -> Iterator[Difference]:
+    job, saved = state.get("args"), common.get("args")
+    names = [name for name in _COUNTED if hasattr(saved, name) and hasattr(job, name)]
+    pairs = {key: (common[key], state[key]) for key in common if key in state and key not in _NOT_STATE}
+    pairs |= {f"args.{name}": (getattr(saved, name), getattr(job, name)) for name in names}
+    for key, pair in pairs.items():
+        yield from (Difference("common state", rank, key, *one) for one in unequal(*pair, ignored))
 
 
 def _of(leaf: Any, value: Any) -> Any:

@@ -22,7 +22,7 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.save.buckets import GlobalPlan
 from mcore_ckpt.state.plans import LocalPlan
 from mcore_ckpt.state.shards import contents, is_main_replica, is_sharded_tensor, leaves, stored_form
-from mcore_ckpt.state.torch_classes import PLAIN
+from mcore_ckpt.state.torch_classes import is_dense
 
 _SAMPLE: Final = 16  # one slice in so many
 
@@ -104,8 +104,7 @@ def _comparable(tree: Any) -> Iterator[tuple[int, Any]]:
     for shard in leaves(tree):
         if not is_sharded_tensor(shard):
             continue
-        data = shard.data
-        if type(data) in PLAIN and data.layout is torch.strided and not data.is_meta:
+        if is_dense(shard.data):
             form = stored_form(shard)
             yield slice_id(shard.key, form.offsets, form.sizes), shard
 

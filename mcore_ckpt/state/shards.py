@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from mcore_ckpt.core.boxes import Box, flat_boxes
 from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.format.index import ORIGINAL_SHAPE
-from mcore_ckpt.state.torch_classes import PLAIN, check_memory, pointer_of
+from mcore_ckpt.state.torch_classes import PLAIN, check_memory, is_dense, pointer_of
 
 # Of those that were met before, whether it is a tensor: to look at the attributes of each leaf takes longer than all
 # else of a walk.
@@ -212,7 +212,7 @@ def contents(
 ) -> Iterator[tuple[Any, Box]]:
     """The bytes of a shard's elements, as slices of its own slice; what cannot be read where it lies in windows."""
     in_place = type(data) in PLAIN and bool(pointer_of(data)) and not data.is_conj() and not data.is_neg()
-    if type(data) in PLAIN and data.layout is torch.strided and not data.is_meta:
+    if is_dense(data):
         check_memory(data, lambda: key)
     flat, (start, stop) = data.detach().reshape(-1), stretch
     if in_place and stretch == (0, math.prod(sizes)):

@@ -44,6 +44,11 @@ if TYPE_CHECKING:
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+def is_dense(value: Any) -> bool:
+    """Whether this is a plain tensor whose elements all lie in memory."""
+    return type(value) in PLAIN and value.layout is torch.strided and not value.is_meta
+
+
 def pointer_of(tensor: torch.Tensor) -> int:
     """Where a tensor's bytes lie in order in host memory; 0 if they cannot be copied from where they are."""
     return tensor.data_ptr() if tensor.is_cpu and tensor.is_contiguous() else 0

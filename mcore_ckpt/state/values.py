@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import math
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -13,9 +12,11 @@ import numpy as np
 import torch
 
 from mcore_ckpt.core.crc import crc32
+from mcore_ckpt.state.shards import is_sharded_object, is_sharded_tensor
 
 # Their own comparison asks tensors and NaN for one truth value.
 _BY_ATTRIBUTES: Final = (argparse.Namespace, types.SimpleNamespace)
+_INEXACT: Final = (float, complex, np.inexact)
 
 
 def unequal(
@@ -24,7 +25,7 @@ def unequal(
     """Path, stored value and held value, of what differs in all that is stored. `exact`: what is held besides differs,
     too, as do 1 and True, or a list and a tuple of the same values.
     """
-    if hasattr(held, "unwrap") or hasattr(held, "replica_id"):  # what is local to the rank, or compared as a shard
+    if _is_local(held) or is_sharded_tensor(held) or is_sharded_object(held):  # (these are compared as shards)
         return
     if isinstance(stored, dict) and isinstance(held, dict):
         for key, value in stored.items():
@@ -49,6 +50,11 @@ def unequal(
             yield from next(filter(None, found), ())  # those of a generator may differ in hundreds of numbers
     elif not _is_equal(stored, held, exact):
         yield where, _shown(stored), _shown(held)
+
+
+def _is_local(value: object) -> bool:
+    """Whether this is Megatron's `LocalNonpersistentObject`."""
+    return hasattr(value, "unwrap") and hasattr(value, "obj")
 
 
 def _unequal_groups(
@@ -88,11 +94,15 @@ def _is_equal(stored: Any, held: Any, exact: bool) -> bool:
         of_stored, of_held = vars(stored), vars(held)
         return of_stored.keys() == of_held.keys() and not any(unequal(of_stored, of_held, exact=exact))
     try:
-        if isinstance(stored, float) and isinstance(held, float) and stored == held:
-            return math.copysign(1, stored) == math.copysign(1, held)  # 0.0 and -0.0
+        if isinstance(stored, _INEXACT) and isinstance(held, _INEXACT) and stored == held:
+            return bool(np.all(np.signbit(_parts(stored)) == np.signbit(_parts(held))))  # 0.0 and -0.0
         return bool(stored == held) or (stored != stored and held != held)  # (NaN)
     except Exception:  # noqa: BLE001 (of third-party classes)
         return False
+
+
+def _parts(number: Any) -> list[Any]:
+    return [np.real(number), np.imag(number)]
 
 
 def _shown(value: Any) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from mcore_ckpt import LoadError, LoadOptions, OptionError, SaveOptions, TorchDistSaveStrategy, certify
 from mcore_ckpt.megatron import certificate as certificate_module
+from mcore_ckpt.megatron.serialization import save_common
 from tests.support.gloo_ranks import run_megatron_ranks, run_pretending_ranks
 from tests.support.kept_log import kept_log
 from tests.support.models import DENSE, ModelShape, Parallel, build_training
@@ -52,8 +53,8 @@ def saved(tmp_path: Path) -> Path:
     path = tmp_path / "checkpoint"
     path.mkdir()
     common = {key: value for key, value in state(2).items() if not hasattr(value, "key")}
+    save_common(common, path)
     TorchDistSaveStrategy(options=SaveOptions()).save(state(2), path)
-    torch.save(common, path / "common.pt")
     return path
 
 
@@ -131,12 +132,26 @@ def test_what_cannot_be_compared_is_counted(saved: Path, caplog: pytest.LogCaptu
         "shape or class), 1 tensor (not in the checkpoint: new.weight), 1 tensor (--no-load-rng), "
         "1 object (--no-load-rng)"
     )
+    held["columns 0"].data = held["columns 0"].data.to("meta")
     held["optimizer.state.m 0"].data.add_(1)
     shifted = certify(held, saved, SimpleNamespace(gbuf_ranges=[{"float32": [{}, {}]}]), options=WARN)
     assert (shifted.differing, "1 tensor (of an optimizer of several buckets" in str(shifted)) == (0, True)
+    held = state(2)
+    weight, optimizer = held.pop("rows 1").data, SimpleNamespace()
+    optimizer._get_model_and_main_params_data_float16 = lambda: ([weight, weight], [weight.float()])
+    assert not certify(held, saved, optimizer, options=WARN).differing
+    left = "1 tensor (of which ranks hold a part only: rows), 1 weight (its master is no plain tensor of its size)"
+    assert caplog.messages[-1].endswith(f"not compared: {left}")
     certify({}, saved, options=WARN)
-    assert caplog.records[-1].levelno == logging.WARNING
+    assert [one.levelno for one in caplog.records] == [logging.WARNING] * len(caplog.records)
     assert caplog.messages[-1].startswith("resumed from checkpoint with NOTHING compared: 0 tensors, 0 objects, 1 rank")
+    assert "2 parts (of the common state, that a rank has not: iteration, opt_param_scheduler)" in caplog.messages[-1]
+
+
+def test_a_common_state_that_is_lost_is_no_reason_to_compare_none(saved: Path) -> None:
+    (saved / "common.pt").unlink()
+    with pytest.raises(LoadError, match="common"):
+        certify(state(2), saved, options=WARN)
 
 
 def test_masters_that_an_offloaded_optimizer_has_not_taken_are_named(saved: Path) -> None:

@@ -20,6 +20,7 @@ from mcore_ckpt import (
     certify,
 )
 from mcore_ckpt.format.versions import version_of, with_versions
+from mcore_ckpt.megatron._versions import parallel_layout
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.megatron.trap_ranks import installed
 from tests.support.gloo_ranks import run_megatron_ranks, run_stock_ranks
@@ -45,7 +46,7 @@ def states_of(rank: int) -> dict[str, Any]:
     return {"tracker": torch.arange(4) + (rank if rank % 2 else 0), "python": (3, (rank % 2,))}
 
 
-def save_and_load(rank: int, path: Path) -> tuple[list[str], list[Any]]:
+def save_and_load(rank: int, path: Path) -> tuple[list[str], list[Any], list[str]]:
     dist_checkpointing = installed()
     with kept_log() as lines:
         for name in ("first", "second"):
@@ -57,7 +58,18 @@ def save_and_load(rank: int, path: Path) -> tuple[list[str], list[Any]]:
     with kept_log() as told:
         wrong = certify(state(states_of(0), rank), path / "first", options=LoadOptions(certify="warn"))
     assert wrong.differing == 4, told  # of two ranks, two values
-    return lines, loaded
+    return lines, loaded, [layout_with(order) for order in ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")]
+
+
+def layout_with(order: str) -> str:
+    """Of groups of the same sizes, whose ranks are others."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, order=order)
+    try:
+        return parallel_layout()
+    finally:
+        parallel_state.destroy_model_parallel()
 
 
 def save_refused(rank: int, path: Path) -> str:
@@ -104,8 +116,10 @@ def is_same(found: Any, rank: int) -> bool:
 
 def test_each_rank_gets_its_own_object_back(tmp_path: Path) -> None:
     told = run_megatron_ranks(save_and_load, 4, tmp_path)
-    assert all(is_same(one, rank) for rank, (_, loaded) in enumerate(told) for one in loaded)
-    lines, *others = [lines for lines, _ in told]
+    assert all(is_same(one, rank) for rank, (_, loaded, _) in enumerate(told) for one in loaded)
+    ((first, second),) = {tuple(layouts) for _, _, layouts in told}
+    assert first != second
+    lines, *others = [lines for lines, _, _ in told]
     named = "1 object, of which ranks hold others than the one that is saved though they claim to hold a replica: "
     assert len(lines) == 2
     assert all(f"{named}rng_state/shard_0.0_1.1 on ranks 1, 3. Each version is kept" in line for line in lines)

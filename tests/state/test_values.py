@@ -33,6 +33,9 @@ def _groups(*rates: int) -> dict[str, Any]:
         (_groups(1), _groups(1, 1), "['param_groups'][1]"),
         (_groups(1, 2), _groups(2), None),  # of another pipeline stage
         ({"a": 0.0}, {"a": -0.0}, "['a']"),
+        (complex(0.0, 0.0), complex(0.0, -0.0), ""),
+        (np.float32(0.0), np.float32(-0.0), ""),
+        (argparse.Namespace(replica_id=1), argparse.Namespace(replica_id=2), ""),
         ({"a": float("nan")}, {"a": float("nan")}, None),
         (torch.zeros(2), -torch.zeros(2), ""),
         (torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2, dtype=torch.complex64).conj(), None),
