@@ -117,6 +117,16 @@ def object_directory(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
+def proxied(object_directory: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The same, by way of a proxy."""
+    from tests.support.object_server import Proxy
+
+    with Proxy(object_directory.server) as proxy:
+        monkeypatch.setenv(object_directory.variable, proxy.url)
+        yield proxy
+
+
+@pytest.fixture
 def store_deadline(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function: no request to a store is waited for longer than so many seconds; None: than usual."""
     from mcore_ckpt.storage import _store_urls

@@ -134,6 +134,11 @@ def run_reshard(arguments: argparse.Namespace) -> Outcome:
     return Outcome(report, "\n".join([text, *notes_of(report)]))
 
 
+def _add_check(parser: argparse.ArgumentParser, flag: str) -> None:
+    says = "then run both models on random tokens, and compare logits; needs transformers and megatron-core"
+    parser.add_argument("--check-logits", action="store_true", help=f"with {flag} hf: {says}")
+
+
 def add_export(parser: argparse.ArgumentParser) -> None:
     from mcore_ckpt.models.options import ExportOptions
 
@@ -147,12 +152,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         "--ckpt-format torch loads (default: safetensors)",
     )
     add_options(parser, ExportOptions, "--to")
-    parser.add_argument(
-        "--check-logits",
-        action="store_true",
-        help="with --to hf: then run both models on random tokens, and compare logits; needs transformers and "
-        "megatron-core",
-    )
+    _add_check(parser, "--to")
 
 
 def run_export(arguments: argparse.Namespace) -> Outcome:
@@ -185,12 +185,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
         "(megatron-legacy); default: files",
     )
     add_options(parser, ImportOptions, "--from")
-    parser.add_argument(
-        "--check-logits",
-        action="store_true",
-        help="with --from hf: then run both models on random tokens, and compare logits; needs transformers and "
-        "megatron-core",
-    )
+    _add_check(parser, "--from")
 
 
 def run_import(arguments: argparse.Namespace) -> Outcome:

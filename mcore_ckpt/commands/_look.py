@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import time
@@ -27,7 +26,6 @@ from mcore_ckpt.commands._shell import (
 )
 from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.core.options import local_path
 from mcore_ckpt.core.progress import human_bytes, human_count
 from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.format.index import is_flat_bucket
@@ -226,7 +224,6 @@ def add_cat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slice", metavar="SLICE", help="of a tensor, as in numpy: '0:4, :' or '..., -1'")
     parser.add_argument("--head", type=int, default=10, metavar="N", help="elements to show (default: 10)")
     parser.add_argument("--stats", action="store_true", help="read the whole tensor: min, max, mean, std, norm, NaNs")
-    parser.add_argument("--npy", metavar="FILE", help="write the tensor, or the slice, as a numpy file")
 
 
 def run_cat(arguments: argparse.Namespace) -> Outcome:
@@ -294,18 +291,13 @@ def _tensor(checkpoint: Checkpoint, tensor: LazyTensor, arguments: argparse.Name
     size = f"{human_bytes(tensor.nbytes)} in {len(tensor.chunks)} chunks"
     lines = [f"{one_line(tensor.fqn)}: {tensor.dtype} {numbers(tensor.shape)}, {size}"]
     try:
-        if arguments.npy:
-            shape = _write_npy(tensor, index, local_path(arguments.npy))
-            document |= {"npy": arguments.npy, "npy_shape": shape}
-            lines.append(f"wrote {arguments.npy} {numbers(shape)}")
         if arguments.stats:
             stats = tensor_stats(checkpoint.payloads, checkpoint.index.tensors[tensor.fqn])
             document["stats"] = _stats(stats)
             lines.append("  ".join(f"{name} {value}" for name, value in _stats(stats).items()))
-        if not arguments.npy:
-            values = _head(tensor, index, arguments.head)
-            document["values"] = values
-            lines.append(str(values) if index is not None else f"first elements: {values}")
+        values = _head(tensor, index, arguments.head)
+        document["values"] = values
+        lines.append(str(values) if index is not None else f"first elements: {values}")
     except IndexError as error:
         raise OptionError(f"--slice {arguments.slice!r}: {error}") from error
     return Outcome(document, "\n".join(lines))
@@ -335,24 +327,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [_rounded(part) for part in value]
     return float(f"{value:.7g}") if isinstance(value, float) else value
-
-
-def _write_npy(tensor: LazyTensor, index: Any, path: Path) -> tuple[int, ...]:
-    """Write the tensor, or a slice of it, as a numpy file of any name; returns the shape."""
-    import numpy as np
-
-    values = tensor.numpy(... if index is None else index)
-    if path.exists() and not path.is_file():
-        raise OptionError(f"--npy {path}: not a regular file")
-    # A full disk must leave no file that looks whole, and another program's file may not be in the way.
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("xb") as file:
-            np.save(file, values)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return tuple(values.shape)
 
 
 _SHOWN = 30

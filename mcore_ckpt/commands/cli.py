@@ -61,7 +61,7 @@ _COMMANDS: Final = {
         "show or extract one tensor or object",
         (
             "run/iter_0001000 decoder.final_layernorm.weight",
-            "run/iter_0001000 output_layer.weight --slice '0:4, :' --npy rows.npy",
+            "run/iter_0001000 output_layer.weight --slice '0:4, :'",
         ),
     ),
     "diff": _Command(

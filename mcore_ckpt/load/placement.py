@@ -35,11 +35,9 @@ from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.format.item_reading import LocatedTensor
 from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES
 from mcore_ckpt.load.records import check_located, chunk_name
-from mcore_ckpt.state.torch_classes import dtype_name, torch_dtype
+from mcore_ckpt.state.torch_classes import PLAIN, dtype_name, torch_dtype
 from mcore_ckpt.storage.base import RangeReader
 from mcore_ckpt.storage.direct_io import aligned_buffer
-
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 # Same-dtype copies are done on integers of the same width: torch copies those for every dtype, and bit by bit.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -60,7 +58,7 @@ def address_of(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
         tensor.dtype is stored_dtype
         and tensor.is_cpu
         and tensor.is_contiguous()
-        and type(tensor) in _PLAIN_TYPES
+        and type(tensor) in PLAIN
         and tensor.layout is torch.strided
         and not tensor.is_neg()
         and not (stored_dtype.is_complex and tensor.is_conj())
@@ -71,7 +69,7 @@ def address_of(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
 
 def can_be_filled(tensor: torch.Tensor) -> bool:
     """Whether what is written to a tensor stays anywhere: not in one that only describes a tensor, as fake ones do."""
-    return not tensor.is_meta and (type(tensor) in _PLAIN_TYPES or tensor.untyped_storage().device.type != "meta")
+    return not tensor.is_meta and (type(tensor) in PLAIN or tensor.untyped_storage().device.type != "meta")
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:
@@ -153,9 +151,7 @@ class ReadBuffer(HostBytes):
 
 def _takes_bits(tensor: torch.Tensor, stored_dtype: torch.dtype) -> bool:
     """True if stored elements can be put into the tensor bit by bit."""
-    return (
-        tensor.dtype is stored_dtype and type(tensor) in _PLAIN_TYPES and not tensor.is_neg() and not tensor.is_conj()
-    )
+    return tensor.dtype is stored_dtype and type(tensor) in PLAIN and not tensor.is_neg() and not tensor.is_conj()
 
 
 def alignment_for(tensor: torch.Tensor, stored_dtype: torch.dtype) -> int:
@@ -396,7 +392,7 @@ class Columns:
         return chunks.get((offsets, sizes))
 
     def wanted_by_several(self, ranks: int) -> bool:
-        """As `LoadPlan.wanted_by_ranks`, of all of them together: each byte twice."""
+        """Whether, as `LoadPlan.times_wanted` counts, all of them are wanted twice."""
         if self._packed is None or not self.numbers:
             return False
         rows = np.searchsorted(self._packed.firsts, self.numbers, "right") - 1

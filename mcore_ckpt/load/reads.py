@@ -398,7 +398,7 @@ Located = dict[tuple[StoredItem, torch.dtype, tuple[int, ...]], LocatedTensor]
 
 class TensorReads:
     """Carries out one plan. `located` is kept as long as a reader's checkpoint; `ranks`: of this host, as
-    `LoadPlan.wanted_by_ranks` takes them.
+    `LoadPlan.times_wanted` takes them.
     """
 
     def __init__(
@@ -412,8 +412,7 @@ class TensorReads:
     ) -> None:
         self._files = files
         self._ranks = ranks
-        self._shared: frozenset[str] = frozenset()  # tensors of which other ranks of this host want each byte, too
-        self._whole: frozenset[str] = frozenset()  # tensors of which they want what this one does not
+        self._times_wanted: Mapping[str, int] = {}  # by ranks of this host
         self._columns_are_shared = False
         self._located = located
         self._forms: Forms = {}
@@ -433,8 +432,7 @@ class TensorReads:
         items = [plan.items[key] for key in sorted(plan.items)]
         self._pinned = any(want.tensor.is_cuda for wanted in items[:64] for want in wanted.wants)
         if self._ranks > 1:
-            self._shared = plan.wanted_by_ranks(self._ranks, 2)
-            self._whole = plan.wanted_by_ranks(self._ranks, 1)
+            self._times_wanted = plan.times_wanted(self._ranks)
             self._columns_are_shared = plan.columns.wanted_by_several(self._ranks)
         columns = spans_of(plan.columns, **self._sizes)
         needed_bytes = sum(int(span.items.payloads.sum()) for span in columns)
@@ -538,7 +536,8 @@ class TensorReads:
             return self._columns_are_shared
         first = span.extents[0]
         fqn = (first.owner if isinstance(first.owner, WantedItem) else first.owner.wanted).fqn
-        return fqn in self._shared or (fqn in self._whole and first.wanted_bytes < first.stop - first.start)
+        has_gaps = first.wanted_bytes < first.stop - first.start  # which those want that this rank does not
+        return self._times_wanted.get(fqn, 0) > (0 if has_gaps else 1)
 
     def _read_columns(self, span: ColumnSpan) -> None:
         start, nbytes, keeps = span.start, span.stop - span.start, self._is_shared(span)

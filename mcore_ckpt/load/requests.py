@@ -269,14 +269,14 @@ class LoadPlan:
             )
         self._tensors.append(tensor)
 
-    def wanted_by_ranks(self, ranks: int, times: int) -> frozenset[str]:
-        """Tensors among `items` of which so many ranks of this host, if each requests as much of it as this one,
-        request each byte so many times.
+    def times_wanted(self, ranks: int) -> dict[str, int]:
+        """How often so many ranks of this host, if each requests as much of a tensor among `items` as this one, request
+        each byte of it.
 
         No rank tells another what it requests. Where others request none of a tensor, as those of other pipeline stages
-        do, it may be named here all the same.
+        do, it may be counted here all the same.
         """
-        return frozenset(fqn for fqn, (wanted, there) in self._elems.items() if ranks * wanted >= times * there)
+        return {fqn: ranks * wanted // there for fqn, (wanted, there) in self._elems.items()}
 
     def turns(self) -> list[LoadPlan]:
         """This plan; or several to be carried out one after the other, if destinations share memory: those that do come

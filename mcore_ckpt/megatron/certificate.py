@@ -16,6 +16,7 @@ Megatron-LM's `load_checkpoint` ends with it (`resume.py`); loops of one's own c
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -26,7 +27,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -42,7 +43,7 @@ from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, is_flat_bucket
-from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
+from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.format.versions import layout_of_versions
 from mcore_ckpt.load.checks import global_shape
 from mcore_ckpt.load.ranges import batches
@@ -213,7 +214,9 @@ def certify(
         _fill_padding([state], reader, of_tensors)
         tensors, objects = built_leaves(state)
         found = _of_tensors(tensors, reader.index, of_tensors, group.rank, _tells_shifted(optimizer), shards)
-        common = _common_state(reader, directory)
+        common = None
+        with contextlib.suppress(CheckpointNotFoundError):
+            common = load_common(directory, reader.options)
         found.counts["without common"] = int(group.rank == 0 and common is None)
         state, common = (one if isinstance(one, dict) else {} for one in (state, common))
         ignored = _SCHEDULED if getattr(state.get("args"), "override_opt_param_scheduler", False) else ()
@@ -505,16 +508,6 @@ def _of_objects(
         counts["rewritten" if is_rewritten else "objects"] += any(map(is_main_replica, of_key))
         if not is_rewritten:
             yield from (Difference("object", rank, key, *one) for one in found)
-
-
-def _common_state(reader: FileSystemReader, directory: Path) -> Any:
-    """None where none was saved."""
-    try:
-        return load_common(directory, reader.options)
-    except CheckpointNotFoundError:
-        if reader.index.manifest is not None and COMMON_FILE in reader.index.manifest.files:
-            raise
-        return None
 
 
 def _of_common_state(

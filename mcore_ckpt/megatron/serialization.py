@@ -225,7 +225,8 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
                 note_common(directory, identity_of(manifest, version))
                 return stored[0] if isinstance(stored, list) else stored
     if file is None:
-        raise CheckpointNotFoundError(
+        is_lost = manifest is not None and COMMON_FILE in manifest.files
+        raise (CorruptCheckpointError if is_lost else CheckpointNotFoundError)(
             f"{directory / COMMON_FILE}: Common file does not exist, nor does .metadata name an object "
             f"{COMMON_STATE_KEY}; expected one of them in a checkpoint of Megatron-Core. The directory holds "
             f"{', '.join(sorted(names)[:8]) or 'nothing'}{', ...' if len(names) > 8 else ''}"

@@ -25,7 +25,8 @@ def unequal(
     """Path, stored value and held value, of what differs in all that is stored. `exact`: what is held besides differs,
     too, as do 1 and True, or a list and a tuple of the same values.
     """
-    if _is_local(held) or is_sharded_tensor(held) or is_sharded_object(held):  # (these are compared as shards)
+    # Megatron's `LocalNonpersistentObject` is a rank's own; shards are compared as such.
+    if (hasattr(held, "unwrap") and hasattr(held, "obj")) or is_sharded_tensor(held) or is_sharded_object(held):
         return
     if isinstance(stored, dict) and isinstance(held, dict):
         for key, value in stored.items():
@@ -50,11 +51,6 @@ def unequal(
             yield from next(filter(None, found), ())  # those of a generator may differ in hundreds of numbers
     elif not _is_equal(stored, held, exact):
         yield where, _shown(stored), _shown(held)
-
-
-def _is_local(value: object) -> bool:
-    """Whether this is Megatron's `LocalNonpersistentObject`."""
-    return hasattr(value, "unwrap") and hasattr(value, "obj")
 
 
 def _unequal_groups(
@@ -95,14 +91,10 @@ def _is_equal(stored: Any, held: Any, exact: bool) -> bool:
         return of_stored.keys() == of_held.keys() and not any(unequal(of_stored, of_held, exact=exact))
     try:
         if isinstance(stored, _INEXACT) and isinstance(held, _INEXACT) and stored == held:
-            return bool(np.all(np.signbit(_parts(stored)) == np.signbit(_parts(held))))  # 0.0 and -0.0
+            return repr(complex(stored)) == repr(complex(held))  # 0.0 and -0.0
         return bool(stored == held) or (stored != stored and held != held)  # (NaN)
     except Exception:  # noqa: BLE001 (of third-party classes)
         return False
-
-
-def _parts(number: Any) -> list[Any]:
-    return [np.real(number), np.imag(number)]
 
 
 def _shown(value: Any) -> str:

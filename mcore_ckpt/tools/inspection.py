@@ -38,7 +38,6 @@ from mcore_ckpt.tools.keys import (
     data_file_rank,
     grid_of,
     group_of,
-    is_optimizer_key,
     key_filter,
     layout_of_arguments,
     layout_of_chunks,
@@ -408,20 +407,12 @@ def _data(index: CheckpointIndex, summary: CheckpointSummary) -> dict[str, Any]:
     files = file_rows(index)
     numbers = {row.file: n for n, row in enumerate(files)}
     tensors = [_tensor(entry, numbers) for entry in index.tensors.values()]
-    # The picture that opens first should show something: a weight of the model that is divided among ranks.
-    first = max(range(len(tensors)), key=lambda n: _interest(tensors[n]), default=-1)
     return {
         "subtitle": summary.path,
         "summary": [*summary.facts(), *(("problem", problem) for problem in summary.problems)],
         "tensors": tensors,
-        "first": first,
         "files": [{"file": row.file, "rank": row.rank} for row in files],
     }
-
-
-def _interest(tensor: dict[str, Any]) -> tuple[bool, int, int]:
-    files = {chunk[2] for chunk in tensor["chunks"]}
-    return (not is_optimizer_key(tensor["key"]), min(len(files), 8), tensor["bytes"])
 
 
 def _tensor(entry: TensorEntry, numbers: dict[str, int]) -> dict[str, Any]:

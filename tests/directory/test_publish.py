@@ -11,14 +11,7 @@ import pytest
 
 from mcore_ckpt import CheckpointExistsError, SaveError, SaveOptions
 from mcore_ckpt.directory.in_force import common_file_in_force
-from mcore_ckpt.directory.publish import (
-    Target,
-    check_files,
-    open_target,
-    publish,
-    reserve,
-    settle,
-)
+from mcore_ckpt.directory.publish import Target, check_files, open_target, publish, reserve, settle
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import Manifest, ManifestFile, data_file_name, with_id, with_manifest
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index

@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mcore_ckpt.format.index import (
@@ -23,10 +20,7 @@ from mcore_ckpt.format.index import (
     object_key,
     parse_object_key,
 )
-from mcore_ckpt.format.metadata_read import (
-    parse_index,
-    read_index,
-)
+from mcore_ckpt.format.metadata_read import parse_index, read_index
 from mcore_ckpt.state.torch_classes import to_dcp_metadata
 
 

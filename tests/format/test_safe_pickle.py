@@ -19,11 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_ckpt.core.errors import (
-    CorruptCheckpointError,
-    LoadError,
-    UnsafePickleError,
-)
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, UnsafePickleError
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.format.state_file import read_plain
 from tests.support.stored_layouts import rewritten

@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt import (
-    checkpoint_fingerprint,
-    diff_checkpoints,
-    reshard_checkpoint,
-)
+from mcore_ckpt import checkpoint_fingerprint, diff_checkpoints, reshard_checkpoint
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.tools.diff import model_and_optimizer

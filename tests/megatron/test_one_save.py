@@ -35,28 +35,38 @@ def two_saves(directory: Path, iteration: int = 2) -> tuple[Path, Callable[[], N
     return named, replace
 
 
-def replaced_between(rank: int, directory: Path) -> list[str]:
-    """The messages of loads of a checkpoint that is replaced behind the common state, and behind rank 0's load."""
-    dist_checkpointing = installed()
-    from mcore_ckpt.megatron import serialization, strategy
-    from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
+def replaced_first(replace: Callable[[], None], method: Any) -> Any:
+    """The same method, ahead of which the checkpoint is replaced."""
 
-    messages = []
-    named, replace = two_saves(directory / "behind the common state")
-    load: Any = TorchDistLoadStrategy.load
-
-    def load_later(self: Any, *args: Any) -> Any:
+    def call(self: Any, *args: Any) -> Any:
         dist.barrier()
         replace()
         dist.barrier()
-        return load(self, *args)
+        return method(self, *args)
 
+    return call
+
+
+def refused(named: Path, *changed: tuple[Any, str, Any]) -> str:
+    """The message of a load during which these attributes are others. Behind it the second save loads."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(TorchDistLoadStrategy, "load", load_later)
+        for owner, name, value in changed:
+            patched.setattr(owner, name, value)
         with pytest.raises(LoadError) as raised:
-            dist_checkpointing.load(state(0), str(named))
-    messages.append(str(raised.value))
-    check(dist_checkpointing.load(state(0), str(named)), 7)
+            installed().load(state(0), str(named), validate_access_integrity=False)
+    check(installed().load(state(0), str(named)), 7)
+    return str(raised.value)
+
+
+def replaced_between(rank: int, directory: Path) -> list[str]:
+    """The messages of loads of a checkpoint that is replaced behind the common state, and behind rank 0's load."""
+    installed()
+    from mcore_ckpt.megatron import serialization, strategy
+    from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy
+
+    named, replace = two_saves(directory / "behind the common state")
+    load_later = replaced_first(replace, TorchDistLoadStrategy.load)
+    messages = [refused(named, (TorchDistLoadStrategy, "load", load_later))]
 
     named, replace = two_saves(directory / "behind rank 0")
     checked: Any = strategy.check_common
@@ -77,14 +87,8 @@ def replaced_between(rank: int, directory: Path) -> list[str]:
             time.sleep(0.01)
         return joint
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(strategy, "check_common", replace_behind)
-        patched.setattr(serialization, "join", join_and_wait)
-        with pytest.raises(LoadError) as raised:
-            dist_checkpointing.load(state(0), str(named), validate_access_integrity=False)
-    messages.append(str(raised.value))
-    check(dist_checkpointing.load(state(0), str(named)), 7)
-    return messages
+    changed = (strategy, "check_common", replace_behind), (serialization, "join", join_and_wait)
+    return [*messages, refused(named, *changed)]
 
 
 def test_what_is_read_of_two_saves_is_refused_on_all_ranks(tmp_path: Path) -> None:
@@ -105,21 +109,7 @@ def replaced_under_a_load(rank: int, directory: Path) -> str:
     run = directory / "run"
     dist_checkpointing.save(state(1), made(run / "iter_0000001"))
     named, replace = two_saves(run)
-    read: Any = FileSystemReader._read
-
-    def replace_ahead(self: Any, *args: Any) -> Any:
-        self.index.tensors  # noqa: B018  (what is to be read is known by now)
-        dist.barrier()
-        replace()
-        dist.barrier()
-        return read(self, *args)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(FileSystemReader, "_read", replace_ahead)
-        with pytest.raises(LoadError) as raised:
-            dist_checkpointing.load(state(0), str(named))
-    check(dist_checkpointing.load(state(0), str(named)), 7)
-    return str(raised.value)
+    return refused(named, (FileSystemReader, "_read", replaced_first(replace, FileSystemReader._read)))
 
 
 def test_what_is_replaced_under_a_load_is_not_damaged(tmp_path: Path) -> None:

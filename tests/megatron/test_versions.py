@@ -66,10 +66,9 @@ def layout_with(order: str) -> str:
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, order=order)
-    try:
-        return parallel_layout()
-    finally:
-        parallel_state.destroy_model_parallel()
+    layout = parallel_layout()
+    parallel_state.destroy_model_parallel()
+    return layout
 
 
 def save_refused(rank: int, path: Path) -> str:

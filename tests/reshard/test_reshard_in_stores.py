@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,13 +26,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "modelopt" / "state.bin").write_bytes(bytes(100))
     (directory.parent / "latest_checkpointed_iteration.txt").write_text("7")
     return directory
-
-
-@pytest.fixture
-def proxied(object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    with Proxy(object_directory.server) as proxy:
-        monkeypatch.setenv(object_directory.variable, proxy.url)
-        yield proxy
 
 
 def fetched(url: str, directory: Path) -> dict[str, torch.Tensor]:

@@ -35,14 +35,6 @@ on_each_kind = pytest.mark.parametrize("object_directory", KINDS, indirect=True)
 
 
 @pytest.fixture
-def proxied(object_directory: ObjectDirectory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """The store, by way of a proxy."""
-    with Proxy(object_directory.server) as proxy:
-        monkeypatch.setenv(object_directory.variable, proxy.url)
-        yield proxy
-
-
-@pytest.fixture
 def proxied_s3(s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     with Proxy(s3_directory.server) as proxy:
         monkeypatch.setenv(s3_directory.variable, proxy.url)

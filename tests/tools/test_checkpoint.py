@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -134,16 +133,6 @@ class TestCat:
         shown = json.loads(capsys.readouterr().out)
         assert (shown["stats"]["nans"], shown["stats"]["infinities"], shown["stats"]["zeros"]) == (1, 1, 1)
         assert shown["values"] == [1.0, "nan", "inf", 0.0]
-
-    def test_npy(self, path: Path, tmp_path: Path) -> None:
-        tensor = model_tensors()[KEY].float().numpy()
-        assert main(["cat", str(path), KEY, "--npy", str(tmp_path / "whole.npy")]) == 0
-        assert np.array_equal(np.load(tmp_path / "whole.npy"), tensor)
-        assert main(["cat", str(path), KEY, "--npy", str(tmp_path / "part.npy"), "--slice", "3:5"]) == 0
-        assert np.array_equal(np.load(tmp_path / "part.npy"), tensor[3:5])
-        os.mkfifo(tmp_path / "pipe")
-        assert main(["cat", str(path), KEY, "--npy", str(tmp_path / "pipe")]) == 2
-        assert (tmp_path / "pipe").is_fifo()
 
     def test_an_object_and_a_part_of_a_key(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["cat", str(path), "shard_0.1", "--json"]) == 0

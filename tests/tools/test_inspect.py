@@ -16,11 +16,7 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.tools.inspection import (
-    describe_items,
-    render_report,
-    summarize_checkpoint,
-)
+from mcore_ckpt.tools.inspection import describe_items, render_report, summarize_checkpoint
 from mcore_ckpt.tools.keys import layout_of_chunks
 from tests.support.model_like import model_tensors, write_model
 
