@@ -392,7 +392,7 @@ class Columns:
         return chunks.get((offsets, sizes))
 
     def wanted_by_several(self, ranks: int) -> bool:
-        """Whether, as `LoadPlan.times_wanted` counts, all of them are wanted twice."""
+        """Whether, as `LoadPlan.times_wanted` counts, all of them are requested twice."""
         if self._packed is None or not self.numbers:
             return False
         rows = np.searchsorted(self._packed.firsts, self.numbers, "right") - 1
