@@ -345,11 +345,10 @@ class Extents:
             needed_bytes = part_bytes if all_needed else _overlap_elems(part.box, wants) * elem_bytes
             fits = exact and part_bytes == read_bytes
             address = _address(wants[0], part.box, elem_bytes) if fits else 0
-            # Long straight parts need no buffer to share; parts that are mostly gaps may be copied without a read.
+            # Long straight parts need no buffer to share.
             straight = address != 0 and read_bytes >= _STRAIGHT_BYTES
-            gappy = read_bytes > (1 + MAX_WASTE) * needed_bytes
             read = PartRead(wanted, start, part, wants, address, alignment, sums)
-            yield _extent(read, needed_bytes, alone=straight or gappy)
+            yield _extent(read, needed_bytes, alone=straight)
 
 
 def _extent(read: PartRead, wanted_bytes: int, alone: bool = False) -> Extent:
@@ -509,8 +508,6 @@ class TensorReads:
                 if first.alone and owner.address:
                     self._read_straight(reader, span, owner)
                     return
-                if first.alone and not owner.address and self._copy_cached(reader, first):
-                    return
                 buffer = self._buffer(span.stop - span.start)
                 start, stop = padded_range(span.start, span.stop, reader.size_bytes)
                 skew = _skew(first, start)
@@ -585,17 +582,6 @@ class TensorReads:
         with self._summing(read) as stream:
             reader.read_into(span.start, memory_at(read.address, length), stream.feed)
         self._stats.add(reads=1, bytes_read=length)
-
-    def _copy_cached(self, reader: RangeReader, extent: Extent) -> bool:
-        """Copy the requested bytes of a part that is mostly gaps straight out of the page cache, if they are there."""
-        read: PartRead = extent.owner
-        with reader.mapped(extent.start, extent.stop - extent.start) as address:
-            if not address or address % read.alignment:
-                return False
-            memory = HostBytes.at(address, extent.stop - extent.start)
-            self._place_part(memory, 0, read._replace(sums=None))
-        self._stats.add(reads=1, bytes_read=extent.wanted_bytes)
-        return True
 
     def _buffer(self, needed_bytes: int) -> ReadBuffer:
         buffer: ReadBuffer | None = getattr(self._per_thread, "buffer", None)

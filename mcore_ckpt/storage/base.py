@@ -106,8 +106,8 @@ class FileVersion(NamedTuple):
 class RangeReader(ABC):
     """One open file, read at any offset by any number of threads.
 
-    A back-end implements `read_into` and `close`. `is_cached`, `scatter` and `mapped` are for files that the memory of
-    this host may hold already; elsewhere their defaults are true.
+    A back-end implements `read_into` and `close`. `is_cached` and `scatter` are for files that the memory of this host
+    may hold already; elsewhere their defaults are true.
     """
 
     name: str  # as an error message should show it (for a local file, its path)
@@ -138,13 +138,6 @@ class RangeReader(ABC):
         False if it cannot be done so; places may have been written. `read_into` then tells why.
         """
         return False
-
-    @contextmanager
-    def mapped(self, offset: int, length: int) -> Iterator[int]:
-        """The address of memory that holds bytes `[offset, offset + length)` already, so that they need not be read to
-        be copied, within the `with` block only; 0 if there is none, or it cannot be told.
-        """
-        yield 0
 
     def check_range(self, offset: int, length: int) -> None:
         """Raise `CorruptCheckpointError` unless `[offset, offset + length)` lies inside the file."""

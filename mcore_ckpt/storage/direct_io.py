@@ -29,8 +29,7 @@ import os
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -257,21 +256,6 @@ class Residency:
         cached = sum(self._cached_pages(first + i * step, _SAMPLE_PAGES) for i in range(_SAMPLES))
         return cached / (_SAMPLES * _SAMPLE_PAGES)
 
-    def address_of(self, offset: int, nbytes: int) -> int:
-        """Where bytes `[offset, offset + nbytes)` are mapped, if every page of them is cached; else 0."""
-        if self._address is None or offset < 0 or nbytes <= 0 or offset + nbytes > self._size_bytes:
-            return 0
-        first = offset // mmap.PAGESIZE
-        pages = align_up(offset + nbytes, mmap.PAGESIZE) // mmap.PAGESIZE - first
-        return self._address + offset if self._cached_pages(first, pages) == pages else 0
-
-    def forget(self, offset: int, nbytes: int) -> None:
-        """Take the pages that were touched through the mapping out of this process, whose memory they count to."""
-        if self._address is None:
-            return
-        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        _libc().madvise(self._address + start, offset + nbytes - start, mmap.MADV_DONTNEED)
-
     def _cached_pages(self, first: int, pages: int) -> int:
         resident = ctypes.create_string_buffer(pages)
         address = (self._address or 0) + first * mmap.PAGESIZE
@@ -462,23 +446,6 @@ class LocalReader(RangeReader):
 
     def is_cached(self, offset: int, length: int) -> bool:
         return self._residency is not None and self._residency.cached_share(offset, length) >= _MOSTLY_CACHED
-
-    @contextmanager
-    def mapped(self, offset: int, length: int) -> Iterator[int]:
-        """The page cache itself, mapped; only where all of the range is cached."""
-        # Touching a mapped file that another program cuts at that very moment ends the process (SIGBUS), which a read
-        # would survive. So this serves only what reads serve badly (many short runs), for the milliseconds of a copy,
-        # after a look at the file's length; `direct="off"` rules it out.
-        fd, residency = self._fd, self._residency
-        if fd is None or residency is None or os.fstat(fd).st_size != self.size_bytes:
-            yield 0
-            return
-        mapped = residency.address_of(offset, length)
-        try:
-            yield mapped
-        finally:
-            if mapped:
-                residency.forget(offset, length)
 
     def _wants_direct(self, offset: int, nbytes: int) -> bool:
         if self._direct_fd is None:
