@@ -179,7 +179,7 @@ class _Replanned(McoreCkpt):
 
 
 class _Certified(McoreCkpt):
-    """Each load ends with a certificate of one tensor in 31, as a resume of Megatron's does."""
+    """Each load ends with a certificate of one tensor in 32, as a resume of Megatron's does."""
 
     certify = "sample"
 

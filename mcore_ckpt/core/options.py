@@ -308,7 +308,7 @@ class LoadOptions:
             `"raise"`, or `"go_back"` to the newest older one of the run that is complete, with a warning on rank 0. All
             ranks must load together then.
         certify: at the end of Megatron-LM's `load_checkpoint`, after `install()`, and by `mcore_ckpt.certify`, compare
-            what the job is with the checkpoint: `"sample"`, one tensor in 31, which depend on the save, and all
+            what the job is with the checkpoint: `"sample"`, one tensor in 32, which depend on the save, and all
             objects and random states; `"warn"`, all tensors. Rank 0 warns of each difference; or all ranks raise
             `LoadError` (`"raise"`, all tensors). `"off"` compares nothing.
     """

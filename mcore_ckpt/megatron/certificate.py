@@ -24,6 +24,7 @@ import logging
 import math
 import operator
 import os
+import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,12 +58,14 @@ from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of("mcore_ckpt")
 
-_SAMPLE: Final = 31  # one tensor in so many: a prime, or it would be the same of each layer
+_SAMPLE: Final = 32  # one tensor in so many
 _SHOWN: Final = 10
 _SCRATCH_BYTES: Final = 64 * 1024 * 1024
 _WHAT: Final = "certify the state that was resumed"
 # Of the common state: what jobs may change, or what says how it was saved.
 _NOT_STATE: Final = ("args", "content_metadata", "checkpoint_version")
+# What Megatron-LM adds or leaves out after it has made its state dict.
+_ADDED: Final = ("num_floating_point_operations_so_far", "rerun_state_machine")
 _COUNTED: Final = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 # What `--override-opt-param-scheduler` sets.
 _SCHEDULED: Final = tuple(
@@ -142,6 +145,8 @@ class _Found(NamedTuple):
 
     counts: Counter[str]
     differences: tuple[Difference, ...] = ()
+    held: int = 0  # bits by number of the tensors that are chosen: those of which a rank has the first element
+    objects: int = 0  # bits by number of the stored objects: those of which a rank has the main one
     absent: frozenset[str] = frozenset()
     residues: Mapping[str, _Residue] = {}
     unlike: frozenset[str] = frozenset()  # tensors of which a rank holds something in another form than is stored
@@ -152,6 +157,8 @@ class _Found(NamedTuple):
         return _Found(
             self.counts + other.counts,
             (*self.differences, *other.differences)[:_SHOWN],
+            self.held | other.held,
+            self.objects | other.objects,
             self.absent | other.absent,
             _added([*self.residues.items(), *other.residues.items()]),
             self.unlike | other.unlike,
@@ -160,8 +167,11 @@ class _Found(NamedTuple):
 
     @property
     def partial(self) -> frozenset[str]:
-        """Tensors of which no rank holds some elements."""
-        found = (name for name, (_, _, elems) in self.residues.items() if elems < 0 and "\0" not in name)
+        """Tensors that ranks do not hold once and whole: of what they hold, nothing differs."""
+        is_right = not self.counts["differing"]
+        found = (
+            name for name, (_, *rest) in self.residues.items() if (is_right or rest != [1, 0]) and "\0" not in name
+        )
         return frozenset(found) - self.unlike
 
 
@@ -197,35 +207,47 @@ def certify(
         LoadError: on all ranks, if something differs and `options.certify` is `"raise"`; or if the checkpoint cannot be
             read.
     """
-    options = LoadOptions.from_environment() if options is None else options
-    directory, group = checkpoint_path(reader.path if reader else checkpoint_dir), coordination_group(process_group)
-    said = group.run_merged(_WHAT, lambda: {str(options.certify)}, operator.or_, sorted, wrap=LoadError)
+    group, opened = coordination_group(process_group), list[FileSystemReader]()
+
+    def open_it() -> set[str]:
+        opened.append(reader or FileSystemReader(checkpoint_path(checkpoint_dir), options=options))
+        return {str((options or opened[0].options).certify)}
+
+    said = group.run_merged(_WHAT, open_it, operator.or_, sorted, wrap=LoadError)
     if len(said) > 1:
         raise OptionError(f"certify: expected one value on all ranks, got {' and '.join(said)}")
+    (reader,), shards, compared = opened, list[Any](), dict[str, int]()
+    directory, options = reader.path, options or reader.options
     if options.certify == "off":
         return Certificate(directory.name, 0, 0, group.size)
-    reader, shards = reader or FileSystemReader(directory, options=options), list[Any]()
 
     @collector_paused()
     def compare() -> _Found:
         state = sharded_state_dict() if callable(sharded_state_dict) else sharded_state_dict
         chosen = functools.partial(_chosen, options, reader.index)
-        of_tensors = chosen(reader.index.tensors)
-        _fill_padding([state], reader, of_tensors)
+        compared.update((name, number) for number, name in enumerate(chosen(reader.index.tensors)))
+        _fill_padding([state], reader, compared)
         tensors, objects = built_leaves(state)
-        found = _of_tensors(tensors, reader.index, of_tensors, group.rank, _tells_shifted(optimizer), shards)
+        found = _of_tensors(tensors, reader.index, compared, group.rank, _tells_shifted(optimizer), shards)
         common = None
         with contextlib.suppress(CheckpointNotFoundError):
             common = load_common(directory, reader.options)
         found.counts["without common"] = int(group.rank == 0 and common is None)
         state, common = (one if isinstance(one, dict) else {} for one in (state, common))
         ignored = _SCHEDULED if getattr(state.get("args"), "override_opt_param_scheduler", False) else ()
-        others = [*_of_objects(objects, reader, ignored, group.rank, found.counts)]
+        mains = set[str]()
+        others = [*_of_objects(objects, reader, ignored, group.rank, found.counts, mains)]
         others += _of_common_state(state, common, ignored, group.rank)
         others += _of_weights(optimizer, shards, chosen, group.rank, found.counts)
         found.counts["differing"] = len(others)
-        lacking = frozenset(map(str, common.keys() - state.keys() - set(_NOT_STATE)))
-        return found._replace(differences=tuple(others[:_SHOWN]), lacking=lacking)
+        lacking = frozenset(map(str, common.keys() - state.keys() - {*_NOT_STATE, *_ADDED}))
+        absent = {one.unique_key for one in objects if "_extra_state" not in one.unique_key}
+        return found._replace(
+            differences=tuple(others[:_SHOWN]),
+            objects=_bits(key in mains for key in reader.index.objects),
+            absent=found.absent | absent.difference(reader.index.objects),
+            lacking=lacking,
+        )
 
     def read_again() -> _Found:
         stored = reader.index.fingerprints
@@ -238,7 +260,7 @@ def certify(
         found = group.run_merged(_WHAT, compare, _Found.merged, lambda merged: merged, wrap=LoadError)
         if found.residues or found.counts["unstored"]:
             found = found.merged(group.run_merged(_WHAT, read_again, _Found.merged, lambda both: both, wrap=LoadError))
-    certificate = _certificate(found, reader.index, options, group, reasons)
+    certificate = _certificate(found, reader.index, compared, group, reasons)
     if certificate.differing and options.certify == "raise":
         raise LoadError(f"{certificate}. Do not train with this state")
     if group.is_coordinator:
@@ -249,19 +271,22 @@ def certify(
 
 
 def _certificate(
-    found: _Found, index: CheckpointIndex, options: LoadOptions, group: RankGroup, reasons: Sequence[str]
+    found: _Found, index: CheckpointIndex, chosen: Mapping[str, int], group: RankGroup, reasons: Sequence[str]
 ) -> Certificate:
-    counts, stored, chosen = found.counts, len(index.tensors), found.counts["chosen"]
-    tensors, unlike, partial = chosen - counts["tensors"] - counts["shifted"], len(found.unlike), len(found.partial)
-    objects = len(index.objects.keys() - {COMMON_STATE_KEY}) - counts["objects"] - counts["rewritten"]
+    counts, held = found.counts, {name for name, number in chosen.items() if found.held >> number & 1}
+    elsewise = found.unlike | found.partial
+    tensors = len(chosen.keys() - held - elsewise) - counts["shifted"]
+    rerun = sum(key.startswith(_ADDED[1]) for key in index.objects)
+    objects = len(index.objects.keys() - {COMMON_STATE_KEY}) - found.objects.bit_count() - counts["rewritten"] - rerun
     left = (
-        (stored - chosen, "tensor", f"one in {_SAMPLE} is"),
-        (unlike, "tensor", "of another dtype, shape or class"),
-        (partial, "tensor", f"of which ranks hold a part only: {_listed(found.partial)}"),
+        (len(index.tensors) - len(chosen), "tensor", f"one in {_SAMPLE} is"),
+        (len(found.unlike), "tensor", "of another dtype, shape or class"),
+        (len(found.partial), "tensor", f"that ranks do not hold once and whole: {_listed(found.partial)}"),
         (counts["shifted"], "tensor", "of an optimizer of several buckets, which Megatron-Core tells shifted"),
         (counts["rewritten"], "object", "written in another way by its module"),
+        (rerun, "object", "of the rerun state machine"),
         (counts["elsewhere"], "object", "in a version of this rank: these are of another layout"),
-        (len(found.absent), "tensor", f"not in the checkpoint: {_listed(found.absent)}"),
+        (len(found.absent), "key", f"not in the checkpoint: {_listed(found.absent)}"),
         (counts["weights"], "weight", "its master is no plain tensor of its size"),
         (len(found.lacking), "part", f"of the common state, that a rank has not: {_listed(found.lacking)}"),
         (counts["without common"], "common state", "none is there"),
@@ -270,8 +295,8 @@ def _certificate(
     )
     return Certificate(
         checkpoint=PurePath(index.path).name,
-        tensors=max(0, counts["tensors"] - unlike - partial),
-        objects=counts["objects"],
+        tensors=len(held - elsewise),
+        objects=found.objects.bit_count(),
         ranks=group.size,
         differences=found.differences,
         differing=counts["differing"],
@@ -286,13 +311,14 @@ def _listed(names: Collection[str]) -> str:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _chosen(options: LoadOptions, index: CheckpointIndex, names: Iterable[str]) -> Collection[str]:
-    """Those that are compared, of what all ranks name in one order; of a sample, other ones of each save."""
+def _chosen(options: LoadOptions, index: CheckpointIndex, names: Collection[str]) -> list[str]:
+    """Those that are compared, in their order, which all ranks have alike; of a sample, other ones of each save."""
     if options.certify != "sample":
-        return set(names)
+        return list(names)
     # A save is known by its id, and where it has none by the name of its directory.
     save = crc32(os.fsencode(PurePath(index.path).name) if index.manifest is None else index.manifest.save_id)
-    return set(itertools.islice(names, save % _SAMPLE, None, _SAMPLE))
+    drawn = set(random.Random(save).sample(range(len(names)), -(-len(names) // _SAMPLE)))
+    return [name for number, name in enumerate(names) if number in drawn]
 
 
 def _fill_padding(state: Any, reader: FileSystemReader, chosen: Collection[str]) -> None:
@@ -308,7 +334,7 @@ def _fill_padding(state: Any, reader: FileSystemReader, chosen: Collection[str])
 def _of_tensors(
     tensors: Sequence[Any],
     index: CheckpointIndex,
-    chosen: Collection[str],
+    chosen: Mapping[str, int],
     rank: int,
     shifted: bool,
     compared: list[Any],
@@ -316,10 +342,10 @@ def _of_tensors(
     """What shards of tensors add that are stored in the same dtype and shape: what is converted, quantized or padded
     otherwise has other bits. Those go into `compared`. `shifted`: gathered optimizer state has not.
     """
-    counts, unlike, residues = Counter[str](), set(), list[tuple[str, _Residue]]()
+    counts, unlike, residues, held = Counter[str](), set(), list[tuple[str, _Residue]](), bytearray(len(chosen))
     absent = {shard.key for shard in tensors if shard.data is not None}.difference(index.tensors)
     for shard in tensors:
-        if shard.key not in chosen:
+        if shard.data is None or shard.key not in chosen:
             continue
         entry = index.tensors[shard.key]
         stretch = getattr(shard, "flattened_range", None)
@@ -328,7 +354,8 @@ def _of_tensors(
         is_alike = is_dense(shard.data) and dtype_name(shard.data.dtype) == entry.dtype
         is_alike = is_alike and global_shape(index, entry) == tuple(shard.global_shape)
         is_shifted = shifted and "optimizer.state." in shard.key and not is_flat_bucket(shard.key)
-        counts["shifted" if is_shifted else "tensors"] += is_first
+        counts["shifted"] += is_first and is_shifted
+        held[chosen[shard.key]] |= is_first and not is_shifted
         if is_alike and not is_shifted:
             compared.append(shard)
         elif not is_shifted:
@@ -342,8 +369,14 @@ def _of_tensors(
                 crc = stored = 0
             elems, total = shard.data.numel(), math.prod(shard.global_shape)
             residues.append((name, (crc ^ stored, 1, elems - total) if is_first else (crc, 0, elems)))
-    counts["chosen"] = len(chosen) if rank == 0 else 0  # (all ranks choose the same)
-    return _Found(counts, (), frozenset(absent), _added(residues), frozenset(unlike))
+    return _Found(
+        counts, held=_bits(held), absent=frozenset(absent), residues=_added(residues), unlike=frozenset(unlike)
+    )
+
+
+def _bits(flags: Iterable[int]) -> int:
+    """One for each flag that is not 0, the first the lowest."""
+    return int.from_bytes(np.packbits(np.fromiter(flags, bool), bitorder="little").tobytes(), "little")
 
 
 def built_leaves(tree: Any) -> tuple[list[Any], list[Any]]:
@@ -429,13 +462,13 @@ def _read_differences(shards: Iterable[Any], reader: FileSystemReader, rank: int
 def _of_weights(
     optimizer: Any,
     shards: Iterable[Any],
-    chosen: Callable[[Iterable[str]], Collection[str]],
+    chosen: Callable[[Collection[str]], Iterable[str]],
     rank: int,
     counts: Counter[str],
 ) -> Iterator[Difference]:
     """Weights that are not what their FP32 masters round to, and masters that an offloaded optimizer has not taken."""
     pairs = {f"weight {number}": pair for number, pair in enumerate(_masters(optimizer))}
-    compared = chosen(pairs)
+    compared = set(chosen(pairs))
     for name, (weight, master, loaded) in pairs.items():
         if name not in compared:
             continue
@@ -486,8 +519,14 @@ def _masters(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _of_objects(
-    objects: Iterable[Any], reader: FileSystemReader, ignored: tuple[str, ...], rank: int, counts: Counter[str]
+    objects: Iterable[Any],
+    reader: FileSystemReader,
+    ignored: tuple[str, ...],
+    rank: int,
+    counts: Counter[str],
+    mains: set[str],
 ) -> Iterator[Difference]:
+    """What differs; keys of the main ones that are compared go into `mains`."""
     held: dict[str, list[Any]] = {}
 
     def version(key: str, content: bytes) -> bytes:
@@ -503,9 +542,12 @@ def _of_objects(
         values = stored[key] if isinstance(stored[key], list) else [stored[key]]
         # Settings may be added by a later Megatron, or written as a list or as 1; of a random state all is state.
         compare = functools.partial(unequal, ignored=ignored, exact=of_key[0].key == "rng_state")
+        values = [*values, *values[:1] * len(of_key)]  # what is held once more claims to be the same
         found = [one for leaf, was in zip(of_key, values, strict=False) for one in compare(_of(leaf, was), leaf.data)]
         is_rewritten = bool(found) and "_extra_state" in key  # Transformer Engine pickles it each time
-        counts["rewritten" if is_rewritten else "objects"] += any(map(is_main_replica, of_key))
+        if any(map(is_main_replica, of_key)):
+            counts["rewritten"] += is_rewritten
+            mains |= set() if is_rewritten else {key}
         if not is_rewritten:
             yield from (Difference("object", rank, key, *one) for one in found)
 

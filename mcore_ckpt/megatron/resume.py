@@ -105,8 +105,6 @@ def _certify_resume(
     reasons = [f"--{name.replace('_', '-')}" for name in flags]
     if given["rng_state"] is None and not reasons:
         reasons.append("random states of another layout")
-    if given["rerun_state"]:
-        reasons.append("the rerun state machine")
 
     def make_state() -> Any:
         if given["rng_state"] is not None:

@@ -12,13 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box, Stretch, runs
-from mcore_ckpt.core.fingerprints import (
-    TensorFingerprint,
-    part_of,
-    part_of_elements,
-    part_of_run,
-    state_of,
-)
+from mcore_ckpt.core.fingerprints import TensorFingerprint, part_of, part_of_elements, part_of_run, state_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 

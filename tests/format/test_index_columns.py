@@ -17,13 +17,7 @@ from hypothesis import strategies as st
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.format import index_pickle
-from mcore_ckpt.format.index import (
-    CheckpointIndex,
-    ObjectEntry,
-    StoredChunk,
-    StoredItem,
-    TensorEntry,
-)
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import Manifest, ManifestFile, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_read import parse_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder

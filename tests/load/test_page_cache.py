@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
 from tests.support.gloo_ranks import run_ranks
-from tests.support.local_files import cached_pages, device_bytes, drop_cached, has_direct_io
+from tests.support.local_files import cached_pages, device_bytes, drop_cached, flip, has_direct_io
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -105,3 +108,19 @@ def test_what_ranks_of_a_host_request_alike_stays_in_the_page_cache_for_the_othe
     run_ranks(load_as_one_of, 4, ranks_here, load, saved)
     cached, pages = sum(map(cached_pages, files)), state()["large"].nbytes // 4096
     assert cached > 0.4 * pages if is_shared else cached < 0.05 * pages, (cached, pages)
+
+
+def refuse_damage(rank: int, directory: Path) -> None:
+    with pytest.raises(ChecksumError):
+        load_a_fourth_of_each_row(directory, LoadOptions())
+
+
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="ranks load alone, which it has no argument for")
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_each_rank_finds_damage_in_rows_whoever_has_read_them(is_cached: bool, saved: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(saved, tmp_path / "c"))
+    (chunk,) = read_index(directory).tensors["large"].chunks
+    flip(directory / chunk.item.file, chunk.item.offset + chunk.item.length // 2)
+    if not is_cached:
+        drop_cached(directory / chunk.item.file)
+    run_ranks(refuse_damage, 4, directory)

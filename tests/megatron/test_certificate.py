@@ -70,10 +70,10 @@ def test_what_was_saved_is_certified_under_any_layout(
     held["states"].data["param_groups"].reverse()  # each rank has an order of its own
     held["args"].lr = 2.0
     assert not certify(held, saved, options=RAISE).differing
-    monkeypatch.setattr(certificate_module, "_SAMPLE", 2**40)  # none: which one in 32, a new id of a save decides
+    monkeypatch.setattr(certificate_module, "_SAMPLE", 2**40)  # but one at least: which, a new id of a save decides
     sampled = certify(held, saved, options=LoadOptions(certify="sample"))
-    assert (sampled.tensors, sampled.objects) == (0, 1)
-    assert f"3 tensors (one in {2**40} is)" in str(sampled)
+    assert (sampled.tensors, sampled.objects) == (1, 1)
+    assert f"2 tensors (one in {2**40} is)" in str(sampled)
     caplog.clear()
     assert not certify({}, saved, options=LoadOptions(certify="off")).tensors
     assert not caplog.messages
@@ -129,8 +129,8 @@ def test_what_cannot_be_compared_is_counted(saved: Path, caplog: pytest.LogCaptu
     assert record.levelno == logging.WARNING  # of what the checkpoint lacks
     assert record.getMessage() == (
         "resumed from checkpoint as saved: 1 tensors, 0 objects, 1 rank; not compared: 1 tensor (of another dtype, "
-        "shape or class), 1 tensor (not in the checkpoint: new.weight), 1 tensor (--no-load-rng), "
-        "1 object (--no-load-rng)"
+        "shape or class), 1 tensor (that ranks do not hold once and whole: rows), 1 key (not in the checkpoint: "
+        "new.weight), 1 object (--no-load-rng)"
     )
     held["columns 0"].data = held["columns 0"].data.to("meta")
     held["optimizer.state.m 0"].data.add_(1)
@@ -140,12 +140,27 @@ def test_what_cannot_be_compared_is_counted(saved: Path, caplog: pytest.LogCaptu
     weight, optimizer = held.pop("rows 1").data, SimpleNamespace()
     optimizer._get_model_and_main_params_data_float16 = lambda: ([weight, weight], [weight.float()])
     assert not certify(held, saved, optimizer, options=WARN).differing
-    left = "1 tensor (of which ranks hold a part only: rows), 1 weight (its master is no plain tensor of its size)"
+    left = (
+        "1 tensor (that ranks do not hold once and whole: rows), 1 weight (its master is no plain tensor of its size)"
+    )
     assert caplog.messages[-1].endswith(f"not compared: {left}")
     certify({}, saved, options=WARN)
     assert [one.levelno for one in caplog.records] == [logging.WARNING] * len(caplog.records)
     assert caplog.messages[-1].startswith("resumed from checkpoint with NOTHING compared: 0 tensors, 0 objects, 1 rank")
     assert "2 parts (of the common state, that a rank has not: iteration, opt_param_scheduler)" in caplog.messages[-1]
+
+
+def test_what_is_held_twice_hides_nothing(saved: Path) -> None:
+    from megatron.core.dist_checkpointing import ShardedObject
+
+    held = state(2)
+    held["rows 2"], held["rows 3"] = held["rows 0"], held["rows 1"]
+    del held["columns 0"], held["columns 1"]
+    found = certify(held, saved, options=WARN)
+    left = "1 tensor (that ranks do not hold once and whole: rows), 1 tensor (not requested)"
+    assert (found.tensors, found.objects, ", ".join(found.not_compared)) == (1, 1, left)
+    held["other"] = ShardedObject("states", 7, (1,), (0,), replica_id=1)
+    assert certify(held, saved, options=WARN).differing == 1
 
 
 def test_a_common_state_that_is_lost_is_no_reason_to_compare_none(saved: Path) -> None:
@@ -223,6 +238,8 @@ def two_ranks(rank: int, path: Path) -> tuple[list[str], str, int]:
             certify(wrong, path, options=RAISE)
         with pytest.raises(OptionError, match="got raise and warn"):
             certify(replicas(), path, options=RAISE if rank else WARN)
+        with pytest.raises((LoadError, OptionError), match="path is empty"):
+            certify(replicas(), "" if rank else path)
     return lines, str(caught.value), found
 
 
