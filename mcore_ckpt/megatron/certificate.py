@@ -542,7 +542,7 @@ def _of_objects(
         values = stored[key] if isinstance(stored[key], list) else [stored[key]]
         # Settings may be added by a later Megatron, or written as a list or as 1; of a random state all is state.
         compare = functools.partial(unequal, ignored=ignored, exact=of_key[0].key == "rng_state")
-        values = [*values, *values[:1] * len(of_key)]  # what is held once more claims to be the same
+        values = [*values, *values[:1] * len(of_key)]  # what is held again claims to be the same
         found = [one for leaf, was in zip(of_key, values, strict=False) for one in compare(_of(leaf, was), leaf.data)]
         is_rewritten = bool(found) and "_extra_state" in key  # Transformer Engine pickles it each time
         if any(map(is_main_replica, of_key)):
