@@ -238,12 +238,12 @@ def _summary(read: _Read) -> str:
             for label, text in texts.items()
             if text and _NOT_ISOLATED not in text and _WITHHELD not in text
         }
-        best = min(medians, key=lambda label: medians[label], default="")
+        best = "" if _WITHHELD in texts.values() else min(medians, key=lambda label: medians[label], default="")
         cells.append((row.name, *(f"**{text}**" if label == best else text for label, text in texts.items())))
     heads = [f"{one} (async: nvrx)" if nvrx and [one] == newest else one for one in baselines]
     machine, part = read.results["machine"], read.parts["dense"]
     title = (
-        f"Seconds on CPUs, less is better, the best of a row in bold; 2 ranks, {machine['cores']} cores, "
+        f"Seconds on CPUs, less is better, the best of a row in bold, if none is withheld; 2 ranks, {machine['cores']} cores, "
         f"{machine['file system']}; {part['gb']:g} GB in tensors of 16 MiB, or 20,000 small tensors. "
         "Cold: page cache dropped before; second: right after the cold load. "
         "**Nothing has been measured on a GPU.**\n\n"
