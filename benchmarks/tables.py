@@ -243,10 +243,9 @@ def _summary(read: _Read) -> str:
     heads = [f"{one} (async: nvrx)" if nvrx and [one] == newest else one for one in baselines]
     machine, part = read.results["machine"], read.parts["dense"]
     title = (
-        f"Seconds on CPUs, less is better, the best of a row in bold, if none is withheld; 2 ranks, "
-        f"{machine['cores']} cores, {machine['file system']}; {part['gb']:g} GB in tensors of 16 MiB, or 20,000 small tensors. "
-        "Cold: page cache dropped before; second: right after the cold load. "
-        "**Nothing has been measured on a GPU.**\n\n"
+        f"Seconds on CPUs, less is better, the best of a row in bold, if none is withheld; 2 ranks, {machine['cores']} "
+        f"cores, {machine['file system']}; {part['gb']:g} GB in tensors of 16 MiB, or 20,000 small tensors. Cold: page "
+        "cache dropped before; second: right after the cold load. **Nothing has been measured on a GPU.**\n\n"
     )
     return title + _markdown(("", read.main, *heads), cells)
 
