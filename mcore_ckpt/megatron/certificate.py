@@ -502,17 +502,18 @@ def _masters(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
     masters that trains with is not what it saves before its first step, but what it has loaded.
     """
     for one in getattr(optimizer, "chained_optimizers", () if optimizer is None else (optimizer,)):
+        inner: Any = getattr(one, "optimizer", None)
+        kept = [dict(getattr(inner, name, None) or {}) for name in ("param_to_fp32_param", "gpu_params_map_cpu_copy")]
         both = getattr(one, "_get_model_and_main_params_data_float16", None)
         if both is not None and not getattr(one, "is_stub_optimizer", False):
             try:
                 weights, masters = both()
             except AttributeError:  # that of Megatron-FSDP or of FP32 has none
                 weights, masters = (), ()
-            yield from ((weight, master, None) for weight, master in itertools.zip_longest(weights, masters))
-        inner: Any = getattr(one, "optimizer", None)
-        for name in ("param_to_fp32_param", "gpu_params_map_cpu_copy"):
-            for weight, master in dict(getattr(inner, name, None) or {}).items():
-                yield weight, master, inner.state.get(weight, {}).get("master_param")
+            pairs = itertools.zip_longest(weights, masters)  # none of an offloaded optimizer's, which has them itself
+            yield from ((weight, master, None) for weight, master in pairs if master is not None or not any(kept))
+        for weight, master in itertools.chain.from_iterable(of_kind.items() for of_kind in kept):
+            yield weight, master, inner.state.get(weight, {}).get("master_param")
 
 
 # --- objects ----------------------------------------------------------------------------------------------------------
