@@ -142,13 +142,14 @@ class _UnderMegatron(Adapter):
 
 
 class McoreCkpt(_UnderMegatron):
-    """This package's strategies."""
+    """This package, installed as in a job: its reader of the common state, too."""
 
     isolates = True
 
     def __init__(self) -> None:
-        from mcore_ckpt import AsyncCallsQueue
+        from mcore_ckpt import AsyncCallsQueue, install
 
+        install()
         self._save, self._queue = self.save_strategy(), AsyncCallsQueue()
 
     def save_strategy(self) -> Any:

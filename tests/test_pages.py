@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 import mcore_ckpt
 from benchmarks import tables
 from benchmarks.calls import CALLS, OURS, SAVES, STOCK
+from benchmarks.groups import Group, Interpreter, WorkFailedError
 from examples import small_run
 from mcore_ckpt import LoadOptions, SaveOptions
 from mcore_ckpt.commands.cli import main, make_parser
@@ -288,6 +290,13 @@ SHORT = {
 
 def test_tables_are_those_of_the_results() -> None:
     assert tables.changed(ROOT) == [], "run `python scripts/bench.py --tables`"
+
+
+def test_a_contender_of_another_folder_is_measured_with_the_package_there(tmp_path: Path) -> None:
+    (tmp_path / "mcore_ckpt.py").write_text("raise ImportError('the other package')")
+    interpreter = contextlib.closing(Interpreter(Path(sys.executable), (tmp_path, ROOT), megatron=False))
+    with interpreter as python, pytest.raises(WorkFailedError, match="the other package"):
+        Group(python, "mcore_ckpt", 1)
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, reach
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import Manifest, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_common_file
+from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.records import replaced_error
 from mcore_ckpt.megatron._versions import CHECKPOINTING, MegatronErrors, differences, megatron_module
 from mcore_ckpt.save.planner import Validation
@@ -80,8 +81,11 @@ class JointLoad:
 
 
 _joint_load: ContextVar[JointLoad | None] = ContextVar("_joint_load", default=None)
-# Of each directory whose common state the load in progress has read: which save that was of. None outside of a load.
-_common_of: ContextVar[dict[str, Identity] | None] = ContextVar("_common_of", default=None)
+# Of each directory whose common state the load in progress has read: which save that was of, and what has read it if
+# the index was decoded for it. None outside of a load.
+_common_of: ContextVar[dict[str, tuple[Identity, FileSystemReader | None]] | None] = ContextVar(
+    "_common_of", default=None
+)
 
 
 def joint_load() -> JointLoad | None:
@@ -394,10 +398,16 @@ def metadata_version(directory: Path) -> tuple[int, ...]:
     return () if found is None else tuple(found)
 
 
-def note_common(directory: Path, source: Identity) -> None:
-    """The common state was read, and is of that save."""
+def note_common(directory: Path, source: Identity, reader: FileSystemReader | None = None) -> None:
+    """The common state was read, by that reader if the index was decoded, and is of that save."""
     if (noted := _common_of.get()) is not None:
-        noted[str(directory.absolute())] = source
+        noted[str(directory.absolute())] = source, reader
+
+
+def common_reader(directory: Path, options: LoadOptions) -> FileSystemReader | None:
+    """What has decoded the index for the common state within the load in progress, if anything with these options."""
+    _, reader = (_common_of.get() or {}).get(str(directory.absolute())) or (None, None)
+    return reader if reader is not None and reader.options == options else None
 
 
 def check_common(directory: Path, source: Identity, index: CheckpointIndex) -> None:
@@ -410,8 +420,8 @@ def check_common(directory: Path, source: Identity, index: CheckpointIndex) -> N
             read_common_file(storage_at(directory), COMMON_FILE, index.manifest)
         return
     common = noted.get(str(directory.absolute()))
-    if common is not None and common != source:
-        said = f"the common state was read of {_shown(common)}, the tensors of {_shown(source)}"
+    if common is not None and common[0] != source:
+        said = f"the common state was read of {_shown(common[0])}, the tensors of {_shown(source)}"
         raise replaced_error(directory, said)
 
 

@@ -222,7 +222,7 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
             file = common_file_in_force(with_common_files(storage, names, reader.index), reader.index)
             if file is None and COMMON_STATE_KEY in reader.index.objects:
                 stored = reader.read_object(COMMON_STATE_KEY)
-                note_common(directory, identity_of(manifest, version))
+                note_common(directory, identity_of(manifest, version), reader)
                 return stored[0] if isinstance(stored, list) else stored
     if file is None:
         is_lost = manifest is not None and COMMON_FILE in manifest.files

@@ -41,6 +41,7 @@ from mcore_ckpt.megatron._joint_calls import (
     Identity,
     check_common,
     check_ranks,
+    common_reader,
     identity_of,
     joint_load,
     metadata_version,
@@ -350,11 +351,13 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
     def _opened(self, path: Path) -> FileSystemReader:
         """A reader whose index is read again only when the checkpoint is another one, or has been replaced."""
         reader = self._reader
-        if reader is None or reader.path != path or tuple(reader.index_version or ()) != metadata_version(path):
+        if reader is None or reader.path != path:
+            reader = common_reader(path, self.options)
+        if reader is None or tuple(reader.index_version or ()) != metadata_version(path):
             self._reader = None  # until the index is there
             reader = FileSystemReader(path, options=self.options)
             _ = reader.index
-            self._reader = reader
+        self._reader = reader
         return reader
 
     def _open(self, checkpoint_dir: _Path) -> FileSystemReader:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import io
-import types
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -14,8 +13,8 @@ import torch
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.state.shards import is_sharded_object, is_sharded_tensor
 
-# Their own comparison asks tensors and NaN for one truth value.
-_BY_ATTRIBUTES: Final = (argparse.Namespace, types.SimpleNamespace)
+# Of these, no parts are compared.
+_SIMPLE: Final = (bool, int, float, complex, str, bytes, bytearray, range, slice, type(None))
 _INEXACT: Final = (float, complex, np.inexact)
 
 
@@ -82,19 +81,41 @@ def _is_equal(stored: Any, held: Any, exact: bool) -> bool:
         alike = stored.dtype == held.dtype and stored.shape == held.shape
         return alike and first_difference(stored, held) is None
     if isinstance(stored, np.ndarray) and isinstance(held, np.ndarray):
-        return stored.dtype == held.dtype and stored.shape == held.shape and stored.tobytes() == held.tobytes()
+        stored, held = (one.astype(one.dtype.newbyteorder("="), copy=False) for one in (stored, held))  # as pickle does
+        if stored.dtype != held.dtype or stored.shape != held.shape:
+            return False
+        if stored.dtype.hasobject:
+            return _is_same(stored.tolist(), held.tolist())
+        return bool(stored.tobytes() == held.tobytes())
     if isinstance(stored, io.BytesIO) and isinstance(held, io.BytesIO):
         return stored.getvalue() == held.getvalue()
-    by_attributes = isinstance(stored, _BY_ATTRIBUTES) or "__eq__" not in vars(type(stored))
-    if by_attributes and type(stored) is type(held) and hasattr(stored, "__dict__"):
-        of_stored, of_held = vars(stored), vars(held)
-        return of_stored.keys() == of_held.keys() and not any(unequal(of_stored, of_held, exact=exact))
-    try:
-        if isinstance(stored, _INEXACT) and isinstance(held, _INEXACT) and stored == held:
+    is_alike = type(stored) is type(held)
+    with contextlib.suppress(Exception):  # of third-party classes
+        if stored == held and isinstance(stored, _INEXACT) and isinstance(held, _INEXACT):
             return repr(complex(stored)) == repr(complex(held))  # 0.0 and -0.0
-        return bool(stored == held) or (stored != stored and held != held)  # (NaN)
-    except Exception:  # noqa: BLE001 (of third-party classes)
-        return False
+        if stored == held and not (is_alike and "__eq__" not in vars(type(stored))):
+            return True
+        if stored != stored and held != held:  # NaN
+            return True
+    if is_alike and isinstance(stored, (set, frozenset)):
+        return _is_same(sorted(stored, key=repr), sorted(held, key=repr))
+    if is_alike and type(stored) not in _SIMPLE:
+        with contextlib.suppress(Exception):
+            return _is_same(*map(_parts, (stored, held)))
+    return stored is held
+
+
+def _is_same(stored: Any, held: Any) -> bool:
+    return not any(unequal(stored, held, exact=True))
+
+
+def _parts(value: Any) -> Any:
+    """What pickle makes a value of. Raises `TypeError` for functions and classes, which have a name only."""
+    reduced = value.__reduce_ex__(4)
+    if isinstance(reduced, str):
+        return reduced
+    function, arguments, attributes, items, pairs = (*reduced, None, None, None)[:5]
+    return [function, arguments, attributes, list(items or ()), list(pairs or ())]
 
 
 def _shown(value: Any) -> str:

@@ -116,3 +116,27 @@ def test_what_is_replaced_under_a_load_is_not_damaged(tmp_path: Path) -> None:
     environment = {"MCORE_CKPT_ON_DAMAGED": "go_back"}
     for message in run_ranks(replaced_under_a_load, 2, tmp_path, deadline_s=DEADLINE_S, environment=environment):
         assert "was replaced by another save while it was loaded" in message
+
+
+def looked_at(rank: int, directory: Path) -> tuple[int, list[str]]:
+    """How often a load reads `.metadata`, and of which tensors it makes entries, if the common state is an object."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing import ShardedObject
+
+    from mcore_ckpt.load import reader
+    from mcore_ckpt.save import transaction
+
+    found, read = [], reader.read_index
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(transaction, "COMMON_STATE_KEY", "")  # only Megatron-Core 0.19 may save it
+        common = {"common": ShardedObject("common_state", {"iteration": 3}, (1,), (0,))}
+        dist_checkpointing.save(state(1) | common, made(directory / "c"))
+        (directory / "c" / "common.pt").unlink(missing_ok=True)
+        patched.setattr(reader, "read_index", lambda *args, **named: found.append(read(*args, **named)) or found[-1])
+        loaded = dist_checkpointing.load({"object": state(0)["object"]}, str(directory / "c"))
+    assert loaded == {"iteration": 3, "object": {"fill": 1}}
+    return len(found), [key for index in found for key in index.tensors._entries or ()]
+
+
+def test_a_load_decodes_the_index_once_and_no_entry_that_it_does_not_want(tmp_path: Path) -> None:
+    assert run_ranks(looked_at, 1, tmp_path, deadline_s=DEADLINE_S) == [(1, [])]

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import collections
+import functools
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +23,54 @@ class _CannotCompare:
         raise AttributeError
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AttributeError
+
+
+class _Slots:
+    __slots__ = ("own",)
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+
+class _Number(int):
+    own: Any = None
+
+
+@dataclass
+class _Fields:
+    own: Any
+
+
+def _numbered(own: Any) -> _Number:
+    number = _Number(3)
+    number.own = own
+    return number
+
+
+# Values that are alike where `own` is, though many of them say so in no comparison of theirs.
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "generator": lambda own: np.random.default_rng(own),
+    "slots": lambda own: _Slots(torch.full((2,), own)),
+    "attributes": lambda own: SimpleNamespace(own=torch.full((2,), own)),
+    "fields": lambda own: _Fields(torch.full((2,), own)),
+    "subclass": _numbered,
+    "set": lambda own: {float("nan"), own},
+    "big endian": lambda own: np.full(3, own, ">i4"),
+    "objects": lambda own: np.array([own, "a", torch.ones(1)], object),
+    "function": lambda own: (len, sum)[own],
+    "partial": lambda own: functools.partial(sum, own),
+    "deque": lambda own: collections.deque([torch.full((2,), own)]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_of_classes_are_compared_by_what_is_pickled_of_them(kind: str) -> None:
+    stored = pickle.loads(pickle.dumps(KINDS[kind](1)))
+    assert not any(unequal(stored, KINDS[kind](1)))
+    assert any(unequal(stored, KINDS[kind](0)))
 
 
 def _groups(*rates: int) -> dict[str, Any]:
