@@ -151,6 +151,7 @@ class _Found(NamedTuple):
     residues: Mapping[str, _Residue] = {}
     unlike: frozenset[str] = frozenset()  # tensors of which a rank holds something in another form than is stored
     lacking: frozenset[str] = frozenset()  # what is stored in the common state, and a rank has not
+    groups: Mapping[str, bool] = {}  # parameter groups that are stored, and whether a rank holds them
 
     def merged(self, other: _Found) -> _Found:
         """Of both; ranks of `self` are lower."""
@@ -163,6 +164,7 @@ class _Found(NamedTuple):
             _added([*self.residues.items(), *other.residues.items()]),
             self.unlike | other.unlike,
             self.lacking | other.lacking,
+            {**self.groups, **other.groups, **{name: True for name, is_held in self.groups.items() if is_held}},
         )
 
     @property
@@ -235,18 +237,21 @@ def certify(
         found.counts["without common"] = int(group.rank == 0 and common is None)
         state, common = (one if isinstance(one, dict) else {} for one in (state, common))
         ignored = _SCHEDULED if getattr(state.get("args"), "override_opt_param_scheduler", False) else ()
-        mains = set[str]()
-        others = [*_of_objects(objects, reader, ignored, group.rank, found.counts, mains)]
-        others += _of_common_state(state, common, ignored, group.rank)
+        mains, groups = set[str](), dict[str, bool]()
+        others = [*_of_objects(objects, reader, ignored, group.rank, found.counts, mains, groups)]
+        others += _of_common_state(state, common, ignored, group.rank, groups)
         others += _of_weights(optimizer, shards, chosen, group.rank, found.counts)
         found.counts["differing"] = len(others)
         lacking = frozenset(map(str, common.keys() - state.keys() - {*_NOT_STATE, *_ADDED}))
+        job, saved = state.get("args"), common.get("args")
+        samples = {f"args.{name}" for name in _COUNTED if hasattr(saved, name) and not hasattr(job, name)}
         absent = {one.unique_key for one in objects if "_extra_state" not in one.unique_key}
         return found._replace(
             differences=tuple(others[:_SHOWN]),
             objects=_bits(key in mains for key in reader.index.objects),
             absent=found.absent | absent.difference(reader.index.objects),
-            lacking=lacking,
+            lacking=lacking | samples,
+            groups=groups,
         )
 
     def read_again() -> _Found:
@@ -264,7 +269,7 @@ def certify(
     if certificate.differing and options.certify == "raise":
         raise LoadError(f"{certificate}. Do not train with this state")
     if group.is_coordinator:
-        is_doubtful = certificate.differing or found.absent or found.partial
+        is_doubtful = certificate.differing or found.absent or found.partial or not all(found.groups.values())
         is_well = not is_doubtful and (certificate.tensors or certificate.objects)
         _logger.log(logging.INFO if is_well else logging.WARNING, "%s", certificate)
     return certificate
@@ -274,7 +279,7 @@ def _certificate(
     found: _Found, index: CheckpointIndex, chosen: Mapping[str, int], group: RankGroup, reasons: Sequence[str]
 ) -> Certificate:
     counts, held = found.counts, {name for name, number in chosen.items() if found.held >> number & 1}
-    elsewise = found.unlike | found.partial
+    elsewise, groups = found.unlike | found.partial, [name for name, is_held in found.groups.items() if not is_held]
     tensors = len(chosen.keys() - held - elsewise) - counts["shifted"]
     rerun = sum(key.startswith(_ADDED[1]) for key in index.objects)
     objects = len(index.objects.keys() - {COMMON_STATE_KEY}) - found.objects.bit_count() - counts["rewritten"] - rerun
@@ -287,7 +292,9 @@ def _certificate(
         (rerun, "object", "of the rerun state machine"),
         (counts["elsewhere"], "object", "in a version of this rank: these are of another layout"),
         (len(found.absent), "key", f"not in the checkpoint: {_listed(found.absent)}"),
-        (counts["weights"], "weight", "its master is no plain tensor of its size"),
+        (len(groups), "parameter group", f"that no rank holds: {_listed(groups)}"),
+        (counts["sampled out"], "weight", f"one in {_SAMPLE} is"),
+        (counts["weights"], "weight", "Megatron-Core names no plain master of its size"),
         (len(found.lacking), "part", f"of the common state, that a rank has not: {_listed(found.lacking)}"),
         (counts["without common"], "common state", "none is there"),
         (max(0, tensors), "tensor", why := ", ".join(reasons) or "not requested"),
@@ -469,6 +476,7 @@ def _of_weights(
     """Weights that are not what their FP32 masters round to, and masters that an offloaded optimizer has not taken."""
     pairs = {f"weight {number}": pair for number, pair in enumerate(_masters(optimizer))}
     compared = set(chosen(pairs))
+    counts["sampled out"] += len(pairs) - len(compared)
     for name, (weight, master, loaded) in pairs.items():
         if name not in compared:
             continue
@@ -508,8 +516,8 @@ def _masters(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
         if both is not None and not getattr(one, "is_stub_optimizer", False):
             try:
                 weights, masters = both()
-            except AttributeError:  # that of Megatron-FSDP or of FP32 has none
-                weights, masters = (), ()
+            except AttributeError:  # as of Megatron-FSDP
+                weights, masters = (None,), (torch.empty(0),)
             pairs = itertools.zip_longest(weights, masters)  # none of an offloaded optimizer's, which has them itself
             yield from ((weight, master, None) for weight, master in pairs if master is not None or not any(kept))
         for weight, master in itertools.chain.from_iterable(of_kind.items() for of_kind in kept):
@@ -526,8 +534,9 @@ def _of_objects(
     rank: int,
     counts: Counter[str],
     mains: set[str],
+    groups: dict[str, bool],
 ) -> Iterator[Difference]:
-    """What differs; keys of the main ones that are compared go into `mains`."""
+    """What differs; keys of the main ones that are compared go into `mains`, and parameter groups into `groups`."""
     held: dict[str, list[Any]] = {}
 
     def version(key: str, content: bytes) -> bytes:
@@ -542,9 +551,11 @@ def _of_objects(
     for key, of_key in held.items():
         values = stored[key] if isinstance(stored[key], list) else [stored[key]]
         # Settings may be added by a later Megatron, or written as a list or as 1; of a random state all is state.
-        compare = functools.partial(unequal, ignored=ignored, exact=of_key[0].key == "rng_state")
+        own_groups = dict[str, bool]()
+        compare = functools.partial(unequal, ignored=ignored, exact=of_key[0].key == "rng_state", groups=own_groups)
         values = [*values, *values[:1] * len(of_key)]  # what is held again claims to be the same
         found = [one for leaf, was in zip(of_key, values, strict=False) for one in compare(_of(leaf, was), leaf.data)]
+        groups |= {key + where: is_held for where, is_held in own_groups.items()}
         is_rewritten = bool(found) and "_extra_state" in key  # Transformer Engine pickles it each time
         if any(map(is_main_replica, of_key)):
             counts["rewritten"] += is_rewritten
@@ -554,14 +565,16 @@ def _of_objects(
 
 
 def _of_common_state(
-    state: Mapping[str, Any], common: Mapping[str, Any], ignored: tuple[str, ...], rank: int
+    state: Mapping[str, Any], common: Mapping[str, Any], ignored: tuple[str, ...], rank: int, groups: dict[str, bool]
 ) -> Iterator[Difference]:
     job, saved = state.get("args"), common.get("args")
     names = [name for name in _COUNTED if hasattr(saved, name) and hasattr(job, name)]
     pairs = {key: (common[key], state[key]) for key in common if key in state and key not in _NOT_STATE}
     pairs |= {f"args.{name}": (getattr(saved, name), getattr(job, name)) for name in names}
     for key, pair in pairs.items():
-        yield from (Difference("common state", rank, key, *one) for one in unequal(*pair, ignored))
+        of_key = dict[str, bool]()
+        yield from (Difference("common state", rank, key, *one) for one in unequal(*pair, ignored, groups=of_key))
+        groups |= {key + where: is_held for where, is_held in of_key.items()}
 
 
 def _of(leaf: Any, value: Any) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -19,11 +20,19 @@ _INEXACT: Final = (float, complex, np.inexact)
 
 
 def unequal(
-    stored: Any, held: Any, ignored: tuple[str, ...] = (), where: str = "", *, exact: bool = False
+    stored: Any,
+    held: Any,
+    ignored: tuple[str, ...] = (),
+    where: str = "",
+    *,
+    exact: bool = False,
+    groups: dict[str, bool] | None = None,
 ) -> Iterator[tuple[str, str, str]]:
     """Path, stored value and held value, of what differs in all that is stored. `exact`: what is held besides differs,
-    too, as do 1 and True, or a list and a tuple of the same values.
+    too, as do 1 and True, or a list and a tuple of the same values. Into `groups` goes, by path, whether a stored
+    parameter group is held.
     """
+    inside = functools.partial(unequal, ignored=ignored, exact=exact, groups=groups)
     # Megatron's `LocalNonpersistentObject` is a rank's own; shards are compared as such.
     if (hasattr(held, "unwrap") and hasattr(held, "obj")) or is_sharded_tensor(held) or is_sharded_object(held):
         return
@@ -32,7 +41,7 @@ def unequal(
             if key in ignored or (key == "params" and "['param_groups'][" in where):  # (numbers of a rank's own)
                 continue
             if key in held:
-                yield from unequal(value, held[key], ignored, f"{where}[{key!r}]", exact=exact)
+                yield from inside(value, held[key], where=f"{where}[{key!r}]")
             else:
                 yield f"{where}[{key!r}]", _shown(value), "nothing"
         for key in held.keys() - stored.keys() if exact else ():
@@ -41,35 +50,42 @@ def unequal(
         if exact and type(stored) is not type(held):
             yield where, f"a {type(stored).__name__}", f"a {type(held).__name__}"
         elif where.endswith("['param_groups']"):  # the order of groups is a rank's own
-            yield from _unequal_groups(stored, held, ignored, where, exact)
+            yield from _unequal_groups(stored, held, inside, where, exact, {} if groups is None else groups)
         elif len(stored) != len(held):
             yield where, f"{len(stored)} values", f"{len(held)}"
         else:
             pairs = enumerate(zip(stored, held, strict=True))
-            found = (list(unequal(value, own, ignored, f"{where}[{n}]", exact=exact)) for n, (value, own) in pairs)
+            found = (list(inside(value, own, where=f"{where}[{n}]")) for n, (value, own) in pairs)
             yield from next(filter(None, found), ())  # those of a generator may differ in hundreds of numbers
     elif not _is_equal(stored, held, exact):
         yield where, _shown(stored), _shown(held)
 
 
 def _unequal_groups(
-    stored: Sequence[Any], held: Sequence[Any], ignored: tuple[str, ...], where: str, exact: bool
+    stored: Sequence[Any],
+    held: Sequence[Any],
+    compare: Callable[..., Iterator[tuple[str, str, str]]],
+    where: str,
+    exact: bool,
+    groups: dict[str, bool],
 ) -> Iterator[tuple[str, str, str]]:
     """What differs between groups, each compared with one of its own. A stage of the pipeline may have fewer than are
     stored; `exact`: then they differ.
     """
-    left = list(stored)
+    left, compared = dict(enumerate(stored)), set[int]()
     if exact and len(stored) > len(held):
         yield where, f"{len(stored)} groups", f"{len(held)}"
     for number, group in enumerate(held):
-        found = [list(unequal(one, group, ignored, f"{where}[{number}]", exact=exact)) for one in left]
-        nearest = min(range(len(found)), key=lambda n: len(found[n]), default=None)
+        found = {n: list(compare(one, group, where=f"{where}[{number}]")) for n, one in left.items()}
+        nearest = min(found, key=lambda n: len(found[n]), default=None)
         if nearest is None:
             yield f"{where}[{number}]", "nothing", _shown(group)
             continue
         yield from found[nearest]
+        compared.add(nearest)
         if not found[nearest]:
             del left[nearest]
+    groups.update({f"{where}[{n}]": n in compared for n in range(len(stored))})
 
 
 def _is_equal(stored: Any, held: Any, exact: bool) -> bool:
