@@ -50,7 +50,7 @@ from mcore_ckpt.load.checks import global_shape
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import FileSystemReader, read_shards
 from mcore_ckpt.megatron._versions import own_version, parallel_layout
-from mcore_ckpt.megatron.serialization import load_common
+from mcore_ckpt.megatron.serialization import common_object, load_common
 from mcore_ckpt.state.shards import contents, is_main_replica, leaves, leaves_by_kind, local_box
 from mcore_ckpt.state.torch_classes import dtype_name, is_dense
 from mcore_ckpt.state.values import first_difference, unequal
@@ -228,12 +228,14 @@ def certify(
         state = sharded_state_dict() if callable(sharded_state_dict) else sharded_state_dict
         chosen = functools.partial(_chosen, options, reader.index)
         compared.update((name, number) for number, name in enumerate(chosen(reader.index.tensors)))
-        _fill_padding([state], reader, compared)
-        tensors, objects = built_leaves(state)
+        if any(map(is_flat_bucket, compared)):
+            _fill_padding([state], reader, compared)
+        tensors, objects = leaves_by_kind(state)
         found = _of_tensors(tensors, reader.index, compared, group.rank, _tells_shifted(optimizer), shards)
         common = None
         with contextlib.suppress(CheckpointNotFoundError):
-            common = load_common(directory, reader.options)
+            is_object = COMMON_STATE_KEY in reader.index.objects
+            common = common_object(reader) if is_object else load_common(directory, reader.options)
         found.counts["without common"] = int(group.rank == 0 and common is None)
         state, common = (one if isinstance(one, dict) else {} for one in (state, common))
         ignored = _SCHEDULED if getattr(state.get("args"), "override_opt_param_scheduler", False) else ()
@@ -384,25 +386,6 @@ def _of_tensors(
 def _bits(flags: Iterable[int]) -> int:
     """One for each flag that is not 0, the first the lowest."""
     return int.from_bytes(np.packbits(np.fromiter(flags, bool), bitorder="little").tobytes(), "little")
-
-
-def built_leaves(tree: Any) -> tuple[list[Any], list[Any]]:
-    """As `leaves_by_kind`, with what factories make in their place."""
-    return leaves_by_kind(_built(tree))
-
-
-def is_factory(value: object) -> bool:
-    """Whether this is Megatron's `ShardedTensorFactory`."""
-    return hasattr(value, "build_fn") and hasattr(value, "build")
-
-
-def _built(tree: Any) -> Any:
-    """The same with what factories make in their place."""
-    if isinstance(tree, dict):
-        return {key: _built(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [_built(value) for value in tree]
-    return _built(tree.build()) if is_factory(tree) else tree
 
 
 def crc_of_shard(shard: Any) -> tuple[int, bool]:

@@ -221,9 +221,9 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
             manifest = reader.index.manifest
             file = common_file_in_force(with_common_files(storage, names, reader.index), reader.index)
             if file is None and COMMON_STATE_KEY in reader.index.objects:
-                stored = reader.read_object(COMMON_STATE_KEY)
+                stored = common_object(reader)
                 note_common(directory, identity_of(manifest, version), reader)
-                return stored[0] if isinstance(stored, list) else stored
+                return stored
     if file is None:
         is_lost = manifest is not None and COMMON_FILE in manifest.files
         raise (CorruptCheckpointError if is_lost else CheckpointNotFoundError)(
@@ -239,6 +239,12 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
     )
     note_common(directory, identity_of(manifest, version))
     return loaded
+
+
+def common_object(reader: FileSystemReader) -> Any:
+    """The common state that is an object, as from megatron-core 0.19 on."""
+    stored = reader.read_object(COMMON_STATE_KEY)
+    return stored[0] if isinstance(stored, list) else stored
 
 
 def _index_decides(pickled: bytes, names: list[str]) -> bool:

@@ -73,7 +73,9 @@ def box_sizes(shard: Any) -> tuple[int, ...]:
 
 
 def leaves(tree: object) -> Iterator[Any]:
-    """Every sharded tensor and sharded object of a nested dict/list, in order."""
+    """Every sharded tensor and sharded object of a nested dict/list, in order, with what Megatron's factories build in
+    their place.
+    """
     found: list[Any] = []
     _collect([tree], found)
     return iter(found)
@@ -92,6 +94,8 @@ def _collect(values: Iterable[object], found: list[Any]) -> None:
             if is_dataclass(value):  # all of a type have the same fields
                 _LEAF_TYPES[type(value)] = is_tensor
             found.append(value)
+        elif hasattr(value, "build_fn") and hasattr(value, "build"):  # Megatron's `ShardedTensorFactory`
+            _collect([value.build()], found)
 
 
 def leaves_by_kind(tree: object) -> tuple[list[Any], list[Any]]:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from mcore_ckpt import PlanError
-from mcore_ckpt.megatron.certificate import built_leaves, crc_of_shard
+from mcore_ckpt.megatron.certificate import crc_of_shard
+from mcore_ckpt.state.shards import leaves
 from tests.support.shards import shard
 
 
@@ -22,7 +23,7 @@ def crc(tensor: torch.Tensor) -> int:
 
 def summed(state: Any) -> tuple[int, int]:
     """What all shards of one tensor add up to, and how many have its first element."""
-    found = [crc_of_shard(one) for one in built_leaves(state)[0]]
+    found = [crc_of_shard(one) for one in leaves(state)]
     return functools.reduce(operator.xor, [crc for crc, _ in found]), sum(is_first for _, is_first in found)
 
 
