@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +11,6 @@ import torch.distributed as dist
 
 import mcore_ckpt
 from tests.support.gloo_ranks import run_megatron_ranks
-
-if TYPE_CHECKING:
-    pass
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 

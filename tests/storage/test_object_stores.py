@@ -24,7 +24,6 @@ from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request, 
 from tests.support.stored_saves import loaded, save, start_saving
 
 KINDS = [kind for kind, other in (("s3", "GCS"), ("gcs", "S3")) if f"MCORE_CKPT_TEST_{other}" not in os.environ]
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 # DCP wraps what a rank raises in an exception that is none.
 FAILED = (CheckpointError, CheckpointException)

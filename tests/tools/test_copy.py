@@ -27,8 +27,6 @@ from tests.support.local_files import contents, data_file, flip
 from tests.support.object_server import ObjectDirectory, S3Directory
 from tests.support.stored_saves import loaded, save, state
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:

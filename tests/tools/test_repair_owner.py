@@ -28,8 +28,6 @@ from tests.support.local_files import data_file, flip
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 from tests.support.stored_saves import loaded, save
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 MISSING = "__0_1.distcp"
 
 
