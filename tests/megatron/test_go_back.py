@@ -19,7 +19,8 @@ import torch.distributed.checkpoint
 
 from mcore_ckpt import CorruptCheckpointError, NewerFormatError
 from mcore_ckpt.format.integrity import split_metadata
-from tests.megatron.trap_ranks import check, installed, made, state
+from tests.megatron.trap_ranks import check, installed, state
+from tests.support.gloo_ranks import made
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.kept_log import kept_log
 
