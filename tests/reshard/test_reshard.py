@@ -36,7 +36,7 @@ from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.local_files import contents, flip
 from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, write_model
-from tests.support.stored_layouts import StoredTensor, flip_byte, write_checkpoint
+from tests.support.stored_layouts import StoredTensor, flip_byte, whole, write_checkpoint
 from tests.support.tilings import tilings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,7 +112,7 @@ def test_only_and_drop(checkpoint: Path, tmp_path: Path) -> None:
     assert_same(read_all(tmp_path / "b"), wanted)
     assert not read_index(tmp_path / "b").objects
     # A common state among the objects is carried whatever the pattern.
-    tensors = {"w": StoredTensor(torch.ones(4), [Box((0,), (4,))])}
+    tensors = {"w": whole(torch.ones(4))}
     write_checkpoint(tmp_path / "s", tensors, {"common_state/shard_0_1": [{"iteration": 7}], "rng/shard_0_1": [1]})
     reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, only="w")
     assert list(read_index(tmp_path / "t").objects) == ["common_state/shard_0_1"]
@@ -413,10 +413,7 @@ def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
         "w": torch.arange(12.0).reshape(6, 2),
         "none": torch.empty(0, 4),
     }
-    stored = {
-        key: StoredTensor(tensor, [Box((0,) * tensor.dim(), tuple(tensor.shape))]) for key, tensor in tensors.items()
-    }
-    write_checkpoint(tmp_path / "s", stored)
+    write_checkpoint(tmp_path / "s", {key: whole(tensor) for key, tensor in tensors.items()})
     for name, sizes in (("a", {"tp": 1, "pp": 1}), ("b", {"tp": 4, "pp": 2, "ep": 2})):
         reshard_checkpoint(tmp_path / "s", tmp_path / name, **sizes)
         assert_same(read_all(tmp_path / name), tensors)

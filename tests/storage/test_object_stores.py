@@ -326,9 +326,6 @@ def found_after(
     return value
 
 
-HOWS = ["refused", "killed before", "killed after"]
-
-
 @pytest.mark.crash
 @pytest.mark.parametrize("how", ["refused", pytest.param("killed before", marks=pytest.mark.long), "killed after"])
 def test_a_crash_at_the_commit_leaves_the_old_or_the_new(
@@ -343,7 +340,7 @@ def test_a_crash_at_the_commit_leaves_the_old_or_the_new(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.crash
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", ["refused", "killed before", "killed after"])
 def test_a_crash_at_any_request_leaves_the_old_or_the_new(
     how: str, proxied: Proxy, object_directory: ObjectDirectory
 ) -> None:
