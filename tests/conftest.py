@@ -56,6 +56,16 @@ if metadata.version("torch").startswith("2.6."):
     _let_torch_2_6_say_no_dist()
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a small model, for tests that leave it as it is."""
+    from tests.support.model_like import write_model
+
+    directory = tmp_path_factory.mktemp("model") / "iter_0000007"
+    write_model(directory)
+    return directory
+
+
 BUCKET = "checkpoints"
 
 

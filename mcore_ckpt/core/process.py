@@ -426,7 +426,8 @@ class Crew:
                 self._condition.notify_all()
         if not self._threads:
             self._work_on(wait=False)
-        self._raise_failure()
+        if self._failure is not None:
+            raise self._failure
         return task
 
     def _start_thread(self) -> None:
@@ -459,10 +460,6 @@ class Crew:
     def drain(self) -> None:
         """Wait until all tasks have ended. Raises the first error of any task."""
         self.wait_for(lambda: not self._unfinished)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error

@@ -304,7 +304,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         """
         if not self.write_buckets:
             return None, None, []
-        rank = _world_rank()
+        has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank = torch.distributed.get_rank() if has_group else 0
         save = partial(save_buckets, self.options, os.getpid())
         return save, partial(self.preload_tensors, self.write_buckets), [rank, self.write_buckets, self.results_queue]
 
@@ -459,12 +460,6 @@ def _files_and_sums(
     if target.common_sum is not None:  # the common state that was written ahead of the save
         files[COMMON_FILE] = ManifestFile(*target.common_sum, target.save_id)
     return files, found
-
-
-def _world_rank() -> int:
-    return (
-        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
-    )
 
 
 def snapshot(state: Any) -> Any:

@@ -284,12 +284,6 @@ def _index_last(name: str) -> tuple[bool, str]:
     return Path(name).name == METADATA_FILE, name
 
 
-def _refuse_changed(storage: Storage, name: str, version: FileVersion | None) -> None:
-    """Raise `LoadError` if a file has been written to since it had this version: what was read may be of both."""
-    if storage.version(name) != version:
-        raise LoadError(f"{storage.path(name)}: was replaced while it was copied; copy again")
-
-
 def refuse_others(target: Path, names: Collection[str]) -> None:
     """Raise `CheckpointExistsError` if a directory without an index holds anything but files of these names: of another
     checkpoint, whose copy was interrupted, that would pass for part of this one.
@@ -326,7 +320,8 @@ def copy_file(reads: Storage, name: str, writes: Storage, own_name: str) -> int 
         writer = writes.open_writer(private, size_bytes=reader.size_bytes)
         try:
             expected = _crc(reader, writer)
-            _refuse_changed(reads, name, version)
+            if reads.version(name) != version:  # what was read may be of both
+                raise LoadError(f"{reads.path(name)}: was replaced while it was copied; copy again")
             writer.finish(reader.size_bytes)
         except BaseException:
             writer.abort()

@@ -87,7 +87,11 @@ def files_below(
         for own_name in sorted({*storage.list(), *links, *inner}):
             name = f"{folder}/{own_name}" if folder else own_name
             if own_name in NO_NAMES:
-                raise _not_nameable(f"{directory}/{name}{'/' if own_name in inner and own_name != '/' else ''}")
+                key = f"{directory}/{name}{'/' if own_name in inner and own_name != '/' else ''}"
+                raise CorruptCheckpointError(
+                    f"{key}: objects have keys that begin so, and no file can have such a name: a part is empty, '.' "
+                    "or '..'; nothing has been written. Remove or rename them"
+                )
             if not folder and is_left_out(name):
                 continue
             if own_name in files and own_name in inner:
@@ -102,13 +106,6 @@ def files_below(
                 folders.append(name)
             else:
                 raise _not_carried(directory / name, own_name in links, own_name in inner)
-
-
-def _not_nameable(key: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"{key}: objects have keys that begin so, and no file can have such a name: a part is empty, '.' or '..'; "
-        "nothing has been written. Remove or rename them"
-    )
 
 
 def _not_carried(path: Path, is_link: bool, is_folder: bool) -> CorruptCheckpointError:

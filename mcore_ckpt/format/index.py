@@ -555,9 +555,6 @@ def _details(columns: Columns, text: bytes) -> tuple[dict[str, Any] | None, str 
 _IDS: Final = ("checkpoint_id", "save_id", "load_id")
 
 
-# ------------------------------------------------------------------------------------------------ of columns and pickle
-
-
 def named_blocks(manifest: Manifest, item_at: Callable[[int], StoredItem]) -> dict[tuple[str, int], array[int]]:
     """The cumulative CRCs of a manifest by place; `item_at`: an item by its number."""
     items = ((item_at(number), sums) for number, sums in manifest.running())

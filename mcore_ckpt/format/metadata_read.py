@@ -38,8 +38,6 @@ from mcore_ckpt.storage.resolve import storage_at
 METADATA_FILE = ".metadata"
 CONFIG_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
-# The number of an iteration, or a word.
-MAX_TRACKER_BYTES = 64 * 1024
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 # Of a directory of NeMo 2: the checkpoint, and what the model is.
 NEMO_WEIGHTS, NEMO_CONTEXT = "weights", "context"

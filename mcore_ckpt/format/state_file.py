@@ -34,8 +34,6 @@ from mcore_ckpt.format.tensor_pickle import (
 from mcore_ckpt.format.unpickler import Maker, Opaque, Rules, check_hashable, opaque_kind, unpickle
 from mcore_ckpt.format.zip_records import Archive, ItemBytes
 
-# ------------------------------------------------------------------------------------------------------- state dicts
-
 
 class StateRecord(NamedTuple):
     """Bytes of a storage in its file; `crc32` is what the archive states, None if it states none."""

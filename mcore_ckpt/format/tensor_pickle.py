@@ -205,9 +205,6 @@ class NotPlainTensorError(WrongArgumentsError):
     """The pickle is of something else than one C-contiguous tensor; the message says of what."""
 
 
-# ------------------------------------------------------------------------------------------------ tensors in storages
-
-
 class FileTensor(NamedTuple):
     """A tensor that stays in its file, as its pickle describes it."""
 

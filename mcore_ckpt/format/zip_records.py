@@ -50,33 +50,26 @@ _MAX_DIRECTORY_BYTES = 128 * 1024 * 1024
 
 
 class ItemBytes:
-    """Bytes of one item by offset: both ends are read at once and kept, anything else is read when asked for."""
+    """Bytes of one item by offset: both ends are read at once and kept, anything else is read when asked for.
 
-    __slots__ = ("_head", "_read", "_tail", "_tail_at", "item_bytes", "where")
+    Attributes: `head` and `tail` are these ends, at least a kilobyte each if the item has that many.
+    """
+
+    __slots__ = ("_read", "_tail_at", "head", "item_bytes", "tail", "where")
 
     def __init__(self, read: ReadFunction, item_bytes: int, where: str) -> None:
         self._read, self.item_bytes, self.where = read, item_bytes, where
         if item_bytes <= 0:
             raise CorruptCheckpointError(f"{where}: the item has {item_bytes} bytes, expected a zip archive")
-        self._head = b""
+        self.head = b""
         self._tail_at = item_bytes
         if item_bytes <= _SMALL_ITEM_BYTES:
-            self._head = self._tail = self.get(0, item_bytes)
+            self.head = self.tail = self.get(0, item_bytes)
             self._tail_at = 0
         else:
-            self._head = self.get(0, _EDGE_BYTES)
-            self._tail = self.get(item_bytes - _EDGE_BYTES, _EDGE_BYTES)
+            self.head = self.get(0, _EDGE_BYTES)
+            self.tail = self.get(item_bytes - _EDGE_BYTES, _EDGE_BYTES)
             self._tail_at = item_bytes - _EDGE_BYTES
-
-    @property
-    def head(self) -> bytes:
-        """The first bytes of the item, at least its first kilobyte if it has that many."""
-        return self._head
-
-    @property
-    def tail(self) -> bytes:
-        """The last bytes of the item, at least its last kilobyte if it has that many."""
-        return self._tail
 
     def get(self, offset: int, length: int) -> bytes:
         """Bytes `[offset, offset + length)` of the item; `CorruptCheckpointError` if it does not have them."""
@@ -85,10 +78,10 @@ class ItemBytes:
             raise self.corrupt(
                 f"something should lie at bytes [{offset}, {stop})", f"the item ends at {self.item_bytes}"
             )
-        if stop <= len(self._head):
-            return self._head[offset:stop]
+        if stop <= len(self.head):
+            return self.head[offset:stop]
         if offset >= self._tail_at:
-            return self._tail[offset - self._tail_at : stop - self._tail_at]
+            return self.tail[offset - self._tail_at : stop - self._tail_at]
         got = self._read(offset, length)
         if len(got) != length:
             raise self.corrupt(f"expected {length} bytes at {offset}", f"got {len(got)}")

@@ -344,17 +344,13 @@ class LoadPlan:
         item.wants.append(Want(box, box.sizes == chunk.sizes, tensor, address_of(tensor, dtype)))
 
 
-def _wrong_destination(fqn: str, sizes: Sequence[int], tensor: torch.Tensor) -> ShapeMismatchError:
-    return ShapeMismatchError(
-        f"{fqn}: a box of sizes {list(sizes)} is requested in a destination of shape {list(tensor.shape)}"
-    )
-
-
 def _check_shape(request: ReadRequest, entry: TensorEntry, index: CheckpointIndex) -> None:
     fqn, tensor, offsets, sizes, global_shape, allow_partial = request
     shape = entry.shape
     if tensor.shape != sizes:
-        raise _wrong_destination(fqn, sizes, tensor)
+        raise ShapeMismatchError(
+            f"{fqn}: a box of sizes {list(sizes)} is requested in a destination of shape {list(tensor.shape)}"
+        )
     if len(offsets) != len(shape) or len(sizes) != len(shape):
         raise ShapeMismatchError(
             f"{fqn}: the checkpoint {index.path} holds global shape {list(shape)}, but a box of {len(sizes)} axes is"

@@ -264,10 +264,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         # To go back, all ranks have to be told of the damage that one has found.
         self._collective = differences().all_ranks_load or self.options.on_damaged == "go_back"
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """Sharded objects lie in the same files as tensors."""
-        return True
+    can_handle_sharded_objects = TorchDistSaveStrategy.can_handle_sharded_objects
 
     @property
     def reader(self) -> FileSystemReader | None:
@@ -311,7 +308,8 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
 
         with MegatronErrors():
             check = partial(check_ranks, checkpoint_path(checkpoint_dir))
-            group.run_merged("load", load, _first_ranks, check, wrap=LoadError)
+            # Of each save the first rank that has opened it: merged up the tree, the first has the lower ranks.
+            group.run_merged("load", load, lambda first, second: {**second, **first}, check, wrap=LoadError)
             if joint is not None:
                 joint.has_made("load")
         return loaded[0]
@@ -488,11 +486,6 @@ def _advice_on(checkpoint: Path, index: CheckpointIndex, shards: Iterable[Any]) 
         ". The optimizer's state is flat buckets (dp_reshardable) of the TP, PP and EP that saved it. Convert it, for "
         f"any layout: {words}; then --load {shlex.quote(f'{run}-{layout}')}{chosen}"
     )
-
-
-def _first_ranks(first: dict[Identity, int], second: dict[Identity, int]) -> dict[Identity, int]:
-    """Of each save the first rank that has opened it: merged up the tree, the first has the lower ranks."""
-    return {**second, **first}
 
 
 class _ObjectsInTurn:

@@ -58,11 +58,6 @@ class Target:
     note: Callable[[Sequence[str]], None]  # the names of all files but `.metadata`, before the first is made
 
 
-def partial_directory(target: Path) -> Path:
-    """Where a target is written until it is complete."""
-    return target.parent / (target.name + PARTIAL)
-
-
 def refuse_target(source: Path, target: Path) -> None:
     """Raise unless `target` is free, and not inside the source."""
     _refuse_existing(target)
@@ -119,7 +114,7 @@ def target_folder(target: Path, fingerprint: str, *, restart: bool = False) -> A
 @contextmanager
 def _renamed(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
     target = path_in_file_system(target)
-    folder = partial_directory(target)
+    folder = target.parent / (target.name + PARTIAL)
 
     def publish(name: str, content: bytes) -> None:
         storage = storage_at(folder)

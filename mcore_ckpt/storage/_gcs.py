@@ -61,9 +61,6 @@ class GcsClient(ObjectClient):
     def within(self, deadline_s: float) -> ObjectClient:
         return GcsClient(self._bucket.name, self._endpoint, self._client, self.timeouts.within(deadline_s))
 
-    def __repr__(self) -> str:
-        return f"GcsClient({self.place!r})"
-
     @contextmanager
     def asked(self, what: str, key: str) -> Iterator[None]:
         """Errors of Google's client leave as those of a client here."""

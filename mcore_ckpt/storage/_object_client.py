@@ -114,6 +114,9 @@ class ObjectClient(ABC):
     part_bytes: int = 8 * 1024 * 1024  # of the parts of an upload, at least
     max_parts: int = 10_000
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.place!r})"
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self.place}: a client holds credentials; another process makes its own")
 

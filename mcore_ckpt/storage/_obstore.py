@@ -13,7 +13,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -78,9 +78,6 @@ class ObstoreClient(ObjectClient):
             client = ObstoreClient(self.place, self._make, self._hide, has_suffixes=has_suffixes, timeouts=timeouts)
             self._within[deadline_s] = client
         return self._within[deadline_s]
-
-    def __repr__(self) -> str:
-        return f"ObstoreClient({self.place!r})"
 
     @contextmanager
     def asked(self, what: str, key: str) -> Iterator[None]:
@@ -162,11 +159,8 @@ class ObstoreClient(ObjectClient):
         return str(made["e_tag"])
 
     def delete(self, key: str) -> None:
-        try:
-            with self.asked("DELETE", key):
-                obstore.delete(self._store, key)
-        except FileNotFoundError:
-            pass
+        with suppress(FileNotFoundError), self.asked("DELETE", key):
+            obstore.delete(self._store, key)
 
     def list(self, prefix: str) -> Listing:
         with self.asked("LIST", prefix):

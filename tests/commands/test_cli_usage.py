@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -36,13 +37,6 @@ def imported_by(arguments: list[str]) -> set[str]:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert ended.returncode == 0, ended.stderr
     return set(ended.stderr.split())
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("cli") / "ckpt"
-    write_model(directory)
-    return directory
 
 
 @pytest.mark.parametrize("command", [[], ["reshard"]], ids=" ".join)
@@ -93,10 +87,7 @@ def test_a_size_that_is_none_is_refused(given: str) -> None:
 
 
 def test_a_mistake_of_ours_is_no_bad_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(_arguments: object) -> None:
-        raise RuntimeError("a mistake")
-
-    monkeypatch.setattr("mcore_ckpt.commands._look.run_list", fail)
+    monkeypatch.setattr("mcore_ckpt.commands._look.run_list", mock.Mock(side_effect=RuntimeError("a mistake")))
     assert main(["list", "x"]) == 70
     assert "RuntimeError: a mistake (this should not happen" in capsys.readouterr().err
 

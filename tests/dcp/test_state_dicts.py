@@ -22,11 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync
 from tests.support.gloo_ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is (disabled|unavailable)",
-    "ignore:.*TypedStorage is deprecated",
-    "ignore:Detected an existing checkpoint",
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated", "ignore:Detected an existing checkpoint")
 Make = Callable[..., Any]
 SIDES: dict[str, tuple[Make, Make]] = {
     "ours": (FileSystemWriterAsync, FileSystemReader),

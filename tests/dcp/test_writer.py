@@ -23,7 +23,7 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.gloo_ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage is deprecated")
+pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated")
 
 
 def a_state(step: int = 0) -> dict[str, Any]:

@@ -26,8 +26,6 @@ from mcore_ckpt.tools.keys import read_plain_state
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def common(iteration: int) -> dict[str, Any]:
     return {"iteration": iteration, "args": {"lr": 1e-3}}

@@ -175,11 +175,6 @@ def test_what_others_call_otherwise_comes_back(value: Any, modules: list[bytes],
     assert load_object(_renamed(saved([value]), {modules[ours]: modules[not ours]})) == [value]
 
 
-def _global(name: str) -> bytes:
-    module, _, kind = name.rpartition(".")
-    return f"c{module}\n{kind}\n".encode()
-
-
 def _renamed(content: bytes, names: dict[bytes, bytes]) -> bytes:
     """The archive with bytes replaced in its pickle."""
 

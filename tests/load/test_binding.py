@@ -21,8 +21,6 @@ from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.local_files import data_file
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 SHAPE = (600, 1000)  # 2.4 MB: more than two blocks
 
 

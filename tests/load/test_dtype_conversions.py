@@ -18,7 +18,7 @@ from mcore_ckpt.load.requests import ReadRequest
 from tests.support.kept_log import kept_log
 from tests.support.shards import shard
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:Casting complex values")
+pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values")
 
 REFUSE = LoadOptions(on_dtype_mismatch="raise")
 SHAPES = {"small": (40, 50), "large": (700, 1000), "scalar": ()}

@@ -17,8 +17,6 @@ from mcore_ckpt.dcp.planners import MCoreLoadPlanner, MCoreSavePlanner
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.load.reader import FileSystemReader
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 @contextmanager
 def default_device() -> Iterator[None]:

@@ -14,8 +14,6 @@ from mcore_ckpt import ChecksumError, FileSystemReader, FileSystemWriterAsync, L
 from mcore_ckpt.directory.retention import prune_run
 from mcore_ckpt.load.requests import ReadRequest
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 NAME = "iter_0000001"
 
 

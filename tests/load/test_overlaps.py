@@ -16,8 +16,6 @@ from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.load.reader import FileSystemReader
 from tests.support.local_files import drop_cached
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 # In elements of float32: an item of a few bytes, one below and one beyond what is read with its neighbours.
 SIZES = {"small": (64, 8), "packed": (256, 256), "long": (512, 4096)}
 

@@ -19,8 +19,6 @@ from mcore_ckpt.load.requests import ReadRequest
 from tests.support.gloo_ranks import run_ranks
 from tests.support.local_files import cached_pages, device_bytes, drop_cached, flip, has_direct_io
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -17,8 +17,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.load.reader import FileSystemReader
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 BENIGN = pickle.dumps({"lr": 1.0}, 2)
 
 

@@ -17,8 +17,6 @@ from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.load.reader import FileSystemReader
 from tests.support.gloo_ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 WRITERS = {"ours": FileSystemWriterAsync, "stock": dcp.FileSystemWriter}
 # The keys of the second stand in another order, and take other places in the file.
 FIRST = {"a": torch.full((4,), 1.0), "b": torch.full((4,), 2.0), "step": 1}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.support.gloo_ranks import made
 from tests.support.models import ModelShape, Parallel, build_training
 from tests.support.sharded_state import check_state, sharded_state
 from tests.support.state_compare import write_state
@@ -41,10 +42,7 @@ def save_all(rank: int, who: str, targets: list[tuple[str, Path]]) -> list[list[
     prepare(who, as_cuda=targets[0][0] == "model")
     outcomes = []
     for kind, directory in targets:
-        checkpoint = directory / "checkpoint"
-        if rank == 0:
-            checkpoint.mkdir(parents=True)
-        dist.barrier()
+        checkpoint = made(directory / "checkpoint")
         if kind == "model":
             training = build_training(SHAPE, SAVED_AS)
             training.train(2)
@@ -53,7 +51,7 @@ def save_all(rank: int, who: str, targets: list[tuple[str, Path]]) -> list[list[
         else:
             state = sharded_state(rank, dist.get_world_size(), seed=3)
         with record_strategies() as ran:
-            save(who, kind, state, str(checkpoint))
+            save(who, kind, state, checkpoint)
         outcomes.append(list(ran))
     return outcomes
 

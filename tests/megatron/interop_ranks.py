@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.gloo_ranks import made
 from tests.support.models import ModelShape, Parallel, build_training
 from tests.support.shared_groups import share_groups
 from tests.support.state_compare import differing, read_state, write_state
@@ -59,7 +60,6 @@ def _prepare(ours: bool) -> None:
 def save_all(rank: int, jobs: list[Job], ours: bool, asynchronous: bool = False) -> dict[str, tuple[str, ...]]:
     """Train each job's model, keep the reference, save; returns the strategy methods that ran, by job."""
     _prepare(ours)
-    import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
     ran = {}
@@ -70,9 +70,7 @@ def save_all(rank: int, jobs: list[Job], ours: bool, asynchronous: bool = False)
         write_state(job.reference, rank, state_dict)
         if job.flat_buckets:
             state_dict = training.sharded_state_dict(flat_buckets=True)
-        if rank == 0:
-            job.checkpoint.mkdir()
-        dist.barrier()
+        made(job.checkpoint)
         with record_strategies() as strategies:
             if asynchronous:
                 import mcore_ckpt

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from tests.support.gloo_ranks import run_pretending_ranks, run_stock_ranks
+from tests.support.gloo_ranks import made, run_pretending_ranks, run_stock_ranks
 
 pytestmark = pytest.mark.timeout(500)  # the ranks have their own, shorter deadline
 
@@ -79,14 +79,7 @@ def answers(rank: int, root: Path, ours: bool) -> dict[str, Any]:
     # It raises on one rank only, for which stock leaves the others waiting.
     load_unchecked = partial(dc.load, validate_access_integrity=False)
 
-    def fresh(name: str) -> str:
-        path = root / name
-        if rank == 0:
-            path.mkdir(parents=True)
-        dist.barrier()
-        return str(path)
-
-    saved = fresh("saved")
+    saved = made(root / "saved")
     state = {
         "small": part("small", whole(8, 5), rank),
         "large": part("large", whole(LARGE), rank),
@@ -150,7 +143,7 @@ def answers(rank: int, root: Path, ours: bool) -> dict[str, Any]:
         ask(f"strict {strict.name}", load)
 
     ask("a directory that is not there", lambda: load_unchecked({}, str(root / "nowhere")))
-    ask("a directory that is no checkpoint", lambda: load_unchecked({}, fresh("empty")))
+    ask("a directory that is no checkpoint", lambda: load_unchecked({}, made(root / "empty")))
     return found
 
 

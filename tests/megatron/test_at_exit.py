@@ -10,6 +10,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,9 +32,7 @@ def end_the_interpreter() -> None:
 
 
 def refuse_threads() -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
+    refuse = mock.Mock(side_effect=RuntimeError("can't create new thread at interpreter shutdown"))
     for name in ("_start_new_thread", "_start_joinable_thread"):
         setattr(threading, name, refuse)
 

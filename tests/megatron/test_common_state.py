@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -103,13 +104,9 @@ def skipped(directory: Path) -> None:
 
 
 def without_files(directory: Path) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise SaveError("for a test")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transaction, "write_in_process", fail)
-        with pytest.raises(SaveError, match="for a test"):
-            dist_checkpointing.save(state(2), str(directory), TorchDistSaveStrategy(options=QUIET))
+    failing = mock.patch.object(transaction, "write_in_process", side_effect=SaveError("for a test"))
+    with failing, pytest.raises(SaveError, match="for a test"):
+        dist_checkpointing.save(state(2), str(directory), TorchDistSaveStrategy(options=QUIET))
 
 
 @pytest.mark.parametrize(

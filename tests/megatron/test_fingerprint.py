@@ -18,13 +18,9 @@ from tests.support.models import GATED, Parallel, build_training
 from tests.support.shared_groups import share_groups
 
 
-def _prepared() -> Any:
-    share_groups()
-    return installed()
-
-
 def train_and_save(rank: int, path: Path) -> None:
-    dist_checkpointing = _prepared()
+    share_groups()
+    dist_checkpointing = installed()
     training = build_training(GATED, Parallel(), seed=1)
     training.train(2)
     dist_checkpointing.save(training.sharded_state_dict(), str(path))

@@ -18,8 +18,8 @@ from mcore_ckpt.format.integrity import data_file_of
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._fully_parallel import distributed, flags_of, tell
-from tests.megatron.trap_ranks import counted, installed, made
-from tests.support.gloo_ranks import run_megatron_ranks
+from tests.megatron.trap_ranks import counted, installed
+from tests.support.gloo_ranks import made, run_megatron_ranks
 from tests.support.kept_log import kept_log
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the wrappers are Megatron's")

@@ -19,7 +19,8 @@ import torch.distributed.checkpoint
 
 from mcore_ckpt import CorruptCheckpointError, NewerFormatError
 from mcore_ckpt.format.integrity import split_metadata
-from tests.megatron.trap_ranks import check, installed, made, state
+from tests.megatron.trap_ranks import check, installed, state
+from tests.support.gloo_ranks import made
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.kept_log import kept_log
 
@@ -65,10 +66,6 @@ def resume(run: Path, fully_parallel: bool = False) -> tuple[int, int, list[str]
     return first, iteration, [text for text in said if "DAMAGED" in text]
 
 
-def a_data_file(checkpoint: Path) -> Path:
-    return sorted(checkpoint.glob("*.distcp"))[0]
-
-
 def flip_payload(checkpoint: Path) -> None:
     """What no structure shows: a byte of a tensor that every rank reads."""
     iteration = int(checkpoint.name.removeprefix("iter_"))
@@ -84,7 +81,7 @@ def flip_payload(checkpoint: Path) -> None:
 
 
 def truncate(checkpoint: Path) -> None:
-    file = a_data_file(checkpoint)
+    file = sorted(checkpoint.glob("*.distcp"))[0]
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 

@@ -66,18 +66,6 @@ def forked(test: Callable[..., Any]) -> Callable[[], None]:
     return run
 
 
-def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run an interpreter of its own, which finds this checkout."""
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])},
-    )
-
-
 def new_each_time(make: Callable[[], Any], expected: type) -> None:
     first, second = make(), make()
     assert type(first) is expected, first
@@ -355,7 +343,10 @@ def test_launch_runs_a_script_as_python_would(tmp_path: Path) -> None:
     (tmp_path / "neighbour.py").touch()
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    done = python("-m", "mcore_ckpt.launch", str(script), "--ckpt-format", "torch_dist")
+    command = [sys.executable, "-W", "ignore", "-m", "mcore_ckpt.launch", str(script), "--ckpt-format", "torch_dist"]
+    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])  # this checkout
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
     assert done.returncode == 7, done.stderr
     first, last = done.stdout.splitlines()
     assert first == f"{[str(script), '--ckpt-format', 'torch_dist']} mcore_ckpt.megatron.strategy"

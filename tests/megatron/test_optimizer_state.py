@@ -14,8 +14,6 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt import FileSystemReader, LoadError, MissingKeyError, ShapeMismatchError, load_sharded_optimizer_state
 from tests.support.gloo_ranks import run_pretending_ranks, run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def whole(seed: int) -> torch.Tensor:
     return torch.arange(seed, seed + 48, dtype=torch.float32).view(8, 6)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt import LoadError
+from tests.support.gloo_ranks import made
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.kept_log import kept_log
 
@@ -107,10 +108,7 @@ def loads_into_quantized_tensors(rank: int, directory: str) -> None:
         for piece in pieces
     }
     saved["bias"] = sharded("bias", torch.arange(8.0).view(8, 1).chunk(world)[rank], rank, world)
-    if rank == 0:
-        Path(directory).mkdir()
-    dist.barrier()
-    dist_checkpointing.save(saved, directory, TorchDistSaveStrategy())
+    dist_checkpointing.save(saved, made(Path(directory)), TorchDistSaveStrategy())
 
     quantized_engine()
     one_bytes = ROWS // world * COLUMNS * 2

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from mcore_ckpt.core.options import SaveOptions
-from tests.megatron.trap_ranks import check, made, state
-from tests.support.gloo_ranks import run_ranks
+from tests.megatron.trap_ranks import check, state
+from tests.support.gloo_ranks import made, run_ranks
 
 pytestmark = pytest.mark.long
 

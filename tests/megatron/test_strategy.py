@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from mcore_ckpt import SaveOptions
 from mcore_ckpt.megatron._versions import differences
+from tests.support.gloo_ranks import made
 from tests.support.gloo_ranks import run_pretending_ranks as run_ranks
 from tests.support.local_files import data_file
 from tests.support.sharded_state import check_state, sharded_state
@@ -68,10 +69,7 @@ def bad_loads(rank: int, path: Path) -> dict[str, str]:
             "o": ShardedObject("o", 1, (1,), (0,), replica_id=rank),
         }
 
-    if rank == 0:
-        path.mkdir()
-    dist.barrier()
-    dist_checkpointing.save(good(), str(path), TorchDistSaveStrategy())
+    dist_checkpointing.save(good(), made(path), TorchDistSaveStrategy())
     wrong: dict[str, tuple[type[Exception], Any]] = {
         "shape": (mcore_ckpt.ShapeMismatchError, sharded("a", torch.ones(4, 5), replica_id=rank)),
         "dtype": (mcore_ckpt.DtypeMismatchError, sharded("a", torch.ones(4, 4, dtype=torch.bfloat16), replica_id=rank)),
@@ -158,10 +156,7 @@ def load_behind_wrapper(rank: int, path: Path) -> tuple[int, int, bool]:
 
     from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
 
-    if rank == 0:
-        path.mkdir()
-    dist.barrier()
-    dist_checkpointing.save(large(False), str(path), TorchDistSaveStrategy())
+    dist_checkpointing.save(large(False), made(path), TorchDistSaveStrategy())
     strategy = TorchDistLoadStrategy()
     loaded = dist_checkpointing.load(large(True), str(path), FullyParallelLoadStrategyWrapper(strategy))
     same = all(torch.equal(loaded[key], leaf.data) for key, leaf in large(False).items())

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from mcore_ckpt import SaveError
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
-from tests.megatron.trap_ranks import check, installed, made, names, state
-from tests.support.gloo_ranks import MEGATRON, standing_ranks
+from tests.megatron.trap_ranks import check, installed, names, state
+from tests.support.gloo_ranks import MEGATRON, made, standing_ranks
 
 pytest.importorskip("megatron.core")
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt.core.errors import CheckpointError, PlanError
-from tests.megatron.trap_ranks import counted, installed, made
-from tests.support.gloo_ranks import run_pretending_ranks
+from tests.megatron.trap_ranks import counted, installed
+from tests.support.gloo_ranks import made, run_pretending_ranks
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="it is Megatron's validation")
 

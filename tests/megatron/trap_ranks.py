@@ -48,14 +48,6 @@ def check(loaded: dict[str, Any], fill: int) -> None:
     assert loaded["common"] == {"iteration": fill}
 
 
-def made(directory: Path) -> str:
-    """The directory, made by rank 0; a string, as the launch passes it."""
-    if dist.get_rank() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    return str(directory)
-
-
 def names(directory: str) -> set[str]:
     """What lies there when all ranks have come here; no rank goes on before all have looked."""
     dist.barrier()

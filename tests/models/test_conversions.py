@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -32,13 +33,6 @@ from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.local_files import contents, flip
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("exchange") / "ckpt"
-    write_model(directory)
-    return directory
 
 
 def read_by_definition(path: Path) -> dict[str, torch.Tensor]:
@@ -261,19 +255,12 @@ class TestNothingIsLost:
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
-def test_an_interrupted_export_is_resumed_by_the_same_command(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any
-) -> None:
+def test_an_interrupted_export_is_resumed_by_the_same_command(checkpoint: Path, tmp_path: Path, to: Any) -> None:
     """What was written and has come to harm is not published: it is written again."""
-
-    def stop(_: StoredPayloads) -> None:
-        raise KeyboardInterrupt
-
     options = {"to": to, "max_shard_bytes": 20_000}
-    with monkeypatch.context() as patched:
-        patched.setattr(StoredPayloads, "check_rest", stop)
-        with pytest.raises(KeyboardInterrupt):
-            export_checkpoint(checkpoint, tmp_path / "t", **options)
+    stopped = mock.patch.object(StoredPayloads, "check_rest", side_effect=KeyboardInterrupt)
+    with stopped, pytest.raises(KeyboardInterrupt):
+        export_checkpoint(checkpoint, tmp_path / "t", **options)
     assert not (tmp_path / "t").exists()
     first, second, *_ = sorted((tmp_path / "t.partial").iterdir())
     flip(first, first.stat().st_size // 2)

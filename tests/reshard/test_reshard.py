@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.local_files import contents, flip
 from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, write_model
-from tests.support.stored_layouts import StoredTensor, flip_byte, write_checkpoint
+from tests.support.stored_layouts import StoredTensor, flip_byte, whole, write_checkpoint
 from tests.support.tilings import tilings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,13 +59,6 @@ def grid(index: CheckpointIndex, key: str) -> list[tuple[tuple[int, ...], tuple[
     return sorted((chunk.offsets, chunk.sizes, data_file_rank(chunk.item.file)) for chunk in index.tensors[key].chunks)
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("source") / "iter_0000007"
-    write_model(directory, tp=2)
-    return directory
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -75,12 +69,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=str,
 )
-def test_the_same_tensors_under_another_layout(source: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    before = contents(source)
-    report = reshard_checkpoint(source, tmp_path / "target", **options)
+def test_the_same_tensors_under_another_layout(checkpoint: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    before = contents(checkpoint)
+    report = reshard_checkpoint(checkpoint, tmp_path / "target", **options)
     assert_same(read_all(tmp_path / "target"), model_tensors())
     assert verify_checkpoint(tmp_path / "target").whole
-    assert contents(source) == before
+    assert contents(checkpoint) == before
     assert report.guesses == 0
     assert not (tmp_path / "target.partial").exists()
     index = read_index(tmp_path / "target")
@@ -89,8 +83,8 @@ def test_the_same_tensors_under_another_layout(source: Path, tmp_path: Path, opt
     assert {path.name for path in (tmp_path / "target").glob("*.distcp")} == {item.file for item in items}
 
 
-def test_each_rank_finds_its_shards_whole_in_its_own_files(source: Path, tmp_path: Path) -> None:
-    reshard_checkpoint(source, tmp_path / "t", tp=4, pp=2)
+def test_each_rank_finds_its_shards_whole_in_its_own_files(checkpoint: Path, tmp_path: Path) -> None:
+    reshard_checkpoint(checkpoint, tmp_path / "t", tp=4, pp=2)
     index = read_index(tmp_path / "t")
     for layer in range(LAYERS):
         stage = 4 * layer  # two layers, two stages, four ranks each
@@ -110,22 +104,22 @@ def test_each_rank_finds_its_shards_whole_in_its_own_files(source: Path, tmp_pat
     assert [rank for _, _, rank in grid(index, "output_layer.weight")] == [4, 5, 6, 7]
 
 
-def test_only_and_drop(source: Path, tmp_path: Path) -> None:
-    reshard_checkpoint(source, tmp_path / "a", tp=1, pp=1, drop_optimizer=True)
+def test_only_and_drop(checkpoint: Path, tmp_path: Path) -> None:
+    reshard_checkpoint(checkpoint, tmp_path / "a", tp=1, pp=1, drop_optimizer=True)
     assert_same(read_all(tmp_path / "a"), model_tensors(optimizer=False))
-    reshard_checkpoint(source, tmp_path / "b", tp=1, pp=1, only="decoder.layers.1.*")
+    reshard_checkpoint(checkpoint, tmp_path / "b", tp=1, pp=1, only="decoder.layers.1.*")
     wanted = {key: value for key, value in model_tensors().items() if key.startswith("decoder.layers.1.")}
     assert_same(read_all(tmp_path / "b"), wanted)
     assert not read_index(tmp_path / "b").objects
     # A common state among the objects is carried whatever the pattern.
-    tensors = {"w": StoredTensor(torch.ones(4), [Box((0,), (4,))])}
+    tensors = {"w": whole(torch.ones(4))}
     write_checkpoint(tmp_path / "s", tensors, {"common_state/shard_0_1": [{"iteration": 7}], "rng/shard_0_1": [1]})
     reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, only="w")
     assert list(read_index(tmp_path / "t").objects) == ["common_state/shard_0_1"]
 
 
-def test_dtype_converts_the_model_and_not_the_optimizer(source: Path, tmp_path: Path) -> None:
-    reshard_checkpoint(source, tmp_path / "t", tp=4, pp=1, dtype="float32")
+def test_dtype_converts_the_model_and_not_the_optimizer(checkpoint: Path, tmp_path: Path) -> None:
+    reshard_checkpoint(checkpoint, tmp_path / "t", tp=4, pp=1, dtype="float32")
     expected = {key: value.float() for key, value in model_tensors().items()}
     assert_same(read_all(tmp_path / "t"), expected)
     reshard_checkpoint(tmp_path / "t", tmp_path / "back", tp=1, pp=1, dtype="bfloat16")
@@ -265,21 +259,16 @@ class TestInterruption:
         return tensors
 
     @staticmethod
-    def interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(tmp_path: Path) -> None:
         """A run that ends when everything is written, and nothing is compared."""
-
-        def stop(*_: object, **__: object) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patched:
-            patched.setattr(conversion, "check_all", stop)
-            with pytest.raises(KeyboardInterrupt):
-                reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
+        stopped = mock.patch.object(conversion, "check_all", side_effect=KeyboardInterrupt)
+        with stopped, pytest.raises(KeyboardInterrupt):
+            reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
 
     def test_a_source_that_changed_is_not_taken_for_the_same(
-        self, tmp_path: Path, big: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, big: dict[str, torch.Tensor]
     ) -> None:
-        self.interrupt(tmp_path, monkeypatch)
+        self.interrupt(tmp_path)
         os.utime(tmp_path / "s" / "__0_0.distcp", (1, 1))
         with pytest.raises(OptionError, match=r"another source.*--restart"):
             reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1)
@@ -288,9 +277,9 @@ class TestInterruption:
 
     @pytest.mark.parametrize("fault", ["cut", "changed", "removed"])
     def test_what_has_come_to_harm_meanwhile_is_written_again(
-        self, tmp_path: Path, big: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, fault: str
+        self, tmp_path: Path, big: dict[str, torch.Tensor], fault: str
     ) -> None:
-        self.interrupt(tmp_path, monkeypatch)
+        self.interrupt(tmp_path)
         file = tmp_path / "t.partial" / "__0_1.distcp"
         middle = file.stat().st_size // 2
         if fault == "removed":
@@ -303,13 +292,11 @@ class TestInterruption:
         assert_same(read_all(tmp_path / "t"), big)
         assert verify_checkpoint(tmp_path / "t").whole
 
-    def test_what_lies_between_two_that_are_written_again_stays(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_lies_between_two_that_are_written_again_stays(self, tmp_path: Path) -> None:
         """Short gaps between tensors are filled, but not over what is there."""
         tensors = {f"decoder.layers.0.x{n:02}.weight": torch.randn(32, 32) for n in range(40)}
         write_model(tmp_path / "s", tensors=tensors)
-        self.interrupt(tmp_path, monkeypatch)
+        self.interrupt(tmp_path)
         for file in sorted((tmp_path / "t.partial").glob("*.distcp")):
             for part in (3, 5):
                 flip(file, file.stat().st_size * part // 8)
@@ -360,7 +347,7 @@ class TestInterruption:
 
 
 def test_a_target_that_is_not_what_was_written_does_not_appear(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that loses a write: nobody notices but the verification."""
     original = conversion.write_all
@@ -373,10 +360,10 @@ def test_a_target_that_is_not_what_was_written_does_not_appear(
 
     monkeypatch.setattr(conversion, "write_all", write_and_damage)
     with pytest.raises(CorruptCheckpointError, match="run the command again"):
-        reshard_checkpoint(source, tmp_path / "t", tp=1, pp=1)
+        reshard_checkpoint(checkpoint, tmp_path / "t", tp=1, pp=1)
     assert not (tmp_path / "t").exists()
     monkeypatch.undo()
-    assert not reshard_checkpoint(source, tmp_path / "t", tp=1, pp=1).resumed
+    assert not reshard_checkpoint(checkpoint, tmp_path / "t", tp=1, pp=1).resumed
     assert_same(read_all(tmp_path / "t"), model_tensors())
 
 
@@ -426,19 +413,16 @@ def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
         "w": torch.arange(12.0).reshape(6, 2),
         "none": torch.empty(0, 4),
     }
-    stored = {
-        key: StoredTensor(tensor, [Box((0,) * tensor.dim(), tuple(tensor.shape))]) for key, tensor in tensors.items()
-    }
-    write_checkpoint(tmp_path / "s", stored)
+    write_checkpoint(tmp_path / "s", {key: whole(tensor) for key, tensor in tensors.items()})
     for name, sizes in (("a", {"tp": 1, "pp": 1}), ("b", {"tp": 4, "pp": 2, "ep": 2})):
         reshard_checkpoint(tmp_path / "s", tmp_path / name, **sizes)
         assert_same(read_all(tmp_path / name), tensors)
         assert verify_checkpoint(tmp_path / name).whole
 
 
-def test_a_target_is_another_save_than_its_source(source: Path, tmp_path: Path) -> None:
+def test_a_target_is_another_save_than_its_source(checkpoint: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    reshard_checkpoint(source, first, tp=2, pp=1)
+    reshard_checkpoint(checkpoint, first, tp=2, pp=1)
     reshard_checkpoint(first, second, tp=2, pp=1, dtype="float16")
     for into, other in ((first, second), (second, first)):
         index = read_index(into)
@@ -457,9 +441,9 @@ def test_a_target_is_another_save_than_its_source(source: Path, tmp_path: Path) 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["file", "pipe"])
-def test_no_link_or_pipe_beside_the_data_is_followed(source: Path, tmp_path: Path, kind: str) -> None:
+def test_no_link_or_pipe_beside_the_data_is_followed(checkpoint: Path, tmp_path: Path, kind: str) -> None:
     linked, outside = tmp_path / "linked", tmp_path / "outside"
-    shutil.copytree(source, linked)
+    shutil.copytree(checkpoint, linked)
     outside.mkdir()
     (outside / "secret").write_text("secret")
     (linked / "extra").mkdir()
@@ -473,10 +457,10 @@ def test_no_link_or_pipe_beside_the_data_is_followed(source: Path, tmp_path: Pat
 
 
 @pytest.fixture(scope="module")
-def fingerprinted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fingerprinted(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In columns, with fingerprints, which the sums of columns alone do not tell."""
     directory = tmp_path_factory.mktemp("fingerprinted")
-    reshard_checkpoint(source, directory / "one", tp=1, pp=1)
+    reshard_checkpoint(checkpoint, directory / "one", tp=1, pp=1)
     reshard_checkpoint(directory / "one", directory / "two", tp=2, pp=1)
     assert read_index(directory / "two").fingerprints.keys() == model_tensors().keys()
     return directory / "two"

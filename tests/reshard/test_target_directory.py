@@ -8,6 +8,7 @@ import os
 import time
 from contextlib import closing
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -149,10 +150,8 @@ def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path, kind: str) -> No
 
 
 def test_without_locks_only_what_is_old_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(fd: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
+    no_locks = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=no_locks))
     left_by(tmp_path / "t", WORK)
     with pytest.raises(SaveError, match="this file system has no locks"):
         make(tmp_path / "t")

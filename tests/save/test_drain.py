@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from mcore_ckpt.storage.resolve import LocalStorage, storage_at
 from tests.save.test_upkeep import Training, there
 from tests.support.gloo_ranks import run_megatron_ranks as run_megatron
 from tests.support.gloo_ranks import run_ranks
+from tests.support.local_files import contents, flip
 from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request, S3Directory
 from tests.support.processes import until
 
@@ -71,12 +73,8 @@ def _load(rank: int, directory: str, world: int, load_options: LoadOptions) -> l
     return loaded.unique().tolist()  # type: ignore[no-any-return]
 
 
-def _contents(place: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
-
-
 def _without_note(place: Path) -> dict[str, bytes]:
-    return {name: content for name, content in _contents(place).items() if not is_drain_note(name)}
+    return {name: content for name, content in contents(place).items() if not is_drain_note(name)}
 
 
 def data_files(directory: Path) -> list[Path]:
@@ -95,7 +93,7 @@ def test_checkpoints_are_committed_in_a_second_directory_as_they_are(
     near, far = tmp_path / "near", tmp_path / "far"
     run_megatron(_train, 2, str(near), [(1, 0.0), (2, 0.0)], options(str(far)))
     for name in there(str(near)):
-        assert _contents(far / name) == _without_note(near / name)
+        assert contents(far / name) == _without_note(near / name)
         assert verify_checkpoint(far / name).whole
     assert (far / TRACKER_FILE).read_text() == "2"
     assert main(["list", str(near)]) == 0
@@ -268,8 +266,7 @@ def test_plain_dcp_is_drained_too(tmp_path: Path) -> None:
 
 def _save_alone(run: Path, far: str | Path, iteration: int, value: float, **others: bytes) -> Path:
     """A job of one process that is killed before anything is copied; `others`: files of other programs."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(upkeep, "_ask", lambda task: None)
+    with mock.patch.object(upkeep, "_ask"):
         directory = run / f"iter_{iteration:07d}"
         writer = FileSystemWriterAsync(directory, options=options(str(far)))
         dcp.save({"w": torch.full((1000,), value)}, storage_writer=writer, no_dist=True)
@@ -288,8 +285,7 @@ def _resume_alone(run: Path, far: str | Path) -> list[str]:
     """The next job copies what is left, and ends; returns what it has said."""
     said: list[str] = []
     copies = upkeep._Copies()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(upkeep, "_say", lambda level, text: said.append(text))
+    with mock.patch.object(upkeep, "_say", lambda level, text: said.append(text)):
         copies.add(str(run), None, str(far))
         copies.finish()
         copies.work()
@@ -303,16 +299,8 @@ def _value(directory: Path) -> float:
     return float(value)
 
 
-def _fail(*_: object, **__: object) -> None:
-    raise SaveError("refused")
-
-
 class _Killed(BaseException):
     pass
-
-
-def _kill(*_: object, **__: object) -> None:
-    raise _Killed
 
 
 def test_leftovers_replace_nothing_that_has_come_there_since(
@@ -321,8 +309,7 @@ def test_leftovers_replace_nothing_that_has_come_there_since(
     """A job goes on with another node, and comes back to the first one, where its earlier saves still lie."""
     far, first, second = (tmp_path / name for name in ("far", "first", "second"))
     old = [_save_alone(first, far, iteration, 0.0) for iteration in (1, 2)]
-    with pytest.MonkeyPatch.context() as patched:  # one copy had begun
-        patched.setattr(copying, "_check_lengths", _fail)
+    with mock.patch.object(copying, "_check_lengths", side_effect=SaveError("refused")):  # one copy had begun
         _resume_alone(first, far)
     for iteration in (1, 5):
         _save_alone(second, far, iteration, 100.0)
@@ -342,9 +329,7 @@ def test_damaged_local_files_reach_no_second_tier(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     directory = _save_alone(near, far, 1, 1.0)
     (file,) = data_files(directory)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip(file, file.stat().st_size // 2)
     (said,) = _resume_alone(near, far)
     assert "CRC-32" in said
     assert not data_files(far / NAME)
@@ -380,7 +365,7 @@ def test_killed_at_any_step_a_copy_is_no_mix_and_the_next_job_resumes_it(replace
                 if Path(storage.root).is_relative_to(far):
                     steps.append(f"{real.__name__} {more[0]}")
                     if len(steps) >= at:
-                        _kill()
+                        raise _Killed
                 return real(storage, *more, **options)
 
             return step
@@ -403,6 +388,6 @@ def test_killed_at_any_step_a_copy_is_no_mix_and_the_next_job_resumes_it(replace
         else:
             assert not replaces, steps[-1]
         _resume_alone(near, far)
-        assert _contents(far / NAME) == _without_note(near / NAME), steps[-1]
+        assert contents(far / NAME) == _without_note(near / NAME), steps[-1]
         assert (far / TRACKER_FILE).read_text() == "1", steps[-1]
     assert number > 10

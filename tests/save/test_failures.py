@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -177,16 +178,13 @@ def test_a_writer_killed_on_one_rank(tmp_path: Path) -> None:
 def _interrupted_while_staging(rank: int, directory: str) -> None:
     from mcore_ckpt.save.staging import BucketSource
 
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     fill_buffer = BucketSource.fill_buffer
     for number, policy in enumerate(("raise", "warn")):
         strategy = TorchDistSaveStrategy(options=SaveOptions(on_failure=policy))
         queue = AsyncCallsQueue()
         _save_whole(rank, directory, 2 * number, queue, strategy)
         if rank == 1:
-            BucketSource.fill_buffer = interrupted
+            BucketSource.fill_buffer = mock.Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
         started_s = time.monotonic()
         _save(rank, directory, 2 * number + 1, queue, strategy)
         with pytest.raises(KeyboardInterrupt if rank == 1 else SaveError):
@@ -231,10 +229,8 @@ def _interrupted_while_waiting(rank: int, directory: str) -> None:
         queue.schedule_async_request(AsyncRequest(None, (), [partial(log.append, "of the next")]))
         calls: list[str] = []
         method: Any = getattr(owner, name)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(owner, name, interrupted)
-            with pytest.raises(KeyboardInterrupt if rank == 1 else SaveError):
-                queue.close() if number else queue.maybe_finalize_async_calls(blocking=True)
+        with mock.patch.object(owner, name, interrupted), pytest.raises(KeyboardInterrupt if rank == 1 else SaveError):
+            queue.close() if number else queue.maybe_finalize_async_calls(blocking=True)
         assert len(calls) == rank
         assert queue.get_num_unfinalized_calls() == 1 - number  # closing gives up all
         queue.close(abort=True)
@@ -247,8 +243,7 @@ def _interrupted_while_waiting(rank: int, directory: str) -> None:
     log = _save(rank, where, 9, queue, strategy)
     method, calls = SaveTransaction._tell, []
     ends = contextlib.nullcontext() if rank == 0 else pytest.raises(KeyboardInterrupt)
-    with pytest.MonkeyPatch.context() as patch, ends:
-        patch.setattr(SaveTransaction, "_tell", interrupted)
+    with mock.patch.object(SaveTransaction, "_tell", interrupted), ends:
         queue.maybe_finalize_async_calls(blocking=True)
     assert log == ["tracker"]
     dist.barrier()

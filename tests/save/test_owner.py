@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -41,8 +42,6 @@ from tests.support.forked import exit_code, fork
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.local_files import names
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def state(value: float) -> dict[str, Any]:
     from megatron.core.dist_checkpointing import ShardedTensor
@@ -64,16 +63,11 @@ def loaded(directory: Path) -> float:
 # --- two saves of one job ---------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_save_lets_the_directory_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_save_lets_the_directory_go(tmp_path: Path) -> None:
     strategy().save(state(1), tmp_path)
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(transaction, "write_in_process", interrupt)
-        with pytest.raises(KeyboardInterrupt) as interrupted:
-            strategy().save(state(2), tmp_path)
+    stopped = mock.patch.object(transaction, "write_in_process", side_effect=KeyboardInterrupt)
+    with stopped, pytest.raises(KeyboardInterrupt) as interrupted:
+        strategy().save(state(2), tmp_path)
     strategy().save(state(3), tmp_path)  # while somebody still holds the traceback
     assert interrupted.value is not None
     assert loaded(tmp_path) == 3
@@ -261,17 +255,10 @@ def test_ranks_that_write_to_disks_of_their_own_are_told_so(tmp_path: Path) -> N
         assert METADATA_FILE not in names(tmp_path / f"of-host-{rank}" / "checkpoint")
 
 
-def test_a_directory_that_cannot_be_listed_is_not_taken_for_an_empty_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
     strategy().save(state(1), tmp_path)
     before = names(tmp_path)
-
-    def fail(path: Any) -> Any:
-        raise OSError(5, os.strerror(5), str(path))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "scandir", fail)
+    with mock.patch.object(os, "scandir", side_effect=OSError(5, os.strerror(5), str(tmp_path))):
         with pytest.raises(LoadError, match=r"cannot be listed: .*EIO"):
             LocalStorage(tmp_path).list()
         with pytest.raises(CheckpointError, match="cannot be listed"):
@@ -300,11 +287,7 @@ def test_a_dcp_save_claims_the_directory_before_the_ranks_write(tmp_path: Path) 
 def test_a_dcp_save_that_has_failed_is_not_in_the_way_of_the_next(tmp_path: Path) -> None:
     """DCP tells no writer that another rank has failed; whoever keeps the exception keeps the writer, too."""
     failed = dcp_writer(tmp_path)
-
-    def fail(**_: Any) -> None:
-        raise OSError("for a test")
-
-    failed.finish = fail  # type: ignore[method-assign]
+    failed.finish = mock.Mock(side_effect=OSError("for a test"))  # type: ignore[method-assign]
     with pytest.raises(BaseException, match="for a test"):
         dcp.save({"w": torch.full((1000,), 1.0)}, storage_writer=failed, no_dist=True)
     dcp.save({"w": torch.full((1000,), 2.0)}, storage_writer=dcp_writer(tmp_path), no_dist=True)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import mcore_ckpt
-from tests.support.gloo_ranks import run_megatron_ranks
-
-if TYPE_CHECKING:
-    pass
+from tests.support.gloo_ranks import made, run_megatron_ranks
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
@@ -36,11 +32,7 @@ def _save_all(rank: int, directory: Path, saves: list[list[list[tuple[str, int]]
     outcomes = []
     for number, held in enumerate(saves):
         state = {f"{key}{part}": _part(key, part, 10 * number + part) for key, part in held[rank]}
-        path = directory / str(number)
-        if rank == 0:
-            path.mkdir()
-        dist.barrier()
-        strategy.save(state, path)
+        strategy.save(state, made(directory / str(number)))
         outcomes.append(strategy.validated_cache_reuse)
     return outcomes
 
@@ -92,13 +84,9 @@ def _save_by_two(rank: int, directory: Path) -> None:
     strategies = {key: TorchDistSaveStrategy() for key in "ab"}
     for number, chosen in enumerate(("aaa", "bbb", "aba")):
         key = chosen[rank]
-        path = directory / str(number)
-        if rank == 0:
-            path.mkdir()
-        dist.barrier()
         # Both plans have the same files of the same lengths; every rank has a tensor of its own.
         tensor = ShardedTensor.from_rank_offsets(f"{key}{rank}", torch.full((_ROWS,), 10.0 * number + rank))
-        strategies[key].save({"w": tensor}, path)
+        strategies[key].save({"w": tensor}, made(directory / str(number)))
 
 
 def test_plans_of_different_saves_are_not_mixed(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -81,31 +82,24 @@ def test_write_errors_name_file_range_and_errno(
     writer.abort()
 
 
-def test_a_failing_fsync_is_an_error_and_closes_the_file(
-    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
-) -> None:
+def test_a_failing_fsync_is_an_error_and_closes_the_file(local: LocalStorage, tmp_path: Path) -> None:
     before = open_fds()
     writer = local.open_writer("file")
     writer.write(0, aligned(b"x" * 4096))
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", fail)
-        with pytest.raises(SaveError, match=r"file: finishing the file at 4096 bytes failed.*EIO"):
-            writer.finish(4096)
+    failing = mock.patch.object(os, "fsync", fail)
+    with failing, pytest.raises(SaveError, match=r"file: finishing the file at 4096 bytes failed.*EIO"):
+        writer.finish(4096)
     assert open_fds() == before
     writer.abort()
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace", "pwrite"])
-def test_a_failed_publish_keeps_the_old_content(
-    monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path, step: str
-) -> None:
+def test_a_failed_publish_keeps_the_old_content(local: LocalStorage, tmp_path: Path, step: str) -> None:
     local.publish(".metadata", b"old")
     before = open_fds()
-    with monkeypatch.context() as patched:
-        patched.setattr(os, step, fail)
-        with pytest.raises(SaveError, match=r"\.metadata: publishing it failed"):
-            local.publish(".metadata", b"new")
+    with mock.patch.object(os, step, fail), pytest.raises(SaveError, match=r"\.metadata: publishing it failed"):
+        local.publish(".metadata", b"new")
     assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
     assert (tmp_path / ".metadata").read_bytes() == b"old"
     assert open_fds() == before

@@ -24,7 +24,6 @@ from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request, 
 from tests.support.stored_saves import loaded, save, start_saving
 
 KINDS = [kind for kind, other in (("s3", "GCS"), ("gcs", "S3")) if f"MCORE_CKPT_TEST_{other}" not in os.environ]
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 # DCP wraps what a rank raises in an exception that is none.
 FAILED = (CheckpointError, CheckpointException)
@@ -327,9 +326,6 @@ def found_after(
     return value
 
 
-HOWS = ["refused", "killed before", "killed after"]
-
-
 @pytest.mark.crash
 @pytest.mark.parametrize("how", ["refused", pytest.param("killed before", marks=pytest.mark.long), "killed after"])
 def test_a_crash_at_the_commit_leaves_the_old_or_the_new(
@@ -344,7 +340,7 @@ def test_a_crash_at_the_commit_leaves_the_old_or_the_new(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.crash
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", ["refused", "killed before", "killed after"])
 def test_a_crash_at_any_request_leaves_the_old_or_the_new(
     how: str, proxied: Proxy, object_directory: ObjectDirectory
 ) -> None:

@@ -116,6 +116,16 @@ run_pretending_ranks = partial(run_ranks, preload=_PRETENDING)
 run_stock_ranks = partial(run_ranks, preload=_STOCK)
 
 
+def made(directory: Path) -> str:
+    """In a rank: the directory, made by rank 0; a string, as a launch passes it."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    return str(directory)
+
+
 def rank_outcomes(
     function: Callable[..., Any],
     world_size: int,

@@ -12,8 +12,6 @@ from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.tools import diff, inspection, verify
 from tests.support.stored_saves import save
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 LOOKS: dict[str, tuple[Any, Callable[[Path], bool]]] = {
     "verify": (verify, lambda path: verify.verify_checkpoint(path).whole),
     "inspect": (inspection, lambda path: not inspection.summarize_checkpoint(path).problems),

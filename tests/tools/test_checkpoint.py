@@ -25,15 +25,8 @@ from tests.support.tilings import tilings
 KEY = "decoder.layers.0.mlp.linear_fc1.weight"
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("open") / "ckpt"
-    write_model(directory)
-    return directory
-
-
-def test_a_checkpoint_is_a_mapping(path: Path) -> None:
-    with mcore_ckpt.open_checkpoint(path) as ckpt:
+def test_a_checkpoint_is_a_mapping(checkpoint: Path) -> None:
+    with mcore_ckpt.open_checkpoint(checkpoint) as ckpt:
         tensors = model_tensors()
         assert set(ckpt.tensors) == set(tensors)
         assert set(ckpt) == set(tensors) | set(ckpt.objects)
@@ -53,9 +46,9 @@ def test_a_checkpoint_is_a_mapping(path: Path) -> None:
     [np.s_[0:4, :], np.s_[...], np.s_[-1, 2:], np.s_[1:60:7, ::3], np.s_[:, 15:3], np.s_[20, 4], np.s_[30:34, ...]],
     ids=str,
 )
-def test_slices(path: Path, index: Any) -> None:
+def test_slices(checkpoint: Path, index: Any) -> None:
     tensor = model_tensors()[KEY]
-    with mcore_ckpt.open_checkpoint(path) as ckpt:
+    with mcore_ckpt.open_checkpoint(checkpoint) as ckpt:
         found = ckpt[KEY][index]
         assert found.dtype == tensor.dtype
         assert torch.equal(found, tensor[index])
@@ -63,8 +56,8 @@ def test_slices(path: Path, index: Any) -> None:
         assert np.array_equal(ckpt[KEY].raw(index), tensor.view(torch.int16).numpy().view(np.uint16)[index])
 
 
-def test_what_is_no_slice(path: Path) -> None:
-    with mcore_ckpt.open_checkpoint(path) as ckpt:
+def test_what_is_no_slice(checkpoint: Path) -> None:
+    with mcore_ckpt.open_checkpoint(checkpoint) as ckpt:
         for index in (np.s_[0, 0, 0], np.s_[64], np.s_[..., ...], np.s_[[1, 2]], np.s_[::-1], np.s_[None], np.s_[True]):
             with pytest.raises(IndexError, match=KEY):
                 ckpt[KEY][index]
@@ -115,9 +108,9 @@ def test_dtypes_without_numpy(tmp_path: Path) -> None:
 
 
 class TestCat:
-    def test_head_slice_and_stats(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_head_slice_and_stats(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
         tensor = model_tensors()[KEY].float()
-        assert main(["cat", str(path), KEY, "--stats", "--slice", "0:2, :3", "--json"]) == 0
+        assert main(["cat", str(checkpoint), KEY, "--stats", "--slice", "0:2, :3", "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert np.array(shown["values"]) == pytest.approx(tensor[0:2, :3].numpy(), rel=1e-6)
         stats = shown["stats"]
@@ -134,13 +127,15 @@ class TestCat:
         assert (shown["stats"]["nans"], shown["stats"]["infinities"], shown["stats"]["zeros"]) == (1, 1, 1)
         assert shown["values"] == [1.0, "nan", "inf", 0.0]
 
-    def test_an_object_and_a_part_of_a_key(self, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["cat", str(path), "shard_0.1", "--json"]) == 0
+    def test_an_object_and_a_part_of_a_key(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["cat", str(checkpoint), "shard_0.1", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["value"] == [{"rank": 1}]
 
     @pytest.mark.parametrize("arguments", [["nothing"], [KEY, "--slice", "99"]])
-    def test_what_cannot_be_shown(self, path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["cat", str(path), *arguments]) == 2
+    def test_what_cannot_be_shown(
+        self, checkpoint: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["cat", str(checkpoint), *arguments]) == 2
         assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest import mock
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -26,8 +26,6 @@ from mcore_ckpt.storage.resolve import LocalWriter, storage_at
 from tests.support.local_files import contents, data_file, flip
 from tests.support.object_server import ObjectDirectory, S3Directory
 from tests.support.stored_saves import loaded, save, state
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture
@@ -77,7 +75,7 @@ def test_a_checkpoint_is_not_copied_into_itself(
     assert loaded(f"{url}-2") == 1.0
 
 
-def test_a_copy_that_was_interrupted_is_resumed(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_was_interrupted_is_resumed(saved: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy"
     finish = LocalWriter.finish
     finished: list[str] = []
@@ -88,10 +86,8 @@ def test_a_copy_that_was_interrupted_is_resumed(saved: Path, tmp_path: Path, mon
         finish(self, size_bytes)
         finished.append(self.name)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalWriter, "finish", fail_at_the_second)
-        with pytest.raises(KeyboardInterrupt):
-            copy_checkpoint(saved, target)
+    with mock.patch.object(LocalWriter, "finish", fail_at_the_second), pytest.raises(KeyboardInterrupt):
+        copy_checkpoint(saved, target)
     assert not (target / ".metadata").exists()
     report = copy_checkpoint(saved, target)
     assert [file_on_its_way(Path(name).name) for name in finished] == list(report.kept)
@@ -133,8 +129,7 @@ def test_a_copy_that_was_held_up_leaves_the_copy_that_took_over(
     def stop(*arguments: Any, **options: Any) -> Any:
         if stops:
             stops.clear()
-            with pytest.MonkeyPatch.context() as gone:
-                gone.setattr(Owner, "process_state", lambda _: "gone")
+            with mock.patch.object(Owner, "process_state", return_value="gone"):
                 copy_checkpoint(tmp_path / "second", target)
         return function(*arguments, **options)
 
@@ -148,9 +143,7 @@ def test_a_copy_that_was_held_up_leaves_the_copy_that_took_over(
         assert not [path for path in Path(target).iterdir() if path.name.startswith(INCOMPLETE_MARKER)]
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_published(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_published(saved: Path, tmp_path: Path) -> None:
     """Its files need not be replaced with it: those of a fixed name are read at any moment."""
     replaced: list[bool] = []
     copy_file = copying.copy_file
@@ -165,24 +158,19 @@ def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_published(
             metadata.write_bytes(content)
         return size_bytes
 
-    with monkeypatch.context() as patched:
-        patched.setattr(copying, "copy_file", replace_after_the_first)
-        with pytest.raises(LoadError, match="was replaced while it was copied"):
-            copy_checkpoint(saved, tmp_path / "copy")
+    replacing = mock.patch.object(copying, "copy_file", replace_after_the_first)
+    with replacing, pytest.raises(LoadError, match="was replaced while it was copied"):
+        copy_checkpoint(saved, tmp_path / "copy")
     assert not (tmp_path / "copy" / ".metadata").exists()
     copy_checkpoint(saved, tmp_path / "copy")
     assert loaded(tmp_path / "copy") == 1.0
 
 
-def test_what_an_interrupted_copy_of_another_checkpoint_has_left_is_not_published(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_interrupted_copy_of_another_checkpoint_has_left_is_not_published(saved: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy"
     (saved / "common.pt").write_bytes(b"of the first")
-    with monkeypatch.context() as patched:
-        patched.setattr(copying, "_check_lengths", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            copy_checkpoint(saved, target)
+    with mock.patch.object(copying, "_check_lengths", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        copy_checkpoint(saved, target)
     save(tmp_path / "other", 2.0)
     with pytest.raises(CheckpointExistsError, match=r"not of the checkpoint that is copied: __0_0.*, "):
         copy_checkpoint(tmp_path / "other", target)

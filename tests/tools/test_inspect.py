@@ -21,13 +21,6 @@ from mcore_ckpt.tools.keys import layout_of_chunks
 from tests.support.model_like import model_tensors, write_model
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("inspect") / "iter_0000007"
-    write_model(directory)
-    return directory
-
-
 def test_summary(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = summarize_checkpoint(checkpoint)
     model = model_tensors(optimizer=False)

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,8 +28,6 @@ from tests.support.forked import in_child
 from tests.support.local_files import data_file, flip
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 from tests.support.stored_saves import loaded, save
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 MISSING = "__0_1.distcp"
 
@@ -61,7 +60,7 @@ def damage_item(directory: Path) -> None:
     flip(directory / item.file, item.offset + item.length // 2, 0xFF)
 
 
-def test_a_copy_that_does_not_fit_is_never_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_does_not_fit_is_never_in_force(tmp_path: Path) -> None:
     """The user takes the wrong iteration, notices it, and stops the repair; the right one mends it afterwards."""
     damaged, right, wrong = tmp_path / "damaged", tmp_path / "right", tmp_path / "wrong"
     save(wrong, 1.0, rows=1)
@@ -70,15 +69,9 @@ def test_a_copy_that_does_not_fit_is_never_in_force(tmp_path: Path, monkeypatch:
     damage_index(damaged)
     before = contents(damaged)
     report = verify_checkpoint(damaged)
-
-    def stopped(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        for name in ("verify_checkpoint", "verify_index"):
-            patched.setattr(repair, name, stopped, raising=False)
-        with pytest.raises(KeyboardInterrupt):
-            repair_checkpoint(report, wrong)
+    stopped = dict.fromkeys(("verify_checkpoint", "verify_index"), mock.Mock(side_effect=KeyboardInterrupt))
+    with mock.patch.multiple(repair, **stopped, create=True), pytest.raises(KeyboardInterrupt):
+        repair_checkpoint(report, wrong)
     assert contents(damaged) == before
     with pytest.raises(CorruptCheckpointError, match="does not describe the files"):
         repair_checkpoint(report, wrong)
@@ -114,8 +107,7 @@ def test_a_repair_that_was_stopped_changes_nothing_of_the_save_after_it(
 
     def another_job() -> None:
         if not after:
-            with monkeypatch.context() as patched:
-                patched.setattr(Owner, "process_state", lambda self: "gone")
+            with mock.patch.object(Owner, "process_state", return_value="gone"):
                 save(checkpoint, 2.0, rows=1)
             after.append(contents(checkpoint))
 

@@ -137,8 +137,7 @@ def test_missing_shards_and_files(checkpoint: Path) -> None:
 class TestRepair:
     @pytest.fixture
     def copy(self, checkpoint: Path) -> Path:
-        shutil.copytree(checkpoint, checkpoint.parent / "copy")
-        return checkpoint.parent / "copy"
+        return Path(shutil.copytree(checkpoint, checkpoint.parent / "copy"))
 
     @pytest.fixture
     def resharded(self, checkpoint: Path) -> Path:

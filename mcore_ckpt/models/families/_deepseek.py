@@ -229,7 +229,6 @@ _TRAITS = "RMSNorm swiglu multi_latent_attention num_experts qk_layernorm moe_sh
 
 DEEPSEEK_V2 = Family(
     name="deepseek-v2",
-    model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     rows=_V2_ROWS,
     loaded=as_loaded(_V2_ROWS),
@@ -254,7 +253,6 @@ DEEPSEEK_V2 = Family(
 
 DEEPSEEK_V3 = Family(
     name="deepseek-v3",
-    model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     rows=_V3_ROWS,
     loaded=as_loaded(_V3_ROWS),

@@ -46,7 +46,6 @@ _BUFFERS = (r"\.rotary_emb\.inv_freq$",)
 
 LLAMA = DECODER(
     name="llama",
-    model_type="llama",
     architecture="LlamaForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *DENSE_MLP),
     defaults=DECODER_DEFAULTS,
@@ -57,7 +56,6 @@ LLAMA = DECODER(
 
 MISTRAL = DECODER(
     name="mistral",
-    model_type="mistral",
     architecture="MistralForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *DENSE_MLP),
     defaults={**DECODER_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
@@ -66,7 +64,6 @@ MISTRAL = DECODER(
 
 QWEN2 = DECODER(
     name="qwen2",
-    model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *QKV_BIAS, *DENSE_MLP),
     defaults=_QWEN_DEFAULTS,
@@ -77,7 +74,6 @@ QWEN2 = DECODER(
 
 QWEN3 = DECODER(
     name="qwen3",
-    model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *QK_NORM, *DENSE_MLP),
     defaults={**_QWEN_DEFAULTS, "head_dim": 128},
@@ -91,7 +87,6 @@ _GELU = "gelu_pytorch_tanh"
 
 GEMMA = DECODER(
     name="gemma",
-    model_type="gemma",
     architecture="GemmaForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *DENSE_MLP),
     defaults={
@@ -167,7 +162,6 @@ def _starcoder2_config(family: Family, arguments: Mapping[str, Any], vocabulary:
 
 STARCODER2 = DECODER(
     name="starcoder2",
-    model_type="starcoder2",
     architecture="Starcoder2ForCausalLM",
     rows=_STARCODER2_ROWS,
     defaults={
@@ -259,7 +253,6 @@ def _gpt2_config(family: Family, arguments: Mapping[str, Any], vocabulary: int) 
 
 GPT2 = Family(
     name="gpt2",
-    model_type="gpt2",
     architecture="GPT2LMHeadModel",
     rows=_GPT2_ROWS,
     defaults={

@@ -66,9 +66,6 @@ _QWEN2_ROWS = (
 _QWEN3_ROWS = (*EMBEDDING, *ATTENTION, *QK_NORM, *DENSE_MLP, *_QWEN_EXPERTS)
 
 
-# --- Mixtral
-
-
 def _mixtral_model(config: Mapping[str, Any]) -> Model:
     experts, inner = count(config, "num_local_experts"), count(config, "intermediate_size")
     sizes = {"experts": experts, "expert ffn": inner, "expert gate and up": 2 * inner}
@@ -87,7 +84,6 @@ def _mixtral_config(family: Family, arguments: Mapping[str, Any], vocabulary: in
 
 MIXTRAL = DECODER(
     name="mixtral",
-    model_type="mixtral",
     architecture="MixtralForCausalLM",
     rows=_MIXTRAL_ROWS,
     loaded=as_loaded(_MIXTRAL_ROWS, "block_sparse_moe"),
@@ -105,9 +101,6 @@ MIXTRAL = DECODER(
     arguments_of=_mixtral_arguments,
     config_of=_mixtral_config,
 )
-
-
-# --- Qwen
 
 
 def _expert_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -162,7 +155,6 @@ _QWEN_MOE = functools.partial(DECODER, model_of=_qwen_model, arguments_of=_qwen_
 
 QWEN2_MOE = _QWEN_MOE(
     name="qwen2-moe",
-    model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
     rows=_QWEN2_ROWS,
     loaded=as_loaded(_QWEN2_ROWS),
@@ -175,7 +167,6 @@ QWEN2_MOE = _QWEN_MOE(
 
 QWEN3_MOE = _QWEN_MOE(
     name="qwen3-moe",
-    model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     rows=_QWEN3_ROWS,
     loaded=as_loaded(_QWEN3_ROWS),
@@ -185,8 +176,6 @@ QWEN3_MOE = _QWEN_MOE(
     traits="RMSNorm swiglu num_experts qk_layernorm",
 )
 
-
-# --- GPT-OSS
 
 _GPT_OSS_EXPERT = "mlp.experts.experts.{expert}."
 _WINDOW, _WHOLE = "sliding_attention", "full_attention"
@@ -290,7 +279,6 @@ def _gpt_oss_config(family: Family, arguments: Mapping[str, Any], vocabulary: in
 
 GPT_OSS = DECODER(
     name="gpt-oss",
-    model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     rows=(*EMBEDDING, *ATTENTION, *QKV_BIAS, *_GPT_OSS_ROWS),
     defaults={

@@ -2,7 +2,6 @@
 
     FAMILY = Family(
         name="llama",
-        model_type="llama",
         architecture="LlamaForCausalLM",
         rows=(*EMBEDDING, *ATTENTION, *GATED_MLP),
         ...
@@ -93,7 +92,6 @@ class Family:
     """A family of models."""
 
     name: str  # as people give it to `--arch`
-    model_type: str  # what `config.json` calls it
     architecture: str  # the class that `transformers` loads it with
     rows: tuple[Row, ...]
     defaults: Mapping[str, Any]  # what `transformers` takes for a setting that `config.json` leaves out, except sizes
@@ -116,6 +114,11 @@ class Family:
     remarks: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda config: ()
     # The table of a model that `transformers` has loaded, where its parameters are others than in files.
     loaded: tuple[Row, ...] = ()
+
+    @property
+    def model_type(self) -> str:
+        """What `config.json` calls it."""
+        return self.name.replace("-", "_")
 
     def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """A `config.json` as `transformers` reads it: with the defaults of what it leaves out."""
