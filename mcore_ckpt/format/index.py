@@ -249,6 +249,11 @@ def is_flat_bucket(fqn: str) -> bool:
     return ".gbuf_idx_" in fqn and ".bucket_idx_" in fqn
 
 
+def is_extra_state(fqn: str) -> bool:
+    """Whether an object is a module's extra state: Transformer Engine pickles it anew, with addresses, on each rank."""
+    return "_extra_state" in fqn
+
+
 def parse_object_key(fqn: str) -> ObjectShard | None:
     """What `object_key` was made of, or None for a key of another form (plain DCP stores objects under their fqn).
 

@@ -88,6 +88,14 @@ _common_of: ContextVar[dict[str, tuple[Identity, FileSystemReader | None]] | Non
 )
 
 
+_options: ContextVar[LoadOptions | None] = ContextVar("_options", default=None)
+
+
+def options_of_load() -> LoadOptions | None:
+    """Those of the load in progress, as its strategy has them."""
+    return _options.get()
+
+
 def joint_load() -> JointLoad | None:
     """The load in progress, if all ranks have come to it, and that is known."""
     return _joint_load.get()
@@ -99,10 +107,10 @@ def is_in_load() -> bool:
 
 
 @contextmanager
-def one_load(joint: JointLoad | None) -> Iterator[None]:
+def one_load(joint: JointLoad | None, options: LoadOptions) -> Iterator[None]:
     """A call of Megatron's `load`, for which `joint_load` is this one. What a rank raises, it tells the others."""
     joint = None if joint is None else replace(joint)  # a load that goes back begins again
-    token, common = _joint_load.set(joint), _common_of.set({})
+    token, common, of_options = _joint_load.set(joint), _common_of.set({}), _options.set(options)
     try:
         yield
     except BaseException as error:
@@ -112,6 +120,7 @@ def one_load(joint: JointLoad | None) -> Iterator[None]:
     finally:
         _joint_load.reset(token)
         _common_of.reset(common)
+        _options.reset(of_options)
 
 
 def join(options: LoadOptions, goes_back: bool, arguments: dict[str, Any]) -> JointLoad | None:

@@ -43,7 +43,7 @@ from mcore_ckpt.core.fingerprints import part_of
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
-from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, is_flat_bucket
+from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, is_extra_state, is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.format.versions import layout_of_versions
 from mcore_ckpt.load.checks import global_shape
@@ -247,7 +247,7 @@ def certify(
         lacking = frozenset(map(str, common.keys() - state.keys() - {*_NOT_STATE, *_ADDED}))
         job, saved = state.get("args"), common.get("args")
         samples = {f"args.{name}" for name in _COUNTED if hasattr(saved, name) and not hasattr(job, name)}
-        absent = {one.unique_key for one in objects if "_extra_state" not in one.unique_key}
+        absent = {one.unique_key for one in objects if not is_extra_state(one.unique_key)}
         return found._replace(
             differences=tuple(others[:_SHOWN]),
             objects=_bits(key in mains for key in reader.index.objects),
@@ -539,7 +539,7 @@ def _of_objects(
         values = [*values, *values[:1] * len(of_key)]  # what is held again claims to be the same
         found = [one for leaf, was in zip(of_key, values, strict=False) for one in compare(_of(leaf, was), leaf.data)]
         groups |= {key + where: is_held for where, is_held in own_groups.items()}
-        is_rewritten = bool(found) and "_extra_state" in key  # Transformer Engine pickles it each time
+        is_rewritten = bool(found) and is_extra_state(key)
         if any(map(is_main_replica, of_key)):
             counts["rewritten"] += is_rewritten
             mains |= set() if is_rewritten else {key}

@@ -71,6 +71,7 @@ from mcore_ckpt.megatron._joint_calls import (
     note_common,
     one_load,
     one_save,
+    options_of_load,
     save_call,
     unwrapped,
 )
@@ -287,7 +288,7 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             joint = join(options, goes_back, arguments)
 
             def read(read_directory: Any) -> Any:
-                with storage_at(read_directory).in_use(METADATA_FILE), one_load(joint):
+                with storage_at(read_directory).in_use(METADATA_FILE), one_load(joint, options):
                     if (noted := noted_of_resume.get()) is not None:
                         path = checkpoint_path(read_directory)
                         noted["load"] = path, metadata_version(path), options, arguments.get("process_group")
@@ -340,7 +341,7 @@ def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -
 def load_common_in_place(checkpoint_dir: Any) -> Any:
     """The common state of the checkpoint that is read in the place of the named one."""
     with MegatronErrors():
-        return load_common(directory_to_read(checkpoint_dir))
+        return load_common(directory_to_read(checkpoint_dir), options_of_load())
 
 
 def load_common_state_dict(checkpoint_dir: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from mcore_ckpt.core.console import counted, logger_of
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.ranks import RankGroup
-from mcore_ckpt.format.index import COMMON_STATE_KEY
+from mcore_ckpt.format.index import COMMON_STATE_KEY, is_extra_state
 from mcore_ckpt.format.versions import with_versions
 from mcore_ckpt.state.values import unequal
 
@@ -31,8 +31,9 @@ _Objects = Sequence[tuple[str, Any]]
 
 
 def digests_of(objects: Iterable[tuple[str, Any]]) -> Digests:
-    """Of serialized objects by key; not of the common state, which is compared apart."""
-    return {_hash_of(key): _hash(content) for key, content in objects if key != COMMON_STATE_KEY}
+    """Of serialized objects by key; not of the common state, which is compared apart, nor of extra state."""
+    compared = (one for one in objects if one[0] != COMMON_STATE_KEY and not is_extra_state(one[0]))
+    return {_hash_of(key): _hash(content) for key, content in compared}
 
 
 def merged(first: Digests, second: Digests) -> Digests:

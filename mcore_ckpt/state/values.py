@@ -29,16 +29,19 @@ def unequal(
     groups: dict[str, bool] | None = None,
 ) -> Iterator[tuple[str, str, str]]:
     """Path, stored value and held value, of what differs in all that is stored. `exact`: what is held besides differs,
-    too, as do 1 and True, or a list and a tuple of the same values. Into `groups` goes, by path, whether a stored
-    parameter group is held.
+    too, as do 1 and True, a list and a tuple of the same values, or the order of parameter groups. Into `groups` goes,
+    by path, whether a stored parameter group is held.
     """
     inside = functools.partial(unequal, ignored=ignored, exact=exact, groups=groups)
     # Megatron's `LocalNonpersistentObject` is a rank's own; shards are compared as such.
     if (hasattr(held, "unwrap") and hasattr(held, "obj")) or is_sharded_tensor(held) or is_sharded_object(held):
         return
     if isinstance(stored, dict) and isinstance(held, dict):
+        if exact and type(stored) is not type(held):
+            yield where, f"a {type(stored).__name__}", f"a {type(held).__name__}"
         for key, value in stored.items():
-            if key in ignored or (key == "params" and "['param_groups'][" in where):  # (numbers of a rank's own)
+            is_own = key == "params" and "['param_groups'][" in where and not exact  # numbers of a rank's own
+            if is_own or key in ignored:
                 continue
             if key in held:
                 yield from inside(value, held[key], where=f"{where}[{key!r}]")
@@ -49,8 +52,8 @@ def unequal(
     elif isinstance(stored, (list, tuple)) and isinstance(held, (list, tuple)):
         if exact and type(stored) is not type(held):
             yield where, f"a {type(stored).__name__}", f"a {type(held).__name__}"
-        elif where.endswith("['param_groups']"):  # the order of groups is a rank's own
-            yield from _unequal_groups(stored, held, inside, where, exact, {} if groups is None else groups)
+        elif where.endswith("['param_groups']") and not exact:  # the order of groups is a rank's own
+            yield from _unequal_groups(stored, held, inside, where, {} if groups is None else groups)
         elif len(stored) != len(held):
             yield where, f"{len(stored)} values", f"{len(held)}"
         else:
@@ -66,18 +69,16 @@ def _unequal_groups(
     held: Sequence[Any],
     compare: Callable[..., Iterator[tuple[str, str, str]]],
     where: str,
-    exact: bool,
     groups: dict[str, bool],
 ) -> Iterator[tuple[str, str, str]]:
     """What differs between groups, each compared with one of its own. A stage of the pipeline may have fewer than are
-    stored; `exact`: then they differ.
+    stored.
     """
     left, compared = dict(enumerate(stored)), set[int]()
-    if exact and len(stored) > len(held):
-        yield where, f"{len(stored)} groups", f"{len(held)}"
     for number, group in enumerate(held):
         found = {n: list(compare(one, group, where=f"{where}[{number}]")) for n, one in left.items()}
-        nearest = min(found, key=lambda n: len(found[n]), default=None)
+        # Of several that fit, the one that has no other settings: what is held besides is no difference.
+        nearest = min(found, key=lambda n: (len(found[n]), len(set(left[n]) ^ set(group))), default=None)
         if nearest is None:
             yield f"{where}[{number}]", "nothing", _shown(group)
             continue
@@ -94,8 +95,12 @@ def _is_equal(stored: Any, held: Any, exact: bool) -> bool:
     if exact and type(stored) is not type(held):
         return False
     if isinstance(stored, torch.Tensor) and isinstance(held, torch.Tensor):
-        alike = stored.dtype == held.dtype and stored.shape == held.shape
-        return alike and first_difference(stored, held) is None
+        if _has_bytes(stored) and _has_bytes(held):
+            is_comparable = stored.dtype == held.dtype and stored.shape == held.shape
+            return is_comparable and first_difference(stored, held) is None
+        with contextlib.suppress(Exception):  # (there is no such comparison of most)
+            return torch.equal(stored, held)
+        return False
     if isinstance(stored, np.ndarray) and isinstance(held, np.ndarray):
         stored, held = (one.astype(one.dtype.newbyteorder("="), copy=False) for one in (stored, held))  # as pickle does
         if stored.dtype != held.dtype or stored.shape != held.shape:
@@ -106,16 +111,17 @@ def _is_equal(stored: Any, held: Any, exact: bool) -> bool:
     if isinstance(stored, io.BytesIO) and isinstance(held, io.BytesIO):
         return stored.getvalue() == held.getvalue()
     is_alike = type(stored) is type(held)
+    has_parts = is_alike and type(stored) not in _SIMPLE
     with contextlib.suppress(Exception):  # of third-party classes
         if stored == held and isinstance(stored, _INEXACT) and isinstance(held, _INEXACT):
             return repr(complex(stored)) == repr(complex(held))  # 0.0 and -0.0
-        if stored == held and not (is_alike and "__eq__" not in vars(type(stored))):
+        if stored == held and not (has_parts and (exact or "__eq__" not in vars(type(stored)))):
             return True
         if stored != stored and held != held:  # NaN
             return True
     if is_alike and isinstance(stored, (set, frozenset)):
         return _is_same(sorted(stored, key=repr), sorted(held, key=repr))
-    if is_alike and type(stored) not in _SIMPLE:
+    if has_parts:
         with contextlib.suppress(Exception):
             return _is_same(*map(_parts, (stored, held)))
     return stored is held
@@ -136,7 +142,7 @@ def _parts(value: Any) -> Any:
 
 def _shown(value: Any) -> str:
     content: Any = value
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and _has_bytes(value):
         content = _elements(value).view(torch.uint8).numpy()
     if isinstance(content, np.ndarray):
         return f"{value.dtype}{list(value.shape)} with CRC-32 {crc32(content.tobytes()):08x}"
@@ -162,5 +168,10 @@ def first_difference(expected: torch.Tensor, got: torch.Tensor) -> tuple[int, st
     return number, expected_text, got_text, more
 
 
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+
+
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return flat.as_strided((flat.numel(),), (1,))  # one element is contiguous in any stride

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError
 from mcore_ckpt.directory.iterations import directories_of_run, look_at
-from mcore_ckpt.format.index import CheckpointIndex, is_flat_bucket
+from mcore_ckpt.format.index import CheckpointIndex, is_extra_state, is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.format.versions import layout_of_versions
 from mcore_ckpt.load.checks import global_shape
@@ -93,7 +93,7 @@ def lineage_of_run(run: str | os.PathLike[str]) -> LineageReport:
             found.setdefault((key, what), Departure(name, key, what))
     for name, index in indexes:
         for key, entry in index.objects.items():
-            if "_extra_state" not in key and layout_of_versions(read_object(index, entry)) is not None:
+            if not is_extra_state(key) and layout_of_versions(read_object(index, entry)) is not None:
                 found.setdefault((key, _VERSIONS), Departure(name, key, _VERSIONS))
     unknown = sum(one.crc is None for _, state in states for one in state.values())
     departures = sorted(found.values(), key=lambda one: order[one.checkpoint])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from mcore_ckpt import LoadError
+from mcore_ckpt import LoadError, LoadOptions
 from mcore_ckpt.megatron._versions import differences
 from tests.megatron.trap_ranks import check, installed, state
 from tests.support.gloo_ranks import made
@@ -120,21 +121,25 @@ def test_what_is_replaced_under_a_load_is_not_damaged(tmp_path: Path) -> None:
 
 
 def looked_at(rank: int, directory: Path) -> tuple[int, list[str]]:
-    """How often a load reads `.metadata`, and of which tensors it makes entries, if the common state is an object."""
+    """How often a load reads `.metadata`, and of which tensors it makes entries, if the common state is an object. It
+    holds a class that only the strategy's options allow.
+    """
     dist_checkpointing = installed()
     from megatron.core.dist_checkpointing import ShardedObject
 
+    from mcore_ckpt import TorchDistLoadStrategy
     from mcore_ckpt.load import reader
     from mcore_ckpt.save import transaction
 
     found, read = [], reader.read_index
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(transaction, "COMMON_STATE_KEY", "")  # only Megatron-Core 0.19 may save it
-        common = {"common": ShardedObject("common_state", {"iteration": 3}, (1,), (0,))}
+        common = {"common": ShardedObject("common_state", {"iteration": Fraction(3)}, (1,), (0,))}
         dist_checkpointing.save(state(1) | common, made(directory / "c"))
         (directory / "c" / "common.pt").unlink(missing_ok=True)
         patched.setattr(reader, "read_index", lambda *args, **named: found.append(read(*args, **named)) or found[-1])
-        loaded = dist_checkpointing.load({"object": state(0)["object"]}, str(directory / "c"))
+        strategy = TorchDistLoadStrategy(options=LoadOptions(allowed_classes=("fractions.Fraction",)))
+        loaded = dist_checkpointing.load({"object": state(0)["object"]}, str(directory / "c"), strategy)
     assert loaded == {"iteration": 3, "object": {"fill": 1}}
     return len(found), [key for index in found for key in index.tensors._entries or ()]
 

@@ -30,12 +30,15 @@ pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies a
 
 
 def state(own: Any, rank: int) -> dict[str, Any]:
-    """Random states as Megatron-LM describes them, an object that all ranks have alike, and a tensor."""
+    """Random states as Megatron-LM describes them, an object that all ranks have alike, extra state as Transformer
+    Engine pickles it, and a tensor.
+    """
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
     return {
         "rng_state": ShardedObject("rng_state", [own], (1, 1), (0, 0), replica_id=rank),
         "alike": ShardedObject("alike", {"groups": ["a", "b"]}, (1,), (0,), replica_id=(0, 0, rank)),
+        "extra": ShardedObject("layer._extra_state", f"at {rank:#x}", (1,), (0,), replica_id=(0, 0, rank)),
         "w": ShardedTensor.from_rank_offsets("w", torch.ones(4, 4), replica_id=rank),
         "iteration": 3,
     }

@@ -86,6 +86,9 @@ def _groups(*rates: int) -> dict[str, Any]:
         (_groups(1, 2), _groups(1, 1), "['param_groups'][1]['lr']"),
         (_groups(1), _groups(1, 1), "['param_groups'][1]"),
         (_groups(1, 2), _groups(2), None),  # of another pipeline stage
+        ({"param_groups": [{"a": 1}, {"a": 1, "b": 2}]}, {"param_groups": [{"a": 1, "b": 2}, {"a": 1}]}, None),
+        (torch.arange(6.0).view(2, 3)[1:, 2], torch.tensor([5.0]), None),  # one element is contiguous in any stride
+        (torch.arange(6.0).view(2, 3)[1:, 2], torch.tensor([4.0]), ""),
         ({"a": 0.0}, {"a": -0.0}, "['a']"),
         (complex(0.0, 0.0), complex(0.0, -0.0), ""),
         (np.float32(0.0), np.float32(-0.0), ""),
@@ -100,6 +103,7 @@ def _groups(*rates: int) -> dict[str, Any]:
         ),
         (argparse.Namespace(a=1), argparse.Namespace(a=1, b=2), ""),
         (_CannotCompare(), _CannotCompare(), ""),
+        (torch.ones(2).to_sparse(), torch.zeros(2).to_sparse(), ""),
     ],
 )
 def test_differences_have_their_place(stored: Any, held: Any, where: str | None) -> None:
@@ -112,7 +116,12 @@ def test_differences_have_their_place(stored: Any, held: Any, where: str | None)
     [
         *((1, True), ([1], (1,)), (b"1", bytearray(b"1")), (np.float32(1), np.float64(1))),
         ({"b": 1}, {"b": 1, "c": 2}),
+        ({"b": 1}, collections.OrderedDict(b=1)),
         (_groups(1, 2), _groups(2)),
+        (_groups(1, 2), {"param_groups": _groups(1, 2)["param_groups"][::-1]}),
+        ({"param_groups": [{"params": [1]}]}, {"param_groups": [{"params": [2]}]}),
+        (SimpleNamespace(a=1), SimpleNamespace(a=True)),
+        ({1}, {True}),
     ],
 )
 def test_types_and_what_only_one_has_differ_where_all_is_state(first: Any, second: Any) -> None:
