@@ -250,7 +250,7 @@ def is_flat_bucket(fqn: str) -> bool:
 
 
 def is_extra_state(fqn: str) -> bool:
-    """Whether an object is a module's extra state: Transformer Engine pickles it anew, with addresses, on each rank."""
+    """Whether an object is a module's extra state: Transformer Engine pickles addresses, others on each rank."""
     return "_extra_state" in fqn
 
 
