@@ -352,9 +352,12 @@ def _of_tensors(
     otherwise has other bits. Those go into `compared`. `shifted`: gathered optimizer state has not.
     """
     counts, unlike, residues, held = Counter[str](), set(), list[tuple[str, _Residue]](), bytearray(len(chosen))
-    absent = {shard.key for shard in tensors if shard.data is not None}.difference(index.tensors)
+    others = set[str]()
     for shard in tensors:
-        if shard.data is None or shard.key not in chosen:
+        if shard.data is None:
+            continue
+        if (number := chosen.get(shard.key)) is None:
+            others.add(shard.key)
             continue
         entry = index.tensors[shard.key]
         stretch = getattr(shard, "flattened_range", None)
@@ -364,7 +367,7 @@ def _of_tensors(
         is_alike = is_alike and global_shape(index, entry) == tuple(shard.global_shape)
         is_shifted = shifted and "optimizer.state." in shard.key and not is_flat_bucket(shard.key)
         counts["shifted"] += is_first and is_shifted
-        held[chosen[shard.key]] |= is_first and not is_shifted
+        held[number] |= is_first and not is_shifted
         if is_alike and not is_shifted:
             compared.append(shard)
         elif not is_shifted:
@@ -378,9 +381,8 @@ def _of_tensors(
                 crc = stored = 0
             elems, total = shard.data.numel(), math.prod(shard.global_shape)
             residues.append((name, (crc ^ stored, 1, elems - total) if is_first else (crc, 0, elems)))
-    return _Found(
-        counts, held=_bits(held), absent=frozenset(absent), residues=_added(residues), unlike=frozenset(unlike)
-    )
+    absent = frozenset(others.difference(index.tensors))
+    return _Found(counts, held=_bits(held), absent=absent, residues=_added(residues), unlike=frozenset(unlike))
 
 
 def _bits(flags: Iterable[int]) -> int:
