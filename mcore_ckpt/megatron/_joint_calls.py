@@ -40,7 +40,7 @@ from mcore_ckpt.format.integrity import Manifest, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_common_file
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.records import replaced_error
-from mcore_ckpt.megatron._versions import CHECKPOINTING, MegatronErrors, differences, megatron_module
+from mcore_ckpt.megatron._versions import CHECKPOINTING, MegatronErrors, differences, megatron_module, own_version
 from mcore_ckpt.save.planner import Validation
 from mcore_ckpt.state.plan_check import Accesses, check_requests
 from mcore_ckpt.storage.resolve import storage_at
@@ -171,13 +171,34 @@ def is_ours(strategy: Any) -> bool:
 
 
 def synced_load(stock: Any) -> Any:
-    """`load` of Megatron's fully parallel wrapper, ahead of which the ranks come together: it gathers."""
+    """`load` of Megatron's fully parallel wrapper, ahead of which the ranks come together: it gathers. Of objects, the
+    versions that ranks have of them (`format/versions.py`) take the place of what it gathers.
+    """
 
     @functools.wraps(stock)
     def load(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (joint := joint_load()) is not None and is_ours(self):
+        if not is_ours(self):
+            return stock(self, *args, **kwargs)
+        if (joint := joint_load()) is not None:
             joint.sync()
-        return stock(self, *args, **kwargs)
+        replicas: dict[Any, Any] = {}  # of this rank, by Megatron's id of a shard
+
+        def defer(state: Any) -> Any:
+            found = type(self)._defer_loading_sharded_objects(state)  # noqa: SLF001
+            replicas.update(found[3])
+            return found
+
+        def fill(state: Any, gathered: dict[Any, Any]) -> None:
+            stored = unwrapped(self).reader.read_objects((one.unique_key for one in replicas.values()), own_version)
+            own = {name: stored[one.unique_key] for name, one in replicas.items()}
+            own = {name: found[0] for name, found in own.items() if isinstance(found, list) and len(found) == 1}
+            type(self).fill_in_deferred_sharded_objects(state, {**gathered, **own})
+
+        self._defer_loading_sharded_objects, self.fill_in_deferred_sharded_objects = defer, fill
+        try:
+            return stock(self, *args, **kwargs)
+        finally:
+            del self._defer_loading_sharded_objects, self.fill_in_deferred_sharded_objects
 
     return load
 

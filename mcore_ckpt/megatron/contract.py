@@ -76,6 +76,8 @@ CONTRACT: tuple[Name, ...] = (
     ),
     Name("strategies.fully_parallel", "FullyParallelSaveStrategyWrapper.apply_saving_parallelization", "replaced"),
     Name("strategies.fully_parallel", "FullyParallelLoadStrategyWrapper.load", "replaced"),
+    Name("strategies.fully_parallel", "FullyParallelLoadStrategyWrapper._defer_loading_sharded_objects", "called"),
+    Name("strategies.fully_parallel", "FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_objects", "called"),
     Name("exchange_utils", "determine_main_replica_uniform_distribution", "replaced"),
     Name("exchange_utils", "ShardDistribution", "called"),
     Name("exchange_utils", "_shard_size", "called"),

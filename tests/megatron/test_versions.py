@@ -16,6 +16,7 @@ from mcore_ckpt import (
     LoadOptions,
     SaveError,
     SaveOptions,
+    TorchDistLoadStrategy,
     TorchDistSaveStrategy,
     certify,
 )
@@ -56,7 +57,13 @@ def save_and_load(rank: int, path: Path) -> tuple[list[str], list[Any], list[str
             (path / name).mkdir(exist_ok=True)
             torch.distributed.barrier()
             dist_checkpointing.save(state(states_of(rank), rank), str(path / name))
-    loaded = [dist_checkpointing.load(state(None, rank), str(path / name))["rng_state"] for name in ("first", "second")]
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+
+    wrapped = FullyParallelLoadStrategyWrapper(TorchDistLoadStrategy())
+    loaded = [
+        dist_checkpointing.load(state(None, rank), str(path / name), strategy)["rng_state"]
+        for name, strategy in {"first": None, "second": wrapped}.items()
+    ]
     assert not certify(state(states_of(rank), rank), path / "first", options=LoadOptions(certify="warn")).differing
     with kept_log() as told:
         wrong = certify(state(states_of(0), rank), path / "first", options=LoadOptions(certify="warn"))
