@@ -290,8 +290,6 @@ def _differ_in_one(text: str, other: str) -> bool:
     return len(text) == len(other) and sum(map(operator.ne, text, other)) == 1
 
 
-# ------------------------------------------------------------------------------------------ from stand-ins to index
-
 _DTYPES = {DtypeName(name): name for name in DTYPE_NAMES}  # stand-in -> one str for all entries
 _ZEROS = tuple((0,) * dimensions for dimensions in range(MAX_AXES + 1))
 

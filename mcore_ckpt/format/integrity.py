@@ -219,9 +219,6 @@ def newer_error(where: str, version: int, expected: int) -> NewerFormatError:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- the footer
-
-
 @dataclass(frozen=True, slots=True)
 class TableColumns:
     """What a data file holds, in columns, in the order of the file."""

@@ -188,9 +188,6 @@ def tensor_of(pickle: bytes) -> FileTensor:
     return contiguous(tensor)
 
 
-# ----------------------------------------------------------------------------------------------------- stored objects
-
-
 def _plain_members(kind: Any) -> Maker:
     def make(*arguments: Any) -> Any:
         members = arguments[0] if arguments else ()

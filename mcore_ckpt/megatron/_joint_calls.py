@@ -43,6 +43,7 @@ from mcore_ckpt.load.records import replaced_error
 from mcore_ckpt.megatron._versions import CHECKPOINTING, MegatronErrors, differences, megatron_module, own_version
 from mcore_ckpt.save.planner import Validation
 from mcore_ckpt.state.plan_check import Accesses, check_requests
+from mcore_ckpt.state.shards import is_main_replica, leaves
 from mcore_ckpt.storage.resolve import storage_at
 
 # --- loads ------------------------------------------------------------------------------------------------------------
@@ -80,37 +81,41 @@ class JointLoad:
             self.group.tell_failure("load", error, wrap=LoadError)
 
 
-_joint_load: ContextVar[JointLoad | None] = ContextVar("_joint_load", default=None)
-# Of each directory whose common state the load in progress has read: which save that was of, and what has read it if
-# the index was decoded for it. None outside of a load.
-_common_of: ContextVar[dict[str, tuple[Identity, FileSystemReader | None]] | None] = ContextVar(
-    "_common_of", default=None
-)
+@dataclass(slots=True)
+class LoadCall:
+    """A call of Megatron's `load`: all that it reads is of one directory and one save.
+
+    Attributes:
+        joint: what all ranks have come to, if that is known.
+        options: as the strategy has them.
+        common: which save the common state was read of; None before.
+        reader: what has decoded the index for that.
+    """
+
+    joint: JointLoad | None
+    options: LoadOptions
+    common: Identity | None = None
+    reader: FileSystemReader | None = None
 
 
-_options: ContextVar[LoadOptions | None] = ContextVar("_options", default=None)
+_load_call: ContextVar[LoadCall | None] = ContextVar("_load_call", default=None)
 
 
-def options_of_load() -> LoadOptions | None:
-    """Those of the load in progress, as its strategy has them."""
-    return _options.get()
+def load_call() -> LoadCall | None:
+    """The load in progress."""
+    return _load_call.get()
 
 
 def joint_load() -> JointLoad | None:
     """The load in progress, if all ranks have come to it, and that is known."""
-    return _joint_load.get()
-
-
-def is_in_load() -> bool:
-    """Whether Megatron's `load` is in progress: all that it reads is of one directory and one save."""
-    return _common_of.get() is not None
+    return None if (call := load_call()) is None else call.joint
 
 
 @contextmanager
 def one_load(joint: JointLoad | None, options: LoadOptions) -> Iterator[None]:
     """A call of Megatron's `load`, for which `joint_load` is this one. What a rank raises, it tells the others."""
     joint = None if joint is None else replace(joint)  # a load that goes back begins again
-    token, common, of_options = _joint_load.set(joint), _common_of.set({}), _options.set(options)
+    token = _load_call.set(LoadCall(joint, options))
     try:
         yield
     except BaseException as error:
@@ -118,9 +123,7 @@ def one_load(joint: JointLoad | None, options: LoadOptions) -> Iterator[None]:
             joint.tell(error)
         raise
     finally:
-        _joint_load.reset(token)
-        _common_of.reset(common)
-        _options.reset(of_options)
+        _load_call.reset(token)
 
 
 def join(options: LoadOptions, goes_back: bool, arguments: dict[str, Any]) -> JointLoad | None:
@@ -181,24 +184,20 @@ def synced_load(stock: Any) -> Any:
             return stock(self, *args, **kwargs)
         if (joint := joint_load()) is not None:
             joint.sync()
-        replicas: dict[Any, Any] = {}  # of this rank, by Megatron's id of a shard
-
-        def defer(state: Any) -> Any:
-            found = type(self)._defer_loading_sharded_objects(state)  # noqa: SLF001
-            replicas.update(found[3])
-            return found
 
         def fill(state: Any, gathered: dict[Any, Any]) -> None:
-            stored = unwrapped(self).reader.read_objects((one.unique_key for one in replicas.values()), own_version)
-            own = {name: stored[one.unique_key] for name, one in replicas.items()}
+            id_of = megatron_module("utils")._sharded_object_id  # noqa: SLF001
+            keys = {id_of(one): one.unique_key for one in leaves(state) if not is_main_replica(one)}
+            stored = unwrapped(self).reader.read_objects(keys.values(), own_version)
+            own = {name: stored[key] for name, key in keys.items()}
             own = {name: found[0] for name, found in own.items() if isinstance(found, list) and len(found) == 1}
             type(self).fill_in_deferred_sharded_objects(state, {**gathered, **own})
 
-        self._defer_loading_sharded_objects, self.fill_in_deferred_sharded_objects = defer, fill
+        self.fill_in_deferred_sharded_objects = fill
         try:
             return stock(self, *args, **kwargs)
         finally:
-            del self._defer_loading_sharded_objects, self.fill_in_deferred_sharded_objects
+            del self.fill_in_deferred_sharded_objects
 
     return load
 
@@ -366,7 +365,7 @@ def noting(stock: Any) -> Any:
     @functools.wraps(stock)
     def determine_global_metadata(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         call = save_call()
-        if call is None and not is_in_load():
+        if call is None and load_call() is None:
             return stock(sharded_state_dict, *args, **kwargs)
         accesses = None if call is None else call.accesses
         if accesses is None:
@@ -428,30 +427,22 @@ def metadata_version(directory: Path) -> tuple[int, ...]:
     return () if found is None else tuple(found)
 
 
-def note_common(directory: Path, source: Identity, reader: FileSystemReader | None = None) -> None:
+def note_common(source: Identity, reader: FileSystemReader | None = None) -> None:
     """The common state was read, by that reader if the index was decoded, and is of that save."""
-    if (noted := _common_of.get()) is not None:
-        noted[str(directory.absolute())] = source, reader
-
-
-def common_reader(directory: Path, options: LoadOptions) -> FileSystemReader | None:
-    """What has decoded the index for the common state within the load in progress, if anything with these options."""
-    _, reader = (_common_of.get() or {}).get(str(directory.absolute())) or (None, None)
-    return reader if reader is not None and reader.options == options else None
+    if (call := load_call()) is not None:
+        call.common, call.reader = source, reader
 
 
 def check_common(directory: Path, source: Identity, index: CheckpointIndex) -> None:
     """Raise `LoadError` if tensors and the common state that the same load has read are of two saves. Without
     `install()` Megatron-Core has read `common.pt` by itself: then that file is compared with the manifest.
     """
-    noted = _common_of.get()
-    if noted is None:
+    call = load_call()
+    if call is None:
         if index.manifest is not None and COMMON_FILE in index.manifest.files:
             read_common_file(storage_at(directory), COMMON_FILE, index.manifest)
-        return
-    common = noted.get(str(directory.absolute()))
-    if common is not None and common[0] != source:
-        said = f"the common state was read of {_shown(common[0])}, the tensors of {_shown(source)}"
+    elif call.common is not None and call.common != source:
+        said = f"the common state was read of {_shown(call.common)}, the tensors of {_shown(source)}"
         raise replaced_error(directory, said)
 
 

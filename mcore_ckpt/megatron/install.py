@@ -177,9 +177,6 @@ def owner_of(name: Name) -> Any:
     return owner if hasattr(owner, attribute) else None
 
 
-# --- what Megatron calls ----------------------------------------------------------------------------------------------
-
-
 def _remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:
     # From 0.17 on Megatron asks the save strategy, which has no such method.
     megatron_module("validation").verify_checkpoint(str(checkpoint_dir))

@@ -174,8 +174,6 @@ def _names() -> dict[str, dict[str, Any]]:
     }
 
 
-# --- the queues -------------------------------------------------------------------------------------------------------
-
 _ATTRIBUTE = "_mcore_ckpt_queue"
 _served: weakref.WeakSet[Any] = weakref.WeakSet()
 

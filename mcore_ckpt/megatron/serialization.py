@@ -65,13 +65,12 @@ from mcore_ckpt.format.unpickler import NotRebuiltError
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._joint_calls import (
     identity_of,
-    is_in_load,
     join,
+    load_call,
     metadata_version,
     note_common,
     one_load,
     one_save,
-    options_of_load,
     save_call,
     unwrapped,
 )
@@ -223,7 +222,7 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
             file = common_file_in_force(with_common_files(storage, names, reader.index), reader.index)
             if file is None and COMMON_STATE_KEY in reader.index.objects:
                 stored = common_object(reader)
-                note_common(directory, identity_of(manifest, version), reader)
+                note_common(identity_of(manifest, version), reader)
                 return stored
     if file is None:
         is_lost = manifest is not None and COMMON_FILE in manifest.files
@@ -238,7 +237,7 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
         options.allowed_classes,
         where=str(directory / file),
     )
-    note_common(directory, identity_of(manifest, version))
+    note_common(identity_of(manifest, version))
     return loaded
 
 
@@ -284,7 +283,7 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             options = getattr(unwrapped(arguments.get("sharded_strategy")), "options", None)
             if not isinstance(options, LoadOptions):
                 options = LoadOptions.from_environment()
-            goes_back = options.on_damaged == "go_back" and not is_in_load()
+            goes_back = options.on_damaged == "go_back" and load_call() is None
             joint = join(options, goes_back, arguments)
 
             def read(read_directory: Any) -> Any:
@@ -326,7 +325,7 @@ def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -
     """
     named = checkpoint_path(checkpoint_dir)
     options = LoadOptions.from_environment() if options is None else options
-    if options.on_damaged == "raise" or is_in_load() or not patches.replaced():
+    if options.on_damaged == "raise" or load_call() is not None or not patches.replaced():
         return named
     known, directory = _chosen.get(str(named.absolute()), (None, named))
     if known != (version := metadata_version(named)):
@@ -340,8 +339,9 @@ def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -
 
 def load_common_in_place(checkpoint_dir: Any) -> Any:
     """The common state of the checkpoint that is read in the place of the named one."""
+    call = load_call()
     with MegatronErrors():
-        return load_common(directory_to_read(checkpoint_dir), options_of_load())
+        return load_common(directory_to_read(checkpoint_dir), None if call is None else call.options)
 
 
 def load_common_state_dict(checkpoint_dir: Any) -> Any:

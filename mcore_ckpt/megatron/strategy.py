@@ -41,9 +41,9 @@ from mcore_ckpt.megatron._joint_calls import (
     Identity,
     check_common,
     check_ranks,
-    common_reader,
     identity_of,
     joint_load,
+    load_call,
     metadata_version,
     noted_validation,
 )
@@ -348,10 +348,11 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
 
     def _opened(self, path: Path) -> FileSystemReader:
         """A reader whose index is read again only when the checkpoint is another one, or has been replaced."""
-        reader = self._reader
-        if reader is None or reader.path != path:
-            reader = common_reader(path, self.options)
-        if reader is None or tuple(reader.index_version or ()) != metadata_version(path):
+        reader, call = self._reader, load_call()
+        if (reader is None or reader.path != path) and call is not None:
+            reader = call.reader
+        is_other = reader is None or (reader.path, reader.options) != (path, self.options)
+        if reader is None or is_other or tuple(reader.index_version or ()) != metadata_version(path):
             self._reader = None  # until the index is there
             reader = FileSystemReader(path, options=self.options)
             _ = reader.index

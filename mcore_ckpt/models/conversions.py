@@ -157,9 +157,6 @@ def _import(kind: SourceKind, directory: Path, options: ImportOptions) -> Conver
         raise
 
 
-# --- tensors under their keys
-
-
 def _export_tensors(
     kind: Literal["safetensors", "torch", "dcp"], index: CheckpointIndex, options: ExportOptions
 ) -> Conversion:

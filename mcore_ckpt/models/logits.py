@@ -111,9 +111,6 @@ def _require_memory(index: CheckpointIndex) -> None:
         )
 
 
-# --- in a process of its own
-
-
 def import_packages(modules: Sequence[str]) -> None:
     """Import them, as `compare` is going to."""
     for module in modules:

@@ -49,8 +49,6 @@ from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeWriter, align_up
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 from mcore_ckpt.tools.regrid import SLAB_BYTES, Block, assembled, blocks, slabs_of
 
-# --- what is read next is on its way
-
 _READS: Final = 2
 # Reads of this length and longer are whole pages of the file, and of the buffer.
 _MIN_PADDED_BYTES: Final = 256 * 1024

@@ -257,9 +257,6 @@ def _refuse_fixed_optimizer(source: CheckpointIndex, common: Mapping[str, Any], 
     )
 
 
-# --- files next to the data files, which a reshard takes along where they stay valid
-
-
 def _sidecar_files(index: CheckpointIndex) -> list[str]:
     """Files of others (ModelOpt) next to the data, also in directories, as names relative to the source. Raises
     `CorruptCheckpointError` for symbolic links, pipes and the like, and for directories too deep.

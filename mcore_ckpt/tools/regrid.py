@@ -155,8 +155,6 @@ def _to_bfloat16(numbers: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[A
     return rounded
 
 
-# --- divisions of a tensor
-
 SLAB_BYTES = 4 * 1024 * 1024
 
 

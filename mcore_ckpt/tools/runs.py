@@ -119,9 +119,6 @@ def list_run(run: str | os.PathLike[str]) -> RunReport:
 _COPY_BYTES = 4 * 1024**2
 
 
-# --- places of conversions and copies
-
-
 @dataclass(frozen=True, slots=True)
 class Places:
     """The checkpoint that is read and the one that is made, both directories."""
