@@ -31,9 +31,10 @@ def with_versions(content: bytes, layout: str, ranks: Mapping[int, int], version
     """
     stream = io.BytesIO(content)
     with zipfile.ZipFile(stream, "a") as archive:
-        archive.writestr(_RANKS, json.dumps({"layout": layout, "ranks": dict(ranks)}))
+        # (without a ZipInfo each would have the time of this clock, which may be before what a zip archive can say)
+        archive.writestr(zipfile.ZipInfo(_RANKS), json.dumps({"layout": layout, "ranks": dict(ranks)}))
         for number, version in enumerate(versions):
-            archive.writestr(f"{_FOLDER}{number}", version)
+            archive.writestr(zipfile.ZipInfo(f"{_FOLDER}{number}"), version)
     return stream.getvalue()
 
 

@@ -103,7 +103,8 @@ class Archive:
     def __init__(self, item: ItemBytes) -> None:
         self.item = item
         self.records = _read_directory(item)
-        self.has_checksums = any(record.crc32 for record in self.records.values())
+        own = (record for name, record in self.records.items() if "/mcore_ckpt/" not in name)  # (`versions.py`)
+        self.has_checksums = any(record.crc32 for record in own)
         self._folder = next(iter(self.records)).partition("/")[0]
 
     def find(self, name: str) -> ZipRecord | None:

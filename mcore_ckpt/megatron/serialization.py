@@ -38,7 +38,6 @@ from mcore_ckpt.core.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     LoadError,
-    NewerFormatError,
     SaveError,
     UnsafePickleError,
 )
@@ -416,9 +415,8 @@ def _problem(directory: Path, options: LoadOptions) -> str | None:
             return f"{directory}: there is no metadata.json"
         load_common(directory, options)
     except (LoadError, OSError) as error:
-        if isinstance(error.__cause__, NotRebuiltError):
-            return None
-        return None if isinstance(error, UnsafePickleError | NewerFormatError) else str(error)
+        # What cannot be read at the moment is not damaged: the load itself says why.
+        return None if isinstance(error.__cause__, NotRebuiltError) else _damage(error)
     return None
 
 

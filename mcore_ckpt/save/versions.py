@@ -100,10 +100,15 @@ def keep_versions(
         return kept
 
     kept = group.scatter(step, compare, wrap=SaveError)
-    return [
-        (key, memoryview(with_versions(bytes(content), layout, *kept[key])) if key in kept else content)
-        for key, content in mains
-    ]
+    objects: list[tuple[str, memoryview]] = []
+
+    def add() -> None:
+        for key, content in mains:
+            own = memoryview(with_versions(bytes(content), layout, *kept[key])) if key in kept else content
+            objects.append((key, own))
+
+    group.run_merged("keep objects that differ", add, lambda *_: None, lambda _: None, wrap=SaveError)
+    return objects
 
 
 def _is_same(first: bytes, second: bytes) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 import io
 from collections.abc import Callable, Iterator, Sequence
@@ -34,14 +35,15 @@ def unequal(
     """
     inside = functools.partial(unequal, ignored=ignored, exact=exact, groups=groups)
     # Megatron's `LocalNonpersistentObject` is a rank's own; shards are compared as such.
-    if (hasattr(held, "unwrap") and hasattr(held, "obj")) or is_sharded_tensor(held) or is_sharded_object(held):
+    is_own = hasattr(type(held), "unwrap") and hasattr(held, "obj")
+    if not isinstance(held, dict) and (is_own or is_sharded_tensor(held) or is_sharded_object(held)):
         return
     if isinstance(stored, dict) and isinstance(held, dict):
         if exact and type(stored) is not type(held):
             yield where, f"a {type(stored).__name__}", f"a {type(held).__name__}"
         for key, value in stored.items():
-            is_own = key == "params" and "['param_groups'][" in where and not exact  # numbers of a rank's own
-            if is_own or key in ignored:
+            is_numbers = key == "params" and "['param_groups'][" in where and not exact  # numbers of a rank's own
+            if is_numbers or key in ignored:
                 continue
             if key in held:
                 yield from inside(value, held[key], where=f"{where}[{key!r}]")
@@ -133,7 +135,8 @@ def _is_same(stored: Any, held: Any) -> bool:
 
 def _parts(value: Any) -> Any:
     """What pickle makes a value of. Raises `TypeError` for functions and classes, which have a name only."""
-    reduced = value.__reduce_ex__(4)
+    reduce = copyreg.dispatch_table.get(type(value))
+    reduced = value.__reduce_ex__(4) if reduce is None else reduce(value)
     if isinstance(reduced, str):
         return reduced
     function, arguments, attributes, items, pairs = (*reduced, None, None, None)[:5]

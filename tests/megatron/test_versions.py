@@ -20,6 +20,7 @@ from mcore_ckpt import (
     TorchDistSaveStrategy,
     certify,
 )
+from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.format.versions import version_of, with_versions
 from mcore_ckpt.megatron._versions import parallel_layout
 from mcore_ckpt.tools.verify import verify_checkpoint
@@ -167,3 +168,15 @@ def test_versions_that_cannot_be_are_refused() -> None:
             archive.writestr("archive/mcore_ckpt/ranks.json", text)
         with pytest.raises(CorruptCheckpointError):
             version_of(stream.getvalue(), "world 2", 1)
+
+
+def test_a_record_that_torch_wrote_without_checksums_is_read_with_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 0.0)  # before what a zip archive can say
+    content = io.BytesIO()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": 1}, content)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    both = with_versions(content.getvalue(), "tp 1", {1: 0}, [content.getvalue()])
+    assert load_object(both, (), where="record") == {"a": 1}
