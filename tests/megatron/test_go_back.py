@@ -11,13 +11,14 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 
-from mcore_ckpt import CorruptCheckpointError, NewerFormatError
+from mcore_ckpt import CorruptCheckpointError, LoadOptions, NewerFormatError
 from mcore_ckpt.format.integrity import split_metadata
 from tests.megatron.trap_ranks import check, installed, state
 from tests.support.gloo_ranks import made
@@ -114,6 +115,10 @@ def damage_and_resume(rank: int, run: Path) -> dict[str, Any]:
                 damage(directory_of(of_damage, 3))
             dist.barrier()
             found[f"{name} {fully_parallel}"] = resume(of_damage, fully_parallel)
+    from mcore_ckpt.megatron import serialization
+
+    with mock.patch.object(serialization, "read_config", side_effect=OSError("stale handle")):  # of a sound one
+        assert serialization._problem(directory_of(run / "payload False", 1), LoadOptions()) is None
     return found
 
 

@@ -7,6 +7,7 @@ import logging
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -91,6 +92,10 @@ def save_refused(rank: int, path: Path) -> str:
         installed().save(state(states_of(rank), rank), str(path), strategy)
     torch.distributed.barrier()
     assert not list(path.glob("*.distcp")) + list(path.glob(".metadata"))
+    torch.distributed.barrier()
+    no_zip = mock.patch("mcore_ckpt.save.versions.with_versions", side_effect=ValueError("no zip"))
+    with no_zip, pytest.raises(SaveError, match="no zip"):  # on the rank that has the main one: all are told
+        installed().save(state(states_of(rank), rank), str(path))
     torch.distributed.barrier()
     installed().save(state(states_of(0), rank), str(path), strategy)
     return str(caught.value)
