@@ -98,24 +98,19 @@ class LoadCall:
     reader: FileSystemReader | None = None
 
 
-_load_call: ContextVar[LoadCall | None] = ContextVar("_load_call", default=None)
-
-
-def load_call() -> LoadCall | None:
-    """The load in progress."""
-    return _load_call.get()
+load_in_progress: ContextVar[LoadCall | None] = ContextVar("load_in_progress", default=None)
 
 
 def joint_load() -> JointLoad | None:
     """The load in progress, if all ranks have come to it, and that is known."""
-    return None if (call := load_call()) is None else call.joint
+    return None if (call := load_in_progress.get()) is None else call.joint
 
 
 @contextmanager
 def one_load(joint: JointLoad | None, options: LoadOptions) -> Iterator[None]:
     """A call of Megatron's `load`, for which `joint_load` is this one. What a rank raises, it tells the others."""
     joint = None if joint is None else replace(joint)  # a load that goes back begins again
-    token = _load_call.set(LoadCall(joint, options))
+    token = load_in_progress.set(LoadCall(joint, options))
     try:
         yield
     except BaseException as error:
@@ -123,7 +118,7 @@ def one_load(joint: JointLoad | None, options: LoadOptions) -> Iterator[None]:
             joint.tell(error)
         raise
     finally:
-        _load_call.reset(token)
+        load_in_progress.reset(token)
 
 
 def join(options: LoadOptions, goes_back: bool, arguments: dict[str, Any]) -> JointLoad | None:
@@ -189,8 +184,7 @@ def synced_load(stock: Any) -> Any:
             id_of = megatron_module("utils")._sharded_object_id  # noqa: SLF001
             keys = {id_of(one): one.unique_key for one in leaves(state) if not is_main_replica(one)}
             stored = unwrapped(self).reader.read_objects(keys.values(), own_version)
-            own = {name: stored[key] for name, key in keys.items()}
-            own = {name: found[0] for name, found in own.items() if isinstance(found, list) and len(found) == 1}
+            own = {name: stored[key][0] for name, key in keys.items() if isinstance(stored[key], list)}
             type(self).fill_in_deferred_sharded_objects(state, {**gathered, **own})
 
         self.fill_in_deferred_sharded_objects = fill
@@ -365,7 +359,7 @@ def noting(stock: Any) -> Any:
     @functools.wraps(stock)
     def determine_global_metadata(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         call = save_call()
-        if call is None and load_call() is None:
+        if call is None and load_in_progress.get() is None:
             return stock(sharded_state_dict, *args, **kwargs)
         accesses = None if call is None else call.accesses
         if accesses is None:
@@ -429,7 +423,7 @@ def metadata_version(directory: Path) -> tuple[int, ...]:
 
 def note_common(source: Identity, reader: FileSystemReader | None = None) -> None:
     """The common state was read, by that reader if the index was decoded, and is of that save."""
-    if (call := load_call()) is not None:
+    if (call := load_in_progress.get()) is not None:
         call.common, call.reader = source, reader
 
 
@@ -437,7 +431,7 @@ def check_common(directory: Path, source: Identity, index: CheckpointIndex) -> N
     """Raise `LoadError` if tensors and the common state that the same load has read are of two saves. Without
     `install()` Megatron-Core has read `common.pt` by itself: then that file is compared with the manifest.
     """
-    call = load_call()
+    call = load_in_progress.get()
     if call is None:
         if index.manifest is not None and COMMON_FILE in index.manifest.files:
             read_common_file(storage_at(directory), COMMON_FILE, index.manifest)

@@ -65,7 +65,7 @@ from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._joint_calls import (
     identity_of,
     join,
-    load_call,
+    load_in_progress,
     metadata_version,
     note_common,
     one_load,
@@ -282,7 +282,7 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             options = getattr(unwrapped(arguments.get("sharded_strategy")), "options", None)
             if not isinstance(options, LoadOptions):
                 options = LoadOptions.from_environment()
-            goes_back = options.on_damaged == "go_back" and load_call() is None
+            goes_back = options.on_damaged == "go_back" and load_in_progress.get() is None
             joint = join(options, goes_back, arguments)
 
             def read(read_directory: Any) -> Any:
@@ -324,7 +324,7 @@ def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -
     """
     named = checkpoint_path(checkpoint_dir)
     options = LoadOptions.from_environment() if options is None else options
-    if options.on_damaged == "raise" or load_call() is not None or not patches.replaced():
+    if options.on_damaged == "raise" or load_in_progress.get() is not None or not patches.replaced():
         return named
     known, directory = _chosen.get(str(named.absolute()), (None, named))
     if known != (version := metadata_version(named)):
@@ -338,7 +338,7 @@ def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -
 
 def load_common_in_place(checkpoint_dir: Any) -> Any:
     """The common state of the checkpoint that is read in the place of the named one."""
-    call = load_call()
+    call = load_in_progress.get()
     with MegatronErrors():
         return load_common(directory_to_read(checkpoint_dir), None if call is None else call.options)
 

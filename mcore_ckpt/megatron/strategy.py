@@ -43,7 +43,7 @@ from mcore_ckpt.megatron._joint_calls import (
     check_ranks,
     identity_of,
     joint_load,
-    load_call,
+    load_in_progress,
     metadata_version,
     noted_validation,
 )
@@ -348,7 +348,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
 
     def _opened(self, path: Path) -> FileSystemReader:
         """A reader whose index is read again only when the checkpoint is another one, or has been replaced."""
-        reader, call = self._reader, load_call()
+        reader, call = self._reader, load_in_progress.get()
         if (reader is None or reader.path != path) and call is not None:
             reader = call.reader
         is_other = reader is None or (reader.path, reader.options) != (path, self.options)
