@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
 import logging
 import math
@@ -28,6 +27,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Any, Final, NamedTuple
 
@@ -41,7 +41,7 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, OptionError, PlanError
 from mcore_ckpt.core.fingerprints import part_of
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path
-from mcore_ckpt.core.process import collector_paused
+from mcore_ckpt.core.process import Outcome, collector_paused
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, is_extra_state, is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
@@ -49,6 +49,7 @@ from mcore_ckpt.format.versions import layout_of_versions
 from mcore_ckpt.load.checks import global_shape
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import FileSystemReader, read_shards
+from mcore_ckpt.megatron._joint_calls import metadata_version
 from mcore_ckpt.megatron._versions import own_version, parallel_layout
 from mcore_ckpt.megatron.serialization import common_object, load_common
 from mcore_ckpt.state.shards import contents, is_main_replica, leaves, leaves_by_kind, local_box
@@ -64,8 +65,8 @@ _SCRATCH_BYTES: Final = 64 * 1024 * 1024
 _WHAT: Final = "certify the state that was resumed"
 # Of the common state: what jobs may change, or what says how it was saved.
 _NOT_STATE: Final = ("args", "content_metadata", "checkpoint_version")
-# What Megatron-LM adds or leaves out after it has made its state dict.
-_ADDED: Final = ("num_floating_point_operations_so_far", "rerun_state_machine")
+# Megatron-LM loads it where a rerun is pending.
+_RERUN: Final = "rerun_state_machine"
 _COUNTED: Final = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 # What `--override-opt-param-scheduler` sets.
 _SCHEDULED: Final = tuple(
@@ -209,24 +210,32 @@ def certify(
         LoadError: on all ranks, if something differs and `options.certify` is `"raise"`; or if the checkpoint cannot be
             read.
     """
-    group, opened = coordination_group(process_group), list[FileSystemReader]()
+    group, opened = coordination_group(process_group), list[tuple[FileSystemReader, tuple[int, ...]]]()
 
     def open_it() -> set[str]:
-        opened.append(reader or FileSystemReader(checkpoint_path(checkpoint_dir), options=options))
-        return {str((options or opened[0].options).certify)}
+        path = checkpoint_path(checkpoint_dir) if reader is None else reader.path
+        version = metadata_version(path)  # ahead of the index
+        opened.append((reader or FileSystemReader(path, options=options), version))
+        return {str((options or opened[0][0].options).certify)}
 
     said = group.run_merged(_WHAT, open_it, operator.or_, sorted, wrap=LoadError)
     if len(said) > 1:
         raise OptionError(f"certify: expected one value on all ranks, got {' and '.join(said)}")
-    (reader,), shards, compared = opened, list[Any](), dict[str, int]()
+    ((reader, version),), shards, compared = opened, list[Any](), dict[str, int]()
     directory, options = reader.path, options or reader.options
     if options.certify == "off":
         return Certificate(directory.name, 0, 0, group.size)
 
+    def of_one_save(find: Callable[[], _Found]) -> _Found:
+        outcome = Outcome.of(find)
+        if metadata_version(directory) != version:
+            raise LoadError(f"{directory} was replaced while it was compared") from outcome.error
+        return outcome.value()
+
     @collector_paused()
     def compare() -> _Found:
         state = sharded_state_dict() if callable(sharded_state_dict) else sharded_state_dict
-        chosen = functools.partial(_chosen, options, reader.index)
+        chosen = partial(_chosen, options, reader.index)
         compared.update((name, number) for number, name in enumerate(chosen(reader.index.tensors)))
         if any(map(is_flat_bucket, compared)):
             _fill_padding([state], reader, compared)
@@ -244,7 +253,7 @@ def certify(
         others += _of_common_state(state, common, ignored, group.rank, groups)
         others += _of_weights(optimizer, shards, chosen, group.rank, found.counts)
         found.counts["differing"] = len(others)
-        lacking = frozenset(map(str, common.keys() - state.keys() - {*_NOT_STATE, *_ADDED}))
+        lacking = frozenset(map(str, common.keys() - state.keys() - {*_NOT_STATE, _RERUN}))
         job, saved = state.get("args"), common.get("args")
         samples = {f"args.{name}" for name in _COUNTED if hasattr(saved, name) and not hasattr(job, name)}
         absent = {one.unique_key for one in objects if not is_extra_state(one.unique_key)}
@@ -264,9 +273,10 @@ def certify(
         return _Found(Counter(differing=len(wrong)), tuple(wrong[:_SHOWN]))
 
     with storage_at(directory).in_use(METADATA_FILE):
-        found = group.run_merged(_WHAT, compare, _Found.merged, lambda merged: merged, wrap=LoadError)
+        found = group.run_merged(_WHAT, partial(of_one_save, compare), _Found.merged, lambda both: both, wrap=LoadError)
         if found.residues or found.counts["unstored"]:
-            found = found.merged(group.run_merged(_WHAT, read_again, _Found.merged, lambda both: both, wrap=LoadError))
+            read = partial(of_one_save, read_again)
+            found = found.merged(group.run_merged(_WHAT, read, _Found.merged, lambda both: both, wrap=LoadError))
     certificate = _certificate(found, reader.index, compared, group, reasons)
     if certificate.differing and options.certify == "raise":
         raise LoadError(f"{certificate}. Do not train with this state")
@@ -283,7 +293,7 @@ def _certificate(
     counts, held = found.counts, {name for name, number in chosen.items() if found.held >> number & 1}
     elsewise, groups = found.unlike | found.partial, [name for name, is_held in found.groups.items() if not is_held]
     tensors = len(chosen.keys() - held - elsewise) - counts["shifted"]
-    rerun = sum(key.startswith(_ADDED[1]) for key in index.objects)
+    rerun = sum(key.startswith(_RERUN) and not found.objects >> n & 1 for n, key in enumerate(index.objects))
     objects = len(index.objects.keys() - {COMMON_STATE_KEY}) - found.objects.bit_count() - counts["rewritten"] - rerun
     left = (
         (len(index.tensors) - len(chosen), "tensor", f"one in {_SAMPLE} is"),
@@ -537,7 +547,7 @@ def _of_objects(
         values = stored[key] if isinstance(stored[key], list) else [stored[key]]
         # Settings may be added by a later Megatron, or written as a list or as 1; of a random state all is state.
         own_groups = dict[str, bool]()
-        compare = functools.partial(unequal, ignored=ignored, exact=of_key[0].key == "rng_state", groups=own_groups)
+        compare = partial(unequal, ignored=ignored, exact=of_key[0].key == "rng_state", groups=own_groups)
         values = [*values, *values[:1] * len(of_key)]  # what is held again claims to be the same
         found = [one for leaf, was in zip(of_key, values, strict=False) for one in compare(_of(leaf, was), leaf.data)]
         groups |= {key + where: is_held for where, is_held in own_groups.items()}

@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Final
@@ -84,7 +85,7 @@ def _certified(stock: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
             noted_of_resume.reset(token)
         if "load" in noted and "generate_state_dict" in noted:
             optimizer = kwargs["optimizer"] if "optimizer" in kwargs else args[1]
-            _certify_resume(stock, noted, optimizer, result[0])
+            _certify_resume(stock, noted, optimizer, *result[:2])
         return result
 
     return load_checkpoint
@@ -92,7 +93,7 @@ def _certified(stock: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
 
 @without_modes()
 def _certify_resume(
-    stock: Mapping[str, Callable[..., Any]], noted: Mapping[str, Any], optimizer: Any, iteration: int
+    stock: Mapping[str, Callable[..., Any]], noted: Mapping[str, Any], optimizer: Any, iteration: int, operations: Any
 ) -> None:
     from mcore_ckpt.megatron.certificate import certify
 
@@ -103,7 +104,9 @@ def _certify_resume(
     given, job = call.arguments, call.arguments["args"]
     flags = [name for name in ("finetune", "no_load_optim", "no_load_rng") if getattr(job, name)]
     reasons = [f"--{name.replace('_', '-')}" for name in flags]
-    if given["rng_state"] is None and not reasons:
+    reader = noted.get("reader")
+    has_random = reader is None or any("rng_state/" in key for key in reader.index.objects)
+    if given["rng_state"] is None and has_random and not reasons:
         reasons.append("random states of another layout")
 
     def make_state() -> Any:
@@ -112,15 +115,21 @@ def _certify_resume(
             given["rng_state"] = stock["get_rng_state"](*again, **named)
         # As for a save: on its way to a load, an optimizer gives itself states of zeros.
         given["optim_sd_kwargs"] = {**(given["optim_sd_kwargs"] or {}), "is_loading": False}
-        given.update(rerun_state=None, iteration=iteration)
+        if given["rerun_state"]:  # a rerun is pending
+            machine = import_module("megatron.core.rerun_state_machine").get_rerun_state_machine()
+            given["rerun_state"] = machine.state_dict(None, job.ckpt_format, force=True)
+            # What it gives the iterators when there are some.
+            given["rerun_state"]["sharded"].data["data_iterator_checkpoints"] = machine.data_iterator_checkpoints
+        given.update(iteration=iteration)
         state = stock["generate_state_dict"](*call.args, **call.kwargs)
+        state["num_floating_point_operations_so_far"] = operations
         if metadata_version(directory) != version:  # (not earlier: Megatron gathers, with all ranks or none)
             raise LoadError(f"{directory} was replaced while it was loaded")
         if job.finetune or directory.name == "release" or getattr(job, "override_ckpt_iteration", None) is not None:
             del state["args"], state["iteration"]
         return state
 
-    known = {"options": options, "reasons": reasons, "reader": noted.get("reader")}
+    known = {"options": options, "reasons": reasons, "reader": reader}
     try:
         certify(make_state, directory, optimizer, process_group=process_group, **known)
     except CheckpointError as error:

@@ -327,7 +327,7 @@ def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -
     if options.on_damaged == "raise" or load_in_progress.get() is not None or not patches.replaced():
         return named
     known, directory = _chosen.get(str(named.absolute()), (None, named))
-    if known != (version := metadata_version(named)):
+    if known != (version := metadata_version(named)) or not metadata_version(directory):
         problem = None if _is_of_another_format(named) else _problem(named, options)
         # If it was replaced meanwhile, what was found is of neither.
         is_sound = problem is None or version != metadata_version(named)

@@ -32,8 +32,12 @@ _Objects = Sequence[tuple[str, Any]]
 
 def digests_of(objects: Iterable[tuple[str, Any]]) -> Digests:
     """Of serialized objects by key; not of the common state, which is compared apart, nor of extra state."""
-    compared = (one for one in objects if one[0] != COMMON_STATE_KEY and not is_extra_state(one[0]))
-    return {_hash_of(key): _hash(content) for key, content in compared}
+    found: dict[bytes, bytes] = {}
+    for key, content in objects:
+        if key != COMMON_STATE_KEY and not is_extra_state(key):
+            name, own = _hash_of(key), _hash(content)
+            found[name] = _DIFFERS if found.get(name, own) != own else own
+    return found
 
 
 def merged(first: Digests, second: Digests) -> Digests:
@@ -104,8 +108,10 @@ def keep_versions(
 
     def add() -> None:
         for key, content in mains:
-            own = memoryview(with_versions(bytes(content), layout, *kept[key])) if key in kept else content
-            objects.append((key, own))
+            ranks, versions = kept.get(key, ({}, []))
+            others = {rank: number for rank, number in ranks.items() if rank != group.rank}
+            whole = memoryview(with_versions(bytes(content), layout, others, versions)) if others else content
+            objects.append((key, whole))
 
     group.run_merged("keep objects that differ", add, lambda *_: None, lambda _: None, wrap=SaveError)
     return objects
@@ -131,7 +137,7 @@ def _tell(kept: Mapping[str, _Kept], what: str, refused: bool) -> None:
         f"claim to hold a replica: {'; '.join(named)}{', ...' if len(kept) > _SHOWN else ''}. "
     )
     if refused:
-        raise SaveError(f'{message}With compare_replicas="warn" each version is kept')
+        raise SaveError(f'{message}With compare_replicas="warn" it is kept')
     _logger.warning(
-        "%sEach version is kept for loads under this layout; stock gives these ranks the saved one", message
+        "%sWhat other ranks hold is kept for loads under this layout; stock gives these ranks the saved one", message
     )

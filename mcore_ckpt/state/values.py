@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copyreg
-import functools
 import io
-from collections.abc import Callable, Iterator, Sequence
+import reprlib
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -16,121 +17,151 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.state.shards import is_sharded_object, is_sharded_tensor
 
 # Of these, no parts are compared.
-_SIMPLE: Final = (bool, int, float, complex, str, bytes, bytearray, range, slice, type(None))
+_SIMPLE: Final = (bool, int, str, bytes, bytearray, range, slice, type(None))
 _INEXACT: Final = (float, complex, np.inexact)
+
+_Differences = list[tuple[str, str, str]]
 
 
 def unequal(
     stored: Any,
     held: Any,
     ignored: tuple[str, ...] = (),
-    where: str = "",
     *,
     exact: bool = False,
     groups: dict[str, bool] | None = None,
-) -> Iterator[tuple[str, str, str]]:
-    """Path, stored value and held value, of what differs in all that is stored. `exact`: what is held besides differs,
-    too, as do 1 and True, a list and a tuple of the same values, or the order of parameter groups. Into `groups` goes,
-    by path, whether a stored parameter group is held.
+) -> _Differences:
+    """Path, stored value and held value, of what differs in all that is stored; of a list, what differs in the first
+    element that does. `exact`: what is held besides differs, too, as do 1 and True, a list and a tuple of the same
+    values, or the order of parameter groups. Into `groups` goes, by path, whether a stored parameter group is held.
     """
-    inside = functools.partial(unequal, ignored=ignored, exact=exact, groups=groups)
-    # Megatron's `LocalNonpersistentObject` is a rank's own; shards are compared as such.
-    is_own = hasattr(type(held), "unwrap") and hasattr(held, "obj")
-    if not isinstance(held, dict) and (is_own or is_sharded_tensor(held) or is_sharded_object(held)):
-        return
-    if isinstance(stored, dict) and isinstance(held, dict):
-        if exact and type(stored) is not type(held):
-            yield where, f"a {type(stored).__name__}", f"a {type(held).__name__}"
+    return _Comparison(ignored, exact, {} if groups is None else groups).differences(stored, held)
+
+
+class _Comparison:
+    """Of two values; what occurs in them more than once, or in itself, is compared once."""
+
+    def __init__(self, ignored: tuple[str, ...], exact: bool, groups: dict[str, bool]) -> None:
+        self._ignored, self._exact, self._groups = ignored, exact, groups
+        self._inside = self if exact else _Comparison((), True, {})  # compares the parts of objects
+        # By their ids pairs, and whether they are alike, as far as is known. (No other value has an id of a live one.)
+        self._known: dict[tuple[int, int], tuple[Any, Any, bool]] = {}
+
+    def differences(self, stored: Any, held: Any, where: str = "") -> _Differences:
+        if type(stored) in _SIMPLE and type(stored) is type(held):
+            return [] if stored == held else [(where, _shown(stored), _shown(held))]
+        pair = id(stored), id(held)
+        if pair in self._known:
+            is_alike = self._known[pair][2]
+            return [] if is_alike else [(where, _shown(stored), _shown(held))]
+        self._known[pair] = stored, held, True
+        found = self._found(stored, held, where)
+        self._known[pair] = stored, held, not found
+        return found
+
+    def _found(self, stored: Any, held: Any, where: str) -> _Differences:
+        # Megatron's `LocalNonpersistentObject` is a rank's own; shards are compared as such.
+        is_own = hasattr(type(held), "unwrap") and hasattr(held, "obj")
+        if not isinstance(held, dict) and (is_own or is_sharded_tensor(held) or is_sharded_object(held)):
+            return []
+        for kind, compare in ((dict, self._of_dicts), ((list, tuple), self._of_lists)):
+            if isinstance(stored, kind) and isinstance(held, kind):
+                if not self._exact:
+                    return compare(stored, held, where)
+                if type(stored) is not type(held):
+                    return [(where, f"a {type(stored).__name__}", f"a {type(held).__name__}")]
+                if type(stored) in (dict, list, tuple):
+                    return compare(stored, held, where)
+        return [] if self._is_equal(stored, held) else [(where, _shown(stored), _shown(held))]
+
+    def _of_dicts(self, stored: Any, held: Any, where: str) -> _Differences:
+        found: _Differences = []
+        kinds = {key: type(key) for key in held}
+        both = {key for key in stored if key in held and not (self._exact and kinds[key] is not type(key))}
         for key, value in stored.items():
-            is_numbers = key == "params" and "['param_groups'][" in where and not exact  # numbers of a rank's own
-            if is_numbers or key in ignored:
+            is_numbers = key == "params" and "['param_groups'][" in where and not self._exact  # of a rank's own
+            if is_numbers or key in self._ignored:
                 continue
-            if key in held:
-                yield from inside(value, held[key], where=f"{where}[{key!r}]")
+            if key in both:
+                found += self.differences(value, held[key], f"{where}[{key!r}]")
             else:
-                yield f"{where}[{key!r}]", _shown(value), "nothing"
-        for key in held.keys() - stored.keys() if exact else ():
-            yield f"{where}[{key!r}]", "nothing", _shown(held[key])
-    elif isinstance(stored, (list, tuple)) and isinstance(held, (list, tuple)):
-        if exact and type(stored) is not type(held):
-            yield where, f"a {type(stored).__name__}", f"a {type(held).__name__}"
-        elif where.endswith("['param_groups']") and not exact:  # the order of groups is a rank's own
-            yield from _unequal_groups(stored, held, inside, where, {} if groups is None else groups)
-        elif len(stored) != len(held):
-            yield where, f"{len(stored)} values", f"{len(held)}"
-        else:
-            pairs = enumerate(zip(stored, held, strict=True))
-            found = (list(inside(value, own, where=f"{where}[{n}]")) for n, (value, own) in pairs)
-            yield from next(filter(None, found), ())  # those of a generator may differ in hundreds of numbers
-    elif not _is_equal(stored, held, exact):
-        yield where, _shown(stored), _shown(held)
+                found.append((f"{where}[{key!r}]", _shown(value), "nothing"))
+        others = held.keys() - both if self._exact else ()
+        return [*found, *((f"{where}[{key!r}]", "nothing", _shown(held[key])) for key in others)]
 
+    def _of_lists(self, stored: Any, held: Any, where: str) -> _Differences:
+        if where.endswith("['param_groups']") and not self._exact:  # the order of groups is a rank's own
+            return self._of_groups(stored, held, where)
+        if len(stored) != len(held):
+            return [(where, f"{len(stored)} values", f"{len(held)}")]
+        pairs = enumerate(zip(stored, held, strict=True))
+        # The first alone: those of a generator may differ in hundreds of numbers.
+        return next(filter(None, (self.differences(*pair, f"{where}[{n}]") for n, pair in pairs)), [])
 
-def _unequal_groups(
-    stored: Sequence[Any],
-    held: Sequence[Any],
-    compare: Callable[..., Iterator[tuple[str, str, str]]],
-    where: str,
-    groups: dict[str, bool],
-) -> Iterator[tuple[str, str, str]]:
-    """What differs between groups, each compared with one of its own. A stage of the pipeline may have fewer than are
-    stored.
-    """
-    left, compared = dict(enumerate(stored)), set[int]()
-    for number, group in enumerate(held):
-        found = {n: list(compare(one, group, where=f"{where}[{number}]")) for n, one in left.items()}
-        # Of several that fit, the one that has no other settings: what is held besides is no difference.
-        nearest = min(found, key=lambda n: (len(found[n]), len(set(left[n]) ^ set(group))), default=None)
-        if nearest is None:
-            yield f"{where}[{number}]", "nothing", _shown(group)
-            continue
-        yield from found[nearest]
-        compared.add(nearest)
-        if not found[nearest]:
-            del left[nearest]
-    groups.update({f"{where}[{n}]": n in compared for n in range(len(stored))})
+    def _of_groups(self, stored: Sequence[Any], held: Sequence[Any], where: str) -> _Differences:
+        """What differs between groups, each compared with one of its own. A stage of the pipeline may have fewer than
+        are stored.
+        """
+        left, compared, differing = dict(enumerate(stored)), set[int](), list[tuple[str, str, str]]()
+        for number, group in enumerate(held):
+            found = {n: self.differences(one, group, f"{where}[{number}]") for n, one in left.items()}
+            # Of several that fit, the one that has no other settings: what is held besides is no difference.
+            nearest = min(found, key=lambda n: (len(found[n]), len(set(left[n]) ^ set(group))), default=None)
+            if nearest is None:
+                differing.append((f"{where}[{number}]", "nothing", _shown(group)))
+                continue
+            differing += found[nearest]
+            compared.add(nearest)
+            if not found[nearest]:
+                del left[nearest]
+        self._groups.update({f"{where}[{n}]": n in compared for n in range(len(stored))})
+        return differing
 
-
-def _is_equal(stored: Any, held: Any, exact: bool) -> bool:
-    # Trackers that are safe in CUDA graphs have generators where others have their states.
-    stored, held = (one.get_state() if isinstance(one, torch.Generator) else one for one in (stored, held))
-    if exact and type(stored) is not type(held):
-        return False
-    if isinstance(stored, torch.Tensor) and isinstance(held, torch.Tensor):
-        if _has_bytes(stored) and _has_bytes(held):
+    def _is_equal(self, stored: Any, held: Any) -> bool:
+        # Trackers that are safe in CUDA graphs have generators where others have their states.
+        stored, held = (one.get_state() if isinstance(one, torch.Generator) else one for one in (stored, held))
+        is_alike = type(stored) is type(held)
+        if self._exact and not is_alike:
+            return False
+        if isinstance(stored, torch.Tensor) and isinstance(held, torch.Tensor):
+            if not (_has_bytes(stored) and _has_bytes(held)):
+                return self._is_same(*map(_parts_of_tensor, (stored, held)))
             is_comparable = stored.dtype == held.dtype and stored.shape == held.shape
             return is_comparable and first_difference(stored, held) is None
-        with contextlib.suppress(Exception):  # (there is no such comparison of most)
-            return torch.equal(stored, held)
-        return False
-    if isinstance(stored, np.ndarray) and isinstance(held, np.ndarray):
-        stored, held = (one.astype(one.dtype.newbyteorder("="), copy=False) for one in (stored, held))  # as pickle does
-        if stored.dtype != held.dtype or stored.shape != held.shape:
-            return False
-        if stored.dtype.hasobject:
-            return _is_same(stored.tolist(), held.tolist())
-        return bool(stored.tobytes() == held.tobytes())
-    if isinstance(stored, io.BytesIO) and isinstance(held, io.BytesIO):
-        return stored.getvalue() == held.getvalue()
-    is_alike = type(stored) is type(held)
-    has_parts = is_alike and type(stored) not in _SIMPLE
-    with contextlib.suppress(Exception):  # of third-party classes
-        if stored == held and isinstance(stored, _INEXACT) and isinstance(held, _INEXACT):
-            return repr(complex(stored)) == repr(complex(held))  # 0.0 and -0.0
-        if stored == held and not (has_parts and (exact or "__eq__" not in vars(type(stored)))):
-            return True
-        if stored != stored and held != held:  # NaN
-            return True
-    if is_alike and isinstance(stored, (set, frozenset)):
-        return _is_same(sorted(stored, key=repr), sorted(held, key=repr))
-    if has_parts:
+        if type(stored) is np.ndarray and type(held) is np.ndarray:
+            stored, held = (one.astype(one.dtype.newbyteorder("="), copy=False) for one in (stored, held))  # as pickle
+            if stored.dtype != held.dtype or stored.shape != held.shape:
+                return False
+            if stored.dtype.hasobject:
+                return self._is_same(stored.tolist(), held.tolist())
+            return bool(stored.tobytes() == held.tobytes())
+        if isinstance(stored, np.ma.MaskedArray) and is_alike:  # to pickle one gives it a fill value
+            return self._is_same(*([one.data, np.ma.getmaskarray(one)] for one in (stored, held)))
+        if isinstance(stored, io.BytesIO) and isinstance(held, io.BytesIO):
+            return stored.getvalue() == held.getvalue()
+        if isinstance(stored, _INEXACT) and isinstance(held, _INEXACT):  # 0.0 and -0.0 differ, NaN and NaN do not
+            return repr(stored) == repr(held) if is_alike else repr(complex(stored)) == repr(complex(held))
+        if isinstance(stored, (set, frozenset)) and is_alike:
+            return self._is_same_set(stored, held)
+        with contextlib.suppress(Exception):  # of third-party classes
+            # (that of `object` says whether both are one)
+            if stored == held and not (is_alike and (self._exact or "__eq__" not in vars(type(stored)))):
+                return True
         with contextlib.suppress(Exception):
-            return _is_same(*map(_parts, (stored, held)))
-    return stored is held
+            return is_alike and self._is_same(*map(_parts, (stored, held)))
+        return stored is held
 
+    def _is_same(self, stored: Any, held: Any) -> bool:
+        return not self._inside.differences(stored, held)
 
-def _is_same(stored: Any, held: Any) -> bool:
-    return not any(unequal(stored, held, exact=True))
+    def _is_same_set(self, stored: Any, held: Any) -> bool:
+        left = sorted(held, key=repr)  # (most have an order by it; others are looked for)
+        for one in sorted(stored, key=repr):
+            at = next((n for n, other in enumerate(left) if not self.differences(one, other)), None)
+            if at is None:
+                return False
+            del left[at]
+        return not left
 
 
 def _parts(value: Any) -> Any:
@@ -140,7 +171,17 @@ def _parts(value: Any) -> Any:
     if isinstance(reduced, str):
         return reduced
     function, arguments, attributes, items, pairs = (*reduced, None, None, None)[:5]
-    return [function, arguments, attributes, list(items or ()), list(pairs or ())]
+    is_ordered = isinstance(value, collections.OrderedDict)
+    return [function, arguments, attributes, list(items or ()), list(pairs or ()) if is_ordered else dict(pairs or ())]
+
+
+def _parts_of_tensor(tensor: torch.Tensor) -> Any:
+    """Of one that is no strided memory (sparse, nested, quantized, on the meta device), or has it on several ranks."""
+    if tensor.is_quantized:
+        return [tensor.int_repr(), tensor.dequantize()]
+    if (local := getattr(tensor, "to_local", None)) is not None:
+        return [local(), getattr(tensor, "placements", None), tuple(tensor.shape)]
+    return _parts(tensor.detach())
 
 
 def _shown(value: Any) -> str:
@@ -149,7 +190,7 @@ def _shown(value: Any) -> str:
         content = _elements(value).view(torch.uint8).numpy()
     if isinstance(content, np.ndarray):
         return f"{value.dtype}{list(value.shape)} with CRC-32 {crc32(content.tobytes()):08x}"
-    text = repr(value)
+    text = reprlib.repr(value) if isinstance(value, (dict, list, tuple, set)) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -172,7 +213,8 @@ def first_difference(expected: torch.Tensor, got: torch.Tensor) -> tuple[int, st
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+    is_strided = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+    return is_strided and not hasattr(tensor, "to_local")
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:

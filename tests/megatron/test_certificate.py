@@ -162,6 +162,17 @@ def test_what_is_held_twice_hides_nothing(saved: Path) -> None:
     assert certify(held, saved, options=WARN).differing == 1
 
 
+def test_a_save_meanwhile_is_no_difference(saved: Path) -> None:
+    def held_and_replaced() -> dict[str, Any]:
+        held = state(2)
+        held["rows 0"].data += 1
+        TorchDistSaveStrategy(options=SaveOptions()).save(held, saved)
+        return state(2)
+
+    with pytest.raises(LoadError, match="was replaced while it was compared"):
+        certify(held_and_replaced, saved, options=WARN)
+
+
 def test_a_common_state_that_is_lost_is_no_reason_to_compare_none(saved: Path) -> None:
     (saved / "common.pt").unlink()
     with pytest.raises(LoadError, match="common"):
@@ -286,8 +297,14 @@ class Job:
             "distrib_optim_sharding_type": flags.pop("layout", "dp_reshardable"),
             "chained_optim_avoid_prefix": True,
         }
+        from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
+
+        self.machine = get_rerun_state_machine()
+        if flags.pop("reruns", False):
+            self.machine.mode, self.machine.state = RerunMode.VALIDATE_RESULTS, RerunState.WILL_RERUN_FROM_CHECKPOINT
+            self.machine.data_iterator_checkpoints = None
         off = dict.fromkeys(("finetune", "no_load_optim", "no_load_rng"), False)
-        self.args = Namespace(metadata=layout, consumed_train_samples=0, **{**off, **flags})
+        self.args = Namespace(metadata=layout, consumed_train_samples=0, ckpt_format="torch_dist", **{**off, **flags})
 
     @property
     def parts(self) -> tuple[Any, Any, Any, Any]:
@@ -307,7 +324,7 @@ class Job:
 
 
 def resume_with_faults(rank: int, path: Path) -> dict[str, list[str]]:
-    job = Job(DENSE, Parallel(), 1)
+    job = Job(DENSE, Parallel(), 1, reruns=True)
     job.save(path)
     (own,) = job.training.optimizer.chained_optimizers
     inner = own.optimizer
@@ -332,6 +349,8 @@ def resume_with_faults(rank: int, path: Path) -> dict[str, list[str]]:
         "numpy": of_rank(1, lambda: numpy.random.rand()),
         "torch": of_rank(1, lambda: torch.rand(1)),
         "tracker": of_rank(0, lambda: tracker.states_["model-parallel-rng"].view(-1)[30:31].bitwise_xor_(1)),
+        "rerun": of_rank(1, lambda: setattr(job.machine, "suspicious_node", "another")),
+        "operations": of_rank(0, lambda: job.module.OPERATIONS.update(done=50)),
         "added": of_rank(1, lambda: tracker.states_.update(own=torch.arange(3))),
     }
     os.environ["MCORE_CKPT_CERTIFY"] = "warn"
@@ -357,6 +376,8 @@ def test_faults_after_a_load_are_named(tmp_path: Path) -> None:
         "numpy": ("[0]['np_rng_state'][", " on rank 1: "),
         "torch": ("[0]['torch_rng_state'] on rank 1: ",),
         "tracker": ("['rng_tracker_states']['model-parallel-rng'] on rank 0: ",),
+        "rerun": (" rerun_state_machine_state/shard_1_2['suspicious_node'] on rank 1: expected None, got 'another'",),
+        "operations": ("common state num_floating_point_operations_so_far on rank 0: expected 100, got 50",),
         "added": ("['rng_tracker_states']['own'] on rank 1: expected nothing, got ",),
     }
     for name, parts in named.items():

@@ -7,6 +7,7 @@ asked for its format, the common state is read, and then everything is loaded.
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -146,7 +147,21 @@ def several(rank: int, run: Path) -> list[Any]:
     """Something newer has written the third, which is no damage. Two in a row are damaged; training goes on from the
     first and saves the third again; then all are damaged.
     """
-    train(rank, run, 3)
+    train(rank, run, 4)
+    if rank == 0:
+        truncate(directory_of(run, 4))
+    dist.barrier()
+    assert [resume(run)[:2], resume(run)[:2]] == [(3, 3), (3, 3)]  # the third is remembered, and lost
+    if rank == 0:
+        shutil.move(directory_of(run, 3), run / "lost")
+    dist.barrier()
+    assert resume(run)[1] == 2
+    dist.barrier()
+    if rank == 0:
+        shutil.move(run / "lost", directory_of(run, 3))
+        shutil.rmtree(directory_of(run, 4))
+        (run / TRACKER).write_text("3")
+    dist.barrier()
     index = directory_of(run, 3) / ".metadata"
     content = index.read_bytes()
     dist.barrier()

@@ -103,8 +103,26 @@ def save_refused(rank: int, path: Path) -> str:
 
 def test_a_save_of_other_objects_is_refused_on_all_ranks_if_they_are_to_raise(tmp_path: Path) -> None:
     for message in run_megatron_ranks(save_refused, 4, tmp_path / "run"):
-        assert 'rng_state/shard_0.0_1.1 on ranks 1, 3. With compare_replicas="warn" each version is kept' in message
+        assert 'rng_state/shard_0.0_1.1 on ranks 1, 3. With compare_replicas="warn" it is kept' in message
     assert verify_checkpoint(tmp_path / "run").whole
+
+
+def save_twice(rank: int, path: Path) -> tuple[Any, list[str]]:
+    """One rank has a main object and what claims to be its replica."""
+    held = state(3, 0) | {"again": state(4, 1)["rng_state"]}
+    strategy = TorchDistSaveStrategy(options=SaveOptions(compare_replicas="raise"))
+    path.mkdir()
+    with pytest.raises(SaveError, match=r"rng_state/shard_0.0_1.1 on ranks 0\."):
+        installed().save(held, str(path), strategy)
+    with kept_log() as lines:
+        installed().save(held, str(path))
+    return installed().load(state(None, 0), str(path))["rng_state"], lines
+
+
+def test_a_replica_of_the_rank_that_saves_the_main_one_is_compared(tmp_path: Path) -> None:
+    ((loaded, (line,)),) = run_megatron_ranks(save_twice, 1, tmp_path / "run")
+    assert loaded == [3]
+    assert "rng_state/shard_0.0_1.1 on ranks 0. " in line
 
 
 def load_alone(rank: int, path: Path) -> tuple[Any, list[str]]:
@@ -137,7 +155,7 @@ def test_each_rank_gets_its_own_object_back(tmp_path: Path) -> None:
     lines, *others = [lines for lines, _, _ in told]
     named = "1 object, of which ranks hold others than the one that is saved though they claim to hold a replica: "
     assert len(lines) == 2
-    assert all(f"{named}rng_state/shard_0.0_1.1 on ranks 1, 3. Each version is kept" in line for line in lines)
+    assert all(f"{named}rng_state/shard_0.0_1.1 on ranks 1, 3. What other ranks hold is kept" in line for line in lines)
     assert not any(others)
     assert verify_checkpoint(tmp_path / "first").whole
     # Under another layout, and by stock with every key checked, all ranks get the one that was saved.

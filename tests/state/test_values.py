@@ -6,6 +6,7 @@ import argparse
 import collections
 import functools
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -50,6 +51,35 @@ def _numbered(own: Any) -> _Number:
     return number
 
 
+class _Named(dict[str, Any]):
+    own: Any = None
+
+
+def _named(own: Any) -> _Named:
+    values = _Named(a=1)
+    values.own = own
+    return values
+
+
+def _in_itself(own: Any) -> Any:
+    value = SimpleNamespace(own=own)
+    value.value = [value, {"value": value}]
+    return [value, [value]]
+
+
+def _shared(own: Any, depth: int = 30) -> Any:
+    value: Any = [own]
+    for _ in range(depth):
+        value = _Slots([value, value])
+    return value
+
+
+def _quantized(own: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is deprecated
+        return torch.quantize_per_tensor(torch.ones(1), 0.5 + own, 0, torch.qint8)
+
+
 # Values that are alike where `own` is, though many of them say so in no comparison of theirs.
 KINDS: dict[str, Callable[[Any], Any]] = {
     "generator": lambda own: np.random.default_rng(own),
@@ -63,6 +93,18 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "function": lambda own: (len, sum)[own],
     "partial": lambda own: functools.partial(sum, own),
     "deque": lambda own: collections.deque([torch.full((2,), own)]),
+    "attribute of a dict": lambda own: _Slots(_named(own)),
+    "order": lambda own: _Slots(collections.OrderedDict([("a", 1), ("b", 1)][:: (-1, 1)[own]])),
+    "masked": lambda own: np.ma.masked_array([1, 2], mask=[own, 0]),
+    "key": lambda own: _Slots({(1, True)[own]: 2}),
+    "set of objects": lambda own: {_Slots(own), _Slots(2), _Slots(3)},
+    "complex": lambda own: complex(float("nan"), own),
+    "in itself": _in_itself,
+    "shared": _shared,
+    "sparse": lambda own: torch.tensor([0.0, 1.0 + own]).to_sparse(),
+    "nested": lambda own: torch.nested.nested_tensor([torch.ones(2), torch.full((3,), float(own))]),
+    "quantized": _quantized,
+    "meta": lambda own: torch.empty(2 + own, device="meta"),
 }
 
 
@@ -103,7 +145,6 @@ def _groups(*rates: int) -> dict[str, Any]:
         ),
         (argparse.Namespace(a=1), argparse.Namespace(a=1, b=2), ""),
         (_CannotCompare(), _CannotCompare(), ""),
-        (torch.ones(2).to_sparse(), torch.zeros(2).to_sparse(), ""),
     ],
 )
 def test_differences_have_their_place(stored: Any, held: Any, where: str | None) -> None:

@@ -14,9 +14,12 @@ import numpy
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 AFTERWARDS: list[Callable[[], None]] = []
 """Called where the training code's own steps after a load have run: faults."""
+OPERATIONS: dict[str, int] = {}
+"""As "done" how many floating point operations it says were done, if not as many as were saved."""
 
 
 def get_rng_state() -> Any:
@@ -56,6 +59,8 @@ def generate_state_dict(
         state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
     if rng_state is not None:
         state["rng_state"] = rng_state
+    if rerun_state:
+        state["rerun_state_machine"] = rerun_state
     return state
 
 
@@ -63,9 +68,13 @@ def save_checkpoint(
     iteration: int, model: Any, optimizer: Any, opt_param_scheduler: Any, args: Namespace, path: str
 ) -> None:
     options = {"metadata": args.metadata}
+    rerun = get_rerun_state_machine().state_dict(None, args.ckpt_format)
     state = generate_state_dict(
-        args, model, optimizer, opt_param_scheduler, get_rng_state(), iteration, optim_sd_kwargs=options
+        *(args, model, optimizer, opt_param_scheduler, get_rng_state(), iteration),
+        optim_sd_kwargs=options,
+        rerun_state=rerun,
     )
+    state["num_floating_point_operations_so_far"] = 100
     dist_checkpointing.save(state, path)
 
 
@@ -75,6 +84,8 @@ def load_checkpoint(
     options = {"metadata": args.metadata, "is_loading": True}
     with_optimizer = not args.finetune and not args.no_load_optim
     with_states = not args.finetune and not args.no_load_rng
+    common, machine = dist_checkpointing.load_common_state_dict(path), get_rerun_state_machine()
+    is_pending = not args.finetune and machine.validate_state_dict(common.get("rerun_state_machine"))
     wanted = generate_state_dict(
         args,
         ddp_model,
@@ -82,6 +93,7 @@ def load_checkpoint(
         opt_param_scheduler,
         get_rng_state() if with_states else None,
         optim_sd_kwargs=options,
+        rerun_state=machine.state_dict(None, args.ckpt_format, force=True) if is_pending else None,
     )
     state = dist_checkpointing.load(wanted, path)
     if not args.finetune:
@@ -92,6 +104,8 @@ def load_checkpoint(
         opt_param_scheduler.load_state_dict(state["opt_param_scheduler"])
     else:
         optimizer.reload_model_params()
+    if is_pending:
+        machine.load_state_dict(state["rerun_state_machine"])
     if with_states:
         states = state["rng_state"][0]
         random.setstate(states["random_rng_state"])
@@ -100,4 +114,5 @@ def load_checkpoint(
         tensor_parallel.get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
     for fault in AFTERWARDS:
         fault()
-    return (0 if args.finetune else state["iteration"]), 0
+    operations = OPERATIONS.get("done", common["num_floating_point_operations_so_far"])
+    return (0 if args.finetune else state["iteration"]), operations
