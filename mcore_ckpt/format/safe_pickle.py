@@ -96,6 +96,16 @@ def _attributes_maker(cls: Any) -> Maker:
     return Maker(make, build)
 
 
+def _tuple_maker(cls: Any) -> Maker:
+    """A named tuple, by the values of its fields."""
+
+    def make(*values: Any) -> Any:
+        _wants(len(values) == len(cls._fields), f"{len(cls._fields)} values of a {cls.__name__}")
+        return tuple.__new__(cls, values)
+
+    return Maker(make)
+
+
 def _vouched(value: Any) -> Maker:
     """What pickle would do with a class that the user allows."""
 
@@ -295,12 +305,12 @@ MEGATRON_CLASSES: Final = frozenset(
         "megatron.core.transformer.enums.InferenceCudaGraphScope",
         *(
             f"megatron.core.rerun_state_machine.{name}"
-            for name in ("RerunDiagnostic", "RerunMode", "RerunState", "RerunValidationStatus")
+            for name in ("Call", "Caller", "RerunDiagnostic", "RerunMode", "RerunState", "RerunValidationStatus")
         ),
         "megatron.core.optimizer.optimizer_config.OptimizerConfig",
     )
 )
-"""Enums and dataclasses; stand-ins stay in the place of what is not installed, or not to be imported."""
+"""Enums, dataclasses and named tuples; stand-ins stay in the place of what is not installed, or not to be imported."""
 
 # An optimizer that is offloaded to the CPU keeps the classes of its two parts in its groups; they are never called.
 _OPTIMIZER_CLASSES: Final = frozenset(
@@ -387,6 +397,8 @@ class ObjectRules(Rules):
                 return None
             if full_name in _OPTIMIZER_CLASSES:
                 return value, None
+            if issubclass(value, tuple):
+                return value, _tuple_maker(value)
             return value, _enum_maker(value) if isinstance(value, enum.EnumMeta) else _attributes_maker(value)
         if full_name.startswith("torch.") and (known := _of_torch(full_name)) is not None:
             return known

@@ -297,12 +297,13 @@ class Job:
             "distrib_optim_sharding_type": flags.pop("layout", "dp_reshardable"),
             "chained_optim_avoid_prefix": True,
         }
-        from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
+        from megatron.core.rerun_state_machine import Call, Caller, RerunMode, RerunState, get_rerun_state_machine
 
         self.machine = get_rerun_state_machine()
         if flags.pop("reruns", False):
             self.machine.mode, self.machine.state = RerunMode.VALIDATE_RESULTS, RerunState.WILL_RERUN_FROM_CHECKPOINT
             self.machine.data_iterator_checkpoints = None
+            self.machine.failed_validation_call = Call(Caller("loss", 0), 2)
         off = dict.fromkeys(("finetune", "no_load_optim", "no_load_rng"), False)
         self.args = Namespace(metadata=layout, consumed_train_samples=0, ckpt_format="torch_dist", **{**off, **flags})
 
