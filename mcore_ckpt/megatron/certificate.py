@@ -362,12 +362,13 @@ def _of_tensors(
     otherwise has other bits. Those go into `compared`. `shifted`: gathered optimizer state has not.
     """
     counts, unlike, residues, held = Counter[str](), set(), list[tuple[str, _Residue]](), bytearray(len(chosen))
-    others = set[str]()
+    absent = set[str]()
     for shard in tensors:
         if shard.data is None:
             continue
         if (number := chosen.get(shard.key)) is None:
-            others.add(shard.key)
+            if shard.key not in index.tensors:
+                absent.add(shard.key)
             continue
         entry = index.tensors[shard.key]
         stretch = getattr(shard, "flattened_range", None)
@@ -391,8 +392,8 @@ def _of_tensors(
                 crc = stored = 0
             elems, total = shard.data.numel(), math.prod(shard.global_shape)
             residues.append((name, (crc ^ stored, 1, elems - total) if is_first else (crc, 0, elems)))
-    absent = frozenset(others.difference(index.tensors))
-    return _Found(counts, held=_bits(held), absent=absent, residues=_added(residues), unlike=frozenset(unlike))
+    residue = _added(residues)
+    return _Found(counts, held=_bits(held), absent=frozenset(absent), residues=residue, unlike=frozenset(unlike))
 
 
 def _bits(flags: Iterable[int]) -> int:
@@ -414,10 +415,9 @@ def crc_of_shard(shard: Any) -> tuple[int, bool]:
             f"{stretch[1] - stretch[0]} elements of the slice of sizes {list(sizes)}"
         )
     crc = 0
-    with torch.no_grad():
-        for content, inside in contents(key, data, sizes, stretch):
-            lies = Box(tuple(map(operator.add, offsets, inside.offsets)), inside.sizes)
-            crc ^= part_of(content, shape, lies, data.element_size())
+    for content, inside in contents(key, data, sizes, stretch):
+        lies = Box(tuple(map(operator.add, offsets, inside.offsets)), inside.sizes)
+        crc ^= part_of(content, shape, lies, data.element_size())
     return crc, not any(offsets) and stretch[0] == 0 and data.numel() > 0
 
 

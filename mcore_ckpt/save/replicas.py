@@ -112,9 +112,8 @@ def _comparable(tree: Any) -> Iterator[tuple[int, Any]]:
 def _crc_of(key: str, data: torch.Tensor) -> int:
     """Of the elements in C order."""
     value = 0
-    with torch.no_grad():
-        for content, _ in contents(key, data, tuple(data.shape), (0, data.numel())):
-            value = crc32(content, value)
+    for content, _ in contents(key, data, tuple(data.shape), (0, data.numel())):
+        value = crc32(content, value)
     return value
 
 

@@ -101,9 +101,10 @@ def _collect(values: Iterable[object], found: list[Any]) -> None:
 def leaves_by_kind(tree: object) -> tuple[list[Any], list[Any]]:
     """The sharded tensors, and the sharded objects, of a nested dict/list, each in order."""
     found = list(leaves(tree))
-    kinds = [_LEAF_TYPES.get(type(leaf)) for leaf in found]
-    are_tensors = [is_sharded_tensor(leaf) if kind is None else kind for leaf, kind in zip(found, kinds, strict=True)]
-    return list(compress(found, are_tensors)), list(compress(found, map(operator.not_, are_tensors)))
+    kinds = list(map(_LEAF_TYPES.get, map(type, found)))
+    if None in kinds:
+        kinds = [is_sharded_tensor(leaf) if kind is None else kind for leaf, kind in zip(found, kinds, strict=True)]
+    return list(compress(found, kinds)), list(compress(found, map(operator.not_, kinds)))
 
 
 def main_replicas(tree: object) -> tuple[list[Any], list[Any], list[Any]]:
