@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -12,35 +11,21 @@ from mcore_ckpt.format.integrity import TABLE_HEAD, Columns, FileFooter
 _MIN_ITEM_BYTES: Final = 64
 
 
-class TableTensor(NamedTuple):
-    """A tensor item as a file's table lists it: box of a global tensor, in elements, and place, in bytes."""
+class TensorRow(NamedTuple):
+    """A tensor item as an index or a file's table describes it: dtype, and box of a global tensor, in elements."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    offset: int
-    length: int
 
 
-class TableObject(NamedTuple):
-    """An object item as a file's table lists it; place in bytes."""
-
-    key: str
-    offset: int
-    length: int
+Items = dict[tuple[int, int], str | TensorRow]
+"""By offset and length, in bytes, what lies in a file: an object's key, or a tensor item."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileTable:
-    """What a data file says that it holds."""
-
-    tensors: tuple[TableTensor, ...]  # in the order of the file
-    objects: tuple[TableObject, ...]  # in the order of the file
-
-
-def decode_table(data: bytes, footer: FileFooter, where: str) -> FileTable:
+def decode_table(data: bytes, footer: FileFooter, where: str) -> Items:
     """The table of a file, from the bytes before its footer; raises `CorruptCheckpointError`."""
     what = f"{where}: the table of its integrity footer"
     whole = Columns(data, what)
@@ -67,18 +52,14 @@ def decode_table(data: bytes, footer: FileFooter, where: str) -> FileTable:
     whole.finish()
     dtype_names, keys, object_keys = names[:dtypes], names[dtypes:], names[dtypes + tensors :]
     starts = accumulate((3 * ndim for ndim in ndims), initial=0)
-    return FileTable(
-        tuple(
-            TableTensor(
-                keys[n],
-                dtype_names[codes[n]],
-                tuple(boxes[at : at + ndim]),
-                tuple(boxes[at + ndim : at + 2 * ndim]),
-                tuple(boxes[at + 2 * ndim : at + 3 * ndim]),
-                places[2 * n],
-                places[2 * n + 1],
-            )
-            for n, (ndim, at) in enumerate(zip(ndims, starts, strict=False))
-        ),
-        tuple(TableObject(object_keys[n], object_places[2 * n], object_places[2 * n + 1]) for n in range(objects)),
-    )
+    items: Items = {
+        (places[2 * n], places[2 * n + 1]): TensorRow(
+            keys[n],
+            dtype_names[codes[n]],
+            tuple(boxes[at : at + ndim]),
+            tuple(boxes[at + ndim : at + 2 * ndim]),
+            tuple(boxes[at + 2 * ndim : at + 3 * ndim]),
+        )
+        for n, (ndim, at) in enumerate(zip(ndims, starts, strict=False))
+    }
+    return items | {(object_places[2 * n], object_places[2 * n + 1]): object_keys[n] for n in range(objects)}

@@ -18,7 +18,7 @@ from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadEr
 from mcore_ckpt.core.fingerprints import part_of_elements, part_of_run
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
-from mcore_ckpt.format.file_table import FileTable, decode_table
+from mcore_ckpt.format.file_table import Items, TensorRow, decode_table
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import BLOCK_BYTES, FOOTER_BYTES, FileFooter, split_metadata
 from mcore_ckpt.format.item_layout import element_bytes
@@ -181,17 +181,7 @@ def check_data_files(storage: Storage, index: CheckpointIndex, names: Iterable[s
         raise CorruptCheckpointError(min(checker.problems)[1].message)
 
 
-class _Row(NamedTuple):
-    """An item of a tensor as index and table both describe it."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-def read_table(reader: RangeReader, footer: FileFooter) -> FileTable:
+def read_table(reader: RangeReader, footer: FileFooter) -> Items:
     """What a data file says that it holds; raises `CorruptCheckpointError`."""
     start = reader.size_bytes - FOOTER_BYTES - footer.table_bytes
     if start < 0:
@@ -202,28 +192,22 @@ def read_table(reader: RangeReader, footer: FileFooter) -> FileTable:
     return decode_table(reader.read(start, footer.table_bytes), footer, reader.name)
 
 
-def items_by_file(index: CheckpointIndex) -> dict[str, dict[tuple[int, int], str | _Row]]:
-    """The items of each file by offset and length: an object's key, or what a tensor's chunk is."""
-    found: dict[str, dict[tuple[int, int], str | _Row]] = {}
-    for item, row in _described(index):
-        found.setdefault(item.file, {})[item.offset, item.length] = row
+def items_by_file(index: CheckpointIndex) -> dict[str, Items]:
+    """The items of each file."""
+    found: dict[str, Items] = {}
+    for fqn, entry in index.tensors.items():
+        for chunk in entry.chunks:
+            row = TensorRow(fqn, entry.dtype, entry.shape, chunk.offsets, chunk.sizes)
+            found.setdefault(chunk.item.file, {})[chunk.item.offset, chunk.item.length] = row
+    for fqn, stored in index.objects.items():
+        found.setdefault(stored.item.file, {})[stored.item.offset, stored.item.length] = fqn
     return found
 
 
-def _described(index: CheckpointIndex) -> Iterator[tuple[StoredItem, str | _Row]]:
-    for fqn, entry in index.tensors.items():
-        for chunk in entry.chunks:
-            yield chunk.item, _Row(fqn, entry.dtype, entry.shape, chunk.offsets, chunk.sizes)
-    for fqn, stored in index.objects.items():
-        yield stored.item, fqn
-
-
-def table_problems(items: dict[tuple[int, int], str | _Row], table: FileTable) -> Iterator[str]:
+def table_problems(items: Items, table: Items) -> Iterator[str]:
     """In what an index and a file's table contradict each other; a table may list more than the index names."""
-    stored: dict[tuple[int, int], str | _Row] = {(row.offset, row.length): row.key for row in table.objects}
-    stored.update({(row.offset, row.length): _Row(*row[:5]) for row in table.tensors})
     for (offset, length), row in items.items():
-        found = stored.get((offset, length))
+        found = table.get((offset, length))
         if found != row:
             yield (
                 f"bytes [{offset}, {offset + length}) are {_shown(row)} for .metadata, and "
@@ -231,7 +215,7 @@ def table_problems(items: dict[tuple[int, int], str | _Row], table: FileTable) -
             )
 
 
-def _shown(row: str | _Row) -> str:
+def _shown(row: str | TensorRow) -> str:
     if isinstance(row, str):
         return f"the object {row!r:.300}"
     box = f"box at {list(row.offsets)} of sizes {list(row.sizes)}"

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.errors import CorruptCheckpointError
-from mcore_ckpt.format.file_table import FileTable, TableObject, TableTensor, decode_table
+from mcore_ckpt.format.file_table import Items, TensorRow, decode_table
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import (
     BLOCK_BYTES,
@@ -36,56 +36,47 @@ SAVE_ID = bytes(range(16))
 names = st.text(max_size=30)
 numbers = st.integers(0, 2**62)
 boxes = st.integers(0, 4).flatmap(lambda ndim: st.tuples(*[st.tuples(*[numbers] * ndim)] * 3))
-tensors = st.builds(
-    lambda key, dtype, box, offset, length: TableTensor(key, dtype, *box, offset, length),
-    names,
-    st.sampled_from(["float32", "bfloat16", "bool"]),
-    boxes,
-    numbers,
-    numbers,
+rows = st.builds(
+    lambda key, dtype, box: TensorRow(key, dtype, *box), names, st.sampled_from(["float32", "bfloat16", "bool"]), boxes
 )
-tables = st.builds(
-    FileTable,
-    st.lists(tensors, max_size=6).map(tuple),
-    st.lists(st.builds(TableObject, names, numbers, numbers), max_size=4).map(tuple),
-)
+tables = st.dictionaries(st.tuples(numbers, numbers), rows | names, max_size=9)
 
 
-def sealed(table: FileTable, save_id: bytes = SAVE_ID, file_bytes: int = 10**6) -> tuple[bytes, int]:
+def sealed(table: Items, save_id: bytes = SAVE_ID, file_bytes: int = 10**6) -> tuple[bytes, int]:
     """The seal of a file that holds what `table` lists, and the CRC-32 of its table."""
-    dtypes = list(dict.fromkeys(row.dtype for row in table.tensors))
+    tensors = {place: row for place, row in table.items() if isinstance(row, TensorRow)}
+    objects = {place: key for place, key in table.items() if isinstance(key, str)}
+    dtypes = list(dict.fromkeys(row.dtype for row in tensors.values()))
     columns = TableColumns(
         dtypes,
-        [row.key for row in table.tensors],
-        array("I", [dtypes.index(row.dtype) for row in table.tensors]),
-        array("I", [len(row.shape) for row in table.tensors]),
-        array("q", [n for row in table.tensors for n in (*row.shape, *row.offsets, *row.sizes)]),
-        array("q", [n for row in table.tensors for n in (row.offset, row.length)]),
-        [row.key for row in table.objects],
+        [row.key for row in tensors.values()],
+        array("I", [dtypes.index(row.dtype) for row in tensors.values()]),
+        array("I", [len(row.shape) for row in tensors.values()]),
+        array("q", [n for row in tensors.values() for n in (*row.shape, *row.offsets, *row.sizes)]),
+        array("q", [n for place in tensors for n in place]),
+        list(objects.values()),
     )
     plan = FooterPlan.of(columns)
-    content, crc = plan.fill(save_id, file_bytes, [(row.offset, row.length) for row in table.objects])
+    content, crc = plan.fill(save_id, file_bytes, list(objects))
     assert len(content) == plan.size_bytes
     return content, crc
 
 
-def read_back(content: bytes) -> tuple[FileFooter, FileTable]:
+def read_back(content: bytes) -> tuple[FileFooter, Items]:
     footer = decode_footer(content[-FOOTER_BYTES:], "file")
     assert footer is not None
     return footer, decode_table(content[:-FOOTER_BYTES], footer, "file")
 
 
-TABLE = FileTable(
-    (
-        TableTensor("layer.weight", "bfloat16", (4, 6), (2, 0), (2, 6), 4096, 900),
-        TableTensor("step", "int64", (), (), (), 4996, 700),
-    ),
-    (TableObject("extra/shard_0_1", 0, 451),),
-)
+TABLE: Items = {
+    (4096, 900): TensorRow("layer.weight", "bfloat16", (4, 6), (2, 0), (2, 6)),
+    (4996, 700): TensorRow("step", "int64", (), (), ()),
+    (0, 451): "extra/shard_0_1",
+}
 
 
 @given(tables)
-def test_a_table_is_read_back(table: FileTable) -> None:
+def test_a_table_is_read_back(table: Items) -> None:
     content, crc = sealed(table)
     footer, found = read_back(content)
     assert found == table
@@ -93,7 +84,7 @@ def test_a_table_is_read_back(table: FileTable) -> None:
     assert zlib.crc32(content[:-FOOTER_BYTES]) == crc
 
 
-def checked(content: bytes, expected: ManifestFile) -> FileTable:
+def checked(content: bytes, expected: ManifestFile) -> Items:
     footer = decode_footer(content[-FOOTER_BYTES:], "file")
     check_footer(footer, 10**6, expected, "file")
     assert footer is not None
