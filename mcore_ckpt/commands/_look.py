@@ -6,7 +6,7 @@ import argparse
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,7 +107,7 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
         ("--items", "each stored item: key, type, box, file, byte range"),
     ):
         views.add_argument(view, nargs="?", const=_EVERYTHING, metavar="PATTERN", help=shows)
-    views.add_argument("--files", action="store_true", help="each data file: its two halves, and the balance of ranks")
+    views.add_argument("--files", action="store_true", help="each data file: its rank, its size, its two halves")
     views.add_argument("--args", action="store_true", help="Megatron's arguments, as stored")
     views.add_argument("--html", metavar="FILE", help="write a self-contained report with pictures of the shards")
 
@@ -135,8 +135,7 @@ def _inspected(directory: Path, arguments: argparse.Namespace) -> Outcome:
         return Outcome({"items": items}, f"{_item_table(items)}\n{counted(len(items), 'item')}, {total}")
     if arguments.files:
         files = inspection.file_rows(index)
-        balance = inspection.rank_balance(files)
-        return Outcome({"files": files, "rank_bytes": balance}, f"{_file_table(files)}\n\n{_rank_table(balance)}")
+        return Outcome({"files": files}, _file_table(files))
     if arguments.html:
         inspection.write_report(index, arguments.html)
         return Outcome({"report": arguments.html}, f"wrote {arguments.html}")
@@ -188,12 +187,6 @@ def _file_table(rows: Sequence[FileRow]) -> str:
     )
     header = ("file", "rank", "size", "tensors", "tensor_data", "objects", "bytes_data", "unused")
     return table(header, cells, right=(1, 2, 3, 5, 7))
-
-
-def _rank_table(balance: Mapping[int, int]) -> str:
-    most = max(balance.values(), default=0) or 1
-    cells = ((rank, human_bytes(nbytes), "#" * round(40 * nbytes / most)) for rank, nbytes in balance.items())
-    return table(("rank", "size", ""), cells, right=(0, 1))
 
 
 def _group_table(groups: tuple[GroupRow, ...]) -> str:

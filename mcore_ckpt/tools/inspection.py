@@ -270,15 +270,6 @@ def file_rows(index: CheckpointIndex) -> list[FileRow]:
     return rows
 
 
-def rank_balance(rows: Iterable[FileRow]) -> dict[int, int]:
-    """Bytes on the disk of each rank's files, by rank."""
-    per_rank: dict[int, int] = {}
-    for row in rows:
-        if row.rank is not None:
-            per_rank[row.rank] = per_rank.get(row.rank, 0) + (row.size_bytes or 0)
-    return dict(sorted(per_rank.items()))
-
-
 def _sizes(path: str | Path, files: Iterable[str]) -> dict[str, int]:
     """Length of each of these files that is there."""
     storage = storage_at(path)
@@ -343,7 +334,9 @@ def summarize(index: CheckpointIndex) -> CheckpointSummary:
     common = read_plain_state(index)
     config = read_config(directory)
     files = file_rows(index)
-    per_rank = rank_balance(files)
+    per_rank = Counter[int]()  # bytes on the disk
+    for row in files:
+        per_rank.update({} if row.rank is None else {row.rank: row.size_bytes or 0})
     mean = sum(per_rank.values()) / len(per_rank) if per_rank else 0
     groups = _groups(index)
     model = [row for row in groups if not row.group.startswith("optimizer")]
