@@ -1,43 +1,32 @@
-"""CRC-32 as zip archives use it, from the fastest library that is installed.
+"""CRC-32 as zip archives use it, of isal where that is installed.
 
-Every byte of a checkpoint is summed on save and on load, so the speed counts: `isal` and `zlib_ng` use the carry-less
-multiplication of the CPU and reach about 30 GB/s on one core, zlib's table-driven loop about 4 GB/s. All three give the
-same value and release the GIL on large buffers.
+Every byte of a checkpoint is summed on save and on load, so the speed counts: `isal` uses the carry-less multiplication
+of the CPU and reaches about 30 GB/s on one core, zlib's table-driven loop about 4 GB/s. Both give the same value and
+release the GIL on large buffers.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
-# In order of preference. zlib is part of the standard library, so the search cannot fail.
-_CANDIDATES = ("isal.isal_zlib", "zlib_ng.zlib_ng", "zlib")
+try:
+    from isal import isal_zlib as _library
+except ImportError:  # there is none for every machine
+    import zlib as _library  # type: ignore[no-redef]
 
-
-def _fastest(candidates: tuple[str, ...]) -> tuple[str, Callable[..., int], Callable[[int, int, int], int] | None]:
-    """Name of a module, its `crc32`, and its `crc32_combine`, which not every one has."""
-    for module_name in candidates[:-1]:
-        try:
-            module = importlib.import_module(module_name)
-            return module_name, module.crc32, getattr(module, "crc32_combine", None)
-        except (ImportError, AttributeError):
-            continue
-    return candidates[-1], importlib.import_module(candidates[-1]).crc32, None
-
-
-IMPLEMENTATION, _crc32, _combine = _fastest(_CANDIDATES)
+_combine: Callable[[int, int, int], int] | None = getattr(_library, "crc32_combine", None)
 
 
 def crc32(buffer: Any, value: int = 0) -> int:
     """CRC-32 of C-contiguous `buffer`, continued from `value`: `crc32(b, crc32(a)) == crc32(a + b)`. Unsigned."""
-    return _crc32(buffer, value)
+    return _library.crc32(buffer, value)
 
 
 def crc32s(buffers: Iterable[Any]) -> Iterator[int]:
     """The CRC-32 of each of many small buffers, without a call of a function of Python's for each."""
-    return map(_crc32, buffers)
+    return map(_library.crc32, buffers)
 
 
 POLYNOMIAL = 0xEDB88320  # bit-reversed, as all of a CRC-32 is: the highest bit stands for x^0
