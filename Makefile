@@ -50,7 +50,6 @@ test-quick: $(INSTALLED)  ## the core, in a minute: what a commit should pass
 	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "quick and not slow and not matrix and not long" $(ARGS)
 
 test-all: $(INSTALLED)  ## all tests, sweeps complete: hours; ARGS=tests/hosts: some; ARGS="-m long --share 0.2": a share of the long ones
-	$(BIN)/python -m pip install --quiet ckpt-chaos
 	$(BIN)/python -m pytest $(COMPLETE) --timeout 1800 $(SIDE_BY_SIDE) -m "not matrix" $(ARGS)
 
 test-mutants: $(INSTALLED)  ## small changes of the package, each of which the tests must notice: half an hour; ARGS="-k NAME"
