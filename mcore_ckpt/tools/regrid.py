@@ -24,18 +24,8 @@ from mcore_ckpt.format.tensor_pickle import DTYPES
 
 _NUMPY = {name: np.dtype(entry.numpy) for name, entry in DTYPES.items() if entry.numpy}
 
-DTYPE_NAMES = {
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "float16": "float16",
-    "fp32": "float32",
-    "float": "float32",
-    "float32": "float32",
-    "fp64": "float64",
-    "float64": "float64",
-}
+_ALSO = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+DTYPE_NAMES = {**_ALSO, "fp64": "float64", "float64": "float64", **{name: name for name in _ALSO.values()}}
 """What people call floating-point dtypes -> torch's name."""
 
 
