@@ -69,13 +69,7 @@ from mcore_ckpt.save.commit import SaveTransaction
 from mcore_ckpt.save.planner import BucketWriter, SaveRequest, Structure
 from mcore_ckpt.save.staging import warm_up_buffer
 from mcore_ckpt.save.transaction import begin_save
-from mcore_ckpt.state.shards import (
-    is_main_replica,
-    is_sharded_object,
-    is_sharded_tensor,
-    leaves,
-    replace_leaves,
-)
+from mcore_ckpt.state.shards import filled, is_main_replica, is_sharded_tensor, leaves, leaves_by_kind
 from mcore_ckpt.storage.resolve import storage_at
 
 _logger = logger_of(__name__)
@@ -455,22 +449,19 @@ def _name_unknown(where: str, arguments: Mapping[str, Any]) -> None:
 
 def _load(reader: FileSystemReader, sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
     """Fill a state dict's tensors, and return it with tensors and objects in place of their descriptions."""
-    wanted = list(leaves(sharded_state_dict))
-    plain, quantized = split_quantized([leaf for leaf in wanted if is_sharded_tensor(leaf)])
+    tensors, sharded_objects = leaves_by_kind(sharded_state_dict)
+    plain, quantized = split_quantized(tensors)
     try:
         with reader.conversions.of_one_load(), reader.files_stay_open():
             _read(reader, plain)
             read_quantized(partial(_read, reader), quantized)
-            keys = (leaf.unique_key for leaf in wanted if is_sharded_object(leaf))
+            keys = (leaf.unique_key for leaf in sharded_objects)
             objects = _ObjectsInTurn(reader.read_objects(keys, own_version))
     except LoadError as error:
-        shards = [leaf for leaf in wanted if is_sharded_tensor(leaf)]
-        error.args = (f"{error}{_advice_on(reader.path, reader.index, shards)}",)
+        error.args = (f"{error}{_advice_on(reader.path, reader.index, tensors)}",)
         raise
-    filled: dict[str, Any] = replace_leaves(
-        sharded_state_dict, lambda leaf: objects.of(leaf) if is_sharded_object(leaf) else leaf.data
-    )
-    return filled
+    loaded: dict[str, Any] = filled(sharded_state_dict, objects.of)
+    return loaded
 
 
 def _advice_on(checkpoint: Path, index: CheckpointIndex, shards: Iterable[Any]) -> str:

@@ -119,18 +119,16 @@ def main_replicas(tree: object) -> tuple[list[Any], list[Any], list[Any]]:
     return tensors, objects, [leaf for leaf in of_kinds[1] if not is_main_replica(leaf)]
 
 
-def replace_leaves(tree: Any, replacement: Callable[[Any], Any]) -> Any:
-    """A copy of a nested dict/list in which each sharded leaf is what `replacement(leaf)` returns."""
+def filled(tree: Any, object_of: Callable[[Any], Any]) -> Any:
+    """A copy of a nested dict/list with the data of each sharded tensor, and the object of each sharded object."""
     if isinstance(tree, dict):
-        return {
-            key: replacement(value) if type(value) in _LEAF_TYPES else replace_leaves(value, replacement)
-            for key, value in tree.items()
-        }
+        is_tensor = _LEAF_TYPES.get
+        return {key: own.data if is_tensor(type(own)) else filled(own, object_of) for key, own in tree.items()}
     if isinstance(tree, list):
-        return [replace_leaves(value, replacement) for value in tree]
-    if type(tree) in _LEAF_TYPES or is_sharded_tensor(tree) or is_sharded_object(tree):
-        return replacement(tree)
-    return tree
+        return [filled(value, object_of) for value in tree]
+    if is_sharded_tensor(tree):
+        return tree.data
+    return object_of(tree) if is_sharded_object(tree) else tree
 
 
 class StoredForm(NamedTuple):
