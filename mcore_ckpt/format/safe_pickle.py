@@ -101,6 +101,7 @@ def _tuple_maker(cls: Any) -> Maker:
 
     def make(*values: Any) -> Any:
         _wants(len(values) == len(cls._fields), f"{len(cls._fields)} values of a {cls.__name__}")
+        check_hashable([values])  # it may be a key
         return tuple.__new__(cls, values)
 
     return Maker(make)

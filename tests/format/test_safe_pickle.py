@@ -58,6 +58,14 @@ def test_plain_values_come_back(value: object) -> None:
     assert type(loaded[0]) is type(value)
 
 
+def test_named_tuples_of_megatron_come_back_and_nest_no_deeper_than_keys_may() -> None:
+    machine = pytest.importorskip("megatron.core.rerun_state_machine")
+    call = machine.Call(machine.Caller("loss", 0), 2)
+    assert load_object(saved([call])) == [call]
+    with pytest.raises(UnsafePickleError, match="more than 2 deep"):
+        load_object(saved([machine.Call(machine.Call(call, 1), 0)]))
+
+
 def test_classes_of_optimizers_come_back_and_are_not_called() -> None:
     """As `--optimizer-cpu-offload` keeps them in its groups."""
     classes = [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD]
