@@ -18,7 +18,7 @@ from mcore_ckpt.state.shards import is_sharded_object, is_sharded_tensor
 
 # Of these, no parts are compared.
 _SIMPLE: Final = (bool, int, str, bytes, bytearray, range, slice, type(None))
-_INEXACT: Final = (float, complex, np.inexact)
+_NOTHING: Final = object()
 
 _Differences = list[tuple[str, str, str]]
 
@@ -35,7 +35,10 @@ def unequal(
     element that does. `exact`: what is held besides differs, too, as do 1 and True, a list and a tuple of the same
     values, or the order of parameter groups. Into `groups` goes, by path, whether a stored parameter group is held.
     """
-    return _Comparison(ignored, exact, {} if groups is None else groups).differences(stored, held)
+    try:
+        return _Comparison(ignored, exact, {} if groups is None else groups).differences(stored, held)
+    except RecursionError:
+        return [("", "a value", "one that nests too deep to be compared")]
 
 
 class _Comparison:
@@ -76,17 +79,21 @@ class _Comparison:
 
     def _of_dicts(self, stored: Any, held: Any, where: str) -> _Differences:
         found: _Differences = []
-        kinds = {key: type(key) for key in held}
-        both = {key for key in stored if key in held and not (self._exact and kinds[key] is not type(key))}
+        own_keys, matched = {key: key for key in held}, set[Any]()
         for key, value in stored.items():
+            own = own_keys.get(key, _NOTHING)
+            if own is _NOTHING or (self._exact and self.differences(key, own)):  # NaN, objects, or True for 1
+                others = () if type(key) in _SIMPLE else held
+                own = next((other for other in others if not self.differences(key, other)), _NOTHING)
+            matched.add(own)
             is_numbers = key == "params" and "['param_groups'][" in where and not self._exact  # of a rank's own
             if is_numbers or key in self._ignored:
                 continue
-            if key in both:
-                found += self.differences(value, held[key], f"{where}[{key!r}]")
+            if own is not _NOTHING:
+                found += self.differences(value, held[own], f"{where}[{key!r}]")
             else:
                 found.append((f"{where}[{key!r}]", _shown(value), "nothing"))
-        others = held.keys() - both if self._exact else ()
+        others = held.keys() - matched if self._exact else ()
         return [*found, *((f"{where}[{key!r}]", "nothing", _shown(held[key])) for key in others)]
 
     def _of_lists(self, stored: Any, held: Any, where: str) -> _Differences:
@@ -94,9 +101,10 @@ class _Comparison:
             return self._of_groups(stored, held, where)
         if len(stored) != len(held):
             return [(where, f"{len(stored)} values", f"{len(held)}")]
-        pairs = enumerate(zip(stored, held, strict=True))
-        # The first alone: those of a generator may differ in hundreds of numbers.
-        return next(filter(None, (self.differences(*pair, f"{where}[{n}]") for n, pair in pairs)), [])
+        for number, pair in enumerate(zip(stored, held, strict=True)):
+            if found := self.differences(*pair, f"{where}[{number}]"):
+                return found  # the first alone: those of a generator may differ in hundreds of numbers
+        return []
 
     def _of_groups(self, stored: Sequence[Any], held: Sequence[Any], where: str) -> _Differences:
         """What differs between groups, each compared with one of its own. A stage of the pipeline may have fewer than
@@ -129,17 +137,18 @@ class _Comparison:
             is_comparable = stored.dtype == held.dtype and stored.shape == held.shape
             return is_comparable and first_difference(stored, held) is None
         if type(stored) is np.ndarray and type(held) is np.ndarray:
-            stored, held = (one.astype(one.dtype.newbyteorder("="), copy=False) for one in (stored, held))  # as pickle
+            pair = stored, held
+            stored, held = (one if one.dtype.isnative else one.astype(one.dtype.newbyteorder("=")) for one in pair)
             if stored.dtype != held.dtype or stored.shape != held.shape:
                 return False
-            if stored.dtype.hasobject:
+            if stored.dtype.hasobject or stored.dtype.kind == "T":
                 return self._is_same(stored.tolist(), held.tolist())
             return bool(stored.tobytes() == held.tobytes())
         if isinstance(stored, np.ma.MaskedArray) and is_alike:  # to pickle one gives it a fill value
             return self._is_same(*([one.data, np.ma.getmaskarray(one)] for one in (stored, held)))
         if isinstance(stored, io.BytesIO) and isinstance(held, io.BytesIO):
             return stored.getvalue() == held.getvalue()
-        if isinstance(stored, _INEXACT) and isinstance(held, _INEXACT):  # 0.0 and -0.0 differ, NaN and NaN do not
+        if _is_inexact(stored) and _is_inexact(held):  # 0.0 and -0.0 differ, NaN and NaN do not
             return repr(stored) == repr(held) if is_alike else repr(complex(stored)) == repr(complex(held))
         if isinstance(stored, (set, frozenset)) and is_alike:
             return self._is_same_set(stored, held)
@@ -155,13 +164,17 @@ class _Comparison:
         return not self._inside.differences(stored, held)
 
     def _is_same_set(self, stored: Any, held: Any) -> bool:
-        left = sorted(held, key=repr)  # (most have an order by it; others are looked for)
-        for one in sorted(stored, key=repr):
+        left = sorted(held, key=_text)  # (most have an order by it; others are looked for)
+        for one in sorted(stored, key=_text):
             at = next((n for n, other in enumerate(left) if not self.differences(one, other)), None)
             if at is None:
                 return False
             del left[at]
         return not left
+
+
+def _is_inexact(value: Any) -> bool:
+    return type(value) in (float, complex) or isinstance(value, np.inexact)
 
 
 def _parts(value: Any) -> Any:
@@ -190,8 +203,15 @@ def _shown(value: Any) -> str:
         content = _elements(value).view(torch.uint8).numpy()
     if isinstance(content, np.ndarray):
         return f"{value.dtype}{list(value.shape)} with CRC-32 {crc32(content.tobytes()):08x}"
-    text = reprlib.repr(value) if isinstance(value, (dict, list, tuple, set)) else repr(value)
+    text = reprlib.repr(value) if isinstance(value, (dict, list, tuple, set)) else _text(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _text(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001  (of third-party classes)
+        return f"a {type(value).__name__}"
 
 
 def first_difference(expected: torch.Tensor, got: torch.Tensor) -> tuple[int, str, str, str] | None:

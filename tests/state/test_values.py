@@ -40,6 +40,11 @@ class _Number(int):
     own: Any = None
 
 
+class _Seconds(float):
+    def __repr__(self) -> str:
+        return "about a second"
+
+
 @dataclass
 class _Fields:
     own: Any
@@ -97,6 +102,9 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "order": lambda own: _Slots(collections.OrderedDict([("a", 1), ("b", 1)][:: (-1, 1)[own]])),
     "masked": lambda own: np.ma.masked_array([1, 2], mask=[own, 0]),
     "key": lambda own: _Slots({(1, True)[own]: 2}),
+    "keys": lambda own: _Slots({float("nan"): own, _Slots(own): 1, (own, True): 2}),
+    "numbers of its own": lambda own: _Seconds(1.01 + own / 100),
+    "text": lambda own: np.array(["a" * own], getattr(np.dtypes, "StringDType", lambda: "U1")()),
     "set of objects": lambda own: {_Slots(own), _Slots(2), _Slots(3)},
     "complex": lambda own: complex(float("nan"), own),
     "in itself": _in_itself,
