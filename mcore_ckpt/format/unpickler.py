@@ -61,7 +61,7 @@ def as_read_errors(where: str, nbytes: int, advice: str = "") -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except WrongArgumentsError as error:
+    except (WrongArgumentsError, RecursionError) as error:  # the second of what nests deep, which is no damage
         raise UnsafePickleError(
             f"{where}: the pickle makes what is not read: {error}. The file is damaged, was made to do harm, or holds "
             f"an object of a kind that checkpoints may not hold.{advice}"

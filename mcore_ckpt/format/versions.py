@@ -22,7 +22,16 @@ _FOLDER: Final = "archive/mcore_ckpt/"
 _RANKS: Final = f"{_FOLDER}ranks.json"
 _MARK: Final = _RANKS.encode()
 # What zipfile and json raise for bytes that are damaged, encrypted or nested without end.
-_DAMAGE: Final = (zipfile.BadZipFile, zlib.error, LookupError, TypeError, ValueError, RuntimeError)
+_DAMAGE: Final = (
+    zipfile.BadZipFile,
+    zlib.error,
+    LookupError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    EOFError,
+    OverflowError,
+)
 
 
 def with_versions(content: bytes, layout: str, ranks: Mapping[int, int], versions: Sequence[bytes]) -> bytes:

@@ -421,13 +421,14 @@ def _problem(directory: Path, options: LoadOptions) -> str | None:
 
 
 def _newest_older(damaged: Path, problem: str, options: LoadOptions) -> Path:
-    """The newest checkpoint of the same run that is older than `damaged`, and whole as far as its structure tells.
-    `CorruptCheckpointError`: there is none.
+    """The newest checkpoint of the same run that is older than `damaged`, and whole as far as its structure tells, with
+    all tensors of that one, in the same shapes: what was read of them already would stay. `CorruptCheckpointError`:
+    there is none.
     """
     from mcore_ckpt.directory.iterations import iteration_directories
 
     run = damaged.absolute().parent
-    iteration = iteration_of(damaged.name)
+    iteration, wanted = iteration_of(damaged.name), _shapes(damaged)
     _logger.debug("%s is damaged: %s", damaged, problem)
     problem = " ".join(without_tracebacks(problem).split())
     if iteration is not None:
@@ -435,7 +436,7 @@ def _newest_older(damaged: Path, problem: str, options: LoadOptions) -> Path:
             found = iteration_of(candidate.name)
             if found is None or found >= iteration or _is_of_another_format(candidate):
                 continue
-            if _problem(candidate, options) is not None:
+            if _problem(candidate, options) is not None or not wanted.items() <= _shapes(candidate).items():
                 continue
             if is_first_rank():
                 _logger.warning(
@@ -448,9 +449,18 @@ def _newest_older(damaged: Path, problem: str, options: LoadOptions) -> Path:
                 )
             return candidate
     raise CorruptCheckpointError(
-        f"{damaged}: the checkpoint is damaged ({problem}), and {run} holds no older one that is complete "
-        '(on_damaged="go_back"); `mcore-ckpt list` shows what is there, `mcore-ckpt verify` what is wrong with it'
+        f"{damaged}: the checkpoint is damaged ({problem}), and {run} holds no older one that is complete and has the "
+        'same tensors (on_damaged="go_back"); `mcore-ckpt list` shows what is there, `mcore-ckpt verify` what is wrong '
+        "with it"
     )
+
+
+def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of a checkpoint; none where its index cannot be read."""
+    try:
+        return {key: entry.shape for key, entry in read_index(directory, strict=False).tensors.items()}
+    except (LoadError, OSError):
+        return {}
 
 
 _PIECE_BYTES: Final = 8 * 1024 * 1024

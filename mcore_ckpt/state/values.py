@@ -17,7 +17,7 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.state.shards import is_sharded_object, is_sharded_tensor
 
 # Of these, no parts are compared.
-_SIMPLE: Final = (bool, int, str, bytes, bytearray, range, slice, type(None))
+_SIMPLE: Final = (bool, int, str, bytes, bytearray, type(None))
 _NOTHING: Final = object()
 
 _Differences = list[tuple[str, str, str]]
@@ -57,15 +57,22 @@ class _Comparison:
         if pair in self._known:
             is_alike = self._known[pair][2]
             return [] if is_alike else [(where, _shown(stored), _shown(held))]
+        known_before = len(self._known)
         self._known[pair] = stored, held, True
-        found = self._found(stored, held, where)
-        self._known[pair] = stored, held, not found
+        found = [(where, "a value", "one that cannot be compared")]
+        try:
+            found = self._found(stored, held, where)
+        finally:
+            if found:  # what was found alike meanwhile may be so only if these are
+                since = [self._known.popitem() for _ in range(len(self._known) - known_before)]
+                self._known |= {one: kept for one, kept in since if not kept[2]} | {pair: (stored, held, False)}
         return found
 
     def _found(self, stored: Any, held: Any, where: str) -> _Differences:
         # Megatron's `LocalNonpersistentObject` is a rank's own; shards are compared as such.
         is_own = hasattr(type(held), "unwrap") and hasattr(held, "obj")
-        if not isinstance(held, dict) and (is_own or is_sharded_tensor(held) or is_sharded_object(held)):
+        is_left = is_own or is_sharded_tensor(held) or is_sharded_object(held)
+        if is_left and not (self._exact or isinstance(held, dict)):
             return []
         for kind, compare in ((dict, self._of_dicts), ((list, tuple), self._of_lists)):
             if isinstance(stored, kind) and isinstance(held, kind):
@@ -154,7 +161,8 @@ class _Comparison:
             return self._is_same_set(stored, held)
         with contextlib.suppress(Exception):  # of third-party classes
             # (that of `object` says whether both are one)
-            if stored == held and not (is_alike and (self._exact or "__eq__" not in vars(type(stored)))):
+            is_trusted = not is_alike or not (self._exact or "__eq__" not in vars(type(stored)))
+            if is_trusted and stored == held:
                 return True
         with contextlib.suppress(Exception):
             return is_alike and self._is_same(*map(_parts, (stored, held)))
@@ -165,8 +173,8 @@ class _Comparison:
 
     def _is_same_set(self, stored: Any, held: Any) -> bool:
         left = sorted(held, key=_text)  # (most have an order by it; others are looked for)
-        for one in sorted(stored, key=_text):
-            at = next((n for n, other in enumerate(left) if not self.differences(one, other)), None)
+        for one in sorted(stored, key=_text, reverse=True):
+            at = next((n for n in reversed(range(len(left))) if not self.differences(one, left[n])), None)
             if at is None:
                 return False
             del left[at]

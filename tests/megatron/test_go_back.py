@@ -143,6 +143,35 @@ def test_all_that_is_loaded_is_of_the_newest_checkpoint_that_is_whole(tmp_path: 
                     assert "the file was damaged after it was written" in told[0]
 
 
+def without_a_tensor(rank: int, run: Path) -> None:
+    """The first checkpoint lacks a tensor, which the damaged third has filled in by then: there would be a mix."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    def grown(fill: int) -> dict[str, Any]:
+        return {
+            **state(fill),
+            "later": ShardedTensor.from_rank_offsets("later", torch.full((9,), fill), replica_id=rank),
+        }
+
+    train(rank, run, 3)
+    newest = str(directory_of(run, 3))
+    for iteration in (2, 3):
+        installed().save(grown(iteration), str(directory_of(run, iteration)))
+    for damaged, expected in ((3, 2), (2, None)):
+        if rank == 0:
+            flip_payload(directory_of(run, damaged))
+        dist.barrier()
+        if expected is not None:
+            loaded = installed().load(grown(0), newest, strict="log_all")
+            assert (loaded["common"]["iteration"], loaded["later"].unique().tolist()) == (expected, [expected])
+    with pytest.raises(CorruptCheckpointError, match="no older one that is complete and has the same tensors"):
+        installed().load(grown(0), newest, strict="log_all")
+
+
+def test_no_older_checkpoint_is_read_into_half_of_a_newer_one(tmp_path: Path) -> None:
+    run_ranks(without_a_tensor, 2, tmp_path, deadline_s=DEADLINE_S, environment=GO_BACK)
+
+
 def several(rank: int, run: Path) -> list[Any]:
     """Something newer has written the third, which is no damage. Two in a row are damaged; training goes on from the
     first and saves the third again; then all are damaged.
