@@ -155,7 +155,7 @@ def publish(
     stale = (COMMON_FILE, INTEGRITY_FILE) if has_common_state else (INTEGRITY_FILE,)
     target.commit.publish(metadata, needed=needed, stale=stale)
     with contextlib.suppress(LoadError):
-        published = storage.version(METADATA_FILE)
+        published = target.commit.published or storage.version(METADATA_FILE)
         if published is not None:
             _published[storage.location] = published
 

@@ -86,12 +86,14 @@ class ObjectWriter(RangeWriter):
         with saving(f"writing bytes [{offset}, {offset + len(content)})", self.name):
             upload = self._upload
             if upload is None:
-                begin = partial(self._client.upload, self._key, self._part_bytes, self._put_id)
-                begun, _ = run_concurrently(2, begin, self._look_for_others)
-                upload = self._upload = begun
-                upload.write(bytes(self._first_part))
-                self._first_part.clear()
+                upload = run_concurrently(2, self._begin, self._look_for_others)[0]
             upload.write(content)
+
+    def _begin(self) -> Upload:
+        upload = self._upload = self._client.upload(self._key, self._part_bytes, self._put_id)
+        upload.write(bytes(self._first_part))
+        self._first_part.clear()
+        return upload
 
     def _look_for_others(self) -> None:
         if self._client.head(self._key) is not None:
@@ -107,8 +109,10 @@ class ObjectWriter(RangeWriter):
                 self._take(self._early.pop(offset))
             before_bytes = self._taken_bytes - len(self._last)
             last = self._last[: size_bytes - before_bytes]
-            self._send(before_bytes, last + bytes(size_bytes - before_bytes - len(last)))
+            send = partial(self._send, before_bytes, last + bytes(size_bytes - before_bytes - len(last)))
             with saving("finishing it", self.name):
+                # (a begin looks, too)
+                run_concurrently(2, send, *(() if self._upload is None else (self._look_for_others,)))
                 version = None
                 if self._upload is None:
                     version = self._client.put(self._key, bytes(self._first_part), ABSENT)
@@ -118,7 +122,6 @@ class ObjectWriter(RangeWriter):
                 self._compare(size_bytes, version)
 
     def _complete(self, upload: Upload) -> None:
-        self._look_for_others()
         try:
             upload.complete()
         except OSError:
@@ -284,10 +287,12 @@ class ObjectStorage(Storage):
 
     def replace_if(self, name: str, content: bytes, before: FileVersion | None) -> FileVersion | None:
         with self._saving("publishing it", name) as key:
-            there = self._client.head(key)
-            if (None if there is None else _version(there).number) != (None if before is None else before.number):
-                return None
-            condition = ABSENT if there is None else there.version
+            condition = ABSENT
+            if before is not None:
+                there = self._client.head(key)
+                if there is None or _version(there).number != before.number:
+                    return None
+                condition = there.version
             try:
                 written = self._client.put(key, content, condition)
             except UndecidedError as error:
