@@ -199,8 +199,8 @@ def check_files(
             f"{storage}: {len(left)} of the files that the ranks have written cannot be seen by the coordinator, on "
             f"host {platform.node()}, as they were written: {name} was planned with {size} bytes, "
             + ("and is not there" if size_bytes is None else f"and has {size_bytes}")
-            + ". Is this directory not shared between the hosts, but on a disk of each one's own? All ranks must save "
-            "to one directory, on a file system that all hosts share. Nothing was published"
+            + ". Is this directory not shared between the hosts, but on a disk of each one's own, or has a store lost "
+            "what it has confirmed? All ranks must save to one directory that all hosts share. Nothing was published"
         )
 
 
