@@ -17,7 +17,7 @@ import contextlib
 import platform
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -160,17 +160,11 @@ def publish(
             _published[storage.location] = published
 
 
-def check_files(
-    storage: Storage,
-    planned: Iterable[tuple[str, int]],
-    *,
-    at_least: bool = False,
-    missing: Callable[[], object] = lambda: None,
-) -> None:
+def check_files(commit: Commit, planned: Iterable[tuple[str, int]], *, at_least: bool = False) -> None:
     """Raise `SaveError` unless every planned file (name, bytes) is there, at its size, as this process sees it: the
-    ranks may write to several places. `missing` is called when one is not there at first, and may raise what says
-    better why.
+    ranks may write to several places. Where one is not, the save may have lost already.
     """
+    storage = commit.storage
 
     def look_for(name: str) -> None:
         found[name] = _size(storage, name)
@@ -183,11 +177,12 @@ def check_files(
     period_s = _FIRST_PERIOD_S
     found: dict[str, int | None] = {}
     while left:
-        in_parallel(left, look_for, _LOOKERS if len(left) > _LOOKERS else storage.asks_at_once)
+        threads = _LOOKERS if len(left) > _LOOKERS else storage.asks_at_once
+        run_concurrently(storage.asks_at_once, partial(in_parallel, left, look_for, threads), commit.look)
         left = {name: size for name, size in left.items() if not is_there(found[name], size)}
         if not left or time.monotonic() >= until_s:
             break
-        missing()
+        commit.check()
         # A network file system may show what another host has written a little later.
         time.sleep(period_s)
         period_s *= 2

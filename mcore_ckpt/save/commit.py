@@ -134,9 +134,7 @@ class SaveDirectory:
     def check(self, files: Sequence[WrittenFile]) -> None:
         """Coordinator: raise `SaveError` unless these files are there, and the directory is this save's if not."""
         assert self.target is not None
-        commit, planned = self.target.commit, sorted((file.name, file.size_bytes) for file in files)
-        check = partial(check_files, self.storage, planned, missing=commit.check)
-        run_concurrently(self.storage.asks_at_once, check, commit.look)
+        check_files(self.target.commit, sorted((file.name, file.size_bytes) for file in files))
 
     def publish(self, metadata: bytes, files: Sequence[WrittenFile], *, has_common_state: bool) -> None:
         """Coordinator: make the new checkpoint the one that the directory holds."""
