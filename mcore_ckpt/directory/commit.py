@@ -25,7 +25,8 @@ clock. A saver whose base has been replaced has lost, for ever: no `.metadata` c
 
 **In an object store** the put of `.metadata` is conditional itself: on the version of the base. If the store does not
 say what has become of it, the save fails, its files stay, and the next save removes them after its own commit: then the
-put is refused, however late it arrives.
+put is refused, however late it arrives. What does not wait for another answer is asked for at once, as the listing of
+4 next to the look at the data files; what is done after the commit has no order.
 
 **The note** is a courtesy: it spares a second job the writing, and names host and process in the message. It is not
 renewed, and nothing depends on it. A process on this host can be seen, so its note counts as long as it lives. One on
