@@ -323,6 +323,7 @@ def lower_priority(cpu_priority: int | None, io_priority: int | None) -> None:
 
 A = TypeVar("A")
 B = TypeVar("B")
+C = TypeVar("C")
 T = TypeVar("T")
 
 
@@ -550,6 +551,8 @@ def in_parallel(tasks: Iterable[T], work: Callable[[T], object], threads: int, n
 
 @overload
 def run_concurrently(threads: int, a: Callable[[], A], b: Callable[[], B], /) -> tuple[A, B]: ...
+@overload
+def run_concurrently(threads: int, a: Callable[[], A], b: Callable[[], B], c: Callable[[], C], /) -> tuple[A, B, C]: ...
 @overload
 def run_concurrently(threads: int, /, *calls: Callable[[], T]) -> tuple[T, ...]: ...
 def run_concurrently(threads: int, /, *calls: Callable[[], Any]) -> tuple[Any, ...]:

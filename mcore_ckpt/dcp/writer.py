@@ -416,8 +416,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         ends: dict[str, int] = {}
         for place in (result.storage_data for result in written):
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-        check_files(self._storage, ends.items(), at_least=True)
         try:
+            check_files(target.commit, ends.items(), at_least=True)
             if self.options.drain_to is not None:
                 from mcore_ckpt.save.upkeep import note_drain
 

@@ -25,7 +25,8 @@ clock. A saver whose base has been replaced has lost, for ever: no `.metadata` c
 
 **In an object store** the put of `.metadata` is conditional itself: on the version of the base. If the store does not
 say what has become of it, the save fails, its files stay, and the next save removes them after its own commit: then the
-put is refused, however late it arrives.
+put is refused, however late it arrives. What does not wait for another answer is asked for at once, as the listing of
+4 next to the look at the data files; what is done after the commit has no order.
 
 **The note** is a courtesy: it spares a second job the writing, and names host and process in the message. It is not
 renewed, and nothing depends on it. A process on this host can be seen, so its note counts as long as it lives. One on
@@ -45,7 +46,7 @@ import re
 import secrets
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -266,6 +267,7 @@ class Commit:
         self.is_undecided = False  # `publish` has failed, and it may come into force all the same
         self.published: FileVersion | None = None  # in a store, the `.metadata` that it has put in force
         self.is_over = False  # it was published, given up or lost
+        self._seen: list[str] | None = None  # what `look` has found
         self._own: Identity | None = None  # in a file system: what its `.metadata` is
         at_work[owner.save] = self
 
@@ -278,9 +280,9 @@ class Commit:
         commit, asks = cls(storage, Owner.here(noted), None), storage.asks_at_once
         try:
             note = partial(storage.create, commit._note, commit.owner.encode())
-            commit.base, _ = run_concurrently(asks, partial(_settled, storage), note)
+            commit.base, _, names = run_concurrently(asks, partial(_settled, storage), note, storage.list)
             wait = () if common is None else (partial(storage.create, commit.pending, common),)
-            run_concurrently(asks, commit._refuse_others, *wait)
+            run_concurrently(asks, partial(commit._refuse_others, names), *wait)
         except BaseException:
             commit.give_up()
             raise
@@ -306,6 +308,11 @@ class Commit:
         if not self.storage.overwrite(self._note, 0, self.owner.encode(), is_end=True):
             raise self._lost()
 
+    def look(self) -> None:
+        """In a store, ahead of `publish` and next to other requests: see what may be removed after it."""
+        if self.storage.made_by(renamed=False, in_place=True):
+            self._seen = self._listed()
+
     def publish(self, metadata: bytes, *, needed: Collection[str] = (), stale: Collection[str] = ()) -> None:
         """Make `metadata` the content of `.metadata`, then remove what is left of other saves. All files that it names
         must be there, and their content durable.
@@ -315,19 +322,23 @@ class Commit:
         """
         way = self.storage.made_by(renamed=self._publish_by_claim, in_place=self._publish_by_condition)
         listed, claim = way(metadata)
+        left = [name for name in listed if self._is_of_another_save(name, needed) and name != claim]
+        reused, published = {*stale, *self._unnamed}, self.published
+
+        def remove(name: str) -> None:
+            # Others may have written files of these names since; and a listing may lag behind.
+            if name not in reused or (self.storage.version(name) is not None and self.is_in_force()):
+                self.storage.delete(name)
+
+        tasks: list[Callable[[], None]] = [partial(remove, name) for name in (*stale, *left, claim)]
+        if published is not None:
+            tasks.insert(0, partial(_place_in_store, self.storage, self.pending, published))
         try:
-            left = [name for name in listed if self._is_of_another_save(name, needed) and name != claim]
-            # Others may have written files of these names since.
-            self._remove_stale([*stale, *self._unnamed.intersection(left)])
-            left = [name for name in left if name not in self._unnamed]
-            in_parallel(left, self.storage.delete, self.storage.asks_at_once)
-            self.storage.delete(claim)
+            in_parallel(tasks, lambda task: task(), self.storage.asks_at_once)
             self.storage.sync()
         except (SaveError, LoadError, OSError) as error:
-            # The new checkpoint is complete and in force; the next save into the directory removes what is left over.
-            _logger.warning(
-                "%s: the checkpoint is published, but not everything old could be removed: %s", self.storage, error
-            )
+            # The new checkpoint is complete and in force; the next save into the directory does what is left to do.
+            _logger.warning("%s: the checkpoint is published, but cleaning up has failed: %s", self.storage, error)
 
     def give_up(self) -> None:
         """Remove what this save has next to its data files. After `publish`, it does nothing."""
@@ -341,9 +352,9 @@ class Commit:
                 _logger.warning("%s: could not clean up after a failed save: %s", self.storage, error)
                 return  # as long as the note is there, it may be completed
 
-    def _refuse_others(self) -> None:
+    def _refuse_others(self, names: Iterable[str]) -> None:
         """Raise `SaveError` if another save is at work, or where a checkpoint is just being removed from a store."""
-        refuse_others(self.storage, self.owner, self.storage.list())
+        refuse_others(self.storage, self.owner, names)
         version = None if self.base is None else self.base.version
         if version is None or version.size_bytes != len(REMOVED):
             return
@@ -438,7 +449,7 @@ class Commit:
 
     def _publish_by_condition(self, metadata: bytes) -> tuple[list[str], str]:
         storage = self.storage
-        listed = self._listed()
+        listed = self._listed() if self._seen is None else self._seen
         try:
             put = storage.replace_if(METADATA_FILE, metadata, None if self.base is None else self.base.version)
         except BaseException as error:
@@ -449,7 +460,6 @@ class Commit:
             raise self._lost()
         self.is_over = True
         self.published = put
-        _place_in_store(storage, self.pending, put)
         return listed, self._note
 
     # What is left of others
@@ -472,12 +482,6 @@ class Commit:
         if is_note(name) or is_pending(name):
             return name not in (self._note, self.pending)
         return _TEMPORARY.fullmatch(name) is not None
-
-    def _remove_stale(self, names: Iterable[str]) -> None:
-        for name in names:
-            # (a listing may lag behind)
-            if self.storage.version(name) is not None and self.is_in_force():
-                self.storage.delete(name)
 
     def is_in_force(self) -> bool:
         """Whether it has been published, and no other save since."""

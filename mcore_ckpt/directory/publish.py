@@ -17,7 +17,7 @@ import contextlib
 import platform
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -155,22 +155,16 @@ def publish(
     stale = (COMMON_FILE, INTEGRITY_FILE) if has_common_state else (INTEGRITY_FILE,)
     target.commit.publish(metadata, needed=needed, stale=stale)
     with contextlib.suppress(LoadError):
-        published = storage.version(METADATA_FILE)
+        published = target.commit.published or storage.version(METADATA_FILE)
         if published is not None:
             _published[storage.location] = published
 
 
-def check_files(
-    storage: Storage,
-    planned: Iterable[tuple[str, int]],
-    *,
-    at_least: bool = False,
-    missing: Callable[[], object] = lambda: None,
-) -> None:
+def check_files(commit: Commit, planned: Iterable[tuple[str, int]], *, at_least: bool = False) -> None:
     """Raise `SaveError` unless every planned file (name, bytes) is there, at its size, as this process sees it: the
-    ranks may write to several places. `missing` is called when one is not there at first, and may raise what says
-    better why.
+    ranks may write to several places. Where one is not, the save may have lost already.
     """
+    storage = commit.storage
 
     def look_for(name: str) -> None:
         found[name] = _size(storage, name)
@@ -183,11 +177,12 @@ def check_files(
     period_s = _FIRST_PERIOD_S
     found: dict[str, int | None] = {}
     while left:
-        in_parallel(left, look_for, _LOOKERS if len(left) > _LOOKERS else storage.asks_at_once)
+        threads = _LOOKERS if len(left) > _LOOKERS else storage.asks_at_once
+        run_concurrently(storage.asks_at_once, partial(in_parallel, left, look_for, threads), commit.look)
         left = {name: size for name, size in left.items() if not is_there(found[name], size)}
         if not left or time.monotonic() >= until_s:
             break
-        missing()
+        commit.check()
         # A network file system may show what another host has written a little later.
         time.sleep(period_s)
         period_s *= 2
@@ -199,8 +194,8 @@ def check_files(
             f"{storage}: {len(left)} of the files that the ranks have written cannot be seen by the coordinator, on "
             f"host {platform.node()}, as they were written: {name} was planned with {size} bytes, "
             + ("and is not there" if size_bytes is None else f"and has {size_bytes}")
-            + ". Is this directory not shared between the hosts, but on a disk of each one's own? All ranks must save "
-            "to one directory, on a file system that all hosts share. Nothing was published"
+            + ". Is this directory not shared between the hosts, but on a disk of each one's own, or has a store lost "
+            "what it has confirmed? All ranks must save to one directory that all hosts share. Nothing was published"
         )
 
 

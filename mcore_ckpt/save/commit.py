@@ -134,8 +134,7 @@ class SaveDirectory:
     def check(self, files: Sequence[WrittenFile]) -> None:
         """Coordinator: raise `SaveError` unless these files are there, and the directory is this save's if not."""
         assert self.target is not None
-        planned = sorted((file.name, file.size_bytes) for file in files)
-        check_files(self.storage, planned, missing=self.target.commit.check)
+        check_files(self.target.commit, sorted((file.name, file.size_bytes) for file in files))
 
     def publish(self, metadata: bytes, files: Sequence[WrittenFile], *, has_common_state: bool) -> None:
         """Coordinator: make the new checkpoint the one that the directory holds."""

@@ -388,6 +388,7 @@ def write_preloaded_data(
     or window by window. It is durable when `images` is left.
     """
     writer = storage.open_writer(planned.name, size_bytes=planned.image.size_bytes)
+    writer.is_unique = True  # the name has the save's id; the coordinator looks at the files of all ranks
     fill = partial(_copy_window, content) if isinstance(content, memoryview) else content
     images.write_windows(writer, planned, fill)
 

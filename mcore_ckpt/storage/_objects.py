@@ -3,10 +3,10 @@
 An object is there complete or not at all, and durable as soon as it is there. So `sync` has nothing to do, and what a
 file system does by links and renames is done by conditional puts here: of all who replace a version, one succeeds.
 
-A data file is one stream of parts. What is written early is kept until what lies before it has been sent. Bytes are
-copied, since an upload keeps them until they are sent, and the caller's memory is used again. An object of one part is
-put in one request, unless there is one; a larger one is looked for when its upload begins and before it ends, since
-uploads have no such condition.
+A data file is one stream of parts. What is written early is kept until what lies before it has been sent; all of it, if
+the length is not known. Bytes are copied, since an upload keeps them, and the caller's memory is used again. An object
+of one part is put in one request, unless there is one. A larger one is looked for when its upload begins and before it
+ends, since uploads have no such condition, and when it is complete; a file whose name is unique by the coordinator.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ class ObjectWriter(RangeWriter):
             self._part_bytes *= 2
         self._lock = threading.Lock()
         self._early: dict[int, bytes] = {}  # by their offset
-        self._taken_bytes = 0  # from the first byte on
-        self._last = b""  # of what was taken; where the end is not known, it may be cut
-        self._first_part = bytearray()
+        self._sent_bytes = 0  # from the first byte on
+        self._small = bytearray()  # what was sent of an object of one part
         self._upload: Upload | None = None
         self._put_id = secrets.token_hex(8)
         self._ended = False
@@ -70,31 +69,25 @@ class ObjectWriter(RangeWriter):
                 raise save_error(f"writing bytes [{offset}, {offset + len(content)})", self.name, _ended())
             if content:
                 self._early[offset] = content
-            while self._taken_bytes in self._early:
-                self._take(self._early.pop(self._taken_bytes))
+            while self._size_bytes is not None and self._sent_bytes in self._early:
+                self._send(self._early.pop(self._sent_bytes), self._size_bytes)
 
-    def _take(self, content: bytes) -> None:
-        """Send what was taken before, whose end is known now."""
-        self._send(self._taken_bytes - len(self._last), self._last)
-        self._taken_bytes += len(content)
-        self._last = content
+    def _send(self, content: bytes, size_bytes: int) -> None:
+        with saving(f"writing bytes [{self._sent_bytes}, {self._sent_bytes + len(content)})", self.name):
+            self._sent_bytes += len(content)
+            if size_bytes <= self._part_bytes:
+                self._small += content
+            elif self._upload is not None:
+                self._upload.write(content)
+            else:
+                run_concurrently(2, partial(self._begin, content), self._look_for_others)
 
-    def _send(self, offset: int, content: bytes) -> None:
-        if self._upload is None and len(self._first_part) + len(content) <= self._part_bytes:
-            self._first_part += content
-            return
-        with saving(f"writing bytes [{offset}, {offset + len(content)})", self.name):
-            upload = self._upload
-            if upload is None:
-                begin = partial(self._client.upload, self._key, self._part_bytes, self._put_id)
-                begun, _ = run_concurrently(2, begin, self._look_for_others)
-                upload = self._upload = begun
-                upload.write(bytes(self._first_part))
-                self._first_part.clear()
-            upload.write(content)
+    def _begin(self, content: bytes) -> None:
+        self._upload = self._client.upload(self._key, self._part_bytes, self._put_id)
+        self._upload.write(content)
 
     def _look_for_others(self) -> None:
-        if self._client.head(self._key) is not None:
+        if not self.is_unique and self._client.head(self._key) is not None:
             raise FileExistsError(errno.EEXIST, "the object is there already")
 
     def finish(self, size_bytes: int) -> None:
@@ -102,20 +95,19 @@ class ObjectWriter(RangeWriter):
             if self._ended:
                 raise save_error("finishing it", self.name, _ended())
             self._ended = True
-            for offset in sorted(self._early):
-                self._take(bytes(offset - self._taken_bytes))  # zeros, as a file has where nothing was written
-                self._take(self._early.pop(offset))
-            before_bytes = self._taken_bytes - len(self._last)
-            last = self._last[: size_bytes - before_bytes]
-            self._send(before_bytes, last + bytes(size_bytes - before_bytes - len(last)))
+            for offset in sorted(self._early):  # where nothing was written, a file has zeros
+                content = bytes(offset - self._sent_bytes) + self._early.pop(offset)
+                self._send(content[: size_bytes - self._sent_bytes], size_bytes)
+            self._send(bytes(size_bytes - self._sent_bytes), size_bytes)
             with saving("finishing it", self.name):
                 version = None
                 if self._upload is None:
-                    version = self._client.put(self._key, bytes(self._first_part), ABSENT)
+                    version = self._client.put(self._key, bytes(self._small), ABSENT)
                 else:
                     self._complete(self._upload)
                 self._made = True
-                self._compare(size_bytes, version)
+                if version is not None or not self.is_unique:
+                    self._compare(size_bytes, version)
 
     def _complete(self, upload: Upload) -> None:
         self._look_for_others()
@@ -284,10 +276,12 @@ class ObjectStorage(Storage):
 
     def replace_if(self, name: str, content: bytes, before: FileVersion | None) -> FileVersion | None:
         with self._saving("publishing it", name) as key:
-            there = self._client.head(key)
-            if (None if there is None else _version(there).number) != (None if before is None else before.number):
-                return None
-            condition = ABSENT if there is None else there.version
+            condition = ABSENT
+            if before is not None:
+                there = self._client.head(key)
+                if there is None or _version(there).number != before.number:
+                    return None
+                condition = there.version
             try:
                 written = self._client.put(key, content, condition)
             except UndecidedError as error:

@@ -41,7 +41,7 @@ _PUT_ID: Final = "mcoreckptput"  # Azure takes identifiers alone
 # A signature may be part of a URL, or a password.
 _QUERY: Final = re.compile(r"\?\S+|(?<=://)[^/\s]*@")
 _REFUSED: Final = re.compile(r"status code: 4(?!08|09|25|29)\d\d")
-_NO_RANGE: Final = "non-partial response"
+_NO_RANGE: Final = re.compile(r"non-partial response|status code: 416")
 # The process whose threads obstore has; none before the first client.
 _of_process: int | None = None
 
@@ -126,7 +126,7 @@ class ObstoreClient(ObjectClient):
                     found = obstore.get(self._store, key, options={"range": {"suffix": most_bytes}})
                     return _state(found.meta), bytes(found.bytes())
                 except exceptions.BaseError as error:
-                    if _NO_RANGE not in str(error):  # of an object without bytes there is none
+                    if not _NO_RANGE.search(str(error)):  # of an object without bytes there is none
                         raise
             meta = obstore.head(self._store, key)
             state = _state(meta)

@@ -163,6 +163,7 @@ class RangeWriter(ABC):
 
     name: str  # as an error message should show it (for a local file, its path)
     direct: bool  # aligned writes use O_DIRECT
+    is_unique: bool = False  # set by a caller whose names are used once, and who asks for the length after `finish`
 
     @abstractmethod
     def write(self, offset: int, view: memoryview) -> None:

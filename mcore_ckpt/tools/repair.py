@@ -125,7 +125,7 @@ class _Damaged:
                 self.storage.delete(left)
         temporary = f"{begins}{self._commit.id}.repair"
         try:
-            copy_stream(content, self.storage.open_writer(temporary))
+            copy_stream(content, self.storage.open_writer(temporary, size_bytes=content.size_bytes))
             self.check_held()
             if self.storage.exists(name):
                 return False

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt import CheckpointExistsError, SaveError, SaveOptions
+from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.in_force import common_file_in_force
 from mcore_ckpt.directory.publish import Target, check_files, open_target, publish, reserve, settle
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
@@ -197,4 +198,4 @@ def test_a_file_that_is_there_at_another_size_is_not_published(tmp_path: Path, m
     monkeypatch.setattr("mcore_ckpt.directory.publish._FILES_APPEAR_WITHIN_S", 0.0)
     (tmp_path / "__0_0.distcp").write_bytes(b"x" * 9)
     with pytest.raises(SaveError, match="planned with 10 bytes, and has 9"):
-        check_files(LocalStorage(tmp_path), [("__0_0.distcp", 10)])
+        check_files(Commit.begin(LocalStorage(tmp_path)), [("__0_0.distcp", 10)])
