@@ -41,8 +41,6 @@ def test_a_gpt_has_one_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture
     model, optimizer = model_and_optimizer(stored)
     totals = {"total": stored.total, "model": model.total, "optimizer": optimizer.total}
     assert document["state"] == {**totals, "not_as_saved": []}
-    assert main(["verify", str(saved), "--expect-state", model.total.upper()]) == 0
-    assert main(["verify", str(saved), "--expect-state", "0" * 32]) == 1
 
     resharded = tmp_path / "tp"
     reshard_checkpoint(saved, resharded, tp=2, pp=1)
