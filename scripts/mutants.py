@@ -128,8 +128,8 @@ MUTANTS: Final = (
     Mutant(
         "the notes of other saves are not looked at",
         "directory/commit.py",
-        "refuse_others(self.storage, self.owner, self.storage.list())",
-        "self.storage.list()",
+        "refuse_others(self.storage, self.owner, names)",
+        "list(names)",
         "directory/test_commit.py save/test_owner.py",
     ),
     Mutant(

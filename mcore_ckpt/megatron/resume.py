@@ -10,7 +10,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Final
@@ -116,7 +115,7 @@ def _certify_resume(
         # As for a save: on its way to a load, an optimizer gives itself states of zeros.
         given["optim_sd_kwargs"] = {**(given["optim_sd_kwargs"] or {}), "is_loading": False}
         if given["rerun_state"]:  # a rerun is pending
-            machine = import_module("megatron.core.rerun_state_machine").get_rerun_state_machine()
+            machine = sys.modules[_TRAINING].get_rerun_state_machine()
             given["rerun_state"] = machine.state_dict(None, job.ckpt_format, force=True)
             # What it gives the iterators when there are some.
             given["rerun_state"]["sharded"].data["data_iterator_checkpoints"] = machine.data_iterator_checkpoints
