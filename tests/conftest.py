@@ -204,7 +204,7 @@ QUICK = (
     "save/test_replicas.py save/test_save_edges.py",
     "state",
     "storage/test_local.py storage/test_store_urls.py",
-    "test_architecture.py test_project_files.py test_public_names.py test_reliability_page.py",
+    "test_architecture.py test_project_files.py test_public_names.py",
     "tools/test_checkpoint.py tools/test_inspect.py",
 )
 _QUICK = tuple(name if name.endswith(".py") else f"{name}/" for line in QUICK for name in line.split())

@@ -22,7 +22,7 @@ from benchmarks.groups import Group, Interpreter, WorkFailedError
 from examples import small_run
 from mcore_ckpt import LoadOptions, SaveOptions
 from mcore_ckpt.commands.cli import main, make_parser
-from scripts import pictures
+from scripts import pictures, promises
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -350,3 +350,14 @@ def test_a_trace_of_a_real_save_is_drawn(tmp_path: Path) -> None:
         assert mine["writer"]["ts"] >= mine["stage"]["ts"] + mine["stage"]["dur"]
     drawn = (tmp_path / "async_save.svg").read_text()
     assert all(f"<title>{event['name']}: {event['dur'] / 1e3:.1f} ms</title>" in drawn for event in spans)
+
+
+def test_each_promise_has_tests_and_the_page_names_them() -> None:
+    assert promises.PAGE.read_text() == promises.page(), "run scripts/promises.py"
+
+
+def test_what_else_the_page_names_is_there() -> None:
+    paths, names = promises.named_in(promises.RELIABILITY.read_text())
+    assert len(paths) > 5
+    for named in (*paths, *names):
+        assert promises.level_of(f"`{named}`"), named

@@ -20,9 +20,9 @@ from mcore_ckpt.format.item_reading import LocatedTensor, locate_tensor, locate_
 from mcore_ckpt.format.state_file import tensor_of
 from mcore_ckpt.format.tensor_pickle import FileTensor, WrongArgumentsError, tensor_pickle
 from mcore_ckpt.format.zip_records import NotRangeable
-from tests.support.encoded_items import encode_tensor
 from tests.support.stored_layouts import rewritten
 from tests.support.stored_layouts import stock_item as saved
+from tests.support.tensor_specs import encode_tensor
 
 pytestmark = pytest.mark.timeout(60)
 

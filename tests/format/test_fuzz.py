@@ -33,9 +33,9 @@ from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.megatron.serialization import load_common
 from mcore_ckpt.models._sources import read_safetensors
 from mcore_ckpt.reshard.weight_files import safetensors_header
-from tests.support.encoded_items import encode_tensor
 from tests.support.stored_layouts import rewritten
 from tests.support.stored_layouts import stock_item as saved
+from tests.support.tensor_specs import encode_tensor
 
 HERE = Path(__file__).parent
 SECONDS = float(os.environ.get("MCORE_CKPT_TEST_FUZZ_SECONDS", "0"))

@@ -21,9 +21,9 @@ from mcore_ckpt.format.item_reading import LocatedTensor, RecordSpan, locate_ten
 from mcore_ckpt.format.tensor_pickle import DTYPES
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.state.torch_classes import torch_dtype
-from tests.support.encoded_items import encode_tensor
 from tests.support.stored_layouts import rewritten
 from tests.support.stored_layouts import stock_item as saved
+from tests.support.tensor_specs import encode_tensor
 
 OF_THIS_TORCH = [name for name in DTYPES if torch_dtype(name)]
 GIB = 1024**3

@@ -21,8 +21,8 @@ from mcore_ckpt.load import files, ranges, reads
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage.base import Storage
-from tests.support.encoded_items import encode_tensor
 from tests.support.stored_layouts import StoredTensor, stock_item, write_checkpoint
+from tests.support.tensor_specs import encode_tensor
 from tests.support.tilings import boxes_in, tilings
 
 _DTYPES = [

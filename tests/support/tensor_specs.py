@@ -1,12 +1,15 @@
-"""Tensors that are stored as a whole, for tests that lay out files without planning a save."""
+"""Tensors that are stored as a whole, and items in memory, for tests that lay out files without planning a save."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.format.integrity import NO_SAVE_ID
+from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.save.buckets import TensorSpec, WriteBucket, fill_bucket, lay_out_file
 from mcore_ckpt.save.staging import BucketSource
 
@@ -29,3 +32,11 @@ def bucket_of(*tensors: torch.Tensor, name: str = "__0_0.distcp") -> WriteBucket
 def source_of(*tensors: torch.Tensor) -> BucketSource:
     """The bytes of a file that holds these tensors."""
     return BucketSource(bucket_of(*tensors))
+
+
+def encode_tensor(dtype: str, shape: tuple[int, ...], payload: Any) -> bytes:
+    """A complete item, from any bytes-like payload."""
+    template = tensor_template(dtype, shape)
+    payload = memoryview(payload).cast("B")
+    assert len(payload) == template.payload_bytes
+    return b"".join((template.head, payload, template.tail_with(crc32(payload))))
