@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the package's layers from its imports, and list each layer's modules in its `__init__`.
+"""Draw the package's layers from its imports, and list in each layer's `__init__` which modules need torch.
 
     scripts/layers.py           write both: the picture into docs/design.md, the lists into mcore_ckpt/*/__init__.py
     scripts/layers.py --check   write nothing; exit code 1 and the names of the files that are not what the imports give
@@ -28,7 +28,7 @@ _ROW = re.compile(r"^\| `(\w+)/` \| (.+?) \| (some|-) \|$", re.MULTILINE)
 _PICTURE = re.compile(
     r"(?<=<!-- picture of the layers: `make layers` -->\n)(.*?)(?=<!-- end of the picture -->)", re.DOTALL
 )
-_LIST = re.compile(r'(?<=\n)Modules: .*?(?="""\n)', re.DOTALL)
+_LIST = re.compile(r'(?<=\n)With torch: .*?(?="""\n)', re.DOTALL)
 _WIDTH = 120
 
 
@@ -117,11 +117,9 @@ class Package:
         return "```text\n" + "\n".join(lines) + "\n```\n"
 
     def list_of(self, layer: str) -> str:
-        """The last lines of the docstring of a layer's `__init__`."""
-        leaves = self.modules_in(layer)
-        lines = _wrapped("Modules", leaves)
-        torch = [leaf for leaf in leaves if f"{layer}.{leaf}" in self.needing_torch]
-        return lines + (_wrapped("With torch", torch) if torch else "")
+        """The last lines of the docstring of a layer's `__init__`; none, if no module needs torch."""
+        torch = [leaf for leaf in self.modules_in(layer) if f"{layer}.{leaf}" in self.needing_torch]
+        return _wrapped("With torch", torch) if torch else ""
 
     def rendered(self) -> dict[Path, str]:
         """The files that hold something made here, with what they should be.
@@ -132,7 +130,8 @@ class Package:
         texts = {self.design: _put(_PICTURE, self.picture(), self.design)}
         for layer in self.layers:
             path = self.package / layer / "__init__.py"
-            texts[path] = _put(_LIST, self.list_of(layer), path)
+            if modules := self.list_of(layer):
+                texts[path] = _put(_LIST, modules, path)
         return texts
 
 

@@ -3,6 +3,4 @@
 In: words of a command line.
 Out: text or JSON, and an exit code (`Outcome`). What a command does is a function of `tools`, `reshard` or `models`.
 Must not know: bytes. Nothing is imported before the command that runs needs it.
-
-Modules: cli, _checks, _conversions, _look, _shell.
 """

@@ -5,6 +5,5 @@ Out: the tree of errors, options, boxes and their arithmetic, progress and table
 collectives that raise one rank's error on all ranks, and CRC-32.
 Must not know: what a checkpoint is made of; files, formats, Megatron.
 
-Modules: boxes, console, crc, errors, fingerprints, options, process, progress, ranks.
 With torch: ranks.
 """

@@ -3,6 +3,4 @@
 In: a storage, the names in it, and a finished `.metadata`.
 Out: a directory that holds the old checkpoint or the new one, never a mix.
 Must not know: how files are filled, ranks, Megatron.
-
-Modules: commit, copying, drain_note, in_force, index_changes, iterations, publish, retention.
 """

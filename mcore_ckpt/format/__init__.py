@@ -3,7 +3,4 @@
 In: bytes of any origin, none of them trusted; or descriptions of tensors.
 Out: an index (which items, where), payloads located inside their items, the bytes around a payload, `.metadata`.
 Must not know: who reads or writes, in which process, or in which order.
-
-Modules: file_table, index, index_pickle, integrity, item_layout, item_reading, metadata_read, metadata_write,
-safe_pickle, state_file, tensor_pickle, unpickler, versions, zip_records.
 """

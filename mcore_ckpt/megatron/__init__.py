@@ -4,8 +4,6 @@ In: what Megatron's training code calls: strategies, common state, async queue, 
 Out: the same under this package's saves and loads; `install()`, which puts them in place, and the way back.
 Must not know: how bytes are laid out, read or written.
 
-Modules: certificate, contract, doctor, install, nvrx, optimizer_state, resume, serialization, strategy,
-_fully_parallel, _joint_calls, _replaced, _versions.
 With torch: certificate, doctor, install, nvrx, optimizer_state, resume, serialization, strategy, _fully_parallel,
 _joint_calls, _replaced, _versions.
 """

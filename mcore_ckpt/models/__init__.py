@@ -3,7 +3,4 @@
 In: a checkpoint of one of them, its configuration or arguments.
 Out: views of stored tensors under other keys, objects and common state, written by `target` and `reshard`.
 Must not know: how a running job saves or loads. A trainer never imports this package.
-
-Modules: conversions, families._deepseek, families._dense, families._mixtures, families._registry, families._settings,
-families._table, logits, options, _foreign, _huggingface, _legacy_files, _legacy_import, _megatron_fsdp, _sources.
 """

@@ -3,7 +3,4 @@
 In: a checkpoint, parallel sizes, rules; or the layout that an optimizer's state is to have.
 Out: which slice of which tensor lies in which file of the target, and the target itself, complete or not there.
 Must not know: families of models, formats of others. Megatron's model is built for the order of its parameters alone.
-
-Modules: conversion, copying, options, parameter_orders, partition, plan, reshard, target_directory, target_files, view,
-weight_files, _optimizer_layout.
 """

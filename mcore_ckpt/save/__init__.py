@@ -4,7 +4,5 @@ In: a sharded state dict, a directory, options.
 Out: a published checkpoint, or one error on every rank; the queue of saves in flight; a report.
 Must not know: which Megatron called.
 
-Modules: async_queue, buckets, child_processes, commit, forked_child, planner, replicas, staging, trace, transaction,
-upkeep, versions, writer, writer_process.
 With torch: async_queue, commit, planner, replicas, staging, transaction, versions.
 """

@@ -3,6 +3,4 @@
 In: names below one directory, byte ranges, buffers.
 Out: durable files, and bytes read completely or not at all. Another kind of storage is another `base.Storage`.
 Must not know: what the bytes mean.
-
-Modules: base, direct_io, resolve, _gcs, _object_client, _objects, _obstore, _store_urls.
 """

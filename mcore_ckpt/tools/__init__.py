@@ -3,6 +3,4 @@
 In: the directory of a checkpoint that anybody wrote.
 Out: reports as frozen values, lazy tensors, a page of HTML; in bounded memory, without a process group.
 Must not know: how answers are printed.
-
-Modules: checkpoint, diff, inspection, keys, lineage, payloads, regrid, repair, runs, verify.
 """
