@@ -179,6 +179,7 @@ class _Found(NamedTuple):
 
 
 @without_modes()
+@collector_paused()
 def certify(
     sharded_state_dict: Any,
     checkpoint_dir: str | os.PathLike[str],
@@ -232,7 +233,6 @@ def certify(
             raise LoadError(f"{directory} was replaced while it was compared") from outcome.error
         return outcome.value()
 
-    @collector_paused()
     def compare() -> _Found:
         state = sharded_state_dict() if callable(sharded_state_dict) else sharded_state_dict
         chosen = partial(_chosen, options, reader.index)
@@ -362,13 +362,10 @@ def _of_tensors(
     otherwise has other bits. Those go into `compared`. `shifted`: gathered optimizer state has not.
     """
     counts, unlike, residues, held = Counter[str](), set(), list[tuple[str, _Residue]](), bytearray(len(chosen))
-    absent = set[str]()
-    for shard in tensors:
-        if shard.data is None:
-            continue
-        if (number := chosen.get(shard.key)) is None:
-            if shard.key not in index.tensors:
-                absent.add(shard.key)
+    keys = [shard.key for shard in tensors]  # of tens of thousands most are not chosen: no loop of Python's over these
+    absent = frozenset(set(keys).difference(index.tensors))
+    for shard, number in zip(tensors, map(chosen.get, keys), strict=True):
+        if number is None or shard.data is None:
             continue
         entry = index.tensors[shard.key]
         stretch = getattr(shard, "flattened_range", None)
@@ -392,8 +389,7 @@ def _of_tensors(
                 crc = stored = 0
             elems, total = shard.data.numel(), math.prod(shard.global_shape)
             residues.append((name, (crc ^ stored, 1, elems - total) if is_first else (crc, 0, elems)))
-    residue = _added(residues)
-    return _Found(counts, held=_bits(held), absent=frozenset(absent), residues=residue, unlike=frozenset(unlike))
+    return _Found(counts, held=_bits(held), absent=absent, residues=_added(residues), unlike=frozenset(unlike))
 
 
 def _bits(flags: Iterable[int]) -> int:

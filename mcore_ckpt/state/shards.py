@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import compress
 from typing import Any, NamedTuple
@@ -81,8 +81,11 @@ def leaves(tree: object) -> Iterator[Any]:
     return iter(found)
 
 
-def _collect(values: Iterable[object], found: list[Any]) -> None:
+def _collect(values: Collection[object], found: list[Any]) -> None:
     # A list and not a generator for each value: a state may have tens of thousands of them.
+    if _LEAF_TYPES.keys() >= set(map(type, values)):
+        found.extend(values)
+        return
     for value in values:
         if type(value) in _LEAF_TYPES:
             found.append(value)
