@@ -412,10 +412,12 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         metadata.version = _DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for result in written}
         metadata.storage_meta = self.storage_meta()
-        content = encoded_metadata(metadata, self.path, self._save_id, *_files_and_sums(written, target))
+        files, sums = _files_and_sums(written, target)
+        content = encoded_metadata(metadata, self.path, self._save_id, files, sums)
         ends: dict[str, int] = {}
         for place in (result.storage_data for result in written):
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        ends |= {name: files[name].size_bytes for name in ends if name in files}
         try:
             check_files(target.commit, ends.items(), at_least=True)
             if self.options.drain_to is not None:

@@ -26,7 +26,7 @@ clock. A saver whose base has been replaced has lost, for ever: no `.metadata` c
 **In an object store** the put of `.metadata` is conditional itself: on the version of the base. If the store does not
 say what has become of it, the save fails, its files stay, and the next save removes them after its own commit: then the
 put is refused, however late it arrives. What does not wait for another answer is asked for at once, as the listing of
-4 next to the look at the data files; what is done after the commit has no order.
+4 next to the look at the data files; what is done after the commit has no order, but that the note goes last.
 
 **The note** is a courtesy: it spares a second job the writing, and names host and process in the message. It is not
 renewed, and nothing depends on it. A process on this host can be seen, so its note counts as long as it lives. One on
@@ -330,11 +330,12 @@ class Commit:
             if name not in reused or (self.storage.version(name) is not None and self.is_in_force()):
                 self.storage.delete(name)
 
-        tasks: list[Callable[[], None]] = [partial(remove, name) for name in (*stale, *left, claim)]
+        tasks: list[Callable[[], None]] = [partial(remove, name) for name in (*stale, *left)]
         if published is not None:
             tasks.insert(0, partial(_place_in_store, self.storage, self.pending, published))
         try:
             in_parallel(tasks, lambda task: task(), self.storage.asks_at_once)
+            self.storage.delete(claim)  # then others may begin
             self.storage.sync()
         except (SaveError, LoadError, OSError) as error:
             # The new checkpoint is complete and in force; the next save into the directory does what is left to do.

@@ -20,7 +20,6 @@ from mcore_ckpt.directory import publish
 from mcore_ckpt.directory.publish import reserve
 from mcore_ckpt.storage.resolve import storage_at
 from tests.support.forked import in_child
-from tests.support.local_files import MIB
 from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request, S3Directory
 from tests.support.stored_saves import loaded, save, start_saving
 
@@ -152,13 +151,13 @@ def test_a_put_that_was_answered_and_not_done_leaves_the_checkpoint_before(
 
 
 def test_a_200_is_no_proof(proxied_s3: Proxy, s3_directory: S3Directory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that has completed an upload, and lost a part of it."""
+    """A store that has completed an upload, and lost the end of it, which is a footer."""
     completed: list[str] = []
 
     def lose_a_part(request: Request) -> Fault | None:
         if request.looks and request.key in completed:
             name = request.key.rpartition("/")[2]
-            s3_directory.put(name, s3_directory.get(name)[: -8 * MIB])
+            s3_directory.put(name, s3_directory.get(name)[:-64])
         if request.completes:
             completed.append(request.key)
         return None
@@ -170,6 +169,22 @@ def test_a_200_is_no_proof(proxied_s3: Proxy, s3_directory: S3Directory, monkeyp
     ):
         save(s3_directory.url, rows=2000)
     assert ".metadata" not in s3_directory.names()
+
+
+def test_the_note_of_a_save_goes_last(proxied_s3: Proxy, s3_directory: S3Directory) -> None:
+    """Behind it another job may begin, whose files what is late would remove or replace."""
+    save(s3_directory.url, 1.0, rows=20)
+    removed: list[str] = []
+
+    def take_time(request: Request) -> None:
+        if request.method == "DELETE":
+            time.sleep(0.0 if "incomplete" in request.key else 0.5)
+            removed.append(request.key)
+
+    proxied_s3.rule = take_time
+    save(s3_directory.url, 2.0, rows=20)
+    assert len(removed) > 1
+    assert "incomplete" in removed[-1]
 
 
 def test_a_part_that_is_changed_on_the_way_is_never_loaded(proxied_s3: Proxy, s3_directory: S3Directory) -> None:
