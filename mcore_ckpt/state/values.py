@@ -48,12 +48,13 @@ class _Comparison:
         self._ignored, self._exact, self._groups = ignored, exact, groups
         self._inside = self if exact else _Comparison((), True, {})  # compares the parts of objects
         # By their ids pairs, and whether they are alike, as far as is known. (No other value has an id of a live one.)
-        self._known: dict[tuple[int, int], tuple[Any, Any, bool]] = {}
+        self._known: dict[tuple[Any, ...], tuple[Any, Any, bool]] = {}
 
     def differences(self, stored: Any, held: Any, where: str = "") -> _Differences:
         if type(stored) in _SIMPLE and type(stored) is type(held):
             return [] if stored == held else [(where, _shown(stored), _shown(held))]
-        pair = id(stored), id(held)
+        # What is left out of parameter groups counts elsewhere.
+        pair = id(stored), id(held), not self._exact and where.rpartition("['param_groups']")[1:]
         if pair in self._known:
             is_alike = self._known[pair][2]
             return [] if is_alike else [(where, _shown(stored), _shown(held))]
@@ -91,7 +92,8 @@ class _Comparison:
             own = own_keys.get(key, _NOTHING)
             if own is _NOTHING or (self._exact and self.differences(key, own)):  # NaN, objects, or True for 1
                 others = () if type(key) in _SIMPLE else held
-                own = next((other for other in others if not self.differences(key, other)), _NOTHING)
+                left = (other for other in others if other not in matched)
+                own = next((other for other in left if not self.differences(key, other)), _NOTHING)
             matched.add(own)
             is_numbers = key == "params" and "['param_groups'][" in where and not self._exact  # of a rank's own
             if is_numbers or key in self._ignored:

@@ -102,7 +102,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "order": lambda own: _Slots(collections.OrderedDict([("a", 1), ("b", 1)][:: (-1, 1)[own]])),
     "masked": lambda own: np.ma.masked_array([1, 2], mask=[own, 0]),
     "key": lambda own: _Slots({(1, True)[own]: 2}),
-    "keys": lambda own: _Slots({float("nan"): own, _Slots(own): 1, (own, True): 2}),
+    "keys": lambda own: _Slots({float("nan"): own, _Slots(own): 1, _Slots(own): 1, (own, True): 2}),
     "numbers of its own": lambda own: _Seconds(1.01 + own / 100),
     "text": lambda own: np.array(["a" * own], getattr(np.dtypes, "StringDType", lambda: "U1")()),
     "set of objects": lambda own: {_Slots(own), _Slots(2), _Slots(3)},
@@ -134,6 +134,10 @@ def _groups(*rates: int) -> dict[str, Any]:
         ({"params": {"x": 1}}, {"params": {"x": 2}}, "['params']['x']"),
         (_groups(1, 2), {"param_groups": [{"lr": 2, "params": [7]}, {"lr": 1, "params": [8]}]}, None),
         (_groups(1, 2), _groups(1, 1), "['param_groups'][1]['lr']"),
+        (
+            *({"param_groups": [group], "b": group} for group in ({"params": [0]}, {"params": [1]})),
+            "['b']['params'][0]",
+        ),
         (_groups(1), _groups(1, 1), "['param_groups'][1]"),
         (_groups(1, 2), _groups(2), None),  # of another pipeline stage
         ({"param_groups": [{"a": 1}, {"a": 1, "b": 2}]}, {"param_groups": [{"a": 1, "b": 2}, {"a": 1}]}, None),
