@@ -1,8 +1,7 @@
 """Whole calls of Megatron-Core's `save` and `load` on real gloo ranks, with this package installed and without.
 
     python -m benchmarks.calls                       16 ranks x 1,000 tensors of 1 KB; docs/scale.md
-    python -m benchmarks.calls --only wrapped        behind the fully parallel wrappers
-    python -m benchmarks.calls --only plain --ranks 32 --load-items 500 --out build/32.json     four minutes
+    python -m benchmarks.calls --ranks 32 --load-items 500 --out build/32.json     four minutes
 
 Each rank has rows of as many tensors as asked, of 1 KB each, so that planning, exchanges, checks and `.metadata` are
 measured, not bytes. Behind the wrappers ranks are data parallel x tensor parallel: data-parallel ranks hold the same
