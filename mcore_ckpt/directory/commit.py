@@ -9,7 +9,7 @@ clock. A saver whose base has been replaced has lost, for ever: no `.metadata` c
 1. *Base*: the identity of `.metadata`, read before anything is written.
 2. *Claims on the base* are completed first (7), if their save can still be published. Then the base's own common state
    is renamed into place, if it is still pending, so that nobody does so late, over a newer one.
-3. The note `.mcore_ckpt_incomplete.ID` is made, then data files, and `common.pt.ID.pending`. All names are made once.
+3. The note `.mcore_ckpt_incomplete.ID` is made, then data files, then `common.pt.ID.pending`. All names are made once.
    At the commit the index is written into the note, in place, and all is synced.
 4. The directory is listed. Only what is in this list may be removed after the commit (8).
 5. *Claim*: the symbolic link `.mcore_ckpt_next.TOKEN` to the note. TOKEN stands for the base: one save has it.
@@ -25,8 +25,10 @@ clock. A saver whose base has been replaced has lost, for ever: no `.metadata` c
 
 **In an object store** the put of `.metadata` is conditional itself: on the version of the base. If the store does not
 say what has become of it, the save fails, its files stay, and the next save removes them after its own commit: then the
-put is refused, however late it arrives. What does not wait for another answer is asked for at once, as the listing of
-4 next to the look at the data files; what is done after the commit has no order, but that the note goes last.
+put is refused, however late it arrives. What does not wait for another answer is asked for at once: next to the look at
+the data files the pending common state is put, the listing of 4 made, and what has a name that others use looked at,
+which is changed after the commit only if it is the same then. What is done after the commit has no order, but that the
+note goes last, with the pending common state.
 
 **The note** is a courtesy: it spares a second job the writing, and names host and process in the message. It is not
 renewed, and nothing depends on it. A process on this host can be seen, so its note counts as long as it lives. One on
@@ -63,7 +65,13 @@ from mcore_ckpt.core.errors import (
 from mcore_ckpt.core.process import in_parallel, run_concurrently
 from mcore_ckpt.directory.in_force import index_files, is_pending, noted_saves, pending_name, read_in_force, saves_of
 from mcore_ckpt.format.integrity import Identity, data_file_of, identity_of
-from mcore_ckpt.format.metadata_read import COMMON_FILE, INCOMPLETE_MARKER, METADATA_FILE, parse_index
+from mcore_ckpt.format.metadata_read import (
+    COMMON_FILE,
+    INCOMPLETE_MARKER,
+    INTEGRITY_FILE,
+    METADATA_FILE,
+    parse_index,
+)
 from mcore_ckpt.storage.base import FileVersion, OutcomeUnknownError, Storage
 
 _logger = logger_of(__name__)
@@ -246,6 +254,7 @@ def seems_gone(storage: Storage, owner: Owner) -> bool:
 # What `.metadata` holds in a store while its checkpoint is removed: no save begins while that is young.
 REMOVED: Final = b"removed by mcore-ckpt\n"
 REMOVED_YOUNG_S: Final = 60.0
+_SHARED: Final = COMMON_FILE, INTEGRITY_FILE  # others use these names, too
 _NONE: Final = "none"  # the token of a directory without `.metadata`
 _ATTEMPTS: Final = 1000
 _RENAMES: Final = 5
@@ -259,30 +268,33 @@ _INDEX_OF_RANK: Final = re.compile(r"__\d+" + re.escape(METADATA_FILE))
 class Commit:
     """One save on its way into force; made by `begin`, ended by `publish` or `give_up`."""
 
-    def __init__(self, storage: Storage, owner: Owner, base: Identity | None) -> None:
+    def __init__(self, storage: Storage, owner: Owner, base: Identity | None, common: bytes | None = None) -> None:
         self.storage = storage
         self.owner = owner  # this process, with the save's id
         self.base = base  # which `.metadata` there was; None: none
+        self.common = common  # the new common state, if `prepare` is to write it
         self.pending = pending_name(owner.save)  # under which the new common state waits for the commit
         self.is_undecided = False  # `publish` has failed, and it may come into force all the same
         self.published: FileVersion | None = None  # in a store, the `.metadata` that it has put in force
         self.is_over = False  # it was published, given up or lost
-        self._seen: list[str] | None = None  # what `look` has found
+        self.waits = False  # the common state, under that name
+        self._seen: list[str] | None = None  # in a store, what was listed before `publish`
+        self._shared: dict[str, FileVersion | None] = {}  # in a store, those of `_SHARED` before it
         self._own: Identity | None = None  # in a file system: what its `.metadata` is
         at_work[owner.save] = self
 
     @classmethod
     def begin(cls, storage: Storage, noted: Mapping[str, Any] | None = None, *, common: bytes | None = None) -> Commit:
-        """Begin a save into a directory, which must exist, before anything is written there but its `common` state;
+        """Begin a save into a directory, which must exist, before anything is written there, with that `common` state;
         `noted` are more entries of the note, in JSON's types. Raises `SaveError` if another save is at work, by its
         note.
         """
-        commit, asks = cls(storage, Owner.here(noted), None), storage.asks_at_once
+        commit = cls(storage, Owner.here(noted), None, common)
         try:
             note = partial(storage.create, commit._note, commit.owner.encode())
-            commit.base, _, names = run_concurrently(asks, partial(_settled, storage), note, storage.list)
-            wait = () if common is None else (partial(storage.create, commit.pending, common),)
-            run_concurrently(asks, partial(commit._refuse_others, names), *wait)
+            found = run_concurrently(storage.asks_at_once, partial(_settled, storage), note, storage.list)
+            commit.base = found[0]
+            commit._refuse_others(found[2])
         except BaseException:
             commit.give_up()
             raise
@@ -308,10 +320,21 @@ class Commit:
         if not self.storage.overwrite(self._note, 0, self.owner.encode(), is_end=True):
             raise self._lost()
 
-    def look(self) -> None:
-        """In a store, ahead of `publish` and next to other requests: see what may be removed after it."""
-        if self.storage.made_by(renamed=False, in_place=True):
-            self._seen = self._listed()
+    def prepare(self) -> None:
+        """Ahead of `publish`, next to other requests: have the common state wait; in a store, see what is there."""
+        look = self.storage.made_by(renamed=lambda: None, in_place=self._look)
+        run_concurrently(self.storage.asks_at_once, self._have_common_wait, look)
+
+    def _have_common_wait(self) -> None:
+        if self.common is not None and not self.waits:
+            self.storage.create(self.pending, self.common)
+            self.waits = True
+
+    def _look(self) -> None:
+        versions = (partial(self.storage.version, name) for name in _SHARED)
+        asks = self.storage.asks_at_once
+        self._seen, found = run_concurrently(asks, self._listed, partial(run_concurrently, asks, *versions))
+        self._shared = dict(zip(_SHARED, found, strict=True))
 
     def publish(self, metadata: bytes, *, needed: Collection[str] = (), stale: Collection[str] = ()) -> None:
         """Make `metadata` the content of `.metadata`, then remove what is left of other saves. All files that it names
@@ -320,6 +343,7 @@ class Commit:
         `needed`: data files of other saves that it names. `stale`: files of the checkpoint that it replaces, by names
         that others may use, too. Raises `SaveError`: nothing is published, unless `is_undecided`.
         """
+        self._have_common_wait()
         way = self.storage.made_by(renamed=self._publish_by_claim, in_place=self._publish_by_condition)
         listed, claim = way(metadata)
         left = [name for name in listed if self._is_of_another_save(name, needed) and name != claim]
@@ -330,12 +354,16 @@ class Commit:
             if name not in reused or (self.storage.version(name) is not None and self.is_in_force()):
                 self.storage.delete(name)
 
-        tasks: list[Callable[[], None]] = [partial(remove, name) for name in (*stale, *left)]
-        if published is not None:
-            tasks.insert(0, partial(_place_in_store, self.storage, self.pending, published))
+        absent = {name for name, version in self._shared.items() if version is None}
+        tasks: list[Callable[[], object]] = [partial(remove, name) for name in (*stale, *left) if name not in absent]
+        ends = [claim]  # then others may begin
+        if published is not None and self.waits:
+            before = self._shared[COMMON_FILE]
+            tasks.insert(0, partial(_place_in_store, self.storage, self.pending, published, self.common, before))
+            ends.append(self.pending)
         try:
             in_parallel(tasks, lambda task: task(), self.storage.asks_at_once)
-            self.storage.delete(claim)  # then others may begin
+            in_parallel(ends, self.storage.delete, self.storage.asks_at_once)
             self.storage.sync()
         except (SaveError, LoadError, OSError) as error:
             # The new checkpoint is complete and in force; the next save into the directory does what is left to do.
@@ -450,7 +478,8 @@ class Commit:
 
     def _publish_by_condition(self, metadata: bytes) -> tuple[list[str], str]:
         storage = self.storage
-        listed = self._listed() if self._seen is None else self._seen
+        if self._seen is None:
+            self._look()
         try:
             put = storage.replace_if(METADATA_FILE, metadata, None if self.base is None else self.base.version)
         except BaseException as error:
@@ -461,7 +490,7 @@ class Commit:
             raise self._lost()
         self.is_over = True
         self.published = put
-        return listed, self._note
+        return self._seen or [], self._note
 
     # What is left of others
 
@@ -523,6 +552,7 @@ def _place_waiting(storage: Storage, base: Identity) -> None:
         _place_common(storage, pending_name(save))
     elif base.version is not None:
         _place_in_store(storage, pending_name(save), base.version)
+        storage.delete(pending_name(save))
 
 
 def identity_in_force(storage: Storage) -> Identity | None:
@@ -635,21 +665,29 @@ def _place_common(storage: Storage, pending: str) -> None:
             time.sleep(_RETRY_S)
 
 
-def _place_in_store(storage: Storage, pending: str, version: FileVersion) -> None:
+def _place_in_store(
+    storage: Storage,
+    pending: str,
+    version: FileVersion,
+    content: bytes | None = None,
+    before: FileVersion | None = None,
+) -> None:
     """As `_place_common`, as long as that version of `.metadata` is in force: each put replaces only what was there
-    before that was asked, so one that is late is refused.
+    before that was asked, so one that is late is refused. `content`: what is pending, if that is known, and what was
+    `before` that version came into force. The pending one stays.
     """
     for _ in range(_ATTEMPTS):
-        try:
-            content = storage.read(pending)
-        except CheckpointNotFoundError:
-            return
-        before, now = storage.version(COMMON_FILE), storage.version(METADATA_FILE)
-        if now is None or now.number != version.number:
-            return
+        if content is None:
+            try:
+                content = storage.read(pending)
+            except CheckpointNotFoundError:
+                return
+            before, now = storage.version(COMMON_FILE), storage.version(METADATA_FILE)
+            if now is None or now.number != version.number:
+                return
         if storage.replace_if(COMMON_FILE, content, before) is not None:
-            storage.delete(pending)
             return
+        content = None
 
 
 def _is_missing(error: SaveError) -> bool:

@@ -216,6 +216,7 @@ def _copy_common(reads: Storage, writes: Storage, found: CheckpointFiles, sent: 
     if manifest is not None:
         commit.pending = pending_name(id_in_names(manifest.save_id))
     nbytes = copy_file(reads, found.common, writes, commit.pending)
+    commit.waits = True
     (sent.kept if nbytes is None else sent.copied).append(COMMON_FILE)
     sent.nbytes += nbytes or 0
 

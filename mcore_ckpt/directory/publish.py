@@ -4,9 +4,10 @@ What it passes through; a crash between any two steps leaves the old checkpoint 
 
 1. `open_target` (or, ahead of it, `reserve`): what is in force is read, and the save's note is made (`commit`). The
    names of all new data files carry the save's id, so no name is ever used twice.
-2. The ranks write and fsync their data files. The new common state waits as `common.pt.<id>.pending`.
-3. `publish`: the coordinator sees every file that was planned, at its size. The new `.metadata` replaces the old one,
-   if no other save has been published since step 1. This is the moment the new checkpoint exists.
+2. The ranks write and fsync their data files.
+3. `publish`: the coordinator sees every file that was planned, at its size. The new common state waits as
+   `common.pt.<id>.pending`. The new `.metadata` replaces the old one, if no other save has been published since step 1.
+   This is the moment the new checkpoint exists.
 4. The common state takes its place, and the files of the old checkpoint are removed. `metadata.json` is put next to
    it: never over that of another save.
 """
@@ -178,7 +179,7 @@ def check_files(commit: Commit, planned: Iterable[tuple[str, int]], *, at_least:
     found: dict[str, int | None] = {}
     while left:
         threads = _LOOKERS if len(left) > _LOOKERS else storage.asks_at_once
-        run_concurrently(storage.asks_at_once, partial(in_parallel, left, look_for, threads), commit.look)
+        run_concurrently(storage.asks_at_once, partial(in_parallel, left, look_for, threads), commit.prepare)
         left = {name: size for name, size in left.items() if not is_there(found[name], size)}
         if not left or time.monotonic() >= until_s:
             break
@@ -211,8 +212,8 @@ def settle(storage: Storage, config: bytes | None = None) -> None:
     target = take_reserved(storage)
     if target is not None:
         try:
-            if target.common_sum is not None:
-                storage.move(target.commit.pending, COMMON_FILE)
+            if target.commit.common is not None:
+                storage.publish(COMMON_FILE, target.commit.common)
             if config is not None and not _has_config(storage, config):
                 storage.publish(CONFIG_FILE, config)
         finally:

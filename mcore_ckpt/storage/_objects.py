@@ -314,15 +314,16 @@ class ObjectStorage(Storage):
         )
 
     def _replace(self, key: str, content: bytes) -> None:
-        """Put what replaces the version that is there: an attempt that arrives after a later put is refused."""
+        """Put what replaces the version that is there, if any: an attempt that arrives after a later put is refused."""
+        before: ObjectState | None = None
         for _ in range(_ATTEMPTS):
-            before = self._client.head(key)
             try:
                 self._client.put(key, content, ABSENT if before is None else before.version)
                 return
             except OSError as error:
                 if error.errno != errno.EEXIST and (error.errno != errno.ENOENT or before is None):
                     raise
+            before = self._client.head(key)
         raise OSError(errno.EBUSY, "it changes all the time")
 
     def create(self, name: str, content: bytes) -> None:

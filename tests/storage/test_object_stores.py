@@ -437,11 +437,11 @@ def test_a_commit_that_was_given_up_arrives_too_late_once_the_next_save_is_publi
 def test_a_common_state_that_is_late_is_not_put_over_that_of_a_later_save(
     proxied_s3: Proxy, s3_directory: S3Directory
 ) -> None:
-    """Held up after its publish, between reading what waits and putting it where it belongs."""
+    """Held up after its publish, when it is to be put where it belongs."""
     storage = storage_at(s3_directory.url)
 
     def another_save(request: Request) -> None:
-        if request.reads and request.key.endswith(".pending"):
+        if request.method == "PUT" and request.key.endswith("/common.pt"):
             s3_directory.put(".metadata", b"of the other")
             s3_directory.put("common.pt", b"of the other")
 
