@@ -469,9 +469,9 @@ def snapshot(state: Any) -> Any:
     return _copy(state, {}, ())
 
 
-def _copy(value: Any, done: dict[int, Any], path: tuple[Any, ...]) -> Any:
+def _copy(value: Any, done: dict[int, tuple[Any, Any]], path: tuple[Any, ...]) -> Any:
     if id(value) in done:
-        return done[id(value)]
+        return done[id(value)][1]
     copied: Any
     if isinstance(value, torch.Tensor):
         local = getattr(value, "_local_tensor", value)  # of a DTensor
@@ -485,7 +485,7 @@ def _copy(value: Any, done: dict[int, Any], path: tuple[Any, ...]) -> Any:
         copied = items if isinstance(value, list) else tuple(items)
     else:
         copied = copy.deepcopy(value)
-    done[id(value)] = copied
+    done[id(value)] = value, copied  # kept: no other value gets its id
     return copied
 
 

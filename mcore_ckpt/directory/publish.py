@@ -78,6 +78,7 @@ def open_target(storage: Storage, options: SaveOptions) -> Target:
     another save is at work there or it cannot be written.
     """
     target = take_reserved(storage) or _begun(storage)
+    target.commit.storage = storage  # with the deadlines of this save
     if target.replaces and options.on_existing == "error":
         target.commit.give_up()
         raise CheckpointExistsError(

@@ -54,7 +54,8 @@ class _Comparison:
         if type(stored) in _SIMPLE and type(stored) is type(held):
             return [] if stored == held else [(where, _shown(stored), _shown(held))]
         # What is left out of parameter groups counts elsewhere.
-        pair = id(stored), id(held), not self._exact and where.rpartition("['param_groups']")[1:]
+        in_groups = not self._exact and "['param_groups']" in where
+        pair = id(stored), id(held), where.rpartition("['param_groups']")[2] if in_groups else ""
         if pair in self._known:
             is_alike = self._known[pair][2]
             return [] if is_alike else [(where, _shown(stored), _shown(held))]
@@ -91,7 +92,7 @@ class _Comparison:
         for key, value in stored.items():
             own = own_keys.get(key, _NOTHING)
             if own is _NOTHING or (self._exact and self.differences(key, own)):  # NaN, objects, or True for 1
-                others = () if type(key) in _SIMPLE else held
+                others = () if _is_plain(key) else held
                 left = (other for other in others if other not in matched)
                 own = next((other for other in left if not self.differences(key, other)), _NOTHING)
             matched.add(own)
@@ -99,11 +100,11 @@ class _Comparison:
             if is_numbers or key in self._ignored:
                 continue
             if own is not _NOTHING:
-                found += self.differences(value, held[own], f"{where}[{key!r}]")
+                found += self.differences(value, held[own], f"{where}[{_text(key)}]")
             else:
-                found.append((f"{where}[{key!r}]", _shown(value), "nothing"))
+                found.append((f"{where}[{_text(key)}]", _shown(value), "nothing"))
         others = held.keys() - matched if self._exact else ()
-        return [*found, *((f"{where}[{key!r}]", "nothing", _shown(held[key])) for key in others)]
+        return [*found, *((f"{where}[{_text(key)}]", "nothing", _shown(held[key])) for key in others)]
 
     def _of_lists(self, stored: Any, held: Any, where: str) -> _Differences:
         if where.endswith("['param_groups']") and not self._exact:  # the order of groups is a rank's own
@@ -145,6 +146,9 @@ class _Comparison:
                 return self._is_same(*map(_parts_of_tensor, (stored, held)))
             is_comparable = stored.dtype == held.dtype and stored.shape == held.shape
             return is_comparable and first_difference(stored, held) is None
+        plain = [stored, held] if is_alike else [_plain(one) for one in (stored, held)]
+        if plain[0] is not stored or plain[1] is not held:  # a number may be held as a tensor, but not rounded
+            return not self.differences(*plain)
         if type(stored) is np.ndarray and type(held) is np.ndarray:
             pair = stored, held
             stored, held = (one if one.dtype.isnative else one.astype(one.dtype.newbyteorder("=")) for one in pair)
@@ -185,6 +189,20 @@ class _Comparison:
 
 def _is_inexact(value: Any) -> bool:
     return type(value) in (float, complex) or isinstance(value, np.inexact)
+
+
+def _is_plain(key: Any) -> bool:
+    """Whether a key is equal to all keys that are like it."""
+    return type(key) in _SIMPLE or (type(key) is tuple and all(map(_is_plain, key)))
+
+
+def _plain(value: Any) -> Any:
+    """The numbers of a tensor or an array as Python's, which compare exactly; all else as it is."""
+    is_numbers = isinstance(value, (np.ndarray, np.generic))
+    is_numbers = is_numbers or (isinstance(value, torch.Tensor) and _has_bytes(value))
+    with contextlib.suppress(NotImplementedError):  # torch cannot show some dtypes
+        return value.tolist() if is_numbers else value
+    return value
 
 
 def _parts(value: Any) -> Any:

@@ -20,6 +20,7 @@ import errno
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
@@ -173,6 +174,19 @@ class ObjectClient(ABC):
 
     def put(self, key: str, content: bytes, condition: Condition = None) -> str:
         """Make an object, atomically; returns its `version`."""
+        unanswered = deque[OSError]()
+        try:
+            return self._put(key, content, condition, unanswered)
+        except FileExistsError:  # what is on its way is refused, too
+            raise
+        except OSError as error:
+            if condition is None or not unanswered:
+                raise
+            text = f"{error.strerror}; whether it was done, the store has not said"
+            raise UndecidedError(errno.EREMOTEIO, text) from error
+
+    def _put(self, key: str, content: bytes, condition: Condition, unanswered: deque[OSError]) -> str:
+        """As `put`. `unanswered` gets the errors of attempts that may still be done."""
         put_id, pauses = secrets.token_hex(8), self._pauses(time.monotonic())
         while True:
             try:
@@ -184,11 +198,8 @@ class ObjectClient(ABC):
                 # A store refuses also what it is asked for twice at once: then the condition still holds.
                 if (ABSENT if there is None else there.version) != condition:
                     raise
-                failure: OSError = refusal
+                unanswered.append(refusal)
             except PassingError as error:
-                failure = error
+                unanswered.append(error)
             if not next(pauses):
-                if condition is None:
-                    raise OSError(failure.errno, failure.strerror) from failure
-                text = f"{failure.strerror}; whether it was done, the store has not said"
-                raise UndecidedError(errno.EREMOTEIO, text) from failure
+                raise OSError(errno.EREMOTEIO, unanswered[-1].strerror) from unanswered[-1]

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from mcore_ckpt import FileSystemReader, FileSystemWriterAsync
+from mcore_ckpt.dcp.writer import snapshot
 from tests.support.gloo_ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated", "ignore:Detected an existing checkpoint")
@@ -120,6 +121,19 @@ def test_parts_of_a_checkpoint_are_loaded_by_key(tmp_path: Path, side: str) -> N
         dcp.load(more, storage_reader=read(tmp_path))
     with pytest.raises(dcp.CheckpointException, match=r"(?i)size mismatch.*model\.a|model\.a.*(?i:size mismatch)"):
         dcp.load({"model": {"a": torch.zeros(3, 3)}}, storage_reader=read(tmp_path))
+
+
+class Making(dict[str, Any]):
+    """Makes its values when they are asked for."""
+
+    def items(self) -> Any:
+        for key, number in super().items():
+            yield key, torch.full((4,), number)
+
+
+def test_values_of_a_dict_that_makes_them_are_told_apart() -> None:
+    staged = snapshot({"m": Making(zip("abcdef", range(6), strict=True))})
+    assert [value[0].item() for value in staged["m"].values()] == [*range(6)]
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])

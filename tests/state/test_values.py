@@ -69,14 +69,17 @@ def _named(own: Any) -> _Named:
 def _in_itself(own: Any) -> Any:
     value = SimpleNamespace(own=own)
     value.value = [value, {"value": value}]
-    return [value, [value]]
+    plain: dict[str, Any] = {"own": own}
+    plain["plain"] = [plain]
+    return [value, [value], plain]
 
 
 def _shared(own: Any, depth: int = 30) -> Any:
     value: Any = [own]
+    plain: Any = [own]
     for _ in range(depth):
-        value = _Slots([value, value])
-    return value
+        value, plain = _Slots([value, value]), [plain, plain]
+    return [value, plain]
 
 
 def _quantized(own: Any) -> Any:
@@ -143,6 +146,9 @@ def _groups(*rates: int) -> dict[str, Any]:
         ({"param_groups": [{"a": 1}, {"a": 1, "b": 2}]}, {"param_groups": [{"a": 1, "b": 2}, {"a": 1}]}, None),
         (torch.arange(6.0).view(2, 3)[1:, 2], torch.tensor([5.0]), None),  # one element is contiguous in any stride
         (torch.arange(6.0).view(2, 3)[1:, 2], torch.tensor([4.0]), ""),
+        ({"a": torch.tensor(2.0**24)}, {"a": 2**24}, None),
+        ({"a": torch.tensor(2.0**24)}, {"a": 2**24 + 1}, "['a']"),  # which it is, rounded
+        ({"a": np.float16(2048)}, {"a": 2049}, "['a']"),
         ({"a": 0.0}, {"a": -0.0}, "['a']"),
         (complex(0.0, 0.0), complex(0.0, -0.0), ""),
         (np.float32(0.0), np.float32(-0.0), ""),

@@ -17,6 +17,7 @@ from mcore_ckpt import LoadError, SaveError, verify_checkpoint
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.directory import publish
+from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.publish import reserve
 from mcore_ckpt.storage.resolve import storage_at
 from tests.support.forked import in_child
@@ -223,6 +224,7 @@ def test_nothing_waits_longer_than_the_deadline(
 ) -> None:
     """Without one a request alone may take five minutes, which is longer than a test may."""
     save(s3_directory.url, 1.0)
+    reserve(storage_at(s3_directory.url), b"with no deadline of its own")
     stalled: list[Request] = []
 
     def rule(request: Request) -> Fault | None:
@@ -394,8 +396,9 @@ def test_of_jobs_that_save_at_once_into_one_directory_one_wins_and_no_mix_is_lef
 
 
 @pytest.mark.parametrize("next_save", [pytest.param("fails", marks=pytest.mark.long), "is whole"])
+@pytest.mark.parametrize("status", [503, 403])  # of further attempts
 def test_a_commit_that_was_given_up_arrives_too_late_once_the_next_save_is_published(
-    proxied_s3: Proxy, s3_directory: S3Directory, store_deadline: Callable[..., None], next_save: str
+    proxied_s3: Proxy, s3_directory: S3Directory, store_deadline: Callable[..., None], next_save: str, status: int
 ) -> None:
     """What it names is not swept while it could still come into force; what is published meanwhile refuses it."""
     url = f"{s3_directory.url}/iter_0000001"
@@ -406,7 +409,7 @@ def test_a_commit_that_was_given_up_arrives_too_late_once_the_next_save_is_publi
         if not (request.makes and request.key.endswith("/.metadata")):
             return None
         if held.is_set():
-            return Fault("status", status=503) if not goes_on.is_set() else None
+            return Fault("status", status=status) if not goes_on.is_set() else None
         held.set()
         goes_on.wait(60.0)
         arrived.set()
@@ -452,3 +455,13 @@ def test_a_common_state_that_is_late_is_not_put_over_that_of_a_later_save(
         save(s3_directory.url, value, rows=2)
     proxied_s3.rule = lambda request: None
     assert s3_directory.get("common.pt") == b"of the other"
+
+
+def test_a_second_save_is_refused_in_the_same_second(s3_directory: S3Directory) -> None:
+    """The store's clock ticks once a second."""
+    storage = storage_at(s3_directory.url)
+    commit = Commit.begin(storage)
+    for _ in range(8):
+        with pytest.raises(SaveError, match="not finalized yet"):
+            Commit.begin(storage)
+    commit.give_up()
