@@ -121,8 +121,8 @@ MUTANTS: Final = (
     Mutant(
         "the sizes of the files that are there are not compared",
         "directory/publish.py",
-        "return size is not None and (size >= wanted if at_least else size == wanted)",
-        "return size is not None",
+        "return file is not None and (file.size_bytes >= wanted if at_least else file.size_bytes == wanted)",
+        "return file is not None",
         "directory/test_publish.py save/test_owner.py save/test_save_edges.py",
     ),
     Mutant(

@@ -37,18 +37,9 @@ def parse_size(given: str | int, *, at_least: int = 1, what: str = "size ") -> i
     if value < at_least:
         raise OptionError(
             f"{what}{text!r}: expected a number such as 512M (512 * 1000**2) or 512MiB (512 * 1024**2), and at least "
-            f"{shown_size(at_least)}"
+            f"{at_least} bytes"
         )
     return value
-
-
-def shown_size(size_bytes: int) -> str:
-    """A size as `parse_size` takes it: `5GB`, `384MiB`."""
-    for base, unit in ((1000, "B"), (1024, "iB")):
-        for power in range(len(_PREFIXES), 0, -1):
-            if size_bytes and size_bytes % base**power == 0:
-                return f"{size_bytes // base**power}{_PREFIXES[power - 1]}{unit}"
-    return str(size_bytes)
 
 
 STORE_SCHEMES: Final = ("s3", "gs", "az", "msc")
@@ -201,8 +192,7 @@ def _check_choices(options: SaveOptions | LoadOptions) -> None:
 
 def _at_least(name: str, value: float | None, minimum: float) -> None:
     if value is not None and not value >= minimum:  # NaN is no number of anything
-        shown = shown_size(int(minimum)) if name.endswith("_bytes") else str(minimum)
-        raise OptionError(f"{name}={value!r}: expected at least {minimum}" + f" ({shown})" * (shown != str(minimum)))
+        raise OptionError(f"{name}={value!r}: expected at least {minimum}")
 
 
 def _check_directory(name: str, path: str | None) -> None:

@@ -88,24 +88,21 @@ class Progress:
 
 # An index may claim any shape: so much is still a floating-point number.
 _MANY = 10**300
-_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
 def human_bytes(nbytes: int) -> str:
     """Decimal units, three digits: `1.53 GB`."""
-    value = float(min(nbytes, _MANY))
-    for unit in _UNITS:
-        if abs(value) < 1000 or unit == _UNITS[-1]:
-            return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
-        value /= 1000
-    raise AssertionError("unreachable: the last unit takes everything")
+    return _human(nbytes, ("B", "KB", "MB", "GB", "TB", "PB"))
 
 
 def human_count(count: int) -> str:
     """`8.03 B` parameters and the like."""
-    value = float(min(count, _MANY))
-    for unit in ("", " K", " M", " B"):
-        if abs(value) < 1000 or unit == " B":
-            return f"{value:.3g}{unit}" if unit else str(count)
-        value /= 1000
-    raise AssertionError("unreachable: the last unit takes everything")
+    return _human(count, ("", "K", "M", "B"))
+
+
+def _human(count: int, units: tuple[str, ...]) -> str:
+    value, power = float(min(count, _MANY)), 0
+    while abs(value) >= 1000 and power + 1 < len(units):
+        value, power = value / 1000, power + 1
+    shown = str(count) if not power else f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+    return f"{shown} {units[power]}".strip()

@@ -324,8 +324,8 @@ class Commit:
 
     def prepare(self) -> None:
         """Ahead of `publish`, next to other requests: have the common state wait; in a store, see what is there."""
-        look = self.storage.made_by(renamed=lambda: None, in_place=self._look)
-        run_concurrently(self.storage.asks_at_once, self._have_common_wait, look)
+        look = (self._look,) if self.storage.is_store else ()
+        run_concurrently(self.storage.asks_at_once, self._have_common_wait, *look)
 
     def _have_common_wait(self) -> None:
         if self.common is not None and not self.waits:
@@ -346,7 +346,7 @@ class Commit:
         that others may use, too. Raises `SaveError`: nothing is published, unless `is_undecided`.
         """
         self._have_common_wait()
-        way = self.storage.made_by(renamed=self._publish_by_claim, in_place=self._publish_by_condition)
+        way = self._publish_by_condition if self.storage.is_store else self._publish_by_claim
         listed, claim = way(metadata)
         left = [name for name in listed if self._is_of_another_save(name, needed) and name != claim]
         reused, published = {*stale, *self._unnamed}, self.published
@@ -527,7 +527,7 @@ def _settled(storage: Storage) -> Identity | None:
     """The base of a new save: what is in force, when all that has been decided is done."""
     for _ in range(_ATTEMPTS):
         base = identity_in_force(storage)
-        if storage.made_by(renamed=True, in_place=False):
+        if not storage.is_store:
             name, claimant = _end_of_claims(storage, base)
             if claimant is not None and identity_in_force(storage) == base:
                 _publish(storage, *claimant, base)
@@ -549,7 +549,7 @@ def _place_waiting(storage: Storage, base: Identity) -> None:
         save = next((save for save in saves if pending_name(save) in waiting), None)
     if save is None or storage.version(pending_name(save)) is None:
         return
-    if storage.made_by(renamed=True, in_place=False):
+    if not storage.is_store:
         storage.sync()  # first: else a power cut may leave the index before it with this common state
         _place_common(storage, pending_name(save))
     elif base.version is not None:

@@ -311,7 +311,7 @@ def copy_file(reads: Storage, name: str, writes: Storage, own_name: str) -> int 
     """
     version = reads.version(name)
     folder, _, last = own_name.rpartition("/")
-    private = writes.made_by(renamed=f".{last}.{secrets.token_hex(8)}.tmp", in_place=own_name)
+    private = own_name if writes.is_store else f".{last}.{secrets.token_hex(8)}.tmp"
     with reads.open_reader(name) as reader:
         there = writes.version(own_name)
         if there is not None and there.size_bytes == reader.size_bytes and _crc(reader) == _crc_of(writes, own_name):

@@ -169,15 +169,15 @@ def check_files(commit: Commit, planned: Iterable[tuple[str, int]], *, at_least:
     storage = commit.storage
 
     def look_for(name: str) -> None:
-        found[name] = _size(storage, name)
+        found[name] = storage.version(name)
 
-    def is_there(size: int | None, wanted: int) -> bool:
-        return size is not None and (size >= wanted if at_least else size == wanted)
+    def is_there(file: FileVersion | None, wanted: int) -> bool:
+        return file is not None and (file.size_bytes >= wanted if at_least else file.size_bytes == wanted)
 
     left = dict(planned)
     until_s = time.monotonic() + _FILES_APPEAR_WITHIN_S
     period_s = _FIRST_PERIOD_S
-    found: dict[str, int | None] = {}
+    found: dict[str, FileVersion | None] = {}
     while left:
         threads = _LOOKERS if len(left) > _LOOKERS else storage.asks_at_once
         run_concurrently(storage.asks_at_once, partial(in_parallel, left, look_for, threads), commit.prepare)
@@ -191,19 +191,14 @@ def check_files(commit: Commit, planned: Iterable[tuple[str, int]], *, at_least:
         storage.list()
     if left:
         name, size = min(left.items())
-        size_bytes = found[name]
+        file = found[name]
         raise SaveError(
             f"{storage}: {len(left)} of the files that the ranks have written cannot be seen by the coordinator, on "
             f"host {platform.node()}, as they were written: {name} was planned with {size} bytes, "
-            + ("and is not there" if size_bytes is None else f"and has {size_bytes}")
+            + ("and is not there" if file is None else f"and has {file.size_bytes}")
             + ". Is this directory not shared between the hosts, but on a disk of each one's own, or has a store lost "
             "what it has confirmed? All ranks must save to one directory that all hosts share. Nothing was published"
         )
-
-
-def _size(storage: Storage, name: str) -> int | None:
-    version = storage.version(name)
-    return None if version is None else version.size_bytes
 
 
 def settle(storage: Storage, config: bytes | None = None) -> None:

@@ -21,7 +21,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError, SaveError
@@ -309,9 +308,9 @@ def _remove(checkpoint: RunCheckpoint, run: str | os.PathLike[str]) -> PruneDeci
         note = storage.version(note_name(own))
         if (why := reason(storage)) is not None:
             return PruneDecision(checkpoint, True, why)
-        return storage.made_by(
-            renamed=partial(_removed_aside, checkpoint, reason), in_place=partial(_removed_in_store, checkpoint, commit)
-        )()
+        if storage.is_store:
+            return _removed_in_store(checkpoint, commit)
+        return _removed_aside(checkpoint, reason)
     except (SaveError, LoadError, OSError) as error:
         text = f"{checkpoint.path}: cannot be removed: {error}"
         if not storage.exists(METADATA_FILE) or _half_removed(storage):

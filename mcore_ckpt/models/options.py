@@ -83,7 +83,7 @@ class ExportOptions(ConversionOptions):
 
     max_shard_bytes: int = option(
         5 * 1000**3,
-        "no file holds more, unless one tensor is larger; e.g. 2G",
+        "no file holds more, unless one tensor is larger (default: 5G)",
         flag="--max-shard-size",
         metavar="SIZE",
     )

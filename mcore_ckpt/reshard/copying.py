@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import resource
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -251,7 +252,7 @@ def write_all(
     called with payload bytes that were written.
     """
     workers = [w for w in range(len(plan.work)) if plan.work[w] or (plan.blobs and not w)]
-    _allow_open_files(2 * len(plan.sizes) + _OTHER_FILES)
+    _allow_open_files(2 * len(plan.sizes) + _OTHER_FILES + len(os.listdir("/proc/self/fd")))
     memory_bytes //= max(1, len(workers))
     there = OpenFiles(files.storage, "auto", None)
     with contextlib.closing(there), Crew(max(1, len(workers)), "mcore_ckpt-target") as crew:

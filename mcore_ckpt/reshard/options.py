@@ -18,7 +18,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.core.options import local_path, parse_size, shown_size
+from mcore_ckpt.core.options import local_path, parse_size
 
 _Rule = TypeVar("_Rule")
 
@@ -162,12 +162,9 @@ def flags_of(described: Field[Any]) -> list[str]:
 
 def help_of(described: Field[Any]) -> str:
     """What an option does, and its default."""
-    default = described.default
-    shown = default
-    if described.name.endswith("_bytes") and isinstance(default, int):
-        shown = shown_size(default)
-    plain = default is None or default == () or isinstance(default, bool)
-    return str(described.metadata["text"]) + ("" if plain else f" (default: {shown})")
+    default, text = described.default, str(described.metadata["text"])
+    plain = default is None or default == () or isinstance(default, bool) or "default: " in text
+    return text if plain else f"{text} (default: {default})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +178,7 @@ class ConversionOptions:
     )
     drop_optimizer: bool = option(False, "leave the optimizer's state out")
     workers: int = option(2, "threads, tensors in progress at once, and files of each rank", metavar="N")
-    memory_bytes: int = option(1024**3, "memory to stay within, e.g. 512MiB", flag="--memory", metavar="SIZE")
+    memory_bytes: int = option(1024**3, "memory to stay within (default: 1GiB)", flag="--memory", metavar="SIZE")
     verify: bool = option(True, "compare DST with SRC by checksum before it appears, if DST is a checkpoint")
     restart: bool = option(False, "throw away what an interrupted run has left, instead of resuming it")
 

@@ -66,12 +66,8 @@ def refuse_target(source: Path, target: Path) -> None:
         raise OptionError(f"{target}: lies inside the source {source}, which is never written to")
 
 
-def _is_renamed(target: Path) -> bool:
-    return storage_at(target).made_by(renamed=True, in_place=False)
-
-
 def _refuse_existing(target: Path) -> None:
-    if not _is_renamed(target):
+    if storage_at(target).is_store:
         # What else lies there may be what a killed run has left: that is looked at under the lock.
         if storage_at(target).exists(METADATA_FILE):
             raise _exists(target)
@@ -108,7 +104,7 @@ def target_folder(target: Path, fingerprint: str, *, restart: bool = False) -> A
         CheckpointExistsError: there is something at `target`.
         SaveError: another run is making `target`; or it cannot be written.
     """
-    return (_renamed if _is_renamed(target) else _in_place)(target, fingerprint, restart)
+    return (_in_place if storage_at(target).is_store else _renamed)(target, fingerprint, restart)
 
 
 @contextmanager

@@ -115,14 +115,14 @@ class SaveDirectory:
     def open(self) -> bytes:
         """Coordinator: lock the directory; returns the save's id. Raises where another save holds it."""
         self.target = open_target(self.storage, self._options)
-        if self.storage.made_by(renamed=True, in_place=False):  # in a file system stock may have written it already
+        if not self.storage.is_store:  # in a file system stock may have written it already
             self._common = self._common_file()
         return self.target.save_id
 
     def common_file(self, *, has_common_state: bool) -> ManifestFile | None:
         """Coordinator: the file that holds the common state of this save; None if an object does, or nothing."""
         found = None if has_common_state else self._common_file()
-        if not has_common_state and self.storage.made_by(renamed=True, in_place=False) and found != self._common:
+        if not has_common_state and not self.storage.is_store and found != self._common:
             raise SaveError(f"{self.storage}: another save has replaced {COMMON_FILE} since this one began")
         return found
 

@@ -198,10 +198,9 @@ def _is_plain(key: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """The numbers of a tensor or an array as Python's, which compare exactly; all else as it is."""
-    is_numbers = isinstance(value, (np.ndarray, np.generic))
-    is_numbers = is_numbers or (isinstance(value, torch.Tensor) and _has_bytes(value))
     with contextlib.suppress(NotImplementedError):  # torch cannot show some dtypes
-        return value.tolist() if is_numbers else value
+        if isinstance(value, (np.ndarray, np.generic)) or (isinstance(value, torch.Tensor) and _has_bytes(value)):
+            return value.tolist()
     return value
 
 

@@ -18,7 +18,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.process import run_concurrently
@@ -140,8 +140,6 @@ def _ended() -> OSError:
     return OSError(errno.EBADF, "it is finished or aborted")
 
 
-T = TypeVar("T")
-
 # Of an object that is opened, so much of its end comes with its length: small ones cost one request, and of a data file
 # what tells that it is the right one.
 _END_BYTES: Final = 64 * 1024
@@ -165,6 +163,7 @@ class ObjectStorage(Storage):
     reads_at_once = 8
     open_ahead = 4
     asks_at_once = 16
+    is_store = True
     serves_forks = False
 
     def __init__(
@@ -358,9 +357,6 @@ class ObjectStorage(Storage):
             self._client.delete(key)
 
     # The directory, which is there as long as there are keys
-
-    def made_by(self, *, renamed: T, in_place: T) -> T:
-        return in_place
 
     def ensure(self) -> None:
         pass

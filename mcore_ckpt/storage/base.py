@@ -19,7 +19,7 @@ import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, Literal, NamedTuple, TypeVar
+from typing import Final, Literal, NamedTuple
 
 from mcore_ckpt.core.errors import (
     CheckpointError,
@@ -29,7 +29,6 @@ from mcore_ckpt.core.errors import (
     SaveError,
 )
 
-T = TypeVar("T")
 DirectIo = Literal["auto", "off", "keep"]
 
 # Logical blocks are 512 or 4096 bytes on every disk in use, and pages are 4096 on x86-64: 4096 suits O_DIRECT on all.
@@ -203,6 +202,8 @@ class Storage(ABC):
     reads_at_once: int = 4
     open_ahead: int = 0  # files that are opened ahead of the one that is read; 0 where opening one takes no request
     asks_at_once: int = 1  # requests for small things sent at once; 1 where an answer comes sooner than a thread starts
+    # Nothing is renamed or claimed here: an object is there complete or not at all, and a put may have a condition.
+    is_store: bool = False
     serves_forks: bool = True  # a forked child of a process that uses it can use it, too
 
     def within(self, deadline_s: float | None) -> Storage:
@@ -321,7 +322,7 @@ class Storage(ABC):
 
     def claim(self, name: str, owner: str) -> str:
         """Make `name` stand for the name `owner`, unless it stands for one already: of all who try at once, on whatever
-        host, one succeeds. Returns what it stands for. Only where `made_by` says `renamed`. Raises `SaveError`.
+        host, one succeeds. Returns what it stands for. Not where it `is_store`. Raises `SaveError`.
         """
         raise NotImplementedError
 
@@ -331,7 +332,7 @@ class Storage(ABC):
 
     def replace_if(self, name: str, content: bytes, before: FileVersion | None) -> FileVersion | None:
         """As `publish`, if the file still is that version, by its `number`; None: if there is none. Only where
-        `made_by` says `in_place`.
+        it `is_store`.
 
         Returns the new version; None if there is another file, which is left as it is. On `OutcomeUnknownError` it may
         still happen; on another `SaveError` it has not happened, and will not.
@@ -354,16 +355,6 @@ class Storage(ABC):
         """Remove a file. Raises `SaveError`."""
 
     # The directory
-
-    @abstractmethod
-    def made_by(self, *, renamed: T, in_place: T) -> T:
-        """Of two ways to make a directory of many files, in which nothing unfinished is ever taken for the directory,
-        the one that goes here.
-
-        `renamed`: the files are written in another directory of the same file system, in several attempts if need be,
-        and that gets this one's name. `in_place`: the files are written where they stay, each appears when it is
-        complete, and one without which the others count for nothing is put last.
-        """
 
     @abstractmethod
     def ensure(self) -> None:

@@ -16,7 +16,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import local_path, store_url
@@ -89,9 +89,6 @@ def sync_directory(path: str) -> None:
             raise
     finally:
         os.close(fd)
-
-
-T = TypeVar("T")
 
 
 def _leads_to(kind: Callable[[], bool]) -> bool:
@@ -317,9 +314,6 @@ class LocalStorage(Storage):
             except FileNotFoundError:
                 if not missing_ok:
                     raise
-
-    def made_by(self, *, renamed: T, in_place: T) -> T:
-        return renamed
 
     def ensure(self) -> None:
         with saving("making the directory", str(self.root)):

@@ -46,36 +46,11 @@ def carrier(elem_bytes: int) -> Any:
 
 @lru_cache(maxsize=8)
 def _float8_values(dtype: str) -> np.ndarray[Any, np.dtype[np.float32]] | None:
-    """The value of each of the 256 codes of an 8-bit float, by the definition of its format."""
-    formats = {  # exponent bits, mantissa bits, bias
-        "float8_e4m3fn": (4, 3, 7),
-        "float8_e4m3fnuz": (4, 3, 8),
-        "float8_e5m2": (5, 2, 15),
-        "float8_e5m2fnuz": (5, 2, 16),
-        "float8_e8m0fnu": (8, 0, 127),
-    }
-    if dtype not in formats:
-        return None
-    exponent_bits, mantissa_bits, bias = formats[dtype]
-    codes = np.arange(256)
-    if dtype == "float8_e8m0fnu":
-        values = np.ldexp(1.0, codes - bias)
-        values[255] = np.nan
-        return values.astype(np.float32)
-    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
-    mantissa = codes & ((1 << mantissa_bits) - 1)
-    fraction = mantissa / (1 << mantissa_bits)
-    values = np.where(exponent == 0, np.ldexp(fraction, 1 - bias), np.ldexp(1 + fraction, exponent - bias))
-    values = np.where(codes >= 128, -values, values)
-    if dtype.endswith("fnuz"):
-        values[128] = np.nan
-    elif dtype == "float8_e4m3fn":
-        values[[127, 255]] = np.nan
-    else:
-        top = exponent == (1 << exponent_bits) - 1
-        values = np.where(top & (mantissa == 0), np.where(codes >= 128, -np.inf, np.inf), values)
-        values = np.where(top & (mantissa != 0), np.nan, values)
-    return values.astype(np.float32)
+    """The value of each of the 256 codes of an 8-bit float; None if torch has none of that name."""
+    import torch  # (few checkpoints hold them)
+
+    kind = getattr(torch, dtype, None) if dtype.startswith("float8_") else None
+    return None if kind is None else torch.arange(256, dtype=torch.uint8).view(kind).float().numpy()
 
 
 def as_numbers(content: memoryview, dtype: str) -> np.ndarray[Any, Any] | None:

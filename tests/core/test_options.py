@@ -71,7 +71,7 @@ def test_an_argument_wins_over_the_environment() -> None:
         ("THREAD_COUNT", "many", "MCORE_CKPT_THREAD_COUNT='many': expected a number"),
         ("WRITER", "threads", "^MCORE_CKPT_WRITER='threads': expected one of 'persistent', 'fork'"),
         ("KEEP_LAST", "0", "^MCORE_CKPT_KEEP_LAST=0: expected at least 1$"),
-        ("STAGING_BUDGET_BYTES", "1M", r"^MCORE_CKPT_STAGING_BUDGET_BYTES=1000000: .* at least 1048576 \(1MiB\)$"),
+        ("STAGING_BUDGET_BYTES", "1M", r"^MCORE_CKPT_STAGING_BUDGET_BYTES=1000000: .* at least 1048576$"),
     ],
 )
 def test_a_bad_variable_is_named(variable: str, text: str, message: str) -> None:

@@ -60,7 +60,7 @@ class FaultyStorage(Storage):
         return self.inner.location
 
     path, list, sizes, folders = map(_passed_on, ("path", "list", "sizes", "folders"))
-    version, open_reader, made_by, claimed = map(_passed_on, ("version", "open_reader", "made_by", "claimed"))
+    version, open_reader, claimed = map(_passed_on, ("version", "open_reader", "claimed"))
     in_use, is_in_use = map(_passed_on, ("in_use", "is_in_use"))
     overwrite, publish, create, claim = map(_counted, ("overwrite", "publish", "create", "claim"))
     move, delete, ensure, sync, remove = map(_counted, ("move", "delete", "ensure", "sync", "remove"))
