@@ -192,7 +192,7 @@ def _has_gpu() -> bool:
 # The core, by folder or file: what starts no trainers, kills nothing and waits for nothing.
 QUICK = (
     "commands/test_hostile_indexes.py",
-    "core/test_boxes.py core/test_crc.py core/test_errors.py core/test_fingerprints.py core/test_options.py",
+    "core/test_boxes.py core/test_errors.py core/test_fingerprints.py core/test_options.py",
     "core/test_paths.py core/test_threads.py",
     "directory/test_iterations.py directory/test_publish.py",
     "format",

@@ -668,11 +668,7 @@ def _place_common(storage: Storage, pending: str) -> None:
 
 
 def _place_in_store(
-    storage: Storage,
-    pending: str,
-    version: FileVersion,
-    content: bytes | None = None,
-    before: FileVersion | None = None,
+    storage: Storage, pending: str, version: FileVersion, content: bytes | None = None, before: FileVersion | None = None
 ) -> None:
     """As `_place_common`, as long as that version of `.metadata` is in force: each put replaces only what was there
     before that was asked, so one that is late is refused. `content`: what is pending, if that is known, and what was

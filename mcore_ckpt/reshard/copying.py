@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import resource
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from mcore_ckpt.core.boxes import Box, Stretch, relative, runs
@@ -252,7 +252,7 @@ def write_all(
     called with payload bytes that were written.
     """
     workers = [w for w in range(len(plan.work)) if plan.work[w] or (plan.blobs and not w)]
-    _allow_open_files(2 * len(plan.sizes) + _OTHER_FILES + len(os.listdir("/proc/self/fd")))
+    _allow_open_files(2 * len(plan.sizes) + _OTHER_FILES + sum(1 for _ in Path("/proc/self/fd").iterdir()))
     memory_bytes //= max(1, len(workers))
     there = OpenFiles(files.storage, "auto", None)
     with contextlib.closing(there), Crew(max(1, len(workers)), "mcore_ckpt-target") as crew:

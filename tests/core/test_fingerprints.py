@@ -1,17 +1,21 @@
-"""Fingerprints against the CRC-32 of whole tensors, whatever the slices; the vectors of docs/format.md."""
+"""Fingerprints against the CRC-32 of whole tensors, whatever the slices; the vectors of docs/format.md; CRC-32s."""
 
 from __future__ import annotations
 
 import itertools
+import random
 import re
 import zlib
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mcore_ckpt.core import crc as sums
 from mcore_ckpt.core.boxes import Box, Stretch, runs
+from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.fingerprints import TensorFingerprint, part_of, part_of_elements, part_of_run, state_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
@@ -77,3 +81,13 @@ def test_the_vectors_on_the_page() -> None:
         tensors[key] = TensorFingerprint(dtype, shape, int(crc, 16))
     (total,) = re.findall(r"^The fingerprint of these [a-z]+ tensors is `([0-9a-f]{32})`", page, re.MULTILINE)
     assert state_of(tensors).total == total
+
+
+@pytest.mark.parametrize("has_its_own", [True, False])
+@pytest.mark.parametrize("size", [0, 1, 7, 64, 4095, 100_003])
+def test_parts_summed_apart_combine(size: int, has_its_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_its_own:
+        monkeypatch.setattr(sums, "_combine", None)
+    content = random.Random(size).randbytes(size)
+    for cut in {0, size // 3, size}:
+        assert crc32_combine(crc32(content[:cut]), crc32(content[cut:]), size - cut) == zlib.crc32(content)

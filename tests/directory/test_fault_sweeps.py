@@ -169,10 +169,7 @@ ERRORS_OF_SAVES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("world", "way", "code", "exists", "step"),
-    ERRORS_OF_SAVES,
-)
+@pytest.mark.parametrize(("world", "way", "code", "exists", "step"), ERRORS_OF_SAVES)
 def test_no_error_at_any_moment_harms_a_save(
     world: int,
     way: str,

@@ -33,6 +33,7 @@ from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.megatron.serialization import load_common
 from mcore_ckpt.models._sources import read_safetensors
 from mcore_ckpt.reshard.weight_files import safetensors_header
+from tests.format.flips import run
 from tests.support.stored_layouts import rewritten
 from tests.support.stored_layouts import stock_item as saved
 from tests.support.tensor_specs import encode_tensor
@@ -164,3 +165,13 @@ def _try(target: str, content: bytes, directory: Path) -> None:
         print(f"the input is kept in {kept}")
         raise
     assert time.monotonic() - started < SLOWEST_S, f"{target}: {content[:200]!r} takes too long"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_damage_is_noticed_or_harmless_and_never_loaded(tmp_path: Path) -> None:
+    """A few hundred of the trials that `make test-flips` makes by the thousand."""
+    tally = run(350, 2024, tmp_path, cuts=False)
+    assert tally.trials > 350
+    assert tally.of("seen") > 250
+    assert not tally.unexpected, "\n".join(tally.unexpected)

@@ -23,7 +23,7 @@ from mcore_ckpt.format.metadata_read import parse_index
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.load.checks import pickle_differs
 from mcore_ckpt.tools.verify import verify_checkpoint
-from tests.format.test_index_round_trip import indexes
+from tests.format.test_metadata import indexes
 
 SAVE_ID = bytes(range(16))
 

@@ -392,13 +392,8 @@ def test_more_files_than_the_process_may_open(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
-        reshard_checkpoint(
-            tmp_path / "s",
-            tmp_path / "t",
-            tp=32,
-            pp=1,
-            rules=tuple(parse_partition_rules("w 0", "r")),
-        )
+        rules = tuple(parse_partition_rules("w 0", "r"))
+        reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=32, pp=1, rules=rules)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert_same(read_all(tmp_path / "t"), {key: stored.tensor for key, stored in tensors.items()})
