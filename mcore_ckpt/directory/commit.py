@@ -668,7 +668,7 @@ def _place_common(storage: Storage, pending: str) -> None:
 
 
 def _place_in_store(
-    storage: Storage, pending: str, version: FileVersion, content: bytes | None = None, before: FileVersion | None = None
+    storage: Storage, name: str, version: FileVersion, content: bytes | None = None, before: FileVersion | None = None
 ) -> None:
     """As `_place_common`, as long as that version of `.metadata` is in force: each put replaces only what was there
     before that was asked, so one that is late is refused. `content`: what is pending, if that is known, and what was
@@ -677,7 +677,7 @@ def _place_in_store(
     for _ in range(_ATTEMPTS):
         if content is None:
             try:
-                content = storage.read(pending)
+                content = storage.read(name)
             except CheckpointNotFoundError:
                 return
             before, now = storage.version(COMMON_FILE), storage.version(METADATA_FILE)
