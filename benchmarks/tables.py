@@ -393,7 +393,8 @@ def of_wrapped_calls(results: Results) -> str:
     rows = []
     for (ranks, replicas), items, call, cpu_s in _calls(results, wrapped=True):
         layout = f"DP {replicas}" + (f" x TP {ranks // replicas}" if ranks > replicas else "")
-        rows.append((f"{layout} x {items:,}", call, *(f"{s:.2f}" if s < 10 else f"{s:.1f}" for s in cpu_s.values())))
+        shown = {side: f"{s:.2f}" if s < 10 else f"{s:.1f}" for side, s in cpu_s.items()}
+        rows.append((f"{layout} x {items:,}", call, shown["mcore_ckpt"], shown.get("Megatron-Core", "-")))
     return _titled(results, ("ranks x shards", "call", "mcore_ckpt", "Megatron-Core"), rows)
 
 
