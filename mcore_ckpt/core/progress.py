@@ -86,10 +86,6 @@ class Progress:
                 bar.update(task, completed=self.done_bytes, refresh=True)
 
 
-# An index may claim any shape: so much is still a floating-point number.
-_MANY = 10**300
-
-
 def human_bytes(nbytes: int) -> str:
     """Decimal units, three digits: `1.53 GB`."""
     return _human(nbytes, ("B", "KB", "MB", "GB", "TB", "PB"))
@@ -101,7 +97,7 @@ def human_count(count: int) -> str:
 
 
 def _human(count: int, units: tuple[str, ...]) -> str:
-    value, power = float(min(count, _MANY)), 0
+    value, power = float(min(count, 10**300)), 0  # an index may claim any shape
     while abs(value) >= 1000 and power + 1 < len(units):
         value, power = value / 1000, power + 1
     shown = str(count) if not power else f"{value:.3g}" if value < 999.5 else f"{value:.0f}"

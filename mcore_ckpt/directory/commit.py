@@ -9,7 +9,7 @@ clock. A saver whose base has been replaced has lost, for ever: no `.metadata` c
 1. *Base*: the identity of `.metadata`, read before anything is written.
 2. *Claims on the base* are completed first (7), if their save can still be published. Then the base's own common state
    is renamed into place, if it is still pending, so that nobody does so late, over a newer one.
-3. The note `.mcore_ckpt_incomplete.ID` is made, then data files, then `common.pt.ID.pending`. All names are made once.
+3. The note `.mcore_ckpt_incomplete.ID` is made, then data files, and `common.pt.ID.pending`. All names are made once.
    At the commit the index is written into the note, in place, and all is synced.
 4. The directory is listed. Only what is in this list may be removed after the commit (8).
 5. *Claim*: the symbolic link `.mcore_ckpt_next.TOKEN` to the note. TOKEN stands for the base: one save has it.
@@ -25,10 +25,9 @@ clock. A saver whose base has been replaced has lost, for ever: no `.metadata` c
 
 **In an object store** the put of `.metadata` is conditional itself: on the version of the base. If the store does not
 say what has become of it, the save fails, its files stay, and the next save removes them after its own commit: then the
-put is refused, however late it arrives. What does not wait for another answer is asked for at once: next to the look at
-the data files the pending common state is put, the listing of 4 made, and what has a name that others use looked at,
-which is changed after the commit only if it is the same then. What is done after the commit has no order, but that the
-note goes last, with the pending common state.
+put is refused, however late it arrives. What does not wait for another answer is asked for at once: the pending common
+state is put next to the look at the data files, the listing of 4, and a look at `common.pt`, which is changed only if
+it is the same after the commit. What comes then has no order, but that note and pending common state go last.
 
 **The note** is a courtesy: it spares a second job the writing, and names host and process in the message. It is not
 renewed, and nothing depends on it. A process on this host can be seen, so its note counts as long as it lives. One on
@@ -297,6 +296,8 @@ class Commit:
             found = run_concurrently(storage.asks_at_once, partial(_settled, storage), note, storage.list)
             commit.base = found[0]
             commit._refuse_others(found[2])
+            if not storage.is_store:  # else later, next to other requests
+                commit.have_common_wait()
         except BaseException:
             commit.give_up()
             raise
@@ -325,9 +326,10 @@ class Commit:
     def prepare(self) -> None:
         """Ahead of `publish`, next to other requests: have the common state wait; in a store, see what is there."""
         look = (self._look,) if self.storage.is_store else ()
-        run_concurrently(self.storage.asks_at_once, self._have_common_wait, *look)
+        run_concurrently(self.storage.asks_at_once, self.have_common_wait, *look)
 
-    def _have_common_wait(self) -> None:
+    def have_common_wait(self) -> None:
+        """Write the new common state, if there is one, under the name by which it waits for the commit."""
         if self.common is not None and not self.waits:
             self.storage.create(self.pending, self.common)
             self.waits = True
@@ -345,7 +347,7 @@ class Commit:
         `needed`: data files of other saves that it names. `stale`: files of the checkpoint that it replaces, by names
         that others may use, too. Raises `SaveError`: nothing is published, unless `is_undecided`.
         """
-        self._have_common_wait()
+        self.have_common_wait()
         way = self._publish_by_condition if self.storage.is_store else self._publish_by_claim
         listed, claim = way(metadata)
         left = [name for name in listed if self._is_of_another_save(name, needed) and name != claim]

@@ -4,10 +4,10 @@ What it passes through; a crash between any two steps leaves the old checkpoint 
 
 1. `open_target` (or, ahead of it, `reserve`): what is in force is read, and the save's note is made (`commit`). The
    names of all new data files carry the save's id, so no name is ever used twice.
-2. The ranks write and fsync their data files.
-3. `publish`: the coordinator sees every file that was planned, at its size. The new common state waits as
-   `common.pt.<id>.pending`. The new `.metadata` replaces the old one, if no other save has been published since step 1.
-   This is the moment the new checkpoint exists.
+2. The ranks write and fsync their data files. The new common state waits as `common.pt.<id>.pending`, in a store from
+   the next step on.
+3. `publish`: the coordinator sees every file that was planned, at its size. The new `.metadata` replaces the old one,
+   if no other save has been published since step 1. This is the moment the new checkpoint exists.
 4. The common state takes its place, and the files of the old checkpoint are removed. `metadata.json` is put next to
    it: never over that of another save.
 """
@@ -209,7 +209,8 @@ def settle(storage: Storage, config: bytes | None = None) -> None:
     if target is not None:
         try:
             if target.commit.common is not None:
-                storage.publish(COMMON_FILE, target.commit.common)
+                target.commit.have_common_wait()
+                storage.move(target.commit.pending, COMMON_FILE)
             if config is not None and not _has_config(storage, config):
                 storage.publish(CONFIG_FILE, config)
         finally:

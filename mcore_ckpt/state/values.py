@@ -165,13 +165,12 @@ class _Comparison:
             return repr(stored) == repr(held) if is_alike else repr(complex(stored)) == repr(complex(held))
         if isinstance(stored, (set, frozenset)) and is_alike:
             return self._is_same_set(stored, held)
-        with contextlib.suppress(Exception):  # of third-party classes
-            # (that of `object` says whether both are one)
-            is_trusted = not is_alike or not (self._exact or "__eq__" not in vars(type(stored)))
-            if is_trusted and stored == held:
-                return True
+        with contextlib.suppress(Exception):  # of third-party classes, whose `==` may leave parts out
+            if is_alike:
+                return self._is_same(*map(_parts, (stored, held)))
         with contextlib.suppress(Exception):
-            return is_alike and self._is_same(*map(_parts, (stored, held)))
+            if not self._exact and stored == held:
+                return True
         return stored is held
 
     def _is_same(self, stored: Any, held: Any) -> bool:

@@ -101,7 +101,8 @@ class ObstoreClient(ObjectClient):
             text = f"{where}: {self._said(error)}; rename or delete that object, which no checkpoint has"
             raise OSError(errno.EINVAL, text) from None
         except (exceptions.BaseError, OSError) as error:  # (of an upload's stream: OSError without errno)
-            kind = OSError if _REFUSED.search(str(error)) else PassingError
+            is_final = _REFUSED.search(str(error)) and "RequestTimeout" not in str(error)  # (which S3 calls a 400)
+            kind = OSError if is_final else PassingError
             raise kind(errno.EREMOTEIO, f"{where}: {self._said(error)}") from None
 
     def _said(self, error: BaseException) -> str:

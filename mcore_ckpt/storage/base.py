@@ -202,8 +202,7 @@ class Storage(ABC):
     reads_at_once: int = 4
     open_ahead: int = 0  # files that are opened ahead of the one that is read; 0 where opening one takes no request
     asks_at_once: int = 1  # requests for small things sent at once; 1 where an answer comes sooner than a thread starts
-    # Nothing is renamed or claimed here: an object is there complete or not at all, and a put may have a condition.
-    is_store: bool = False
+    is_store: bool = False  # of objects: nothing is renamed or claimed, and a put may have a condition
     serves_forks: bool = True  # a forked child of a process that uses it can use it, too
 
     def within(self, deadline_s: float | None) -> Storage:

@@ -1,9 +1,13 @@
-"""Dozens of async saves leave no process, thread, descriptor, mapping or shared memory behind."""
+"""Dozens of async saves leave no process, thread, descriptor, mapping or shared memory behind; killed ones a whole
+checkpoint.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -83,3 +87,15 @@ def test_dozens_of_saves_leave_nothing(writer: Any, tmp_path: Path) -> None:
         assert after == before
     left = [name for name in set(os.listdir("/dev/shm")) - shared_memory if "mcore" in name]
     assert not [name for name in left if not name.startswith("mcore_ckpt-test-")], "(those are of other tests)"
+
+
+@pytest.mark.crash
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_kills_and_races_leave_one_whole_checkpoint() -> None:
+    """Some of those that `make test-crash` makes by the dozen."""
+    kills = "-m tests.save.kills_and_races --kills 14 --races 12 --seed 2024".split()
+    command, root = [sys.executable, "-W", "ignore", *kills], Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=840, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
+    assert "all as promised" in done.stdout

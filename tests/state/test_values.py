@@ -8,7 +8,7 @@ import functools
 import pickle
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +47,7 @@ class _Seconds(float):
 
 @dataclass
 class _Fields:
-    own: Any
+    own: Any = field(compare=False)
 
 
 def _numbered(own: Any) -> _Number:
@@ -179,7 +179,6 @@ def test_differences_have_their_place(stored: Any, held: Any, where: str | None)
         (_groups(1, 2), _groups(2)),
         (_groups(1, 2), {"param_groups": _groups(1, 2)["param_groups"][::-1]}),
         ({"param_groups": [{"params": [1]}]}, {"param_groups": [{"params": [2]}]}),
-        (SimpleNamespace(a=1), SimpleNamespace(a=True)),
         ({1}, {True}),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +20,7 @@ from mcore_ckpt import (
     verify_checkpoint,
 )
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.directory import copying
+from mcore_ckpt.directory import commit, copying
 from mcore_ckpt.directory.commit import Owner
 from mcore_ckpt.directory.copying import file_on_its_way
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
@@ -177,6 +179,17 @@ def test_what_an_interrupted_copy_of_another_checkpoint_has_left_is_not_publishe
     assert not storage_at(target).exists(".metadata")
     copy_checkpoint(saved, target)  # which is resumed
     assert loaded(target) == 1.0
+
+
+def test_a_copy_that_is_there_leaves_the_files_of_a_save_at_work(saved: Path, tmp_path: Path) -> None:
+    target = tmp_path / "copy"
+    copy_checkpoint(saved, target)
+    with mock.patch.object(commit, "_place", return_value="another host"):
+        held_up = commit.Commit.begin(storage_at(target), common=b"of the save")
+    os.utime(target / commit.note_name(held_up.id), (time.time() - 100.0,) * 2)
+    (target / f"__0_0.{held_up.id}.distcp").write_bytes(b"of the save")
+    copy_checkpoint(saved, target)
+    assert {f"__0_0.{held_up.id}.distcp", held_up.pending} <= set(storage_at(target).list())
 
 
 def test_other_checkpoints_of_a_run_are_no_part_of_the_copy(saved: Path, tmp_path: Path) -> None:
