@@ -29,7 +29,7 @@ from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
-from mcore_ckpt.directory.commit import Commit, is_note, note_name
+from mcore_ckpt.directory.commit import Commit, is_note, notes
 from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.directory.in_force import (
     common_file_in_force,
@@ -186,7 +186,8 @@ def copy_and_commit(
                 writes.delete(name)
         is_left = _left_by_others(found, set() if replaced is None else index_files(replaced), is_alone=own is None)
         # A save that was there before may yet be published: nothing has been since it began.
-        is_held = is_published and any(is_note(name) and name != note_name(commit.id) for name in names)
+        others = [owner for owner in notes(writes, names) if owner.save != commit.id] if is_published else []
+        is_held = any(writes.is_store or owner.process_state() != "gone" for owner in others)
         for name in () if is_held else filter(is_left, names):
             writes.delete(name)
         sync_folders(target, found.others)
