@@ -22,6 +22,7 @@ from benchmarks.groups import Group, Interpreter, WorkFailedError
 from examples import small_run
 from mcore_ckpt import LoadOptions, SaveOptions
 from mcore_ckpt.commands.cli import main, make_parser
+from mcore_ckpt.tools.verify import verify_checkpoint
 from scripts import pictures, promises
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -361,3 +362,19 @@ def test_what_else_the_page_names_is_there() -> None:
     assert len(paths) > 5
     for named in (*paths, *names):
         assert promises.level_of(f"`{named}`"), named
+
+
+def test_the_loop_of_the_guide_runs_on_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core", reason="what the loop saves through")
+    script = ROOT / "examples" / "own_loop.py"
+    [shown] = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/guides/loop.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert shown == script.read_text()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*command, script, tmp_path / "run"], env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(re.findall(r"rank (\d) resumed at step 30", ended.stdout)) == ["0", "1"]
+    for step in (10, 20, 30):
+        assert verify_checkpoint(tmp_path / "run" / f"iter_{step:07d}").whole

@@ -31,7 +31,7 @@ from mcore_ckpt.format.metadata_read import (
     read_small_file,
 )
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.load.files import OpenFiles, naming
+from mcore_ckpt.load.files import OpenFiles, named
 from mcore_ckpt.load.ranges import Extent, Span, coalesce
 from mcore_ckpt.load.records import (
     check_located,
@@ -280,7 +280,7 @@ class ItemChecker:
                 except ChecksumError as error:
                     self._found(check, item_problem("checksum", check, str(error)))
                 except LoadError as error:
-                    self._found(check, item_problem("item", check, str(naming(error, check.where))))
+                    self._found(check, item_problem("item", check, str(named(error, check.where))))
                 else:
                     records += checked
                     unchecked += checked == 0

@@ -202,12 +202,10 @@ class FileSystemReader(StorageReader):
             self._read(plan)
 
     def _read(self, plan: LoadPlan) -> None:
-        try:
+        with naming(self._where):
             for turn in plan.turns():
                 with self._opened() as files:
                     TensorReads(files, self._located, self.stats, self._decoder, self.index, self.ranks).run(turn)
-        except LoadError as error:
-            raise naming(error, self._where()) from error
 
     def _where(self) -> str:
         """The directory of the data files, as messages name it."""
@@ -224,10 +222,8 @@ class FileSystemReader(StorageReader):
         return next(self._object_contents([self._object_entry(fqn)]))[1]
 
     def _object_contents(self, entries: Iterable[ObjectEntry]) -> Iterator[tuple[ObjectEntry, bytes]]:
-        try:
+        with naming(self._where):
             yield from self._decoder.object_contents(entries)
-        except LoadError as error:
-            raise naming(error, self._where()) from error
 
     @without_modes()
     def read_object(self, fqn: str) -> Any:

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.format.item_reading import Forms, LocatedTensor, locate_tensor, locate_tensor_in
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.format.zip_records import NotRangeable
-from mcore_ckpt.load.files import OpenFiles, ReadStats, naming, padded_range
+from mcore_ckpt.load.files import OpenFiles, ReadStats, named, naming, padded_range
 from mcore_ckpt.load.placement import (
     MAX_COLUMN_BYTES,
     ColumnSpan,
@@ -64,6 +64,7 @@ from mcore_ckpt.load.ranges import (
     ChunkPart,
     Extent,
     Span,
+    batches,
     cluster_boxes,
     coalesce,
     split_box,
@@ -166,11 +167,8 @@ class ItemDecoder:
         return torch.Tensor.detach(loaded)
 
     def _read(self, files: OpenFiles, fqn: str, item: StoredItem) -> bytes:
-        try:
-            with files.reader(item.file) as reader:
-                stored = reader.read(item.offset, item.length)
-        except LoadError as error:
-            raise naming(error, item_name(fqn, item)) from error
+        with naming(partial(item_name, fqn, item)), files.reader(item.file) as reader:
+            stored = reader.read(item.offset, item.length)
         self._stats.add(reads=1, bytes_read=len(stored))
         return stored
 
@@ -447,7 +445,7 @@ class TensorReads:
         try:
             in_order = heapq.merge(spans, columns, key=attrgetter("file", "start"))
             names = {wanted.item.file for wanted, _ in ranged} | {span.file for span in columns}
-            reads = _opening_ahead(in_order, sorted(names), self._files.open_ahead)
+            reads = _opening_ahead(self._streams(in_order), sorted(names), self._files.open_ahead)
             in_parallel(reads, self._read, self._threads)
         finally:
             self._per_thread = threading.local()  # frees the buffers
@@ -473,14 +471,12 @@ class TensorReads:
             return reader.read(item.offset + offset, length)
 
         try:
-            with self._files.reader(item.file) as reader:
+            with naming(lambda: wanted.where), self._files.reader(item.file) as reader:
                 reader.check_range(item.offset, item.length)
                 located = locate_tensor(read, item.length, wanted.where, wanted.expected, self._forms)
                 wanted.check(located)
         except NotRangeable as reason:
             self._decode_later(wanted, str(reason).removeprefix(f"{wanted.where}: "))
-        except LoadError as error:
-            raise naming(error, wanted.where) from error
         else:
             self._located[_kind(wanted)] = located
 
@@ -489,9 +485,15 @@ class TensorReads:
 
     # ---------------------------------------------------------------------------------------------------- reading
 
-    def _read(self, read: _Read) -> None:
+    def _streams(self, spans: Iterable[Span | ColumnSpan]) -> Iterator[_Stream]:
+        """The same, those together that one thread should read in order."""
+        for stream_bytes, some in groupby(spans, lambda span: self._files.stream_bytes(self._is_shared(span))):
+            yield from batches(some, lambda span: span.stop - span.start, stream_bytes)
+
+    def _read(self, read: _Stream | _Opening) -> None:
         if not isinstance(read, _Opening):
-            self._read_span(read)
+            for span in read:
+                self._read_span(span)
             return
         with suppress(LoadError), self._files.reader(read.file):
             pass  # (who reads it tells the error, and what of it was to be read)
@@ -502,18 +504,16 @@ class TensorReads:
             return
         first = span.extents[0]
         owner = first.owner
-        try:
-            with self._files.reader(span.file, keeps=self._is_shared(span)) as reader:
-                reader.check_range(span.start, span.stop - span.start)
-                if first.alone and owner.address:
-                    self._read_straight(reader, span, owner)
-                    return
-                buffer = self._buffer(span.stop - span.start)
-                start, stop = padded_range(span.start, span.stop, reader.size_bytes)
-                skew = _skew(first, start)
-                reader.read_into(start, buffer.view[skew : skew + stop - start])
-        except LoadError as error:
-            raise naming(error, (owner if isinstance(owner, WantedItem) else owner.wanted).where) from error
+        wanted = owner if isinstance(owner, WantedItem) else owner.wanted
+        with naming(lambda: wanted.where), self._files.reader(span.file, keeps=self._is_shared(span)) as reader:
+            reader.check_range(span.start, span.stop - span.start)
+            if first.alone and owner.address:
+                self._read_straight(reader, span, owner)
+                return
+            buffer = self._buffer(span.stop - span.start)
+            start, stop = padded_range(span.start, span.stop, reader.size_bytes)
+            skew = _skew(first, start)
+            reader.read_into(start, buffer.view[skew : skew + stop - start])
         self._stats.add(reads=1, bytes_read=stop - start)
         shift = skew - start
         checked = 0
@@ -538,13 +538,10 @@ class TensorReads:
 
     def _read_columns(self, span: ColumnSpan) -> None:
         start, nbytes, keeps = span.start, span.stop - span.start, self._is_shared(span)
-        try:
-            with self._files.reader(span.file, keeps=keeps) as reader:
-                reader.check_range(start, nbytes)
-                # What comes out of the page cache is summed while it is in the CPU's.
-                parts = cut(span, _CACHED_BYTES) if reader.is_cached(start, nbytes) else []
-        except LoadError as error:
-            raise naming(error, span.items.wanted()[0].where) from error
+        with naming(lambda: span.items.wanted()[0].where), self._files.reader(span.file, keeps=keeps) as reader:
+            reader.check_range(start, nbytes)
+            # What comes out of the page cache is summed while it is in the CPU's.
+            parts = cut(span, _CACHED_BYTES) if reader.is_cached(start, nbytes) else []
         with self._files.reader(span.file, keeps=keeps) as reader:
             if not parts:
                 self._read_and_place(reader, span)
@@ -563,10 +560,8 @@ class TensorReads:
     def _read_and_place(self, reader: RangeReader, span: ColumnSpan) -> None:
         buffer = self._buffer(span.stop - span.start)
         start, stop = padded_range(span.start, span.stop, reader.size_bytes)
-        try:
+        with naming(lambda: span.items.wanted()[0].where):
             reader.read_into(start, buffer.view[: stop - start])
-        except LoadError as error:
-            raise naming(error, span.items.wanted()[0].where) from error
         self._stats.add(reads=1, bytes_read=stop - start)
         with self._placing:
             if place(span, buffer.view, buffer.address, -start):
@@ -603,7 +598,7 @@ class TensorReads:
             self._decode_later(wanted, str(reason).removeprefix(f"{wanted.fqn}: "))
             return 0
         except LoadError as error:
-            raise naming(error, wanted.where) from error
+            raise named(error, wanted.where) from error
         expected, offset, length = located.record_crc32, located.record_offset, located.record_bytes
         if expected is not None and (got := crc32(view[offset : offset + length])) != expected:
             raise damaged(wanted, offset, length, got, expected)
@@ -656,19 +651,19 @@ class _Opening(NamedTuple):
     file: str
 
 
-_Read = Span | ColumnSpan | _Opening
+_Stream = list[Span | ColumnSpan]
 
 
-def _opening_ahead(spans: Iterable[Span | ColumnSpan], files: Iterable[str], ahead: int) -> Iterator[_Read]:
+def _opening_ahead(streams: Iterable[_Stream], files: Iterable[str], ahead: int) -> Iterator[_Stream | _Opening]:
     """The same, and between them files that come later, if any are to be opened ahead."""
     left = map(_Opening, files if ahead else ())
     yield from islice(left, ahead)
     current = None
-    for span in spans:
-        if span.file != current:
-            current = span.file
+    for stream in streams:
+        if stream[0].file != current:
+            current = stream[0].file
             yield from islice(left, 1)
-        yield span
+        yield stream
 
 
 def _skew(first: Extent, start: int) -> int:

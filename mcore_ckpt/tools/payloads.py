@@ -120,7 +120,7 @@ class StoredPayloads:
         if 0 in chunk.sizes:  # its item may be another chunk's, see `check_apart`
             return StoredPayload(where, item.file, item.offset, 0, 0)
         try:
-            with self.files.reader(item.file) as reader:
+            with naming(lambda: where), self.files.reader(item.file) as reader:
                 reader.check_range(item.offset, item.length)
                 found = locate_tensor(
                     lambda offset, length: reader.read(item.offset + offset, length),
@@ -128,12 +128,10 @@ class StoredPayloads:
                     where,
                     (entry.dtype, chunk.sizes),
                 )
-            nbytes = math.prod(chunk.sizes) * element_bytes(entry.dtype)
-            check_located(found, entry.dtype, chunk.sizes, nbytes, item.crc32)
+                nbytes = math.prod(chunk.sizes) * element_bytes(entry.dtype)
+                check_located(found, entry.dtype, chunk.sizes, nbytes, item.crc32)
         except NotRangeable as reason:
             return self._decode(entry, chunk, where, str(reason).removeprefix(f"{where}: "))
-        except LoadError as error:
-            raise naming(error, where) from error
         start = item.offset + found.payload_offset
         return StoredPayload(where, item.file, start, found.payload_bytes, found.crc32)
 

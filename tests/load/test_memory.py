@@ -1,23 +1,36 @@
-"""What a load takes from the page cache and what it leaves there, by `LoadOptions.page_cache`."""
+"""What a load takes from the page cache and what it leaves there, by `LoadOptions.page_cache`; what it takes of the
+host's memory, beyond its destinations, as the operating system counts it.
+"""
 
 from __future__ import annotations
 
+import gc
 import shutil
+import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.load import files as data_files
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
+from mcore_ckpt.storage.direct_io import LocalReader
 from tests.support.gloo_ranks import run_ranks
 from tests.support.local_files import cached_pages, device_bytes, drop_cached, flip, has_direct_io
+from tests.support.stored_layouts import whole, write_checkpoint
+
+MIB = 1024 * 1024
+SIDE = 4096
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +121,24 @@ def test_what_ranks_of_a_host_request_alike_stays_in_the_page_cache_for_the_othe
     assert cached > 0.4 * pages if is_shared else cached < 0.05 * pages, (cached, pages)
 
 
+def test_one_thread_reads_a_stream_through_a_reader_of_its_own(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads ahead by reader, and fills the page cache slowly where one jumps about."""
+    monkeypatch.setattr(data_files, "WINDOW_BYTES", 262_144)
+    monkeypatch.setattr(data_files, "_STREAM_BYTES", 1_600_000)
+    reads: dict[tuple[LocalReader, int], list[int]] = {}
+
+    def noted(reader: LocalReader, offset: int, view: memoryview, *more: Any) -> None:
+        reads.setdefault((reader, threading.get_ident()), []).append(offset)
+        read_into(reader, offset, view, *more)
+
+    read_into = LocalReader.read_into
+    monkeypatch.setattr(LocalReader, "read_into", noted)
+    load_all(saved, LoadOptions(page_cache="on"))
+    large = {key: pairwise(offsets) for key, offsets in reads.items() if len(offsets) > 2}
+    assert len({reader for reader, _ in large}) == len(large)
+    assert sum(not 0 < then - first <= 262_144 for pairs in large.values() for first, then in pairs) <= 4, reads
+
+
 def refuse_damage(rank: int, directory: Path) -> None:
     with pytest.raises(ChecksumError):
         load_a_fourth_of_each_row(directory, LoadOptions())
@@ -122,3 +153,44 @@ def test_each_rank_finds_damage_in_rows_whoever_has_read_them(is_cached: bool, s
     if not is_cached:
         drop_cached(directory / chunk.item.file)
     run_ranks(refuse_damage, 4, directory)
+
+
+def destinations(kind: str) -> list[tuple[torch.Tensor, Box]]:
+    everything = Box((0, 0), (SIDE, SIDE))
+    if kind == "another dtype":
+        return [(torch.ones(SIDE, SIDE, dtype=torch.bfloat16), everything)]
+    if kind == "transposed":
+        return [(torch.ones(SIDE, SIDE).t(), everything)]
+    if kind == "half of every row":
+        return [(torch.ones(SIDE, SIDE // 2), Box((0, 0), (SIDE, SIDE // 2)))]
+    return [(torch.ones(SIDE, SIDE), everything)]
+
+
+def status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"no {name} in /proc/self/status")
+
+
+def peak_bytes_of_load(rank: int, path: str, kind: str) -> int:
+    wanted = destinations(kind)
+    reader = FileSystemReader(path)
+    # What torch and the interpreter set up on first use is not what is measured.
+    small = torch.ones(2, 2, dtype=wanted[0][0].dtype)
+    reader.read_items([ReadRequest("small", small, (0, 0), (2, 2))])
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = status_bytes("VmRSS")
+    reader.read_items([ReadRequest("large", tensor, *box) for tensor, box in wanted])
+    return status_bytes("VmHWM") - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="counts memory as Linux does")
+@pytest.mark.parametrize("kind", ["in place", "another dtype", "transposed", "half of every row"])
+def test_a_load_takes_its_buffers_and_no_more(kind: str, tmp_path: Path) -> None:
+    """Four buffers, which are 32 MiB, and what four threads and the allocator take besides: 38 to 41 MiB seen."""
+    tensors = {"large": whole(torch.zeros(SIDE, SIDE)), "small": whole(torch.zeros(2, 2))}
+    write_checkpoint(tmp_path, tensors, padding=[3])
+    (taken,) = run_ranks(peak_bytes_of_load, 1, str(tmp_path), kind)
+    assert taken <= 48 * MIB
