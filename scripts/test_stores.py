@@ -54,7 +54,7 @@ _S3_TESTS: Final = (
     "tests/storage/test_store_urls.py",
     "tests/megatron/test_object_stores.py",
 )
-_LONG_S3_TESTS: Final = ("tests/launch/test_object_stores.py::test_goes_on_in_an_object_store",)
+_LONG_S3_TESTS: Final = ("tests/launch/test_other_layouts.py::test_goes_on_in_an_object_store",)
 _GCS_TESTS: Final = (
     *_TESTS,
     "tests/storage/test_storage.py::TestGcs",

@@ -175,21 +175,19 @@ def copy_and_commit(
                 )
             # (Where other nodes copy files, those of a later save may have come already.)
             commit.publish(found.metadata, needed=(*found.data, *(() if own is None else names)))
-        # Names that a later save uses, too.
-        if metadata_of(writes) != found.metadata:
-            raise SaveError(f"{target}: another checkpoint has replaced this one there as soon as it was published")
-        for name in found.others:
-            if name not in (*sent.copied, *sent.kept):
-                sent.copy(reads, name, writes)
-        for name in (COMMON_FILE, CONFIG_FILE, INTEGRITY_FILE):
-            if name not in found.others and not (name == COMMON_FILE and found.common is not None):
-                writes.delete(name)
-        is_left = _left_by_others(found, set() if replaced is None else index_files(replaced), is_alone=own is None)
         # A save that was there before may yet be published: nothing has been since it began.
         others = [owner for owner in notes(writes, names) if owner.save != commit.id] if is_published else []
         is_held = any(writes.is_store or owner.process_state() != "gone" for owner in others)
-        for name in () if is_held else filter(is_left, names):
-            writes.delete(name)
+        if metadata_of(writes) != found.metadata:
+            raise SaveError(f"{target}: another checkpoint has replaced this one there as soon as it was published")
+        if not is_held:  # names that a later save uses, too
+            for name in found.others:
+                if name not in (*sent.copied, *sent.kept):
+                    sent.copy(reads, name, writes)
+            unused = {COMMON_FILE, CONFIG_FILE, INTEGRITY_FILE} - {*found.others, found.common and COMMON_FILE}
+            is_left = _left_by_others(found, set() if replaced is None else index_files(replaced), is_alone=own is None)
+            for name in (*unused, *filter(is_left, names)):
+                writes.delete(name)
         sync_folders(target, found.others)
         writes.sync()
     finally:

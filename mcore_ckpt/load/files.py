@@ -21,7 +21,7 @@ from mcore_ckpt.core.options import PageCache
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import data_file_of
 from mcore_ckpt.format.metadata_read import checked_footer
-from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, Storage, align_up
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, FileVersion, RangeReader, Storage, align_up
 
 
 class NearestFiles:
@@ -53,14 +53,8 @@ class NearestFiles:
     @contextlib.contextmanager
     def in_use(self, name: str) -> Iterator[None]:
         """As `Storage.in_use`, of the directory that is read besides that of the index, if there is one to read."""
-        if self._home is self._far:
-            other = self._near
-        elif self._all_are_near():
-            yield
-            return
-        else:
-            other = self._far
-        with other.in_use(name):
+        other = self._near if self._home is self._far else self._far
+        with contextlib.nullcontext() if other is self._far and self._all_are_near() else other.in_use(name):
             yield
 
     def _all_are_near(self) -> bool:
@@ -107,7 +101,7 @@ _MAX_IDLE_FILES = 16
 WINDOW_BYTES = 8 * 1024 * 1024
 # What one thread reads in order where the kernel reads ahead of it: a stream fills the page cache with large pages, at
 # less than half of the CPU time of 4 KiB ones (seen on ext4, Linux 6.18), and begins with small ones.
-_STREAM_BYTES = 64 * 1024 * 1024
+_STREAM_BYTES = 32 * 1024 * 1024
 # The longest gap between two requested ranges that is read and thrown away: about what a disk delivers meanwhile.
 MAX_GAP_BYTES = 256 * 1024
 
@@ -151,6 +145,7 @@ class OpenFiles:
         self._opening: dict[_Key, threading.Lock] = {}
         self._in_use: dict[_Key, tuple[RangeReader, int]] = {}
         self._idle: OrderedDict[_Key, RangeReader] = OrderedDict()
+        self._versions: dict[str, FileVersion | None] = {}  # of each file when it was opened first
 
     def read_sizes(self) -> dict[str, int]:
         """Window and gaps, as `coalesce` and `split_box` take them."""
@@ -193,6 +188,8 @@ class OpenFiles:
     def _opened(self, name: str, direct: DirectIo) -> RangeReader:
         reader = self._storage.open_reader(name, direct=direct)
         try:
+            if self._versions.setdefault(reader.name, reader.version) != reader.version:
+                raise LoadError(f"{reader.name}: another file took its name while it was read; load again")
             if self._footers is not None:
                 self._footers.check(name, reader)
         except BaseException:

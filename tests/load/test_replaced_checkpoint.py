@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,11 @@ from mcore_ckpt import open_checkpoint
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.dcp.planners import MCoreLoadPlanner
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.load.files import OpenFiles
 from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.tools import diff, inspection, verify
+from tests.support import stored_saves
 from tests.support.gloo_ranks import run_ranks
 
 WRITERS = {"ours": FileSystemWriterAsync, "stock": dcp.FileSystemWriter}
@@ -80,6 +87,15 @@ def test_a_checkpoint_that_is_replaced_after_its_index_was_read_is_named(tmp_pat
         loaded(reader)
 
 
+def test_a_file_that_is_another_one_for_the_second_thread_is_named(tmp_path: Path) -> None:
+    save(tmp_path, FIRST, "stock")
+    files, other = OpenFiles(storage_at(tmp_path), "on", None), tmp_path / "other"
+    with files.reader("__0_0.distcp"):
+        shutil.copy(tmp_path / "__0_0.distcp", other).replace(tmp_path / "__0_0.distcp")
+    with ThreadPoolExecutor(1) as pool, pytest.raises(LoadError, match=r"__0_0\.distcp: another file took its name"):
+        pool.submit(files.reader("__0_0.distcp").__enter__).result()
+
+
 class Renaming(FileSystemReader):
     """Names keys otherwise than they are stored, as code for stock's reader does: in the metadata that it returns."""
 
@@ -111,3 +127,34 @@ def test_an_open_checkpoint_gives_what_it_was_opened_for_or_says_that_it_was_rep
         for read in (lambda: checkpoint["a"].torch(), lambda: checkpoint.objects["step"]):
             with pytest.raises(LoadError, match="the checkpoint was replaced by another save"):
                 read()
+
+
+# What is looked at while a save replaces it: what is said is true of one of the two, or it is said.
+LOOKS: dict[str, tuple[Any, Callable[[Path], bool]]] = {
+    "verify": (verify, lambda path: verify.verify_checkpoint(path).whole),
+    "inspect": (inspection, lambda path: not inspection.summarize_checkpoint(path).problems),
+    "diff": (diff, lambda path: not diff.diff_checkpoints(path, path.with_name("as before")).identical),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_checkpoint_that_is_replaced_right_after_its_index_was_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, look = LOOKS[name]
+    path = tmp_path / "c"
+    for each in (path, tmp_path / "as before"):
+        stored_saves.save(each, 1.0, rows=1)
+    read_index, replaced = module.read_index, []
+
+    def then_a_save(*arguments: Any, **options: Any) -> Any:
+        index = read_index(*arguments, **options)
+        if not replaced:
+            replaced.append(True)
+            stored_saves.save(path, 2.0, rows=1)
+        return index
+
+    monkeypatch.setattr(module, "read_index", then_a_save)
+    with pytest.raises(LoadError, match="replaced the checkpoint"):
+        look(path)
+    assert look(path)

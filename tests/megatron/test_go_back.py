@@ -10,6 +10,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,8 +43,13 @@ def train(rank: int, run: Path, iterations: int) -> None:
     dist_checkpointing = installed()
     for iteration in range(1, iterations + 1):
         dist_checkpointing.save(state(iteration), made(directory_of(run, iteration)))
+    by_first(rank, lambda: (run / TRACKER).write_text(str(iterations)))
+
+
+def by_first(rank: int, change: Callable[[], object]) -> None:
+    """One rank changes files, and all go on."""
     if rank == 0:
-        (run / TRACKER).write_text(str(iterations))
+        change()
     dist.barrier()
 
 
@@ -112,9 +118,7 @@ def damage_and_resume(rank: int, run: Path) -> dict[str, Any]:
         for fully_parallel in (False, True) if name in ("payload", "truncated") else (False,):
             of_damage = run / f"{name} {fully_parallel}"
             train(rank, of_damage, 3)
-            if rank == 0:
-                damage(directory_of(of_damage, 3))
-            dist.barrier()
+            by_first(rank, partial(damage, directory_of(of_damage, 3)))
             found[f"{name} {fully_parallel}"] = resume(of_damage, fully_parallel)
     from mcore_ckpt.megatron import serialization
 
@@ -158,9 +162,7 @@ def without_a_tensor(rank: int, run: Path) -> None:
     for iteration in (2, 3):
         installed().save(grown(iteration), str(directory_of(run, iteration)))
     for damaged, expected in ((3, 2), (2, None)):
-        if rank == 0:
-            flip_payload(directory_of(run, damaged))
-        dist.barrier()
+        by_first(rank, partial(flip_payload, directory_of(run, damaged)))
         if expected is not None:
             loaded = installed().load(grown(0), newest, strict="log_all")
             assert (loaded["common"]["iteration"], loaded["later"].unique().tolist()) == (expected, [expected])
@@ -177,13 +179,9 @@ def several(rank: int, run: Path) -> list[Any]:
     first and saves the third again; then all are damaged.
     """
     train(rank, run, 4)
-    if rank == 0:
-        truncate(directory_of(run, 4))
-    dist.barrier()
+    by_first(rank, lambda: truncate(directory_of(run, 4)))
     assert [resume(run)[:2], resume(run)[:2]] == [(3, 3), (3, 3)]  # the third is remembered, and lost
-    if rank == 0:
-        shutil.move(directory_of(run, 3), run / "lost")
-    dist.barrier()
+    by_first(rank, lambda: shutil.move(directory_of(run, 3), run / "lost"))
     assert resume(run)[1] == 2
     dist.barrier()
     if rank == 0:
@@ -243,9 +241,7 @@ def others_are_not_damaged(run: Path) -> None:
 
 def by_default(rank: int, run: Path) -> str:
     train(rank, run, 2)
-    if rank == 0:
-        truncate(directory_of(run, 2))
-    dist.barrier()
+    by_first(rank, lambda: truncate(directory_of(run, 2)))
     with pytest.raises(CorruptCheckpointError) as raised:
         resume(run)
     if rank == 0:

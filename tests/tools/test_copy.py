@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,22 @@ def test_a_copy_that_is_there_leaves_the_files_of_a_save_at_work(saved: Path, tm
     (target / f"__0_0.{held_up.id}.distcp").write_bytes(b"of the save")
     copy_checkpoint(saved, target)
     assert {f"__0_0.{held_up.id}.distcp", held_up.pending} <= set(storage_at(target).list())
+
+
+def test_a_save_that_is_published_while_a_copy_looks_what_is_left_loses_nothing(saved: Path, tmp_path: Path) -> None:
+    target, other = tmp_path / "copy", tmp_path / "other"
+    save(other, 2.0)
+    copy_checkpoint(saved, target)
+    for file in other.glob("*.distcp"):
+        shutil.copy(file, target)
+
+    def published(*_: Any) -> list[Owner]:
+        shutil.copy(other / ".metadata", target)
+        return []  # its note is .metadata now
+
+    with mock.patch.object(copying, "notes", published), pytest.raises(SaveError, match="another checkpoint has repla"):
+        copy_checkpoint(saved, target)
+    assert loaded(target) == 2.0
 
 
 def test_other_checkpoints_of_a_run_are_no_part_of_the_copy(saved: Path, tmp_path: Path) -> None:
