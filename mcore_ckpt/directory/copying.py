@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
@@ -59,6 +60,8 @@ from mcore_ckpt.format.metadata_read import (
 from mcore_ckpt.storage.base import FileVersion, RangeReader, RangeWriter, Storage, align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.resolve import storage_at
+
+_logger = logger_of(__name__)
 
 _OF_THIS_PACKAGE: Final = ".mcore_ckpt_"
 # A file on its way, under a name of its own, where it could be read before it is complete.
@@ -176,10 +179,15 @@ def copy_and_commit(
             # (Where other nodes copy files, those of a later save may have come already.)
             commit.publish(found.metadata, needed=(*found.data, *(() if own is None else names)))
         # A save that was there before may yet be published: nothing has been since it began.
-        others = [owner for owner in notes(writes, names) if owner.save != commit.id] if is_published else []
+        others = [owner for owner in notes(writes, writes.list()) if owner.save != commit.id] if is_published else []
         is_held = any(writes.is_store or owner.process_state() != "gone" for owner in others)
         if metadata_of(writes) != found.metadata:
             raise SaveError(f"{target}: another checkpoint has replaced this one there as soon as it was published")
+        if is_held and own is None:
+            said = (
+                "%s: another save may be at work there: no file was replaced or removed; copy again when it has ended"
+            )
+            _logger.warning(said, target)
         if not is_held:  # names that a later save uses, too
             for name in found.others:
                 if name not in (*sent.copied, *sent.kept):

@@ -21,7 +21,7 @@ from mcore_ckpt.core.options import PageCache
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import data_file_of
 from mcore_ckpt.format.metadata_read import checked_footer
-from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, FileVersion, RangeReader, Storage, align_up
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, Storage, align_up
 
 
 class NearestFiles:
@@ -145,7 +145,7 @@ class OpenFiles:
         self._opening: dict[_Key, threading.Lock] = {}
         self._in_use: dict[_Key, tuple[RangeReader, int]] = {}
         self._idle: OrderedDict[_Key, RangeReader] = OrderedDict()
-        self._versions: dict[str, FileVersion | None] = {}  # of each file when it was opened first
+        self._versions: dict[str, tuple[object, ...] | None] = {}  # of each file when it was opened first
 
     def read_sizes(self) -> dict[str, int]:
         """Window and gaps, as `coalesce` and `split_box` take them."""
@@ -188,7 +188,8 @@ class OpenFiles:
     def _opened(self, name: str, direct: DirectIo) -> RangeReader:
         reader = self._storage.open_reader(name, direct=direct)
         try:
-            if self._versions.setdefault(reader.name, reader.version) != reader.version:
+            version = reader.version and reader.version[:2]  # (a file may be touched)
+            if self._versions.setdefault(reader.name, version) != version:
                 raise LoadError(f"{reader.name}: another file took its name while it was read; load again")
             if self._footers is not None:
                 self._footers.check(name, reader)

@@ -8,7 +8,6 @@ import copyreg
 import io
 import reprlib
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -211,9 +210,6 @@ def _parts(value: Any) -> Any:
     if isinstance(reduced, str):
         return [getattr(value, "__module__", None), reduced]
     function, arguments, attributes, items, pairs = (*reduced, None, None, None)[:5]
-    if type(attributes) is dict:
-        names = [name for name in attributes if not isinstance(getattr(type(value), name, None), cached_property)]
-        attributes = {name: attributes[name] for name in names}
     is_ordered = isinstance(value, collections.OrderedDict)
     return [function, arguments, attributes, list(items or ()), list(pairs or ()) if is_ordered else dict(pairs or ())]
 

@@ -182,15 +182,20 @@ def test_what_an_interrupted_copy_of_another_checkpoint_has_left_is_not_publishe
     assert loaded(target) == 1.0
 
 
-def test_a_copy_that_is_there_leaves_the_files_of_a_save_at_work(saved: Path, tmp_path: Path) -> None:
+def test_a_copy_that_is_there_leaves_the_files_of_a_save_at_work(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     target = tmp_path / "copy"
     copy_checkpoint(saved, target)
     with mock.patch.object(commit, "_place", return_value="another host"):
         held_up = commit.Commit.begin(storage_at(target), common=b"of the save")
     os.utime(target / commit.note_name(held_up.id), (time.time() - 100.0,) * 2)
     (target / f"__0_0.{held_up.id}.distcp").write_bytes(b"of the save")
+    (saved / "tokenizer.json").write_text("[]")
     copy_checkpoint(saved, target)
     assert {f"__0_0.{held_up.id}.distcp", held_up.pending} <= set(storage_at(target).list())
+    assert (target / "tokenizer.json").read_text() == "{}"
+    assert "another save may be at work there" in caplog.text
 
 
 def test_a_save_that_is_published_while_a_copy_looks_what_is_left_loses_nothing(saved: Path, tmp_path: Path) -> None:
