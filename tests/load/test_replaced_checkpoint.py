@@ -89,9 +89,11 @@ def test_a_checkpoint_that_is_replaced_after_its_index_was_read_is_named(tmp_pat
 
 def test_a_file_that_is_another_one_for_the_second_thread_is_named(tmp_path: Path) -> None:
     save(tmp_path, FIRST, "stock")
-    files, other = OpenFiles(storage_at(tmp_path), "on", None), tmp_path / "other"
-    with files.reader("__0_0.distcp"):
-        shutil.copy(tmp_path / "__0_0.distcp", other).replace(tmp_path / "__0_0.distcp")
+    files, touched = (OpenFiles(storage_at(tmp_path), "on", None) for _ in range(2))
+    with files.reader("__0_0.distcp"), touched.reader("__0_0.distcp"), ThreadPoolExecutor(1) as pool:
+        (tmp_path / "__0_0.distcp").touch()
+        pool.submit(touched.reader("__0_0.distcp").__enter__).result()  # the same file
+        shutil.copy(tmp_path / "__0_0.distcp", tmp_path / "other").replace(tmp_path / "__0_0.distcp")
     with ThreadPoolExecutor(1) as pool, pytest.raises(LoadError, match=r"__0_0\.distcp: another file took its name"):
         pool.submit(files.reader("__0_0.distcp").__enter__).result()
 
