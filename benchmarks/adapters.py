@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import queue
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from benchmarks.machine import private_memory
 from benchmarks.state import Shard
 
 __all__ = ["ADAPTERS", "Adapter", "McoreCkpt", "do_nothing_save", "dtensors"]
@@ -68,9 +68,7 @@ class Raw(Adapter):
     def __init__(self) -> None:
         self._buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for _ in range(max(self.WRITES, self.READS)):
-            memory = mmap.mmap(-1, _PIECE_BYTES)
-            memory.madvise(mmap.MADV_HUGEPAGE)
-            view = memoryview(memory)
+            view = memoryview(private_memory(_PIECE_BYTES))
             view[:] = os.urandom(_PIECE_BYTES)
             self._buffers.put(view)
 

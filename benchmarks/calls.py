@@ -1,6 +1,6 @@
 """Whole calls of Megatron-Core's `save` and `load` on real gloo ranks, with this package installed and without.
 
-    python -m benchmarks.calls                       16 ranks x 1,000 tensors of 1 KB; docs/scale.md
+    python -m benchmarks.calls                       the tables of docs/scale.md; 25 minutes
     python -m benchmarks.calls --ranks 32 --load-items 500 --out build/32.json     four minutes
 
 Each rank has rows of as many tensors as asked, of 1 KB each, so that planning, exchanges, checks and `.metadata` are
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from benchmarks import tables
 from benchmarks.machine import describe_machine
 from benchmarks.measure import cpu_s
-from benchmarks.results import ROOT, add_busy, wait_until_quiet
+from benchmarks.results import ROOT, add_busy, commit_of_code, wait_until_quiet
 from tests.support.gloo_ranks import standing_ranks
 
 __all__ = ["CALLS", "OURS", "SAVES", "STOCK"]
@@ -45,6 +45,13 @@ FIRST, LATER, LOAD, RESUMED, HALVED = CALLS = (
 )
 SAVES: Final = CALLS[:2]
 _ROWS, _COLUMNS = 4, 64  # of float32: 1 KB
+# Ranks, replicas, sides, and tensors of the loads: what the machine's memory has room for.
+_Job = tuple[int, int, tuple[str, ...], int]
+_PUBLISHED: Final[tuple[_Job, ...]] = (
+    *((16, replicas, SIDES, 1000) for replicas in (0, 16, 4)),
+    (32, 0, SIDES, 500),
+    (64, 0, (OURS,), 500),
+)
 _MEGATRON: Final = ("tests.support.pretend_main", "megatron.core.dist_checkpointing")
 _PRELOAD = {
     OURS: [*_MEGATRON, "mcore_ckpt.megatron.install"],
@@ -194,7 +201,9 @@ def measure_calls(side: str, ranks: int, replicas: int, items: int, load_items: 
 def main() -> int:
     """Parse arguments, measure, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16], help="how many, even numbers (default: 16)")
+    parser.add_argument(
+        "--ranks", type=int, nargs="*", help="how many, even numbers (default: as docs/scale.md has it)"
+    )
     parser.add_argument("--items", type=int, default=1000, help="tensors of which each rank has rows (default: 1000)")
     parser.add_argument(
         "--load-items", type=int, help="the same in loads, which take more memory (default: as --items)"
@@ -204,14 +213,18 @@ def main() -> int:
     add_busy(parser)
     arguments = parser.parse_args()
     measured: list[dict[str, Any]] = []
-    results = {"machine": describe_machine(ROOT), "busy": arguments.busy, "calls": measured}
-    for ranks in arguments.ranks:
-        for replicas in (0, ranks, *([ranks // 4] if ranks % 4 == 0 else [])):
-            for side in SIDES[: 1 if arguments.ours_only else 2]:
-                wait_until_quiet(f"{side}, {ranks} ranks", busy=arguments.busy)
-                calls = measure_calls(side, ranks, replicas, arguments.items, arguments.load_items or arguments.items)
-                measured += map(asdict, calls)
-                tables.put_results(arguments.out, results)
+    jobs: list[_Job] = [
+        (ranks, replicas, SIDES[: 1 if arguments.ours_only else 2], arguments.load_items or arguments.items)
+        for ranks in arguments.ranks or ()
+        for replicas in (0, ranks, *([ranks // 4] if ranks % 4 == 0 else []))
+    ]
+    about = {"commit": commit_of_code(), "machine": describe_machine(ROOT)}
+    results = {**about, "busy": arguments.busy, "calls": measured}
+    for ranks, replicas, sides, load_items in jobs or _PUBLISHED:
+        for side in sides:
+            wait_until_quiet(f"{side}, {ranks} ranks", busy=arguments.busy)
+            measured += map(asdict, measure_calls(side, ranks, replicas, arguments.items, load_items))
+            tables.put_results(arguments.out, results)
     sys.stdout.write(tables.of_calls(results) + tables.of_wrapped_calls(results))
     return 0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["costs_of_memory", "describe_machine", "drop_page_cache"]
+__all__ = ["costs_of_memory", "describe_machine", "drop_page_cache", "private_memory"]
 
 _BYTES = 512 * 1024 * 1024
 _PIECE_BYTES = 8 * 1024 * 1024
@@ -59,8 +59,7 @@ def costs_of_memory(folder: Path, rounds: int) -> dict[str, list[float]]:
 
     for _ in range(rounds):
         for name, advice in (("small pages", mmap.MADV_NOHUGEPAGE), ("huge pages", mmap.MADV_HUGEPAGE)):
-            with mmap.mmap(-1, _BYTES) as memory:
-                memory.madvise(advice)
+            with private_memory(_BYTES, advice) as memory:
                 pages = np.frombuffer(memory, dtype=np.uint8)[::4096]
                 note(f"memory touched first, {name}", partial(pages.fill, 1))
                 note(f"memory touched again, {name}", partial(pages.fill, 2))
@@ -74,6 +73,13 @@ def costs_of_memory(folder: Path, rounds: int) -> dict[str, list[float]]:
     return samples
 
 
+def private_memory(size_bytes: int, advice: int = mmap.MADV_HUGEPAGE) -> mmap.mmap:
+    """Memory of this process alone: that of a mapping which could be shared has small pages, whatever is advised."""
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(advice)
+    return memory
+
+
 def drop_page_cache(path: Path) -> None:
     """Drop a file, or all files below a folder, from the page cache, once they are synced."""
     os.sync()
@@ -85,7 +91,7 @@ def drop_page_cache(path: Path) -> None:
 
 def _read(file: Path, flags: int) -> None:
     fd = os.open(file, os.O_RDONLY | flags)
-    with mmap.mmap(-1, _PIECE_BYTES) as buffer:
+    with private_memory(_PIECE_BYTES) as buffer:
         while os.readv(fd, [buffer]):
             pass
     os.close(fd)

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.machine import describe_machine
 
-__all__ = ["FILE", "ROOT", "Measurement", "Results", "add_busy", "wait_until_quiet"]
+__all__ = ["FILE", "ROOT", "Measurement", "Results", "add_busy", "commit_of_code", "wait_until_quiet"]
 
 # What the file holds: "commit", "machine", "contenders" (label -> adapter, versions), "not run" (name -> why),
 # "parts" (part -> date, rounds and the like), "samples" (work -> figure -> label -> one value for each round).
@@ -52,7 +52,7 @@ class Measurement:
     def __init__(self, arguments: argparse.Namespace) -> None:
         """`arguments` of the command line: `out`, `dir`, `gb`, `rounds`, `busy`."""
         self._arguments = arguments
-        commit = _commit_of_code()
+        commit = commit_of_code()
         found: Results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
         if found.get("commit", commit) != commit:
             sys.stderr.write(f"{arguments.out} is of {found['commit']}, this is {commit}: its figures are left out\n")
@@ -91,7 +91,7 @@ class Measurement:
         sys.stderr.write(f"{part}: {self.results['parts'][part]['took s']} s\n")
 
 
-def _commit_of_code() -> str:
+def commit_of_code() -> str:
     """The last commit that changed the package or its benchmarks, with a mark if there are changes since."""
 
     def git(*args: str) -> str:

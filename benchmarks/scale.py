@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from benchmarks import tables
 from benchmarks.machine import describe_machine
-from benchmarks.results import ROOT, add_busy, wait_until_quiet
+from benchmarks.results import ROOT, add_busy, commit_of_code, wait_until_quiet
 from mcore_ckpt.save.buckets import RankLayout, TensorSpec, lay_out_rank
 
 T = TypeVar("T")
@@ -74,6 +74,7 @@ def main() -> int:
     wait_until_quiet("scale", busy=arguments.busy)
     jobs = [Job(ranks, arguments.items) for ranks in arguments.ranks]
     results = {
+        "commit": commit_of_code(),
         "machine": describe_machine(ROOT),
         "busy": arguments.busy,
         "what": f"{arguments.items:,} tensors of 1 KB a rank",

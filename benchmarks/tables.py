@@ -17,17 +17,19 @@ from benchmarks.results import FILE, ROOT, Results
 __all__ = [
     "CALLS_FILE",
     "SCALE_FILE",
+    "STORES_FILE",
     "changed",
     "everything",
     "of_calls",
     "of_scale",
+    "of_stores",
     "of_wrapped_calls",
     "one",
     "put_results",
     "write",
 ]
 
-CALLS_FILE, SCALE_FILE = (ROOT / "docs" / f"{name}.json" for name in ("scale_calls", "scale"))
+CALLS_FILE, SCALE_FILE, STORES_FILE = (ROOT / "docs" / f"{name}.json" for name in ("scale_calls", "scale", "stores"))
 
 _BLOCK: Final = re.compile(r"(?<=<!-- benchmark: )([\w ]+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -410,7 +412,8 @@ def _calls(results: Results, *, wrapped: bool) -> Iterator[tuple[tuple[int, int]
 
 def _titled(results: Results, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     busy = ", while other work ran" * results.get("busy", False)
-    return f"{results['machine']['cpu']}{busy}; processor seconds of all ranks together.\n\n" + _markdown(head, rows)
+    about = f"{results['machine']['cpu']}, commit {results['commit']}{busy}"
+    return f"{about}; processor seconds of all ranks together.\n\n" + _markdown(head, rows)
 
 
 def of_scale(results: Results) -> str:
@@ -430,9 +433,30 @@ def of_scale(results: Results) -> str:
         for one in results["ours"]
     ]
     busy = ", while other work ran" * results.get("busy", False)
-    return f"{results['what']}; {results['machine']['cpu']}, one core for each process{busy}.\n\n" + _markdown(
-        head.split("; "), rows
+    about = f"{results['what']}; {results['machine']['cpu']}, commit {results['commit']}"
+    return f"{about}, one core for each process{busy}.\n\n" + _markdown(head.split("; "), rows)
+
+
+def of_stores(results: Results) -> str:
+    """Saves and loads in a store, next to its client alone; asynchronous calls, next to those of a directory."""
+    head = ("an answer comes after", "save", "client alone", "ratio", "load", "client alone", "ratio")
+    rows = []
+    for latency_ms, by_call in results["samples"].items():
+        cells = [f"{latency_ms} ms"]
+        for call in ("save", "load"):
+            ours, client = by_call[call]["mcore_ckpt"], by_call[call]["client alone"]
+            ratios = [one / other for one, other in zip(ours, client, strict=True)]
+            cells += [f"{median(ours):.2f}", f"{median(client):.2f}"]
+            cells.append(f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+        of_calls = by_call["start"]
+        cells += [f"{median(of_calls[side]):.3f}" for side in ("mcore_ckpt", "mcore_ckpt, a directory")]
+        rows.append(cells)
+    busy = ", while other work ran" * results.get("busy", False)
+    title = (
+        f"{results['mb']:g} MB of two ranks at {results['mb_per_s']:g} MB/s, commit {results['commit']}; seconds, "
+        f"medians of {len(ours)} rounds{busy}."
     )
+    return f"{title}\n\n" + _markdown([*head, "async call", "the same, a directory"], rows)
 
 
 def _s(seconds: float) -> str:
@@ -443,6 +467,7 @@ _OF_OTHER_FILES: Final[dict[str, tuple[Path, Callable[[Results], str]]]] = {
     "whole calls": (CALLS_FILE, of_calls),
     "wrapped calls": (CALLS_FILE, of_wrapped_calls),
     "scale": (SCALE_FILE, of_scale),
+    "stores": (STORES_FILE, of_stores),
 }
 
 

@@ -286,6 +286,7 @@ SHORT = {
     "bench": "scripts/bench.py --only dense async phases --gb 0.02 --rounds 1 --python312 /nowhere --dir {dir}",
     "scale": "-m benchmarks.scale --items 20 --ranks 2 4 8",
     "calls": "-m benchmarks.calls --items 3 --ranks 2",
+    "stores": "-m benchmarks.stores --mb 8 --rounds 1",
 }
 
 
@@ -322,6 +323,8 @@ def test_a_short_run_measures_and_compares(name: str, tmp_path: Path) -> None:
     elif name == "scale":
         assert [one["items"] for one in results["ours"]] == [40, 80, 160]
         assert all(one["check_s"] > 0 and one["read_s"] > 0 for one in results["ours"])
+    elif name == "stores":
+        assert [list(by_call) for by_call in results["samples"].values()] == [["save", "load", "start"]] * 3
     else:
         measured = [(one["replicas"], one["side"], one["call"]) for one in results["calls"] if one["cpu_s"] > 0]
         expected = ((0, CALLS), (2, SAVES))
