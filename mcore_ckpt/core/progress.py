@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from typing import Any, Final, TypeVar
-
-from mcore_ckpt.core.console import end_aside, is_stuck, start_aside
 
 P = TypeVar("P", bound="Progress")
 
 # A bar comes when a person has waited so long, and moves that often.
 _BAR_PERIOD_S: Final = 0.1
+_PATIENCE_S: Final = 1.0  # with a terminal that nobody reads
 
 
 def is_terminal(stream: Any) -> bool:
@@ -46,20 +46,24 @@ class Progress:
             self.done_bytes += nbytes
 
     def __enter__(self: P) -> P:
-        if self._shown and not is_stuck():
+        if self._shown:
             self._ended.clear()
-            self._thread = start_aside(self._draw)
+            self._thread = threading.Thread(target=self._draw, daemon=True)
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._thread is not None:
             self._ended.set()
-            end_aside(self._thread)
+            self._thread.join(_PATIENCE_S)
             self._thread = None
 
     def _draw(self) -> None:
-        if self._ended.wait(_BAR_PERIOD_S):
-            return
+        if not self._ended.wait(_BAR_PERIOD_S):
+            with contextlib.suppress(Exception):  # of a stream that is closed, say
+                self._draw_bar()
+
+    def _draw_bar(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
         from rich.progress import Progress as Bar

@@ -151,7 +151,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self._save_id = secrets.token_bytes(SAVE_ID_BYTES)
         self._target: Target | None = None
         self._in_line = True
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # whose save this writer is at work for
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -172,10 +172,21 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         return existing.is_dir() and os.access(existing, os.W_OK)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new save, at `checkpoint_id` if that is given. One that was not finished is given up."""
+        """Begin a new save, at `checkpoint_id` if that is given. One that was not finished is given up; while another
+        thread's is under way, nothing happens, and `prepare_local_plan` refuses this one.
+        """
+        if self._is_at_work_for_another():
+            return
         self._give_up()
         self._set_path(self.path if checkpoint_id is None else checkpoint_id)
         self.write_buckets = None
+
+    def _is_at_work_for_another(self, ends_within_s: float = 0.0) -> bool:
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return False
+        thread.join(ends_within_s)
+        return thread.is_alive() and thread is self._thread
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """DCP says who coordinates the save. Raises `OptionError` for `use_collectives=False`."""
@@ -205,8 +216,14 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
         Raises:
             CheckpointExistsError: see `overwrite`.
-            SaveError: another save holds the directory.
+            SaveError: another save holds the directory, or has this writer.
         """
+        if self._is_at_work_for_another(ends_within_s=0.5):  # DCP's thread tells of a failed save before it ends
+            raise SaveError(
+                f"{self.path}: this writer is at work for a save that another thread has begun; make a writer for each "
+                "save, or wait for that one. Nothing was changed"
+            )
+        self._thread = threading.current_thread()
         self._storage.ensure()
         if self.options.on_existing == "error" and self._storage.exists(METADATA_FILE):
             # The first words are DCP's own, which callers look for.
@@ -226,7 +243,6 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             earlier.give_up_if_over()
         self._target = open_target(self._storage, self.options)
         self._save_id = self._target.save_id
-        self._thread = threading.current_thread()
         _unfinished[place] = self
         return self._target
 
@@ -242,8 +258,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         """Release the directory of a save that has failed: DCP tells no writer of an error on another rank. A
         synchronous save is over when its thread has ended, or begins another save.
         """
-        thread = self._thread
-        if self._in_line and (thread is None or thread is threading.current_thread() or not thread.is_alive()):
+        if self._in_line and not self._is_at_work_for_another():
             self._give_up()
 
     def _give_up(self) -> None:
@@ -290,6 +305,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             self._give_up()
             raise
         self.write_buckets = []
+        if not self._is_coordinator:
+            self._thread = None
         future: Future[list[WriteResult]] = Future()
         future.set_result(list(chain.from_iterable(results)))
         return future

@@ -243,10 +243,12 @@ def _in_use(storage: Storage, holder: Owner, why: str, what_to_do: str) -> SaveE
     )
 
 
-def seems_gone(storage: Storage, owner: Owner) -> bool:
-    """Whether the save that has left a note is gone, for display, by this host's clock. Raises `LoadError`."""
+def seems_gone(storage: Storage, owner: Owner, *, may_be_late: bool = False) -> bool:
+    """Whether the save that has left a note is gone, by this host's clock; never for a decision between saves.
+    `may_be_late`: what its process has asked for may still come. Raises `LoadError`.
+    """
     state = owner.process_state()
-    if state == "unknown":
+    if state == "unknown" or (state == "gone" and may_be_late):
         there = storage.version(note_name(owner.save))
         return there is None or time.time() - there.modified_ns / 1e9 > _LONG_GONE_S
     return state == "gone"
@@ -424,6 +426,7 @@ class Commit:
 
     def _publish_by_claim(self, metadata: bytes) -> tuple[list[str], str]:
         storage = self.storage
+        listed, claim = list[str](), self._note  # nothing to remove, after an error
         try:
             if not storage.overwrite(self._note, 0, metadata, is_end=True):
                 raise self._lost()

@@ -20,17 +20,16 @@ import itertools
 import re
 import secrets
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
-from mcore_ckpt.directory.commit import Commit, is_note, notes
+from mcore_ckpt.directory.commit import Commit, is_note, note_name, notes, seems_gone
 from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.directory.in_force import (
     common_file_in_force,
@@ -46,7 +45,7 @@ from mcore_ckpt.directory.in_force import (
 )
 from mcore_ckpt.directory.iterations import files_below, iteration_directories, sync_folders
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.integrity import data_file_of, id_in_names
+from mcore_ckpt.format.integrity import data_file_of, id_in_names, tells_save
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
@@ -61,8 +60,6 @@ from mcore_ckpt.storage.base import FileVersion, RangeReader, RangeWriter, Stora
 from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.resolve import storage_at
 
-_logger = logger_of(__name__)
-
 _OF_THIS_PACKAGE: Final = ".mcore_ckpt_"
 # A file on its way, under a name of its own, where it could be read before it is complete.
 _ON_ITS_WAY: Final = re.compile(r"\.(?P<of>.+)\.[0-9a-f]{16}\.tmp")
@@ -71,12 +68,40 @@ _THREADS: Final = 4
 _MOST_SHOWN: Final = 5
 
 
+class JudgedFiles:
+    """Files of a checkpoint from which something is copied: still those of the save that was judged. Names that tell no
+    save are used again, by saves of Megatron-Core in place, and before `.metadata` is.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._versions: dict[str, FileVersion | None] = {}
+        self.add([METADATA_FILE])
+
+    def add(self, names: Iterable[str]) -> None:
+        """Note what those of these files are whose names may be used again, ahead of the look that judges them."""
+        for name in names:
+            if not tells_save(name):
+                self.note(name)
+
+    def note(self, name: str) -> None:
+        """Note what any file is, unless that was done before."""
+        if name not in self._versions:
+            self._versions[name] = self._storage.version(name)
+
+    def check(self, name: str) -> None:
+        """Raise `LoadError` if this file, or `.metadata`, is another one by now."""
+        for each in (name, METADATA_FILE):
+            if each in self._versions and self._storage.version(each) != self._versions[each]:
+                raise LoadError(f"{self._storage.path(each)}: was replaced while it was copied from; begin again")
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
     """A checkpoint, as it is copied."""
 
     metadata: bytes  # content of `.metadata`
-    version: FileVersion | None  # of that file, before it was read
+    judged: JudgedFiles
     index: CheckpointIndex
     data: tuple[str, ...]  # names of the data files
     others: tuple[str, ...]  # of all other files but `.metadata` and the common state, also of those in folders
@@ -87,27 +112,33 @@ class CheckpointFiles:
 class Sent:
     """What a copy has done: names of files that were sent, or were there with the same content, and bytes sent."""
 
+    reads: Storage
+    writes: Storage
+    judged: JudgedFiles
     copied: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     nbytes: int = 0
 
-    def copy(self, reads: Storage, name: str, writes: Storage, own_name: str | None = None) -> None:
+    def copy(self, name: str, own_name: str = "", shown: str = "") -> None:
         """Copy a file, and note what was done. Raises as `copy_file`."""
-        nbytes = copy_file(reads, name, writes, own_name or name)
-        (self.kept if nbytes is None else self.copied).append(own_name or name)
+        nbytes = copy_file(self.reads, name, self.writes, own_name or name, self.judged)
+        (self.kept if nbytes is None else self.copied).append(shown or name)
         self.nbytes += nbytes or 0
 
 
 def files_of(directory: Path) -> CheckpointFiles:
     """What there is to copy. Raises `LoadError`."""
     storage = storage_at(directory)
-    version = storage.version(METADATA_FILE)
+    judged = JudgedFiles(storage)
     metadata = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
     index = parse_index(metadata, str(directory))
     names = with_common_files(storage, storage.list(), index)
     data = tuple(sorted(index_files(index)))
     common = common_file_in_force(names, index)
-    return CheckpointFiles(metadata, version, index, data, _others(directory, data), common)
+    others = _others(directory, data)
+    in_folders = (name for name in others if "/" in name)  # which may hold checkpoints of their own
+    judged.add((*data, *in_folders, *([] if common is None else [common])))
+    return CheckpointFiles(metadata, judged, index, data, others, common)
 
 
 def _others(directory: Path, data: Collection[str]) -> tuple[str, ...]:
@@ -155,46 +186,45 @@ def copy_and_commit(
         is_first, is_published = held is None, held == found.metadata
         if not is_published:
             accepts(found, held)
-        sent = Sent()
+        sent = Sent(reads, writes, found.judged)
         for name in () if is_published and waits else found.data if own is None else own:
             commit.check()
-            sent.copy(reads, name, writes)
+            sent.copy(name)
         found = replace(found, others=_others(directory, found.data))  # more may have come since
         if waits and not is_published and not all(map(writes.exists, found.data)):
             return None
         for name in found.others:
             if is_first or not writes.exists(name):
-                sent.copy(reads, name, writes)
+                sent.copy(name)
         replaced = _index_of(held, target) if not (is_first or is_published) else None
         if not is_published:
-            _copy_common(reads, writes, found, sent, commit)
+            _copy_common(found, sent, commit)
             _check_lengths(writes, found)
             sync_folders(target, found.others)
             writes.sync(parents=True)
-            if reads.version(METADATA_FILE) != found.version or metadata_of(reads) != found.metadata:
-                raise LoadError(
-                    f"{directory}: the checkpoint was replaced while it was copied; the copy is not published. Copy "
-                    "again"
-                )
+            found.judged.check(METADATA_FILE)
             # (Where other nodes copy files, those of a later save may have come already.)
             commit.publish(found.metadata, needed=(*found.data, *(() if own is None else names)))
         # A save that was there before may yet be published: nothing has been since it began.
         others = [owner for owner in notes(writes, writes.list()) if owner.save != commit.id] if is_published else []
-        is_held = any(writes.is_store or owner.process_state() != "gone" for owner in others)
+        at_work = next((one for one in others if not seems_gone(writes, one, may_be_late=writes.is_store)), None)
         if metadata_of(writes) != found.metadata:
             raise SaveError(f"{target}: another checkpoint has replaced this one there as soon as it was published")
-        if is_held and own is None:
-            said = (
-                "%s: another save may be at work there: no file was replaced or removed; copy again when it has ended"
+        if at_work is not None and own is None:
+            raise SaveError(
+                f"{target}: another save may be at work there ({at_work}): no file was replaced or removed; copy again "
+                "when it has ended"
             )
-            _logger.warning(said, target)
-        if not is_held:  # names that a later save uses, too
+        if at_work is None:  # names that a later save uses, too
             for name in found.others:
                 if name not in (*sent.copied, *sent.kept):
-                    sent.copy(reads, name, writes)
+                    sent.copy(name)
+            if is_published and found.common is not None:
+                read_common_file(reads, found.common, found.index.manifest)  # refuses a damaged one
+                sent.copy(found.common, COMMON_FILE, COMMON_FILE)
             unused = {COMMON_FILE, CONFIG_FILE, INTEGRITY_FILE} - {*found.others, found.common and COMMON_FILE}
             is_left = _left_by_others(found, set() if replaced is None else index_files(replaced), is_alone=own is None)
-            for name in (*unused, *filter(is_left, names)):
+            for name in (*unused, *filter(is_left, names), *(note_name(owner.save) for owner in others)):
                 writes.delete(name)
         sync_folders(target, found.others)
         writes.sync()
@@ -216,18 +246,16 @@ def _index_of(metadata: bytes | None, target: Path) -> CheckpointIndex | None:
     return None
 
 
-def _copy_common(reads: Storage, writes: Storage, found: CheckpointFiles, sent: Sent, commit: Commit) -> None:
+def _copy_common(found: CheckpointFiles, sent: Sent, commit: Commit) -> None:
     """The common state waits under a name that tells its save, until the commit."""
     if found.common is None:
         return
-    read_common_file(reads, found.common, found.index.manifest)  # refuses a damaged one
     manifest = found.index.manifest
+    read_common_file(sent.reads, found.common, manifest)  # refuses a damaged one
     if manifest is not None:
         commit.pending = pending_name(id_in_names(manifest.save_id))
-    nbytes = copy_file(reads, found.common, writes, commit.pending)
+    sent.copy(found.common, commit.pending, COMMON_FILE)
     commit.waits = True
-    (sent.kept if nbytes is None else sent.copied).append(COMMON_FILE)
-    sent.nbytes += nbytes or 0
 
 
 def _check_lengths(writes: Storage, found: CheckpointFiles) -> None:
@@ -314,11 +342,11 @@ def _is_apart(name: str) -> bool:
     return _is_passing(name) or is_checkpoint_name(name) or is_drain_note(name)
 
 
-def copy_file(reads: Storage, name: str, writes: Storage, own_name: str) -> int | None:
+def copy_file(reads: Storage, name: str, writes: Storage, own_name: str, judged: JudgedFiles) -> int | None:
     """Copy a file, and compare; returns its length, or None if it was there. It replaces another one of that name, in a
     directory atomically. Raises `LoadError` or `SaveError`.
     """
-    version = reads.version(name)
+    judged.note(name)
     folder, _, last = own_name.rpartition("/")
     private = own_name if writes.is_store else f".{last}.{secrets.token_hex(8)}.tmp"
     with reads.open_reader(name) as reader:
@@ -330,8 +358,7 @@ def copy_file(reads: Storage, name: str, writes: Storage, own_name: str) -> int 
         writer = writes.open_writer(private, size_bytes=reader.size_bytes)
         try:
             expected = _crc(reader, writer)
-            if reads.version(name) != version:  # what was read may be of both
-                raise LoadError(f"{reads.path(name)}: was replaced while it was copied; copy again")
+            judged.check(name)  # what was read may be of both
             writer.finish(reader.size_bytes)
         except BaseException:
             writer.abort()
@@ -413,7 +440,7 @@ def drain(directory: Path, note: DrainNote, check: Callable[[CheckpointFiles, Co
     """
     reads, writes = storage_at(directory), storage_at(note.to)
     if reads.location == writes.location:
-        return Sent()
+        return Sent(reads, writes, JudgedFiles(reads))
 
     def check_own(found: CheckpointFiles) -> None:
         if note.save not in saves_of(found.index):
@@ -423,9 +450,9 @@ def drain(directory: Path, note: DrainNote, check: Callable[[CheckpointFiles, Co
     if not note.commits:
         check_own(files_of(directory))
         writes.ensure()
-        sent = Sent()
+        sent = Sent(reads, writes, JudgedFiles(reads))
         for name in note.files or ():
-            sent.copy(reads, name, writes)
+            sent.copy(name)
         writes.sync(parents=True)
         return sent
 

@@ -26,7 +26,7 @@ from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, NewerFormatError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
-from mcore_ckpt.directory.commit import notes, seems_gone
+from mcore_ckpt.directory.commit import CLAIM, notes, seems_gone
 from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.directory.in_force import (
     RELEASE,
@@ -92,7 +92,7 @@ def files_below(
                     f"{key}: objects have keys that begin so, and no file can have such a name: a part is empty, '.' "
                     "or '..'; nothing has been written. Remove or rename them"
                 )
-            if not folder and is_left_out(name):
+            if (not folder and is_left_out(name)) or own_name.startswith(CLAIM):
                 continue
             if own_name in files and own_name in inner:
                 path = directory / name

@@ -37,7 +37,7 @@ from mcore_ckpt.directory.iterations import (
     look_at,
 )
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.integrity import DATA_SUFFIX, Identity, data_file_of
+from mcore_ckpt.format.integrity import DATA_SUFFIX, Identity, tells_save
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
@@ -433,9 +433,8 @@ def _of_checkpoint(storage: Storage) -> list[str]:
     index = _index_of(storage)
     own = set() if index is None else set(_own_files(index))
     names = storage.list()
-    with_id = {name for name in names if (found := data_file_of(name)) is not None and found.save is not None}
     others = [name for name in names if _is_sidecar(name) or is_note(name)]
-    return [*sorted(own | with_id), *others, METADATA_FILE]
+    return [*sorted(own.union(filter(tells_save, names))), *others, METADATA_FILE]
 
 
 def _folders_of_megatron(storage: Storage) -> list[str]:

@@ -162,6 +162,12 @@ def data_file_of(name: str) -> DataFileName | None:
     return DataFileName(int(match["rank"]), int(match["number"]), match["id"], match["prefix"])
 
 
+def tells_save(name: str) -> bool:
+    """Whether a name is that of a data file of one save, which no other uses."""
+    found = data_file_of(name)
+    return found is not None and found.save is not None
+
+
 BLOCK_BYTES: Final = 1024 * 1024
 """Payloads are summed in blocks of this: what has to be read to check one byte of a long payload."""
 

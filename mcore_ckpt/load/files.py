@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.options import PageCache
 from mcore_ckpt.format.index import CheckpointIndex
-from mcore_ckpt.format.integrity import data_file_of
+from mcore_ckpt.format.integrity import tells_save
 from mcore_ckpt.format.metadata_read import checked_footer
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, Storage, align_up
 
@@ -42,7 +42,7 @@ class NearestFiles:
         """As `Storage.open_reader`."""
         manifest = self._index().manifest
         expected = None if manifest is None else manifest.files.get(name)
-        if not _is_told(name) or expected is None:
+        if not tells_save(name) or expected is None:
             return self._home.open_reader(name, direct=direct)
         reader = self._open_near(name, direct, expected.size_bytes)
         return reader or self._far.open_reader(name, direct=direct)
@@ -59,7 +59,7 @@ class NearestFiles:
 
     def _all_are_near(self) -> bool:
         manifest = self._index().manifest
-        files = {} if manifest is None else {name: file for name, file in manifest.files.items() if _is_told(name)}
+        files = {} if manifest is None else {name: file for name, file in manifest.files.items() if tells_save(name)}
         there = self._near.sizes() if files else {}
         return all(there.get(name) == file.size_bytes for name, file in files.items())
 
@@ -72,12 +72,6 @@ class NearestFiles:
             return reader
         reader.close()
         return None
-
-
-def _is_told(name: str) -> bool:
-    """Whether a name tells of which save a file is."""
-    found = data_file_of(name)
-    return found is not None and found.save is not None
 
 
 class FileFooters:
@@ -190,7 +184,7 @@ class OpenFiles:
         try:
             version = reader.version and reader.version[:2]  # (a file may be touched)
             if self._versions.setdefault(reader.name, version) != version:
-                raise LoadError(f"{reader.name}: another file took its name while it was read; load again")
+                raise LoadError(f"{reader.name}: another file took its name meanwhile; open the checkpoint again")
             if self._footers is not None:
                 self._footers.check(name, reader)
         except BaseException:

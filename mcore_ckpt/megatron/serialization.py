@@ -88,6 +88,10 @@ _READ_AGAIN = 5
 _late_errors: ContextVar[list[Exception] | None] = ContextVar("_late_errors", default=None)
 
 
+# Calls of `save` that have not returned, by location: a signal handler or another thread may come between.
+_saving: dict[str, object] = {}
+
+
 def around_save(strategy_class: type, stock: Any) -> Any:
     """Megatron's `save`, which leaves nothing behind if it ends early, and tells all ranks what fails on the first: the
     common state before the sharded part, `metadata.json` behind it.
@@ -102,6 +106,10 @@ def around_save(strategy_class: type, stock: Any) -> Any:
             checkpoint_dir, storage = type(checkpoint_dir)(directory), storage_at(directory)
             give_up_forgotten_saves()
             before = saves_in_progress(directory)
+            if _saving.setdefault(storage.location, call := object()) is not call:
+                raise SaveError(
+                    f"{storage}: an earlier call of `save` for this directory has not returned yet; nothing was changed"
+                )
             try:
                 with one_save(args[0] if args else kwargs.get("sharded_strategy"), strategy_class):
                     request = _with_config_told(partial(stock, sharded_state_dict, checkpoint_dir, *args, **kwargs))
@@ -116,6 +124,8 @@ def around_save(strategy_class: type, stock: Any) -> Any:
                     begun.abort()
                 give_back(storage)
                 raise
+            finally:
+                del _saving[storage.location]
 
     return save
 

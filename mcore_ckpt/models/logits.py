@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from mcore_ckpt.core.errors import LoadError, OptionError
-from mcore_ckpt.core.process import free_host_bytes
-from mcore_ckpt.core.progress import human_bytes
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.models.families._registry import family_named
@@ -43,8 +41,6 @@ _ENVIRON: Final = {
 _BATCH, _MAX_TOKENS = 2, 24
 # What `compare` uses: a package that does not fit the others fails here, not when it is imported itself.
 _NEEDED = ("torch", "transformers.models.auto.modeling_auto", "megatron.core.models.gpt")
-# Besides the parameters: the interpreter with its packages, and activations.
-_BASE_BYTES = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +72,6 @@ def check_logits(checkpoint: str | os.PathLike[str], model: str | os.PathLike[st
     settings of `model`. `OptionError`: a package or memory is missing; `LoadError`: one cannot be loaded or run.
     """
     directory = checkpoint_directory(checkpoint)
-    _require_memory(read_index(directory))
     job = {"checkpoint": str(directory), "model": str(model), "arch": arch}
     try:
         return LogitsReport(**in_own_process(__name__, "compare", job, _ENVIRON))
@@ -98,17 +93,6 @@ def require_packages() -> None:
             "--check-logits runs both models with torch, transformers and megatron-core, and these cannot be imported: "
             f"{error}. Nothing was written"
         ) from None
-
-
-def _require_memory(index: CheckpointIndex) -> None:
-    elements = sum(math.prod(entry.shape) for key, entry in index.tensors.items() if not is_optimizer_key(key))
-    largest = max((math.prod(entry.shape) for entry in index.tensors.values()), default=0)
-    needed, free = 4 * (elements + largest) + _BASE_BYTES, free_host_bytes()
-    if needed > free:
-        raise OptionError(
-            f"the models run in float32, which takes {human_bytes(needed)} of memory; {human_bytes(free)} are free. "
-            "Check on a larger machine"
-        )
 
 
 def import_packages(modules: Sequence[str]) -> None:

@@ -114,11 +114,13 @@ def collect(sharded_state_dict: Any, known: Described) -> RankState:
     shards, sharded_objects, other_objects = main_replicas(sharded_state_dict)
     # Asked for once: data may be made when they are asked for, and then the next ones are others.
     tensors = [shard.data for shard in shards]
+    # First, since to serialize an object is foreign code: it may move or cut memory that is read by address.
+    serialized = _serialized(sharded_objects), _serialized(other_objects)
     described = _described(shards, tensors, known)
     if 0 in described.pointers:
         pairs = zip(tensors, described.pointers, strict=True)
         tensors = [tensor if pointer else tensor.detach() for tensor, pointer in pairs]
-    return RankState(tensors, _serialized(sharded_objects), described, _serialized(other_objects))
+    return RankState(tensors, serialized[0], described, serialized[1])
 
 
 def _serialized(sharded_objects: Sequence[Any]) -> list[tuple[str, memoryview]]:

@@ -249,14 +249,12 @@ class LazyTensor:
         numbers = as_numbers(content, self.dtype)
         if numbers is None:
             raise LoadError(f"{self.fqn}: numpy has no numbers like {self.dtype}; take raw() or a torch tensor")
-        found: np.ndarray[Any, Any] = numbers.reshape(box.sizes)[rest]
-        return found
+        return np.asarray(numbers.reshape(box.sizes)[rest])
 
     def raw(self, index: Any = ...) -> np.ndarray[Any, Any]:
         """A slice as unsigned integers of the elements' width: their bits."""
         content, box, rest = self._read(index)
-        bits: np.ndarray[Any, Any] = np.frombuffer(content, carrier(element_bytes(self.dtype))).reshape(box.sizes)[rest]
-        return bits
+        return np.asarray(np.frombuffer(content, carrier(element_bytes(self.dtype))).reshape(box.sizes)[rest])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         found = self.numpy()
@@ -296,7 +294,7 @@ def _box_of(index: Any, shape: tuple[int, ...], fqn: str) -> tuple[Box, tuple[An
             sizes.append(high - low)
             if step < 0 and chosen:
                 raise IndexError(f"{fqn}: slices with a negative step are not supported; flip the result")
-            rest.append(slice(None, None, step) if chosen else slice(None))
+            rest.append(slice(None, None, step) if len(chosen) > 1 else slice(None))
         elif isinstance(part, (int, np.integer)) and not isinstance(part, bool):
             position = int(part) + size if part < 0 else int(part)
             if not 0 <= position < size:

@@ -18,6 +18,7 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.progress import Progress
 from mcore_ckpt.directory.commit import Commit
+from mcore_ckpt.directory.copying import JudgedFiles
 from mcore_ckpt.directory.in_force import index_files
 from mcore_ckpt.directory.iterations import config_flaw, sync_folders
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem
@@ -66,11 +67,13 @@ def repair_checkpoint(
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError: `other` is no readable checkpoint, or its index does not
             describe the files that are to be repaired.
+        LoadError: another save has replaced the copy meanwhile.
         SaveError: a save, or another repair, holds the damaged checkpoint's directory, or it cannot be written.
     """
-    damaged = _Damaged(checkpoint_path(report.path), dry_run=dry_run)
+    copy = checkpoint_directory(other)
+    damaged = _Damaged(checkpoint_path(report.path), JudgedFiles(storage_at(copy)), dry_run=dry_run)
     try:
-        return _repair(report, damaged, checkpoint_directory(other), progress)
+        return _repair(report, damaged, copy, progress)
     finally:
         damaged.end()
 
@@ -80,9 +83,10 @@ class _Damaged:
     is written in place is written only while the checkpoint is still in force.
     """
 
-    def __init__(self, path: Path, *, dry_run: bool) -> None:
+    def __init__(self, path: Path, judged: JudgedFiles, *, dry_run: bool) -> None:
         self.path, self.dry_run = path, dry_run
         self.storage = storage_at(path)
+        self.judged = judged  # of the copy
         self._commit = None if dry_run else Commit.begin(self.storage)
         self._published: set[str] = set()
 
@@ -127,6 +131,7 @@ class _Damaged:
         try:
             copy_stream(content, self.storage.open_writer(temporary, size_bytes=content.size_bytes))
             self.check_held()
+            self.judged.check(name)
             if self.storage.exists(name):
                 return False
             self.storage.move(temporary, name)
@@ -157,6 +162,7 @@ def _repair(report: VerifyReport, damaged: _Damaged, copy: Path, progress: bool 
     directory, found = damaged.path, report
     repaired: _Repaired = []
     good_index = read_index(copy)
+    damaged.judged.add(index_files(good_index))
     if any(problem.kind == "index" and problem.file == METADATA_FILE for problem in report.problems):
         # Without an index nothing else is known; the copy's fits only if every item is then found sound.
         try:
@@ -208,6 +214,7 @@ def _take_index(damaged: _Damaged, copy: Path, progress: bool | None) -> tuple[V
             "changed"
         )
     index = parse_index(content, str(damaged.path))
+    damaged.judged.check(METADATA_FILE)
     damaged.publish_index(content)
     return report, index
 
@@ -321,6 +328,7 @@ def _restore_file(problem: Problem, damaged: _Damaged, copy: Path) -> bool:
             sound = check_item(check, reader, memoryview(content))
     except LoadError:
         return False
+    damaged.judged.check(problem.file)
     return bool(sound) and damaged.publish(problem.file, content)
 
 
@@ -343,6 +351,7 @@ def _restore(problem: Problem, checks: _Checks, damaged: _Damaged, other: Checkp
             is_sound = check_item(check._replace(item=item), reader, memoryview(content))
     except LoadError:
         return []
+    damaged.judged.check(item.file)
     if not is_sound or not damaged.write(check.item.file, check.item.offset, content):
         return []
     return [(problem, check.where)]

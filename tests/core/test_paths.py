@@ -85,10 +85,7 @@ def test_every_command_refuses_what_names_no_place(
 
 
 @pytest.mark.parametrize("target", ["s3://", "s3://bucket/file", "a\0b"])
-@pytest.mark.parametrize(
-    "command",
-    ["inspect here --html TARGET", "reshard here there --tp 1 --pp 1 --rules TARGET"],
-)
+@pytest.mark.parametrize("command", ["inspect here --html TARGET", "reshard here there --tp 1 --pp 1 --rules TARGET"])
 def test_a_file_is_named_by_a_path(command: str, target: str, here: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([target if word == "TARGET" else word for word in command.split()]) == 2
     assert re.search("a path in a file system is needed|NUL", capsys.readouterr().err)

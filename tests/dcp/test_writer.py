@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,21 @@ def test_nothing_is_published_when_results_are_not_the_plan(tmp_path: Path) -> N
     with pytest.raises(SaveError, match="not published"):
         writer.finish(metadata, [results[:-1]])
     assert not (tmp_path / ".metadata").exists()
+
+
+def test_a_writer_that_is_at_work_takes_no_save_of_another_thread(tmp_path: Path) -> None:
+    writer, metadata = prepared(tmp_path / "first", a_state())
+    with ThreadPoolExecutor(1) as pool:
+        another = partial(dcp.save, a_state(2), storage_writer=writer, checkpoint_id=tmp_path / "second", no_dist=True)
+        assert "make a writer for each save" in str(pool.submit(another).exception())
+    save, _, arguments = writer.get_save_function_and_args()
+    assert save is not None
+    save(*arguments)
+    writer.finish(metadata, [writer.retrieve_write_results()])
+    loaded = blank(a_state())
+    dcp.load(loaded, checkpoint_id=tmp_path / "first", no_dist=True)
+    assert_same(a_state(), loaded)
+    assert not (tmp_path / "second").exists()
 
 
 def test_the_separation_hint_prefixes_file_names(tmp_path: Path) -> None:

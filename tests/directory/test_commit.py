@@ -229,6 +229,19 @@ def test_a_process_that_cannot_be_seen_counts_while_its_note_is_young(tmp_path: 
     check_holds(tmp_path, save_on(storage, b"x"), b"x")
 
 
+@pytest.mark.usefixtures("unseen")
+def test_a_save_that_another_has_completed_is_published_whatever_fails_then(tmp_path: Path) -> None:
+    class Completed(LocalStorage):
+        def claim(self, name: str, owner: str) -> str:
+            super().claim(name, owner)
+            Commit.begin(LocalStorage(tmp_path)).give_up()
+            raise OSError("the answer is lost")
+
+    name = save_on(Completed(tmp_path), b"new")
+    assert (set(read_index(tmp_path).tensors), (tmp_path / COMMON_FILE).read_bytes()) == ({name}, b"new")
+    check_holds(tmp_path, save_on(LocalStorage(tmp_path), b"later"), b"later")
+
+
 @pytest.mark.parametrize("target", ["../x"])
 def test_a_claim_that_names_no_note_is_named(target: str, tmp_path: Path) -> None:
     (tmp_path / f"{CLAIM}none").symlink_to(target)

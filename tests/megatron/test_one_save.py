@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mcore_ckpt import LoadError, LoadOptions
+from mcore_ckpt import LoadError, LoadOptions, SaveError
 from mcore_ckpt.megatron._versions import differences
 from tests.megatron.trap_ranks import check, installed, state
 from tests.support.gloo_ranks import made
@@ -118,6 +118,25 @@ def test_what_is_replaced_under_a_load_is_not_damaged(tmp_path: Path) -> None:
     environment = {"MCORE_CKPT_ON_DAMAGED": "go_back"}
     for message in run_ranks(replaced_under_a_load, 2, tmp_path, deadline_s=DEADLINE_S, environment=environment):
         assert "was replaced by another save while it was loaded" in message
+
+
+def saved_within(rank: int, directory: str) -> None:
+    """A signal handler, or another thread, saves into the directory of a save that has not returned."""
+    dist_checkpointing = installed()
+    from megatron.core.dist_checkpointing import ShardedObject
+
+    class Inner:
+        def __reduce__(self) -> tuple[Any, ...]:
+            with pytest.raises(SaveError, match="has not returned yet"):
+                dist_checkpointing.save(state(7), directory)
+            return dict, ()
+
+    dist_checkpointing.save(state(2) | {"o": ShardedObject("o", Inner(), (1,), (0,))}, made(Path(directory)))
+    check(dist_checkpointing.load(state(0), directory), 2)
+
+
+def test_a_save_within_another_into_its_directory_is_refused(tmp_path: Path) -> None:
+    run_ranks(saved_within, 1, str(tmp_path / "saved"), deadline_s=DEADLINE_S)
 
 
 def looked_at(rank: int, directory: Path) -> tuple[int, list[str]]:

@@ -10,12 +10,9 @@ import json
 import os
 import signal
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -30,7 +27,7 @@ pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies a
 from mcore_ckpt.core.errors import CheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.directory import commit, publish
+from mcore_ckpt.directory import publish
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, METADATA_FILE
 from mcore_ckpt.megatron import serialization
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
@@ -151,59 +148,6 @@ def test_a_forked_process_that_cleans_up_does_not_touch_the_trainers_save(tmp_pa
 
 
 # --- jobs that overlap ------------------------------------------------------------------------------------------------
-
-
-def _be_cut_off(tmp_path: Path, ending: str, told: int) -> None:
-    """A job on another host that is stopped after its files are written, and goes on when another has saved."""
-    commit.platform = SimpleNamespace(node=lambda: "another-host")  # type: ignore[assignment]
-    commit._place = lambda: "another kernel"
-    queue = AsyncCallsQueue()
-    request = strategy().async_save(state(1), tmp_path)
-    queue.schedule_async_request(request)
-    request.async_fn()
-    os.write(told, b".")
-    until_s = time.monotonic() + 60
-    while not (tmp_path / "go on").exists() and time.monotonic() < until_s:
-        time.sleep(0.01)
-    if ending == "commit":
-        queue.maybe_finalize_async_calls(blocking=True)  # must be refused
-    else:
-        queue.close(abort=True)
-
-
-@pytest.mark.parametrize("ending", ["commit", "abort"])
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_job_that_was_stopped_and_goes_on_cannot_harm_the_one_after_it(
-    tmp_path: Path, ending: str, exists: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if exists:
-        strategy().save(state(5), tmp_path)
-    told_here, told = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            _be_cut_off(tmp_path, ending, told)
-            code = 0
-        except SaveError as error:
-            code = 3 if "has lost: another save" in str(error) else 98
-        except BaseException:
-            traceback.print_exc()
-            raise
-        finally:
-            os._exit(code)
-    os.close(told)
-    os.read(told_here, 1)
-    with pytest.raises(SaveError, match=r"on host another-host.*cannot be seen from here.*save again in \d+ s"):
-        strategy().save(state(2), tmp_path)
-    monkeypatch.setattr(commit, "YOUNG_S", 0.0)
-    strategy().save(state(2), tmp_path)  # on this host, after a restart
-    (tmp_path / "go on").touch()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code == (3 if ending == "commit" else 0)
-    assert loaded(tmp_path) == 2
-    strategy().save(state(4), tmp_path)
-    assert loaded(tmp_path) == 4
 
 
 @dataclasses.dataclass

@@ -65,6 +65,25 @@ def test_a_tensor_whose_bytes_are_not_there_is_refused(data: torch.Tensor, messa
     assert loaded(tmp_path) == 1
 
 
+class Offloaded:
+    """Gives a tensor's memory back when it is serialized."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.tensor.untyped_storage().resize_(0)
+        return dict, ()
+
+
+def test_memory_that_goes_while_an_object_is_serialized_is_missed(tmp_path: Path) -> None:
+    from megatron.core.dist_checkpointing import ShardedObject
+
+    tensor = torch.ones(1000)
+    with pytest.raises(PlanError, match="given back"):
+        strategy().save({"w": replaced(tensor), "o": ShardedObject("o", Offloaded(tensor), (1,), (0,))}, tmp_path)
+
+
 _OTHER = torch.ones(3)
 
 

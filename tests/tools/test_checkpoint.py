@@ -54,6 +54,7 @@ def test_slices(checkpoint: Path, index: Any) -> None:
         assert torch.equal(found, tensor[index])
         assert np.array_equal(ckpt[KEY].numpy(index), tensor[index].float().numpy())
         assert np.array_equal(ckpt[KEY].raw(index), tensor.view(torch.int16).numpy().view(np.uint16)[index])
+        assert isinstance(ckpt[KEY].numpy(index), np.ndarray)
 
 
 def test_what_is_no_slice(checkpoint: Path) -> None:

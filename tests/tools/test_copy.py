@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import (
@@ -53,8 +54,10 @@ def test_a_copy_to_a_store_and_back_is_the_same(saved: Path, object_directory: O
 
 def test_other_checkpoints_below_one_are_not_taken_along_and_links_are_refused(saved: Path, tmp_path: Path) -> None:
     save(saved / "iter_0000001")
+    (saved / "modelopt_state" / f"{commit.CLAIM}x").symlink_to("the note of a save that was killed")
     copy_checkpoint(saved, tmp_path / "copy")
     assert not (tmp_path / "copy" / "iter_0000001").exists()
+    assert not list((tmp_path / "copy" / "modelopt_state").glob(f"{commit.CLAIM}*"))
     (saved / "linked").symlink_to(tmp_path)
     with pytest.raises(LoadError, match=r"linked: expected a regular file or a directory .* is a symbolic link"):
         copy_checkpoint(saved, tmp_path / "other")
@@ -146,27 +149,53 @@ def test_a_copy_that_was_held_up_leaves_the_copy_that_took_over(
         assert not [path for path in Path(target).iterdir() if path.name.startswith(INCOMPLETE_MARKER)]
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_not_published(saved: Path, tmp_path: Path) -> None:
-    """Its files need not be replaced with it: those of a fixed name are read at any moment."""
-    replaced: list[bool] = []
-    copy_file = copying.copy_file
+@pytest.mark.parametrize("folder", ["", "modelopt_state"])
+@pytest.mark.parametrize("replaces", ["data files", "all"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_is_replaced_while_it_is_copied_makes_no_mix(
+    is_first: bool, replaces: str, folder: str, tmp_path: Path
+) -> None:
+    """Megatron-Core and DCP write over their data files, and replace `.metadata` later."""
+    source, target = tmp_path / "source", tmp_path / "copy"
 
-    def replace_after_the_first(*arguments: Any, **options: Any) -> int | None:
-        size_bytes = copy_file(*arguments, **options)
-        if not replaced:
-            replaced.append(True)
-            metadata = saved / ".metadata"
-            content = metadata.read_bytes()
-            metadata.unlink()
-            metadata.write_bytes(content)
+    def stock(value: float) -> None:
+        for path in (source, source / "modelopt_state"):
+            both = {"a": torch.full((1000,), value), "b": torch.full((1000,), value)}
+            dcp.save(both, storage_writer=dcp.FileSystemWriter(path, thread_count=2), no_dist=True)
+
+    stock(1.0)
+    if not is_first:
+        copy_checkpoint(source, target)
+        before = contents(target)
+    copy_file, done = copying.copy_file, []
+
+    def replace_after_it(reads: Any, name: str, *arguments: Any) -> int | None:
+        size_bytes = copy_file(reads, name, *arguments)
+        if not done and name.startswith(folder) and name.endswith("__0_0.distcp"):
+            done.append(shutil.copytree(source, tmp_path / "old", copy_function=os.link))
+            stock(2.0)
+            if replaces == "data files":
+                for part in ("", "modelopt_state"):
+                    os.replace(tmp_path / "old" / part / ".metadata", source / part / ".metadata")
         return size_bytes
 
-    replacing = mock.patch.object(copying, "copy_file", replace_after_the_first)
+    replacing = mock.patch.object(copying, "copy_file", replace_after_it)
     with replacing, pytest.raises(LoadError, match="was replaced while it was copied"):
-        copy_checkpoint(saved, tmp_path / "copy")
-    assert not (tmp_path / "copy" / ".metadata").exists()
+        copy_checkpoint(source, target)
+    assert not (target / ".metadata").exists() if is_first else contents(target) == before
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_repeated_copy_brings_back_the_common_state(is_gone: bool, saved: Path, tmp_path: Path) -> None:
+    (saved / "common.pt").write_bytes(b"common state")
     copy_checkpoint(saved, tmp_path / "copy")
-    assert loaded(tmp_path / "copy") == 1.0
+    common = tmp_path / "copy" / "common.pt"
+    if is_gone:
+        common.unlink()
+    else:
+        flip(common, 3)
+    assert "common.pt" in copy_checkpoint(saved, tmp_path / "copy").copied
+    assert contents(saved) == contents(tmp_path / "copy")
 
 
 def test_what_an_interrupted_copy_of_another_checkpoint_has_left_is_not_published(saved: Path, tmp_path: Path) -> None:
@@ -182,20 +211,23 @@ def test_what_an_interrupted_copy_of_another_checkpoint_has_left_is_not_publishe
     assert loaded(target) == 1.0
 
 
-def test_a_copy_that_is_there_leaves_the_files_of_a_save_at_work(
-    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_copy_that_is_there_leaves_the_files_of_a_save_at_work(saved: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy"
     copy_checkpoint(saved, target)
     with mock.patch.object(commit, "_place", return_value="another host"):
         held_up = commit.Commit.begin(storage_at(target), common=b"of the save")
-    os.utime(target / commit.note_name(held_up.id), (time.time() - 100.0,) * 2)
+    note = target / commit.note_name(held_up.id)
+    os.utime(note, (time.time() - 100.0,) * 2)
     (target / f"__0_0.{held_up.id}.distcp").write_bytes(b"of the save")
     (saved / "tokenizer.json").write_text("[]")
-    copy_checkpoint(saved, target)
+    with pytest.raises(SaveError, match=r"another save may be at work there \(process .* on host"):
+        copy_checkpoint(saved, target)
     assert {f"__0_0.{held_up.id}.distcp", held_up.pending} <= set(storage_at(target).list())
     assert (target / "tokenizer.json").read_text() == "{}"
-    assert "another save may be at work there" in caplog.text
+    os.utime(note, (time.time() - 4000.0,) * 2)  # nobody can be at work any more
+    copy_checkpoint(saved, target)
+    assert (target / "tokenizer.json").read_text() == "[]"
+    assert not note.exists()
 
 
 def test_a_save_that_is_published_while_a_copy_looks_what_is_left_loses_nothing(saved: Path, tmp_path: Path) -> None:

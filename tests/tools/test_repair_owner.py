@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mcore_ckpt.core.errors import CorruptCheckpointError, SaveError
+from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.commit import Commit, Owner, is_note
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, read_index
@@ -182,6 +182,23 @@ def test_a_link_in_the_copy_is_not_followed(tmp_path: Path, outside: Path) -> No
     (copy / FILE).symlink_to(outside)
     assert not repair_checkpoint(verify_checkpoint(damaged), copy).whole
     assert PRECIOUS not in [path.read_bytes() for path in damaged.iterdir()]
+
+
+def test_a_copy_that_is_replaced_meanwhile_mends_nothing(tmp_path: Path) -> None:
+    damaged, copy = make(tmp_path, dcp.FileSystemWriter)
+    item = read_index(damaged).tensors["w"].chunks[0].item
+    flip(damaged / FILE, item.offset + item.length // 2, 0xFF)
+    before, is_same_save = contents(damaged), repair._is_same_save
+
+    def then_replaced(*arguments: Any) -> bool:
+        same = is_same_save(*arguments)
+        dcp.save({"w": torch.ones(6)}, storage_writer=dcp.FileSystemWriter(copy), no_dist=True)
+        return same
+
+    replaced = mock.patch.object(repair, "_is_same_save", then_replaced)
+    with replaced, pytest.raises(LoadError, match="was replaced while it was copied from"):
+        repair_checkpoint(verify_checkpoint(damaged), copy)
+    assert contents(damaged) == before
 
 
 @pytest.mark.parametrize("writer", [dcp.FileSystemWriter, FileSystemWriterAsync])
