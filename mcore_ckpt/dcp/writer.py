@@ -137,6 +137,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self.separation_hint = separation_hint
         self.write_buckets: list[ItemBucket] | None = None
         self.results_queue: ResultFile | None = None
+        self._refused: threading.Thread | None = None  # whose `reset` came while the writer was at work
         self._is_coordinator = False
         self._set_path(path)
 
@@ -175,8 +176,10 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         """Begin a new save, at `checkpoint_id` if that is given. One that was not finished is given up; while another
         thread's is under way, nothing happens, and `prepare_local_plan` refuses this one.
         """
-        if self._is_at_work_for_another():
+        if self._is_at_work_for_another(ends_within_s=0.1):  # DCP's thread tells of a failed save before it ends
+            self._refused = threading.current_thread()
             return
+        self._refused = None
         self._give_up()
         self._set_path(self.path if checkpoint_id is None else checkpoint_id)
         self.write_buckets = None
@@ -218,7 +221,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             CheckpointExistsError: see `overwrite`.
             SaveError: another save holds the directory, or has this writer.
         """
-        if self._is_at_work_for_another(ends_within_s=0.5):  # DCP's thread tells of a failed save before it ends
+        if self._refused is threading.current_thread() or self._is_at_work_for_another():
+            self._refused = None
             raise SaveError(
                 f"{self.path}: this writer is at work for a save that another thread has begun; make a writer for each "
                 "save, or wait for that one. Nothing was changed"

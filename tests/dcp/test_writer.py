@@ -123,10 +123,13 @@ def test_a_writer_that_is_at_work_takes_no_save_of_another_thread(tmp_path: Path
     with ThreadPoolExecutor(1) as pool:
         another = partial(dcp.save, a_state(2), storage_writer=writer, checkpoint_id=tmp_path / "second", no_dist=True)
         assert "make a writer for each save" in str(pool.submit(another).exception())
-    save, _, arguments = writer.get_save_function_and_args()
-    assert save is not None
-    save(*arguments)
-    writer.finish(metadata, [writer.retrieve_write_results()])
+        pool.submit(writer.reset, tmp_path / "second").result()
+        save, _, arguments = writer.get_save_function_and_args()
+        assert save is not None
+        save(*arguments)
+        writer.finish(metadata, [writer.retrieve_write_results()])
+        late = pool.submit(writer.prepare_local_plan, dcp.SavePlan([])).exception()  # when it is free
+        assert "make a writer for each save" in str(late), "it would go where the first went"
     loaded = blank(a_state())
     dcp.load(loaded, checkpoint_id=tmp_path / "first", no_dist=True)
     assert_same(a_state(), loaded)
