@@ -220,9 +220,9 @@ def main() -> int:
     ]
     about = {"commit": commit_of_code(), "machine": describe_machine(ROOT)}
     results = {**about, "busy": arguments.busy, "calls": measured}
+    wait_until_quiet("whole calls", busy=arguments.busy)  # once: between the jobs, the load is that of their own ranks
     for ranks, replicas, sides, load_items in jobs or _PUBLISHED:
         for side in sides:
-            wait_until_quiet(f"{side}, {ranks} ranks", busy=arguments.busy)
             measured += map(asdict, measure_calls(side, ranks, replicas, arguments.items, load_items))
             tables.put_results(arguments.out, results)
     sys.stdout.write(tables.of_calls(results) + tables.of_wrapped_calls(results))

@@ -228,6 +228,14 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
                 "save, or wait for that one. Nothing was changed"
             )
         self._thread = threading.current_thread()
+        try:
+            self._begin()
+        except BaseException:
+            self._thread = None
+            raise
+        return plan
+
+    def _begin(self) -> None:
         self._storage.ensure()
         if self.options.on_existing == "error" and self._storage.exists(METADATA_FILE):
             # The first words are DCP's own, which callers look for.
@@ -236,19 +244,13 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
                 ' another directory, or pass overwrite=True (with SaveOptions(on_existing="replace"), the default)'
             )
         if self._is_coordinator:
-            self._open()
-        return plan
-
-    def _open(self) -> Target:
-        """Lock the directory."""
-        place = self._storage.location
-        earlier = _unfinished.get(place)
-        if earlier is not None:
-            earlier.give_up_if_over()
-        self._target = open_target(self._storage, self.options)
-        self._save_id = self._target.save_id
-        _unfinished[place] = self
-        return self._target
+            place = self._storage.location
+            earlier = _unfinished.get(place)
+            if earlier is not None:
+                earlier.give_up_if_over()
+            self._target = open_target(self._storage, self.options)
+            self._save_id = self._target.save_id
+            _unfinished[place] = self
 
     @without_modes()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

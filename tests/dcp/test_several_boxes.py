@@ -100,10 +100,9 @@ def test_several_slices_are_saved(tmp_path: Path) -> None:
 
 
 def test_optimizer_state_of_several_slices(tmp_path: Path) -> None:
-    kind = "rows"
     dcp.save({"optimizer": {"exp_avg": {"w": FULL}}}, checkpoint_id=tmp_path)
-    state = load_sharded_optimizer_state({"w": wrapped(torch.ones(4, 6), kind)}, tmp_path)
-    assert is_full(state["optimizer"]["exp_avg"]["w"], kind)
+    state = load_sharded_optimizer_state({"w": wrapped(torch.ones(4, 6), "rows")}, tmp_path)
+    assert is_full(state["optimizer"]["exp_avg"]["w"], "rows")
 
 
 @pytest.mark.skipif(not hasattr(dcp, "CheckpointableTensor"), reason="this torch has no CheckpointableTensor")

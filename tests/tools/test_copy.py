@@ -150,7 +150,7 @@ def test_a_copy_that_was_held_up_leaves_the_copy_that_took_over(
 
 
 @pytest.mark.parametrize("folder", ["", "modelopt_state"])
-@pytest.mark.parametrize("replaces", ["data files", "all"])
+@pytest.mark.parametrize("replaces", ["data files", "by what is there", "all"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_what_is_replaced_while_it_is_copied_makes_no_mix(
     is_first: bool, replaces: str, folder: str, tmp_path: Path
@@ -174,7 +174,9 @@ def test_what_is_replaced_while_it_is_copied_makes_no_mix(
         if not done and name.startswith(folder) and name.endswith("__0_0.distcp"):
             done.append(shutil.copytree(source, tmp_path / "old", copy_function=os.link))
             stock(2.0)
-            if replaces == "data files":
+            if is_first and replaces == "by what is there":
+                shutil.copytree(source, target, dirs_exist_ok=True, ignore=lambda *_: [".metadata"])
+            if replaces != "all":
                 for part in ("", "modelopt_state"):
                     os.replace(tmp_path / "old" / part / ".metadata", source / part / ".metadata")
         return size_bytes
