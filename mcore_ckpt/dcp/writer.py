@@ -12,6 +12,7 @@ strategies write. These hand buckets to a `write_preloaded_data` that has been r
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import os
@@ -22,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from traceback import StackSummary, extract_tb
 from typing import Any
 
@@ -32,7 +34,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
+from mcore_ckpt.core.errors import OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions, checkpoint_path, is_supported, store_url
 from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.dcp.bucket_writer import (
@@ -47,10 +49,11 @@ from mcore_ckpt.dcp.bucket_writer import (
 from mcore_ckpt.directory.in_force import is_in_force
 from mcore_ckpt.directory.publish import Target, check_files, discard, open_target, publish
 from mcore_ckpt.format.integrity import SAVE_ID_BYTES, ManifestFile, shown_id
-from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE
+from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.save.buckets import check_hint
 from mcore_ckpt.state.shards import carry_layout
 from mcore_ckpt.state.torch_classes import ItemSums, check_memory, encoded_metadata, storage_meta
+from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
 
@@ -79,12 +82,45 @@ def compare_items(metadata: Metadata, written: Counter[MetadataIndex], path: str
 
 _DCP_VERSION = "1.0.0"
 
-# The writers of this process that have locked a directory last, by location.
-_unfinished: weakref.WeakValueDictionary[str, FileSystemWriterAsync] = weakref.WeakValueDictionary()
+
+@dataclasses.dataclass(eq=False)
+class _Save:
+    """One save of a writer: where it goes, and what it has begun there."""
+
+    path: Path
+    storage: Storage
+    save_id: bytes = dataclasses.field(default_factory=partial(secrets.token_bytes, SAVE_ID_BYTES))
+    thread: threading.Thread | None = None  # that has begun it
+    is_coordinator: bool | None = None  # None: it may still be taken by a thread that has begun none
+    in_line: bool = True  # its thread ends it, too
+    target: Target | None = None  # the directory, locked
+
+    def give_up(self) -> None:
+        """Release the directory."""
+        target, self.target = self.target, None
+        if target is not None:
+            target.commit.give_up()
+
+    def is_over(self, within_s: float = 0.0) -> bool:
+        """Whether it has failed: DCP tells no writer of an error on another rank. A synchronous save is over when its
+        thread has ended, or begins another save.
+        """
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join(within_s)
+            return self.in_line and not self.thread.is_alive()
+        return self.in_line
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Save, (self.path, self.storage)  # another process begins its own
+
+
+# The saves of this process that have locked a directory last, by location.
+_unfinished: weakref.WeakValueDictionary[str, _Save] = weakref.WeakValueDictionary()
 
 
 class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
-    """Writes one rank's part of a checkpoint, and publishes the checkpoint on the coordinator.
+    """Writes one rank's part of a checkpoint, and publishes the checkpoint on the coordinator. Threads that save at the
+    same time have each a save of their own; a step of any other thread is one of the latest.
 
     Args:
         path: directory of the checkpoint, or its URL; a relative path is made absolute at once.
@@ -137,29 +173,36 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self.separation_hint = separation_hint
         self.write_buckets: list[ItemBucket] | None = None
         self.results_queue: ResultFile | None = None
-        self._refused: threading.Thread | None = None  # whose `reset` came while the writer was at work
-        self._is_coordinator = False
-        self._set_path(path)
+        self._saves: list[_Save] = []
+        self._begin(path)
 
-    def _set_path(self, path: str | os.PathLike[str]) -> None:
+    def _begin(self, path: str | os.PathLike[str]) -> _Save:
         # The directory that it names now: what writes and publishes later must not follow a `chdir`.
-        self.path = checkpoint_path(path).absolute()
+        path = checkpoint_path(path).absolute()
         if self.options.drain_to is not None:
             from mcore_ckpt.save.upkeep import check_second_tier
 
-            check_second_tier(self.path, self.options)
-        self._storage = storage_at(self.path).within(self.options.write_deadline_s)
-        self._save_id = secrets.token_bytes(SAVE_ID_BYTES)
-        self._target: Target | None = None
-        self._in_line = True
-        self._thread: threading.Thread | None = None  # whose save this writer is at work for
+            check_second_tier(path, self.options)
+        save = _Save(path, storage_at(path).within(self.options.write_deadline_s), thread=threading.current_thread())
+        self._saves.append(save)
+        for earlier in self._saves[:]:
+            if earlier is not save and (earlier.thread is save.thread or earlier.is_over()):
+                earlier.give_up()
+                with contextlib.suppress(ValueError):  # another thread has done so
+                    self._saves.remove(earlier)
+        return save
 
     @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The directory of the checkpoint."""
-        return self.path
+    def _save(self) -> _Save:
+        thread = threading.current_thread()
+        return next((save for save in reversed(self._saves) if save.thread is thread), self._saves[-1])
 
-    checkpoint_dir = checkpoint_id  # Megatron's name for it
+    @property
+    def path(self) -> Path:
+        """The directory of the save that was begun last."""
+        return self._saves[-1].path
+
+    checkpoint_id = checkpoint_dir = path  # DCP's name for it, and Megatron's
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -173,41 +216,29 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         return existing.is_dir() and os.access(existing, os.W_OK)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new save, at `checkpoint_id` if that is given. One that was not finished is given up; while another
-        thread's is under way, nothing happens, and `prepare_local_plan` refuses this one.
-        """
-        if self._is_at_work_for_another(ends_within_s=0.1):  # DCP's thread tells of a failed save before it ends
-            self._refused = threading.current_thread()
-            return
-        self._refused = None
-        self._give_up()
-        self._set_path(self.path if checkpoint_id is None else checkpoint_id)
-        self.write_buckets = None
-
-    def _is_at_work_for_another(self, ends_within_s: float = 0.0) -> bool:
-        thread = self._thread
-        if thread is None or thread is threading.current_thread():
-            return False
-        thread.join(ends_within_s)
-        return thread.is_alive() and thread is self._thread
+        """Begin a new save, at `checkpoint_id` if that is given. One that this thread has not finished is given up."""
+        self._begin(self.path if checkpoint_id is None else checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """DCP says who coordinates the save. Raises `OptionError` for `use_collectives=False`."""
         if not kwargs.get("use_collectives", True):
             raise OptionError(
-                f"{self.path}: use_collectives=False makes each rank a checkpoint of its own, which this writer does "
-                "not; save with torch.distributed.checkpoint.FileSystemWriter, or with use_collectives=True"
+                f"{self._save.path}: use_collectives=False makes each rank a checkpoint of its own, which this writer "
+                "does not; save with torch.distributed.checkpoint.FileSystemWriter, or with use_collectives=True"
             )
-        self._is_coordinator = is_coordinator
+        save = self._save
+        if save.is_coordinator is not None:
+            save = self._saves[-1] if self._saves[-1].is_coordinator is None else self._begin(self.path)
+        save.thread, save.is_coordinator = threading.current_thread(), is_coordinator
 
     @property
     def save_id(self) -> str:
-        """The id of the save that this writer makes, or has made last, as the checkpoint's metadata shows it."""
-        return shown_id(self._save_id)
+        """The id of the save that was begun last, as the checkpoint's metadata shows it."""
+        return shown_id(self._saves[-1].save_id)
 
     def storage_meta(self) -> StorageMeta:
         """DCP's note of which save this is."""
-        return storage_meta({"checkpoint_id": str(self.path), "save_id": self.save_id})
+        return storage_meta({"checkpoint_id": str(self._save.path), "save_id": shown_id(self._save.save_id)})
 
     # -- planning ------------------------------------------------------------------------------------------------
 
@@ -219,58 +250,27 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
         Raises:
             CheckpointExistsError: see `overwrite`.
-            SaveError: another save holds the directory, or has this writer.
+            SaveError: another save holds the directory.
         """
-        if self._refused is threading.current_thread() or self._is_at_work_for_another():
-            self._refused = None
-            raise SaveError(
-                f"{self.path}: this writer is at work for a save that another thread has begun; make a writer for each "
-                "save, or wait for that one. Nothing was changed"
-            )
-        self._thread = threading.current_thread()
-        try:
-            self._begin()
-        except BaseException:
-            self._thread = None
-            raise
-        return plan
-
-    def _begin(self) -> None:
-        self._storage.ensure()
-        if self.options.on_existing == "error" and self._storage.exists(METADATA_FILE):
-            # The first words are DCP's own, which callers look for.
-            raise CheckpointExistsError(
-                f"Checkpoint already exists and overwrite=False: {self.path} has {METADATA_FILE}; save into"
-                ' another directory, or pass overwrite=True (with SaveOptions(on_existing="replace"), the default)'
-            )
-        if self._is_coordinator:
-            place = self._storage.location
+        save = self._save
+        save.storage.ensure()
+        if save.is_coordinator:
+            place = save.storage.location
             earlier = _unfinished.get(place)
-            if earlier is not None:
-                earlier.give_up_if_over()
-            self._target = open_target(self._storage, self.options)
-            self._save_id = self._target.save_id
-            _unfinished[place] = self
+            if earlier is not None and earlier.target is not None and earlier.is_over(within_s=0.1):
+                earlier.give_up()  # DCP's thread tells of a failed save before it ends
+            save.target = open_target(save.storage, self.options)
+            save.save_id = save.target.save_id
+            _unfinished[place] = save
+        return plan
 
     @without_modes()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator: tell each rank how its files are named."""
         return [
-            dataclasses.replace(plan, storage_data=DataFilePrefix(f"__{rank}_", self._save_id))
+            dataclasses.replace(plan, storage_data=DataFilePrefix(f"__{rank}_", self._save.save_id))
             for rank, plan in enumerate(plans)
         ]
-
-    def give_up_if_over(self) -> None:
-        """Release the directory of a save that has failed: DCP tells no writer of an error on another rank. A
-        synchronous save is over when its thread has ended, or begins another save.
-        """
-        if self._in_line and not self._is_at_work_for_another():
-            self._give_up()
-
-    def _give_up(self) -> None:
-        target, self._target, self._thread = self._target, None, None
-        if target is not None:
-            target.commit.give_up()
 
     @without_modes()
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
@@ -278,18 +278,18 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
         Tensors are detached. They are copied by `preload_tensors`, or when they are written.
         """
-        self._in_line = False
-        self._prepare(plan, planner)
+        self._save.in_line = False
+        self.write_buckets = self._prepared(plan, planner)
         self.results_queue = ResultFile() if self.write_buckets else None
 
-    def _prepare(self, plan: SavePlan, planner: SavePlanner) -> None:
+    def _prepared(self, plan: SavePlan, planner: SavePlanner) -> list[ItemBucket]:
         prefix = plan.storage_data
         # A planner that caches plans puts back that of an earlier save: then the names carry an id of this rank's own.
         if not isinstance(prefix, DataFilePrefix) or prefix.is_used:
-            prefix = DataFilePrefix(prefix.prefix, self._save_id)
+            prefix = DataFilePrefix(prefix.prefix, self._save.save_id)
         prefix.is_used = True
-        self.write_buckets = prepare_buckets(
-            self.path,
+        return prepare_buckets(
+            self._save.path,
             plan.items,
             planner.resolve_data,
             prefix,
@@ -303,16 +303,11 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     @without_modes()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write everything before the call returns; no process is started."""
-        self._prepare(plan, planner)
-        assert self.write_buckets is not None
         try:
-            results = write_buckets(self.write_buckets, self.options)
+            results = write_buckets(self._prepared(plan, planner), self.options)
         except BaseException:
-            self._give_up()
+            self._save.give_up()
             raise
-        self.write_buckets = []
-        if not self._is_coordinator:
-            self._thread = None
         future: Future[list[WriteResult]] = Future()
         future.set_result(list(chain.from_iterable(results)))
         return future
@@ -409,10 +404,10 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         outcome = self.results_queue.get()
         self.results_queue = None
         if isinstance(outcome, BaseException):
-            raise SaveError(f"Worker failure: writing {self.path} failed: {outcome}") from outcome
+            raise SaveError(f"Worker failure: writing {self._save.path} failed: {outcome}") from outcome
         if len(outcome) != len(self.write_buckets or ()):
             raise SaveError(
-                f"{self.path}: expected results of {len(self.write_buckets or ())} files, got {len(outcome)}"
+                f"{self._save.path}: expected results of {len(self.write_buckets or ())} files, got {len(outcome)}"
             )
         return list(chain.from_iterable(outcome))
 
@@ -427,16 +422,17 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         Raises:
             SaveError: an item is missing, was written twice, or was not planned. Nothing is published.
         """
-        target = self._target
+        save = self._save
+        target = save.target
         if target is None:
-            raise SaveError(f"{self.path}: this save was given up; nothing of it is published")
+            raise SaveError(f"{save.path}: this save was given up; nothing of it is published")
         written = list(chain.from_iterable(results))
-        compare_items(metadata, Counter(result.index for result in written), str(self.path))
+        compare_items(metadata, Counter(result.index for result in written), str(save.path))
         metadata.version = _DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for result in written}
         metadata.storage_meta = self.storage_meta()
         files, sums = _files_and_sums(written, target)
-        content = encoded_metadata(metadata, self.path, self._save_id, files, sums)
+        content = encoded_metadata(metadata, save.path, save.save_id, files, sums)
         ends: dict[str, int] = {}
         for place in (result.storage_data for result in written):
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -446,18 +442,18 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             if self.options.drain_to is not None:
                 from mcore_ckpt.save.upkeep import note_drain
 
-                note_drain(self.path, self.options, self._save_id, None, commits=True)
-            publish(self._storage, target, content, has_common_state=False, needed=ends)
+                note_drain(save.path, self.options, save.save_id, None, commits=True)
+            publish(save.storage, target, content, has_common_state=False, needed=ends)
         except BaseException:
-            self._give_up()
-            if not (target.commit.is_undecided or is_in_force(self._storage, self._save_id)):
-                discard(self._storage, ends)
+            save.give_up()
+            if not (target.commit.is_undecided or is_in_force(save.storage, save.save_id)):
+                discard(save.storage, ends)
             raise
-        self._target = self._thread = None
+        save.target = None
         if self.options.keep_last is not None or self.options.drain_to is not None:
             from mcore_ckpt.save.upkeep import checkpoint_published
 
-            checkpoint_published(self.path, self.options)
+            checkpoint_published(save.path, self.options)
 
     # -- dcp.async_save ------------------------------------------------------------------------------------------
 

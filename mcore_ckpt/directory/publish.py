@@ -82,7 +82,8 @@ def open_target(storage: Storage, options: SaveOptions) -> Target:
     if target.replaces and options.on_existing == "error":
         target.commit.give_up()
         raise CheckpointExistsError(
-            f'{storage}: there is a checkpoint already and on_existing="error"; choose another directory,'
+            # "Checkpoint already exists" is what DCP says, and callers look for.
+            f'{storage}: Checkpoint already exists and on_existing="error" (overwrite=False); choose another directory,'
             ' or on_existing="replace"'
         )
     return target
