@@ -50,7 +50,7 @@ def crc32_of_zeros(nbytes: int) -> int:
 
 def shift_factor(nbytes: int) -> int:
     """The polynomial by which a CRC-32 is multiplied to count in front of so many bytes; `1 << 31` for none."""
-    return _power_of_x(8 * nbytes)
+    return crc32_combine(1 << 31, 0, nbytes)
 
 
 def _multiply(a: int, b: int) -> int:
@@ -65,7 +65,7 @@ def _multiply(a: int, b: int) -> int:
     return product
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1 << 16)  # thousands of ranks, each at a place of its own in every tensor
 def _power_of_x(exponent: int) -> int:
     result, square = 1 << 31, 1 << 30
     while exponent:
