@@ -12,7 +12,6 @@ strategies write. These hand buckets to a `write_preloaded_data` that has been r
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import os
@@ -90,9 +89,8 @@ class _Save:
     path: Path
     storage: Storage
     save_id: bytes = dataclasses.field(default_factory=partial(secrets.token_bytes, SAVE_ID_BYTES))
-    thread: threading.Thread | None = None  # that has begun it
-    is_coordinator: bool | None = None  # None: it may still be taken by a thread that has begun none
-    in_line: bool = True  # its thread ends it, too
+    is_coordinator: bool = False
+    thread: threading.Thread | None = None  # that begins and ends it, if one does
     target: Target | None = None  # the directory, locked
 
     def give_up(self) -> None:
@@ -101,17 +99,29 @@ class _Save:
         if target is not None:
             target.commit.give_up()
 
-    def is_over(self, within_s: float = 0.0) -> bool:
+    def is_over(self) -> bool:
         """Whether it has failed: DCP tells no writer of an error on another rank. A synchronous save is over when its
         thread has ended, or begins another save.
         """
-        if self.thread is not None and self.thread is not threading.current_thread():
-            self.thread.join(within_s)
-            return self.in_line and not self.thread.is_alive()
-        return self.in_line
+        if self.target is None or self.thread is None:
+            return False
+        is_own = self.thread is threading.current_thread()
+        if not is_own and not self.thread.daemon:  # (as one that Python has not started)
+            self.thread.join(0.1)  # DCP's thread tells of a failed save before it ends
+        return is_own or not self.thread.is_alive()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Save, (self.path, self.storage)  # another process begins its own
+
+
+class _OfThread(threading.local):
+    """What one thread does by a writer."""
+
+    path: Path | None = None  # that its `reset` has named for the save that it begins next
+    save: _Save | None = None  # that it has begun
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _OfThread, ()
 
 
 # The saves of this process that have locked a directory last, by location.
@@ -120,7 +130,8 @@ _unfinished: weakref.WeakValueDictionary[str, _Save] = weakref.WeakValueDictiona
 
 class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
     """Writes one rank's part of a checkpoint, and publishes the checkpoint on the coordinator. Threads that save at the
-    same time have each a save of their own; a step of any other thread is one of the latest.
+    same time have each a save of their own, at the path that their own `reset` has named, if any. A step of a thread
+    that has begun none is one of the latest.
 
     Args:
         path: directory of the checkpoint, or its URL; a relative path is made absolute at once.
@@ -173,36 +184,34 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self.separation_hint = separation_hint
         self.write_buckets: list[ItemBucket] | None = None
         self.results_queue: ResultFile | None = None
-        self._saves: list[_Save] = []
-        self._begin(path)
+        self._own = _OfThread()
+        self._latest = self._at(path)
+        self.path = self._latest.path  # of the save that begins next, or has begun last
 
-    def _begin(self, path: str | os.PathLike[str]) -> _Save:
+    def _at(self, path: str | os.PathLike[str]) -> _Save:
         # The directory that it names now: what writes and publishes later must not follow a `chdir`.
         path = checkpoint_path(path).absolute()
         if self.options.drain_to is not None:
             from mcore_ckpt.save.upkeep import check_second_tier
 
             check_second_tier(path, self.options)
-        save = _Save(path, storage_at(path).within(self.options.write_deadline_s), thread=threading.current_thread())
-        self._saves.append(save)
-        for earlier in self._saves[:]:
-            if earlier is not save and (earlier.thread is save.thread or earlier.is_over()):
-                earlier.give_up()
-                with contextlib.suppress(ValueError):  # another thread has done so
-                    self._saves.remove(earlier)
-        return save
+        return _Save(path, storage_at(path).within(self.options.write_deadline_s))
 
     @property
     def _save(self) -> _Save:
-        thread = threading.current_thread()
-        return next((save for save in reversed(self._saves) if save.thread is thread), self._saves[-1])
+        return self._own.save or self._latest
+
+    def _give_up(self) -> None:
+        own, self._own.save = self._own.save, None
+        if own is not None:
+            own.give_up()
 
     @property
-    def path(self) -> Path:
-        """The directory of the save that was begun last."""
-        return self._saves[-1].path
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The directory of the checkpoint."""
+        return self.path
 
-    checkpoint_id = checkpoint_dir = path  # DCP's name for it, and Megatron's
+    checkpoint_dir = checkpoint_id  # Megatron's name for it
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -216,25 +225,28 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         return existing.is_dir() and os.access(existing, os.W_OK)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new save, at `checkpoint_id` if that is given. One that this thread has not finished is given up."""
-        self._begin(self.path if checkpoint_id is None else checkpoint_id)
+        """A new save is to begin, at `checkpoint_id` if given. One that this thread has not finished is given up."""
+        if checkpoint_id is not None:
+            self.path = self._at(checkpoint_id).path
+        self._own.path = self.path
+        self._give_up()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """DCP says who coordinates the save. Raises `OptionError` for `use_collectives=False`."""
+        """Begin a save; DCP says who coordinates it. Raises `OptionError` for `use_collectives=False`."""
         if not kwargs.get("use_collectives", True):
             raise OptionError(
                 f"{self._save.path}: use_collectives=False makes each rank a checkpoint of its own, which this writer "
                 "does not; save with torch.distributed.checkpoint.FileSystemWriter, or with use_collectives=True"
             )
-        save = self._save
-        if save.is_coordinator is not None:
-            save = self._saves[-1] if self._saves[-1].is_coordinator is None else self._begin(self.path)
+        self._give_up()
+        path, self._own.path = self._own.path or self.path, None
+        self._latest = self._own.save = save = self._at(path)
         save.thread, save.is_coordinator = threading.current_thread(), is_coordinator
 
     @property
     def save_id(self) -> str:
-        """The id of the save that was begun last, as the checkpoint's metadata shows it."""
-        return shown_id(self._saves[-1].save_id)
+        """The id of the save that was begun last, as the checkpoint's metadata shows it; known on the coordinator."""
+        return shown_id(self._latest.save_id)
 
     def storage_meta(self) -> StorageMeta:
         """DCP's note of which save this is."""
@@ -255,13 +267,12 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         save = self._save
         save.storage.ensure()
         if save.is_coordinator:
-            place = save.storage.location
-            earlier = _unfinished.get(place)
-            if earlier is not None and earlier.target is not None and earlier.is_over(within_s=0.1):
-                earlier.give_up()  # DCP's thread tells of a failed save before it ends
+            earlier = _unfinished.get(save.storage.location)
+            if earlier is not None and earlier.is_over():
+                earlier.give_up()
             save.target = open_target(save.storage, self.options)
             save.save_id = save.target.save_id
-            _unfinished[place] = save
+            _unfinished[save.storage.location] = save
         return plan
 
     @without_modes()
@@ -278,7 +289,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
         Tensors are detached. They are copied by `preload_tensors`, or when they are written.
         """
-        self._save.in_line = False
+        self._save.thread = None
         self.write_buckets = self._prepared(plan, planner)
         self.results_queue = ResultFile() if self.write_buckets else None
 
@@ -306,8 +317,10 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         try:
             results = write_buckets(self._prepared(plan, planner), self.options)
         except BaseException:
-            self._save.give_up()
+            self._give_up()
             raise
+        if not self._save.is_coordinator:
+            self._own.save = None
         future: Future[list[WriteResult]] = Future()
         future.set_result(list(chain.from_iterable(results)))
         return future
@@ -449,7 +462,7 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             if not (target.commit.is_undecided or is_in_force(save.storage, save.save_id)):
                 discard(save.storage, ends)
             raise
-        save.target = None
+        save.target = self._own.save = None
         if self.options.keep_last is not None or self.options.drain_to is not None:
             from mcore_ckpt.save.upkeep import checkpoint_published
 
@@ -459,8 +472,11 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
     @without_modes()
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of a state dict on the host that nothing the trainer does can change: tensors, views and objects."""
-        staged: dict[str, Any] = snapshot(state_dict)
+        """A copy of a state dict on the host that nothing the trainer does can change: tensors, views and objects.
+        This thread begins a save by that, and DCP's continues it.
+        """
+        self._give_up()
+        staged: dict[str, Any] = _copy(state_dict, {}, ())
         return staged
 
 
@@ -481,11 +497,6 @@ def _files_and_sums(
     if target.common_sum is not None:  # the common state that was written ahead of the save
         files[COMMON_FILE] = ManifestFile(*target.common_sum, target.save_id)
     return files, found
-
-
-def snapshot(state: Any) -> Any:
-    """Copy a nested state dict to the host; tied tensors stay tied, views become tensors of their own."""
-    return _copy(state, {}, ())
 
 
 def _copy(value: Any, done: dict[int, tuple[Any, Any]], path: tuple[Any, ...]) -> Any:

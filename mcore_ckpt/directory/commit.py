@@ -376,8 +376,8 @@ class Commit:
             _logger.warning("%s: the checkpoint is published, but cleaning up has failed: %s", self.storage, error)
 
     def give_up(self) -> None:
-        """Remove what this save has next to its data files. After `publish`, it does nothing."""
-        if self.is_over:
+        """Remove what this save has next to its data files. Nothing after `publish`, and in a forked process."""
+        if self.is_over or self.owner.pid != os.getpid():
             return
         self.is_over = True
         for name in (self._note, self.pending):

@@ -24,7 +24,6 @@ import inspect
 import io
 import json
 import os
-import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import asdict, fields
@@ -89,11 +88,8 @@ _READ_AGAIN = 5
 _late_errors: ContextVar[list[Exception] | None] = ContextVar("_late_errors", default=None)
 
 
-class _Call:
-    """A call of `save` that has not returned: a signal handler or another thread may come between."""
-
-
-_saving: weakref.WeakValueDictionary[str, _Call] = weakref.WeakValueDictionary()  # by location
+# Calls of `save` that have not returned, by location: a signal handler or another thread may come between.
+_saving: dict[str, object] = {}
 
 
 def around_save(strategy_class: type, stock: Any) -> Any:
@@ -110,7 +106,7 @@ def around_save(strategy_class: type, stock: Any) -> Any:
             checkpoint_dir, storage = type(checkpoint_dir)(directory), storage_at(directory)
             give_up_forgotten_saves()
             before = saves_in_progress(directory)
-            if _saving.setdefault(storage.location, call := _Call()) is not call:
+            if _saving.setdefault(storage.location, call := object()) is not call:
                 raise SaveError(
                     f"{storage}: an earlier call of `save` for this directory has not returned yet; nothing was changed"
                 )
@@ -129,7 +125,7 @@ def around_save(strategy_class: type, stock: Any) -> Any:
                 give_back(storage)
                 raise
             finally:
-                del call  # a traceback that is kept keeps this frame
+                del _saving[storage.location]
 
     return save
 

@@ -223,6 +223,7 @@ def test_a_dcp_save_claims_the_directory_before_the_ranks_write(tmp_path: Path) 
     writer = dcp_writer(tmp_path)
     writer.set_up_storage_writer(True)
     writer.prepare_local_plan(dcp.SavePlan([]))
+    assert exit_code(fork(writer.reset)) == 0  # which is not the child's
     assert exit_code(fork(lambda: strategy().save(state(2), tmp_path))) == 3
     writer.reset()
     assert exit_code(fork(lambda: strategy().save(state(2), tmp_path))) == 0
