@@ -105,10 +105,11 @@ class _Save:
         """
         if self.target is None or self.thread is None:
             return False
-        is_own = self.thread is threading.current_thread()
-        if not is_own and not self.thread.daemon:  # (as one that Python has not started)
+        if self.thread is threading.current_thread():
+            return True
+        if not self.thread.daemon:  # (as one that Python has not started)
             self.thread.join(0.1)  # DCP's thread tells of a failed save before it ends
-        return is_own or not self.thread.is_alive()
+        return not self.thread.is_alive()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Save, (self.path, self.storage)  # another process begins its own
@@ -177,7 +178,6 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             thread_count=options.thread_count if thread_count is None else thread_count,
             on_existing=options.on_existing if overwrite else "error",
         )
-        self.thread_count = self.options.thread_count
         self.single_file_per_rank = single_file_per_rank
         if separation_hint is not None:
             check_hint(separation_hint)
@@ -319,8 +319,6 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         except BaseException:
             self._give_up()
             raise
-        if not self._save.is_coordinator:
-            self._own.save = None
         future: Future[list[WriteResult]] = Future()
         future.set_result(list(chain.from_iterable(results)))
         return future

@@ -57,11 +57,6 @@ class Target:
     nonce: bytes = field(default_factory=partial(secrets.token_bytes, SAVE_ID_BYTES - _NAMED_BYTES))  # 8 bytes
 
     @property
-    def replaces(self) -> bool:
-        """Whether there is a checkpoint that is being replaced."""
-        return self.commit.base is not None
-
-    @property
     def save_id(self) -> bytes:
         """Of what is saved, for its manifest and, its first half, the names of its files; 16 bytes: the id of the
         commit, which is of one directory only, and eight random ones.
@@ -79,7 +74,7 @@ def open_target(storage: Storage, options: SaveOptions) -> Target:
     """
     target = take_reserved(storage) or _begun(storage)
     target.commit.storage = storage  # with the deadlines of this save
-    if target.replaces and options.on_existing == "error":
+    if target.commit.base is not None and options.on_existing == "error":
         target.commit.give_up()
         raise CheckpointExistsError(
             # "Checkpoint already exists" is what DCP says, and callers look for.
