@@ -289,8 +289,8 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
 
         Tensors are detached. They are copied by `preload_tensors`, or when they are written.
         """
-        self._save.thread = None
         self.write_buckets = self._prepared(plan, planner)
+        self._save.thread = None
         self.results_queue = ResultFile() if self.write_buckets else None
 
     def _prepared(self, plan: SavePlan, planner: SavePlanner) -> list[ItemBucket]:
@@ -413,13 +413,11 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         if self.results_queue is None:
             return []
         outcome = self.results_queue.get()
-        self.results_queue = None
+        files, self.write_buckets, self.results_queue = len(self.write_buckets or ()), None, None
         if isinstance(outcome, BaseException):
             raise SaveError(f"Worker failure: writing {self._save.path} failed: {outcome}") from outcome
-        if len(outcome) != len(self.write_buckets or ()):
-            raise SaveError(
-                f"{self._save.path}: expected results of {len(self.write_buckets or ())} files, got {len(outcome)}"
-            )
+        if len(outcome) != files:
+            raise SaveError(f"{self._save.path}: expected results of {files} files, got {len(outcome)}")
         return list(chain.from_iterable(outcome))
 
     @without_modes()
@@ -438,17 +436,17 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         if target is None:
             raise SaveError(f"{save.path}: this save was given up; nothing of it is published")
         written = list(chain.from_iterable(results))
-        compare_items(metadata, Counter(result.index for result in written), str(save.path))
-        metadata.version = _DCP_VERSION
-        metadata.storage_data = {result.index: result.storage_data for result in written}
-        metadata.storage_meta = self.storage_meta()
-        files, sums = _files_and_sums(written, target)
-        content = encoded_metadata(metadata, save.path, save.save_id, files, sums)
         ends: dict[str, int] = {}
         for place in (result.storage_data for result in written):
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-        ends |= {name: files[name].size_bytes for name in ends if name in files}
         try:
+            compare_items(metadata, Counter(result.index for result in written), str(save.path))
+            metadata.version = _DCP_VERSION
+            metadata.storage_data = {result.index: result.storage_data for result in written}
+            metadata.storage_meta = self.storage_meta()
+            files, sums = _files_and_sums(written, target)
+            content = encoded_metadata(metadata, save.path, save.save_id, files, sums)
+            ends |= {name: files[name].size_bytes for name in ends if name in files}
             check_files(target.commit, ends.items(), at_least=True)
             if self.options.drain_to is not None:
                 from mcore_ckpt.save.upkeep import note_drain
@@ -508,9 +506,9 @@ def _copy(value: Any, done: dict[int, tuple[Any, Any]], path: tuple[Any, ...]) -
         copied = carry_layout(value, _copy_tensor(value))
     elif isinstance(value, dict):
         copied = {key: _copy(item, done, (*path, key)) for key, item in value.items()}
-    elif isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        items = [_copy(item, done, (*path, number)) for number, item in enumerate(value)]
-        copied = items if isinstance(value, list) else tuple(items)
+    elif isinstance(value, (list, tuple)):
+        make: Any = list if isinstance(value, list) else getattr(value, "_make", tuple)  # a named one, too
+        copied = make(_copy(item, done, (*path, number)) for number, item in enumerate(value))
     else:
         copied = copy.deepcopy(value)
     done[id(value)] = value, copied  # kept: no other value gets its id
