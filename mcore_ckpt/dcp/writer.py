@@ -437,10 +437,10 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
             raise SaveError(f"{save.path}: this save was given up; nothing of it is published")
         written = list(chain.from_iterable(results))
         ends: dict[str, int] = {}
-        for place in (result.storage_data for result in written):
-            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
         try:
             compare_items(metadata, Counter(result.index for result in written), str(save.path))
+            for place in (result.storage_data for result in written):
+                ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
             metadata.version = _DCP_VERSION
             metadata.storage_data = {result.index: result.storage_data for result in written}
             metadata.storage_meta = self.storage_meta()
