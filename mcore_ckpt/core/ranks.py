@@ -25,7 +25,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -38,7 +38,6 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mcore_ckpt.core.errors import CheckpointError, FailureReport, OptionError, describe, remote_cause, same_class
-from mcore_ckpt.core.process import interrupts_wait
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -412,12 +411,6 @@ def without_tracebacks(message: str) -> str:
 def was_interrupted(error: BaseException) -> bool:
     """Whether a rank has raised because it was told to end (Ctrl-C, an exit): this one, or another, as `run` tells."""
     return not isinstance(error, Exception) or bool(getattr(error, _INTERRUPTED, False))
-
-
-def interrupts_wait_for_others() -> AbstractContextManager[None]:
-    """`interrupts_wait` where there are other ranks, which would otherwise wait for one that a Ctrl-C takes away."""
-    alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-    return nullcontext() if alone else interrupts_wait()
 
 
 def coordination_group(process_group: dist.ProcessGroup | None = None) -> RankGroup:

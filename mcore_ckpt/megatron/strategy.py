@@ -29,7 +29,7 @@ from mcore_ckpt.core.console import line_level, logger_of
 from mcore_ckpt.core.errors import KindMismatchError, LoadError, OptionError, StrategyNotFoundError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host
 from mcore_ckpt.core.process import run_concurrently
-from mcore_ckpt.core.ranks import RankGroup, coordination_group, interrupts_wait_for_others, without_modes
+from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
 from mcore_ckpt.directory.in_force import iteration_of
 from mcore_ckpt.format.index import CheckpointIndex, is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
@@ -164,7 +164,6 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
         _name_unknown(f"{type(self).__name__}.save", unknown)
         with (
             MegatronErrors(),
-            interrupts_wait_for_others(),
             self._begun(sharded_state_dict, checkpoint_dir, is_async=False) as transaction,
         ):
             transaction.commit()

@@ -14,7 +14,6 @@ Ranks agree in small gloo collectives on the caller's thread; nothing is put on 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,11 +22,10 @@ from typing import Any, Literal, NamedTuple
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointError, SaveError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.process import Outcome, interruptible
+from mcore_ckpt.core.process import Outcome
 from mcore_ckpt.core.ranks import (
     RankGroup,
     coordination_group,
-    interrupts_wait_for_others,
     reached_every_rank,
     was_interrupted,
     without_modes,
@@ -66,11 +64,10 @@ class AsyncRequest(NamedTuple):
             for fn in self.finalize_fns:
                 fn()
             return
-        with interrupts_wait_for_others():
-            outcome = Outcome.of(interruptible()(self._work))
-            if group.any("end the work of an async request", outcome.error is not None, wrap=SaveError):
-                group.run("do the work of an async request", outcome.value, wrap=SaveError)
-            _run_callbacks(group, self.finalize_fns, "an async request")
+        outcome = Outcome.of(self._work)
+        if group.any("end the work of an async request", outcome.error is not None, wrap=SaveError):
+            group.run("do the work of an async request", outcome.value, wrap=SaveError)
+        _run_callbacks(group, self.finalize_fns, "an async request")
 
     def _work(self) -> None:
         if self.async_fn is not None:
@@ -263,13 +260,9 @@ class AsyncCallsQueue:
         Raises:
             CheckpointError: a request failed on some rank and `on_failure` is `"raise"`; the same error on every rank.
                 The request is out of the queue, those behind it are still there.
-            KeyboardInterrupt, SystemExit: this rank was interrupted while it waited; all the others raise `SaveError`,
-                whatever `on_failure` says. What comes when nothing waits is raised at the end.
+            KeyboardInterrupt, SystemExit: this rank was interrupted. While it waited for its work, all the others raise
+                `SaveError`, whatever `on_failure` says; within an exchange, once this process is gone.
         """
-        with interrupts_wait_for_others():
-            return self._finalize(blocking, no_dist)
-
-    def _finalize(self, blocking: bool, no_dist: bool) -> list[int]:
         finalized: list[int] = []
         while self.async_calls:
             active = self.async_calls[0]
@@ -309,9 +302,7 @@ class AsyncCallsQueue:
             error: BaseException | None = None
             running = False
             try:
-                with interruptible() if blocking else contextlib.nullcontext():
-                    ended = skipped or (active.wait(_COMPARE_EVERY_S if blocking else 0))
-                running = not ended
+                running = not (skipped or active.wait(_COMPARE_EVERY_S if blocking else 0))
             except BaseException as caught:  # noqa: BLE001  (the other ranks are notified of any error)
                 error = caught
             any_running, any_failed, any_skipped, last, minus_first = group.maximum(
@@ -342,9 +333,6 @@ class AsyncCallsQueue:
         # Only requests that are still queued can bring the same save up again.
         queued = [save for call in self.async_calls for save in call.saves]
         self._reported = [save for save in (*self._reported, *active.saves) if save in queued]
-        for save in active.saves:
-            if save.interrupted is not None:
-                raise save.interrupted from error
         if was_interrupted(error):
             raise error  # no failure to be warned of: a rank was told to end, and is not going to be there for the next
         policy = next((save.on_failure for save in active.saves), self._options.on_failure)

@@ -31,8 +31,8 @@ from mcore_ckpt.core.console import line_level, logger_of
 from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.fingerprints import products
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.process import Outcome, interruptible, run_concurrently
-from mcore_ckpt.core.ranks import RankGroup, interrupts_wait_for_others, reached_every_rank
+from mcore_ckpt.core.process import Outcome, run_concurrently
+from mcore_ckpt.core.ranks import RankGroup, reached_every_rank
 from mcore_ckpt.directory.commit import note_name
 from mcore_ckpt.directory.in_force import is_in_force
 from mcore_ckpt.directory.publish import Target, check_files, discard, give_back, open_target, publish, sum_of_file
@@ -210,7 +210,6 @@ class Writing:
     objects: tuple[ObjectEntry, ...]  # index entries
     spans: Sequence[Span]  # phases that are over
     replicas: Outcome[ReplicaSums | None]  # sums of those that this rank holds and does not save, if they are compared
-    interrupted: BaseException | None = None  # see `SaveTransaction`
 
 
 class SaveTransaction:
@@ -225,8 +224,6 @@ class SaveTransaction:
         what: the save in words for messages: its directory.
         skipped: it is left out (`when_busy="skip"`): nothing to wait for, nothing to commit; the same on all ranks.
         on_failure: what to do if this save fails. The same on all ranks.
-        interrupted: what has interrupted this rank (Ctrl-C, an exit) while the save began, if that waits to be raised
-            until all ranks are notified of it.
         waited_s: seconds that this rank's training has waited since the save began, for it and for other ranks' parts.
     """
 
@@ -246,7 +243,6 @@ class SaveTransaction:
         if writing is None:
             writing = Writing(Job(self.what), (), (), (), Outcome())
         self.job = writing.job
-        self.interrupted = writing.interrupted
         self._files, self._objects, self._replicas = writing.files, writing.objects, writing.replicas
         self._spans = list(writing.spans)
         self._options = request.options
@@ -295,14 +291,10 @@ class SaveTransaction:
             raise SaveError(f"{self.what}: the save was skipped, the one before was still being written")
         self._commits = True
         _begun.discard(self)
-        with interrupts_wait_for_others():
-            self._commit(self.plan)
-
-    def _commit(self, plan: SavePlan) -> None:
         started = time.monotonic()
-        group, directory = self._group, self._directory
+        plan, group, directory = self.plan, self._group, self._directory
         try:
-            mine = Outcome.of(interruptible()(partial(self._finished, plan)))
+            mine = Outcome.of(partial(self._finished, plan))
             gathered = group.gather("write the data files", mine.value, wrap=SaveError)
             waited = time.monotonic()
             self._spans.append(Span("gather", started, waited))
@@ -317,8 +309,6 @@ class SaveTransaction:
             if group.size == 1 or reached_every_rank(error):
                 self._abandon(plan)
             directory.abandon()
-            if self.interrupted is not None:
-                raise self.interrupted from error
             raise
         self._spans.append(Span("commit", waited, time.monotonic()))
         self._tell(mine.value(), gathered)

@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import PlanError, SaveError
-from mcore_ckpt.core.process import Outcome, collector_paused, interruptible
-from mcore_ckpt.core.ranks import RankGroup, interrupts_wait_for_others
+from mcore_ckpt.core.errors import PlanError
+from mcore_ckpt.core.process import Outcome, collector_paused
+from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.index import COMMON_STATE_KEY
 from mcore_ckpt.save.buckets import WriteBucket, prepare_write_data
 from mcore_ckpt.save.commit import SaveDirectory, SaveTransaction, Span, Writing, give_up_forgotten_saves
@@ -31,8 +30,6 @@ from mcore_ckpt.save.writer import Job, timed_result
 if TYPE_CHECKING:
     from mcore_ckpt.save.replicas import ReplicaSums
 
-_logger = logger_of(__name__)
-
 
 def begin_save(
     sharded_state_dict: Any, request: SaveRequest, group: RankGroup, structure: Structure
@@ -40,19 +37,6 @@ def begin_save(
     """Plan a save on all ranks and write it, or start to; all of them call this. When it returns, the trainer may
     change its state. An error of the writing waits for the commit; any other is raised on every rank.
     """
-    begun: list[SaveTransaction] = []
-    try:
-        with interrupts_wait_for_others():
-            begun.append(_begin(sharded_state_dict, request, group, structure))
-        return begun[0]
-    except BaseException:
-        # A signal that has waited is raised when the save has been begun: only this function can give it up.
-        for transaction in begun:
-            transaction.abort()
-        raise
-
-
-def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, structure: Structure) -> SaveTransaction:
     began = time.monotonic()
     give_up_forgotten_saves()
     # What this rank alone refuses, all ranks are told of.
@@ -60,13 +44,13 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
     started: list[Job] = []
     try:
         with collector_paused():
-            own_state = interruptible()(partial(_collect, sharded_state_dict, request, structure))
+            own_state = partial(_collect, sharded_state_dict, request, structure)
             agreed = agree(
                 structure,
                 Outcome.of(own_state) if opened.error is None else Outcome(error=opened.error),
                 group,
                 request,
-                interruptible()(lambda: opened.value().open()),
+                lambda: opened.value().open(),
                 # On this rank, and so on all, whatever their own option says.
                 left_out=request.is_async and request.options.when_busy == "skip" and is_busy(),
                 held=None if request.options.compare_replicas == "off" else partial(_held, sharded_state_dict),
@@ -79,7 +63,7 @@ def _begin(sharded_state_dict: Any, request: SaveRequest, group: RankGroup, stru
         if request.options.drain_to is not None:
             directory.meet(group, plan.save_id)
         structure.described = state.described
-        writing = _start(sharded_state_dict, state, plan, request, group, directory, began, started)
+        writing = _start(sharded_state_dict, state, plan, request, directory, began, started)
         return SaveTransaction(request, group, directory, plan, writing)
     except BaseException:
         # A writer must not continue in a directory that has been released.
@@ -113,7 +97,6 @@ def _start(
     state: RankState,
     plan: SavePlan,
     request: SaveRequest,
-    group: RankGroup,
     directory: SaveDirectory,
     began: float,
     started: list[Job],
@@ -122,22 +105,7 @@ def _start(
     planned = time.monotonic()
     objects = [data for _, data in state.objects]
     buckets = prepare_write_data(plan.layout, objects, state.tensors, state.described.pointers, plan.save_id)
-    interrupted: BaseException | None = None
-    try:
-        with interruptible():
-            job = _write(buckets, plan, request, directory, started.append)
-    except BaseException as interrupt:
-        if group.size == 1:
-            raise
-        for job in started:
-            job.abort()
-        # The others are on their way to the commit, where they are notified of it.
-        error = SaveError(
-            f"{directory.path}: this rank was interrupted ({type(interrupt).__name__}) when its writing was to start"
-        )
-        error.__cause__ = interrupt
-        _logger.warning("%s; that is raised when the save is finalized, on all ranks", error)
-        interrupted, job = interrupt, Job(str(directory.path), error=error)
+    job = _write(buckets, plan, request, directory, started.append)
     compare = request.options.compare_replicas
     replicas: Outcome[ReplicaSums | None] = Outcome()
     if compare != "off":
@@ -152,7 +120,7 @@ def _start(
     else:
         spans.append(Span("write", planned, written))
     entries = plan.layout.object_entries(buckets)
-    return Writing(job, [bucket.file for bucket in buckets], entries, spans, replicas, interrupted)
+    return Writing(job, [bucket.file for bucket in buckets], entries, spans, replicas)
 
 
 def _write(

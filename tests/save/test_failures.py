@@ -19,13 +19,11 @@ import torch.distributed as dist
 
 from mcore_ckpt.core.errors import SaveError, WriterDiedError
 from mcore_ckpt.core.options import SaveOptions
-from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
 from mcore_ckpt.save import forked_child
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
 from mcore_ckpt.save.child_processes import ChildJob
-from mcore_ckpt.save.commit import SaveTransaction
 from mcore_ckpt.save.writer_process import shared_writer
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.processes import children, is_running
@@ -172,82 +170,40 @@ def test_a_writer_killed_on_one_rank(tmp_path: Path) -> None:
         assert max(took_s, also_took_s) < _RAISED_WITHIN_S
 
 
-# --- interrupted while it is staged -----------------------------------------------------------------------------------
-
-
-def _interrupted_while_staging(rank: int, directory: str) -> None:
-    from mcore_ckpt.save.staging import BucketSource
-
-    fill_buffer = BucketSource.fill_buffer
-    for number, policy in enumerate(("raise", "warn")):
-        strategy = TorchDistSaveStrategy(options=SaveOptions(on_failure=policy))
-        queue = AsyncCallsQueue()
-        _save_whole(rank, directory, 2 * number, queue, strategy)
-        if rank == 1:
-            BucketSource.fill_buffer = mock.Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
-        started_s = time.monotonic()
-        _save(rank, directory, 2 * number + 1, queue, strategy)
-        with pytest.raises(KeyboardInterrupt if rank == 1 else SaveError):
-            queue.maybe_finalize_async_calls(blocking=True)
-        assert time.monotonic() - started_s < 10 * _RAISED_WITHIN_S
-        BucketSource.fill_buffer = fill_buffer
-        assert queue.get_num_unfinalized_calls() == 0
-        assert len(queue.failures) == 1
-        dist.barrier()
-        _check(rank, directory, 2 * number)
-
-
-def test_all_ranks_hear_of_one_that_is_interrupted_while_it_copies(tmp_path: Path) -> None:
-    run_ranks(_interrupted_while_staging, 2, str(tmp_path))
-
-
 # --- interrupted while it waits for the others ------------------------------------------------------------------------
 
 
 def _interrupted_while_waiting(rank: int, directory: str) -> None:
-    """Rank 1 gets a Ctrl-C in the midst of a blocking finalization, and lives on."""
+    """Rank 1 gets a Ctrl-C while a blocking finalization waits for its writer, and lives on."""
 
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        if rank == 1 and len(calls) < 1:
-            calls.append(name)
+    def interrupted(job: ChildJob, timeout_s: float | None = None) -> bool:
+        if rank == 1 and not calls:
+            calls.append("wait")
             os.kill(os.getpid(), signal.SIGINT)
-        return method(*args, **kwargs)
+        return wait(job, timeout_s)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     started_s = time.monotonic()
-    # While it waits for its writer, and where it compares notes with the others, which would go on without it.
-    for number, (owner, name) in enumerate([(ChildJob, "wait"), (RankGroup, "maximum")]):
-        where = f"{directory}/{name}"
-        options = SaveOptions(on_failure="warn")
-        strategy, queue = TorchDistSaveStrategy(options=options), AsyncCallsQueue()
-        _save_whole(rank, where, number, queue, strategy)
-        before = _names(where)
-        pid = shared_writer().pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        log = _save(rank, where, 7, queue, strategy)
-        queue.schedule_async_request(AsyncRequest(None, (), [partial(log.append, "of the next")]))
-        calls: list[str] = []
-        method: Any = getattr(owner, name)
-        with mock.patch.object(owner, name, interrupted), pytest.raises(KeyboardInterrupt if rank == 1 else SaveError):
-            queue.close() if number else queue.maybe_finalize_async_calls(blocking=True)
-        assert len(calls) == rank
-        assert queue.get_num_unfinalized_calls() == 1 - number  # closing gives up all
-        queue.close(abort=True)
-        assert not log
-        dist.barrier()
-        _check(rank, where, number)
-        assert [name for name in _names(where) if name != INCOMPLETE_MARKER] == before
-    # When nothing waits any more, the save is published on all ranks, and the interrupt comes afterwards.
-    queue = AsyncCallsQueue()
-    log = _save(rank, where, 9, queue, strategy)
-    method, calls = SaveTransaction._tell, []
-    ends = contextlib.nullcontext() if rank == 0 else pytest.raises(KeyboardInterrupt)
-    with mock.patch.object(SaveTransaction, "_tell", interrupted), ends:
+    strategy, queue = TorchDistSaveStrategy(options=SaveOptions(on_failure="warn")), AsyncCallsQueue()
+    _save_whole(rank, directory, 0, queue, strategy)
+    before = _names(directory)
+    pid = shared_writer().pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    log = _save(rank, directory, 7, queue, strategy)
+    queue.schedule_async_request(AsyncRequest(None, (), [partial(log.append, "of the next")]))
+    calls: list[str] = []
+    wait = ChildJob.wait
+    ends = pytest.raises(KeyboardInterrupt if rank == 1 else SaveError)
+    with mock.patch.object(ChildJob, "wait", interrupted), ends:
         queue.maybe_finalize_async_calls(blocking=True)
-    assert log == ["tracker"]
+    assert len(calls) == rank
+    assert queue.get_num_unfinalized_calls() == 1
+    queue.close(abort=True)
+    assert not log
     dist.barrier()
-    _check(rank, where, 9)
+    _check(rank, directory, 0)
+    assert [name for name in _names(directory) if name != INCOMPLETE_MARKER] == before
     assert time.monotonic() - started_s < 20 * _RAISED_WITHIN_S
 
 
