@@ -247,13 +247,26 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
         where=str(directory / file),
     )
     note_common(identity_of(manifest, version))
-    return loaded
+    return _without_leaked_state(loaded)
 
 
 def common_object(reader: FileSystemReader) -> Any:
     """The common state that is an object, as from megatron-core 0.19 on."""
     stored = reader.read_object(COMMON_STATE_KEY)
-    return stored[0] if isinstance(stored, list) else stored
+    return _without_leaked_state(stored[0] if isinstance(stored, list) else stored)
+
+
+def _without_leaked_state(common: Any) -> Any:
+    """The common state without `param_state` of an optimizer whose state is flat buckets. A Megatron-LM without pull
+    request 2874 left the `step` of rank 0's parameters there, which no other rank can merge with its own.
+    """
+    content = common.get("content_metadata") if isinstance(common, dict) else None
+    if isinstance(content, dict) and content.get("distrib_optim_sharding_type") == "dp_reshardable":
+        optimizer = common.get("optimizer")
+        for part in (optimizer, *(optimizer.values() if isinstance(optimizer, dict) else ())):
+            if isinstance(part, dict):
+                part.pop("param_state", None)
+    return common
 
 
 def _index_decides(pickled: bytes, names: list[str]) -> bool:
