@@ -25,7 +25,8 @@ from typing import Any, NamedTuple, TypeVar
 from benchmarks import tables
 from benchmarks.machine import describe_machine
 from benchmarks.results import ROOT, add_busy, commit_of_code, wait_until_quiet
-from mcore_ckpt.save.buckets import RankLayout, TensorSpec, lay_out_rank
+from mcore_ckpt.image.layout import TensorSpec
+from mcore_ckpt.save.buckets import RankLayout, lay_out_rank
 
 T = TypeVar("T")
 
@@ -180,8 +181,8 @@ def _shard_of(spec: TensorSpec) -> Any:
 def _metadata(plan: Any, files: Sequence[Sequence[tuple[str, Any, int]]]) -> tuple[bytes, float]:
     """`.metadata`, and the seconds that it took."""
     from mcore_ckpt.format.integrity import with_id
-    from mcore_ckpt.save.buckets import WrittenFile
-    from mcore_ckpt.save.commit import metadata_of_save
+    from mcore_ckpt.image.layout import WrittenFile
+    from mcore_ckpt.image.manifest import metadata_of_save
 
     written = []
     for of_rank in files:

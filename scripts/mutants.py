@@ -113,10 +113,10 @@ MUTANTS: Final = (
     ),
     Mutant(
         "what was written is not compared with the plan",
-        "save/buckets.py",
+        "image/layout.py",
         "if expected != got or len(planned) != len(written):",
         "if False:",
-        "save/test_buckets.py",
+        "image/test_image.py",
     ),
     Mutant(
         "the sizes of the files that are there are not compared",
@@ -184,7 +184,7 @@ MUTANTS: Final = (
     Mutant(
         "bytes_data is forgotten where it does not fit any more",
         "save/buckets.py",
-        "not chosen or _end([sizes_bytes[index] for index in chosen]) <= bucket.region_bytes",
+        "not chosen or objects_end([sizes_bytes[index] for index in chosen]) <= bucket.region_bytes",
         "True",
         "save/test_buckets.py save/test_planning.py save/test_save_edges.py",
     ),

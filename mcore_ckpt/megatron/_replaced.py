@@ -24,8 +24,9 @@ from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.dcp.bucket_writer import ItemBucket, sums_of
 from mcore_ckpt.dcp.planners import object_write_item, tensor_write_item
+from mcore_ckpt.image.layout import PlannedFile, WrittenFile
 from mcore_ckpt.load.reader import FileSystemReader, destination
-from mcore_ckpt.save.buckets import PlannedFile, WriteBucket, WrittenFile
+from mcore_ckpt.save.buckets import WriteBucket
 from mcore_ckpt.state.shards import box_sizes
 
 

@@ -33,10 +33,10 @@ from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, S
 from mcore_ckpt.format.integrity import NO_FINGERPRINT, SAVE_ID_BYTES, FooterPlan, Manifest, ManifestFile, shown_id
 from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes, place, tensor_template
 from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.image.layout import TensorSpec, footer_plan
 from mcore_ckpt.load.checks import fingerprint_from_sums
 from mcore_ckpt.reshard.partition import Partition, Partitioner, divide, divides, expert_of
 from mcore_ckpt.reshard.target_files import Journal, TargetFiles
-from mcore_ckpt.save.buckets import TensorSpec, footer_plan
 from mcore_ckpt.storage.base import align_up
 from mcore_ckpt.tools.keys import data_file_rank, is_optimizer_key, layer_number, model_key, stacked_axes
 from mcore_ckpt.tools.payloads import StoredPayloads

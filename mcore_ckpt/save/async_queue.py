@@ -31,7 +31,7 @@ from mcore_ckpt.core.ranks import (
     without_modes,
 )
 from mcore_ckpt.save.commit import SaveTransaction
-from mcore_ckpt.save.writer import Job
+from mcore_ckpt.save.jobs import Job
 from mcore_ckpt.save.writer_process import shared_writer
 
 

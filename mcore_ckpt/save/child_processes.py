@@ -46,7 +46,7 @@ from mcore_ckpt.core.process import (
     signals_held_back,
     wait_readable,
 )
-from mcore_ckpt.save.writer import Job
+from mcore_ckpt.save.jobs import Job
 
 _PROGRAM: Final = """\
 import os, sys

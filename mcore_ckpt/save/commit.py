@@ -16,20 +16,14 @@ import os
 import platform
 import time
 import weakref
-from array import array
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import numpy as np
-
 from mcore_ckpt.core.console import line_level, logger_of
-from mcore_ckpt.core.errors import PlanError, SaveError
-from mcore_ckpt.core.fingerprints import products
+from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import Outcome, run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, reached_every_rank
@@ -37,12 +31,12 @@ from mcore_ckpt.directory.commit import note_name
 from mcore_ckpt.directory.in_force import is_in_force
 from mcore_ckpt.directory.publish import Target, check_files, discard, give_back, open_target, publish, sum_of_file
 from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry
-from mcore_ckpt.format.integrity import NO_FINGERPRINT, Manifest, ManifestFile, id_in_names, shown_id, with_id
+from mcore_ckpt.format.integrity import ManifestFile, id_in_names, shown_id, with_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE
-from mcore_ckpt.format.metadata_write import ChunkFactors, MetadataEncoder
-from mcore_ckpt.save.buckets import GlobalPlan, PlannedFile, WrittenFile, check_results
+from mcore_ckpt.image.layout import PlannedFile, WrittenFile, check_results
+from mcore_ckpt.image.manifest import metadata_of_save
+from mcore_ckpt.save.jobs import Job, JobResult
 from mcore_ckpt.save.planner import SavePlan, SaveRequest
-from mcore_ckpt.save.writer import Job, JobResult
 from mcore_ckpt.storage.resolve import storage_at
 
 if TYPE_CHECKING:
@@ -506,90 +500,3 @@ def give_up_forgotten_saves() -> None:
         if save.is_forgotten:
             _logger.warning("%s: this save cannot be committed any more; it is given up", save.what)
             save.abort()
-
-
-def metadata_of_save(
-    plan: GlobalPlan,
-    encoder: MetadataEncoder,
-    objects: Sequence[tuple[ObjectEntry, ...]],
-    files: Sequence[tuple[WrittenFile, ...]],
-    *,
-    save_id: bytes,
-    storage_meta: dict[str, Any],
-    common: ManifestFile | None = None,
-) -> bytes:
-    """The content of `.metadata`. Raises `PlanError` if two ranks have written objects of one key.
-
-    `objects` are index entries of each rank's objects, file by file; `files` each rank's files, in the order of its
-    plan. Where one has no footer, `.metadata` has no manifest.
-    """
-    entries: dict[str, ObjectEntry] = {}
-    for rank, of_rank in enumerate(objects):
-        for entry in of_rank:
-            if entry.fqn in entries:
-                raise PlanError(f"{entry.fqn}: rank {rank} writes an object that another rank has written, too")
-            entries[entry.fqn] = entry
-    written = list(chain.from_iterable(files))
-    manifest = _manifest(save_id, written, encoder, common) if all(f.has_footer for f in written) else None
-    return encoder.encode(
-        entries,
-        files={name: with_id(name, save_id) for name, _ in plan.files},
-        storage_meta=storage_meta,
-        manifest=manifest,
-    )
-
-
-def _manifest(
-    save_id: bytes, files: Sequence[WrittenFile], encoder: MetadataEncoder, common: ManifestFile | None
-) -> Manifest:
-    """The manifest of a save."""
-    order = encoder.order  # the number of each tensor item among those of all files
-    crcs = list(chain.from_iterable(file.crcs for file in files))
-    firsts = list(accumulate((len(file.crcs) for file in files), initial=0))
-    cumulative: dict[int, array[int]] = {}
-    for first, file in zip(firsts, files, strict=False):
-        at = 0
-        for number, count in zip(file.long_payloads, file.inner_blocks, strict=True):
-            cumulative[first + number] = file.blocks[at : at + count]
-            at += count
-    summed = [(n, cumulative[number]) for n, number in enumerate(order) if number in cumulative] if cumulative else []
-    listed = {file.name: ManifestFile(file.size_bytes, file.table_crc32, save_id) for file in files}
-    if common is not None:
-        listed[COMMON_FILE] = common
-    ordered = array("I", [crcs[number] for number in order])
-    ordered.extend(chain.from_iterable(file.object_crcs for file in files))
-    return Manifest(
-        save_id,
-        dict(sorted(listed.items())),
-        ordered,
-        array("Q", [n for n, _ in summed]),
-        array("I", [len(sums) for _, sums in summed]),
-        array("I", chain.from_iterable(sums for _, sums in summed)),
-        fingerprints=None if encoder.factors is None else _fingerprints(encoder.factors, order, crcs, files, firsts),
-    )
-
-
-def _fingerprints(
-    factors: ChunkFactors,
-    order: Sequence[int],
-    crcs: Sequence[int],
-    files: Sequence[WrittenFile],
-    firsts: Sequence[int],
-) -> array[int]:
-    """The fingerprint of each tensor; -1 of those without. `firsts`: number of the first item of each file."""
-    if not factors.firsts:
-        return array("q")
-    ordered = np.array(crcs, np.uint32)[np.array(order)]
-    multipliers = np.array(factors.factors, np.uint32)
-    counts = products(ordered, multipliers)
-    unknown = set[int]()
-    if not multipliers.all():
-        parts = {first + n: part for first, file in zip(firsts, files, strict=False) for n, part in file.parts}
-        for chunk in np.flatnonzero(multipliers == 0).tolist():
-            part = parts.get(order[chunk])
-            counts[chunk] = part or 0
-            if part is None:  # a rank saves without fingerprints, or a third-party callback has written it
-                unknown.add(bisect_right(factors.firsts, chunk) - 1)
-    sums = np.bitwise_xor.reduceat(counts, np.array(factors.firsts)).astype(np.int64)
-    sums[sorted(unknown)] = NO_FINGERPRINT
-    return array("q", sums.tobytes())

@@ -30,14 +30,9 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import Outcome
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.save.buckets import (
-    GlobalPlan,
-    RankLayout,
-    TensorSpec,
-    WriteBucket,
-    WrittenFile,
-    lay_out_rank,
-)
+from mcore_ckpt.image.layout import TensorSpec, WrittenFile
+from mcore_ckpt.image.manifest import GlobalPlan
+from mcore_ckpt.save.buckets import RankLayout, WriteBucket, lay_out_rank
 from mcore_ckpt.save.versions import Digests, differing, digests_of, keep_versions, merged
 from mcore_ckpt.state.plan_check import Accesses, check_saves
 from mcore_ckpt.state.plans import decoded_plans

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.save.buckets import GlobalPlan
+from mcore_ckpt.image.manifest import GlobalPlan
 from mcore_ckpt.state.plans import LocalPlan
 from mcore_ckpt.state.shards import contents, is_main_replica, is_sharded_tensor, leaves, stored_form
 from mcore_ckpt.state.torch_classes import is_dense

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.save.buckets import WrittenFile
+from mcore_ckpt.image.layout import WrittenFile
 
 _logger = logger_of(__name__)
 

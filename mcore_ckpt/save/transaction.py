@@ -23,9 +23,9 @@ from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.index import COMMON_STATE_KEY
 from mcore_ckpt.save.buckets import WriteBucket, prepare_write_data
 from mcore_ckpt.save.commit import SaveDirectory, SaveTransaction, Span, Writing, give_up_forgotten_saves
+from mcore_ckpt.save.jobs import Job, timed_result
 from mcore_ckpt.save.planner import RankState, SavePlan, SaveRequest, Structure, agree, collect
 from mcore_ckpt.save.staging import is_busy, start_writing, write_in_process
-from mcore_ckpt.save.writer import Job, timed_result
 
 if TYPE_CHECKING:
     from mcore_ckpt.save.replicas import ReplicaSums

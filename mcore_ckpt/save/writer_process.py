@@ -49,7 +49,7 @@ from mcore_ckpt.save.child_processes import (
     SupervisedChild,
     start_interpreter,
 )
-from mcore_ckpt.save.writer import JobResult, WriterJob, run_job
+from mcore_ckpt.save.jobs import JobResult, WriterJob, run_job
 
 _START_DEADLINE_S: Final = 60.0
 _START_PERIOD_S: Final = 0.002

@@ -10,7 +10,8 @@ import torch
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.format.integrity import NO_SAVE_ID
 from mcore_ckpt.format.item_layout import tensor_template
-from mcore_ckpt.save.buckets import TensorSpec, WriteBucket, fill_bucket, lay_out_file
+from mcore_ckpt.image.layout import TensorSpec, lay_out_file
+from mcore_ckpt.save.buckets import WriteBucket, fill_bucket
 from mcore_ckpt.save.staging import BucketSource
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt.save.buckets import FileImage, PlannedFile
-from mcore_ckpt.save.writer import WriterJob
+from mcore_ckpt.image.layout import FileImage, PlannedFile
+from mcore_ckpt.save.jobs import WriterJob
 from mcore_ckpt.storage.base import RangeWriter, align_up
 from mcore_ckpt.storage.resolve import LocalStorage
 
