@@ -321,16 +321,17 @@ def _items(index: CheckpointIndex) -> Iterator[StoredItem]:
 def is_megatrons(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> tuple[bool, str | None]:
     """Whether a checkpoint is Megatron-Core's, and why its `metadata.json` would keep Megatron-Core from loading it.
 
-    That file is written last, so a killed save may lack it: then the common state tells whose the checkpoint is.
+    That file is written last, so a killed save may lack it: then the common state tells whose the checkpoint is, or,
+    where that is lost, too, the index.
     """
     try:
         flaw = config_flaw(directory)
     except CheckpointNotFoundError:
-        if not _has_common_state(index, names):
+        if not _is_of_megatron(index, names):
             return False, None
         flaw = (
-            f"{directory / CONFIG_FILE}: missing: Megatron-Core takes the directory for no checkpoint (a save "
-            "ended before it was written). Copy the file from another checkpoint of the same run"
+            f"{directory / CONFIG_FILE}: missing: Megatron-Core takes the directory for no checkpoint (its save ended "
+            "early, or the file was deleted). Copy the file from another checkpoint of the same run"
         )
     except (LoadError, OSError) as error:
         flaw = str(error)
@@ -356,10 +357,15 @@ def config_flaw(directory: Path) -> str | None:
     )
 
 
-def _has_common_state(index: CheckpointIndex, names: Iterable[str]) -> bool:
-    """Whether there is, or has been, a common state, which only Megatron-Core writes."""
-    listed = index.manifest is not None and COMMON_FILE in index.manifest.files
-    return listed or common_file_in_force(names, index) is not None or COMMON_STATE_KEY in index.objects
+def _is_of_megatron(index: CheckpointIndex, names: Iterable[str]) -> bool:
+    """Whether there is, or has been, a common state, which only Megatron-Core writes. A manifest lists it. Without one
+    the keys tell: Megatron-Core's objects are shards, and its index lacks the paths that DCP notes of each key.
+    """
+    if common_file_in_force(names, index) is not None or COMMON_STATE_KEY in index.objects:
+        return True
+    if index.manifest is not None:
+        return COMMON_FILE in index.manifest.files
+    return not index.planner_data and any(map(parse_object_key, index.objects))
 
 
 def structure_flaws(index: CheckpointIndex, *, megatron: bool) -> Iterator[Flaw]:
@@ -388,3 +394,9 @@ def common_state_flaw(directory: Path, index: CheckpointIndex, names: Iterable[s
         return None
     missing = f"{directory / COMMON_FILE}: missing, and no object {COMMON_STATE_KEY}"
     return f"{missing}: Megatron-Core cannot load it so"
+
+
+def refuse_lost_common_state(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> None:
+    """Raise `CorruptCheckpointError` for a checkpoint of Megatron-Core without a common state."""
+    if is_megatrons(directory, index, names)[0] and (flaw := common_state_flaw(directory, index, names)):
+        raise CorruptCheckpointError(flaw)

@@ -384,8 +384,11 @@ def config_in_place(stock: Any) -> Any:
         with MegatronErrors():
             if not is_supported(checkpoint_dir):
                 return stock(str(checkpoint_dir))
-            found = read_config(directory_to_read(checkpoint_dir))
+            directory = directory_to_read(checkpoint_dir)
+            found = read_config(directory)
         if found is None:
+            if is_first_rank() and (lost := _lost_config(directory)):
+                _logger.warning("%s", lost)
             return None
         values = {
             "sharded_backend": found.backend,
@@ -399,6 +402,17 @@ def config_in_place(stock: Any) -> Any:
         )
 
     return maybe_load_config
+
+
+def _lost_config(directory: Path) -> str | None:
+    """Why Megatron takes a directory for no checkpoint of its own, if one is there."""
+    from mcore_ckpt.directory.iterations import is_megatrons
+
+    try:
+        names = storage_at(directory).list()
+        return is_megatrons(directory, read_index(directory, strict=False), names)[1]
+    except (LoadError, OSError):
+        return None
 
 
 def _damage(error: BaseException | None) -> str | None:

@@ -17,7 +17,7 @@ from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import is_note
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
-from mcore_ckpt.directory.iterations import files_below
+from mcore_ckpt.directory.iterations import files_below, refuse_lost_common_state
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
@@ -133,6 +133,8 @@ def plan_reshard(directory: Path, options: ReshardOptions) -> tuple[Conversion, 
     version = index_version(directory)
     source = read_index(directory)
     files = SourceFiles(source)
+    storage = storage_at(directory)
+    refuse_lost_common_state(directory, source, with_common_files(storage, storage.list(), source))
     layout, common = _target_layout(options), read_plain_state(source)
     sidecars = _sidecar_files(source)
     payloads: StoredPayloads = StoredPayloads(source)

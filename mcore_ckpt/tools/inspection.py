@@ -22,6 +22,7 @@ from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path, local_path
 from mcore_ckpt.core.progress import human_bytes, human_count
 from mcore_ckpt.directory.in_force import tracked_name
+from mcore_ckpt.directory.iterations import common_state_flaw, is_megatrons
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, TensorEntry
 from mcore_ckpt.format.integrity import shown_id
 from mcore_ckpt.format.metadata_read import (
@@ -112,7 +113,7 @@ class CheckpointSummary:
     """A checkpoint at a glance.
 
     Attributes:
-        written_by: `"mcore_ckpt"` if there is a manifest, `"megatron"` if only `metadata.json` is there, else `"dcp"`.
+        written_by: `"mcore_ckpt"` if there is a manifest, else `"megatron"` or `"dcp"`.
         save_id: which save it is, as its manifest says, in hexadecimal digits; None if it has none.
         metadata_bytes: size of `.metadata`.
         file_bytes: size of all data files.
@@ -150,7 +151,8 @@ class CheckpointSummary:
     @property
     def origin(self) -> str:
         """Which package has written it, and whose format it has, in words."""
-        format_of = "torch.distributed.checkpoint" if self.backend is None else "Megatron-Core"
+        is_dcp = self.backend is None and self.written_by != "megatron"
+        format_of = "torch.distributed.checkpoint" if is_dcp else "Megatron-Core"
         return f"mcore_ckpt, in the format of {format_of}" if self.written_by == "mcore_ckpt" else format_of
 
     def facts(self) -> list[tuple[str, str]]:
@@ -344,9 +346,12 @@ def summarize(index: CheckpointIndex) -> CheckpointSummary:
     arguments = common.get("args")
     iteration = common.get("iteration")
     missing = [f"{row.file}: the index names this file, but it is not there" for row in files if row.size_bytes is None]
+    names = storage_at(directory).list()
+    is_of_megatron, flaw = is_megatrons(directory, index, names)
+    lost = common_state_flaw(directory, index, names) if is_of_megatron else None
     return CheckpointSummary(
         path=str(directory),
-        written_by="mcore_ckpt" if index.manifest is not None else "dcp" if config is None else "megatron",
+        written_by="mcore_ckpt" if index.manifest is not None else "megatron" if is_of_megatron else "dcp",
         backend=None if config is None else f"{config.backend} {config.version}",
         iteration=iteration if isinstance(iteration, int) else None,
         save_id=None if index.manifest is None else shown_id(index.manifest.save_id),
@@ -366,7 +371,7 @@ def summarize(index: CheckpointIndex) -> CheckpointSummary:
         trained_layout=layout_of_arguments(common),
         groups=groups,
         arguments=arguments if isinstance(arguments, dict) else {},
-        problems=(*index.problems, *missing),
+        problems=(*index.problems, *missing, *filter(None, (flaw, lost))),
     )
 
 

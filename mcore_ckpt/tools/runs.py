@@ -37,6 +37,7 @@ from mcore_ckpt.directory.iterations import (
     files_below,
     iteration_directories,
     look_at,
+    refuse_lost_common_state,
 )
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
@@ -255,6 +256,7 @@ def _refuse_damaged(given: Path, found: CheckpointFiles) -> None:
     reads = storage_at(given)
     try:
         check_data_files(reads, found.index, found.data)
+        refuse_lost_common_state(given, found.index, [found.common] if found.common else [])
     except (CorruptCheckpointError, CheckpointNotFoundError) as error:
         raise CorruptCheckpointError(
             f"the checkpoint that is to be copied is damaged, and nothing is copied: {error} (mcore-ckpt repair "

@@ -239,12 +239,22 @@ def others_are_not_damaged(run: Path) -> None:
         assert not dist_checkpointing.check_is_distributed_checkpoint(str(directory))
 
 
+def megatron_says_what_is_lost(checkpoint: Path) -> None:
+    """Megatron takes a checkpoint without its `metadata.json` for one of DCP: what is lost is said before that."""
+    for name in ("common.pt", "metadata.json"):
+        (checkpoint / name).unlink(missing_ok=True)
+    with kept_log() as said, pytest.raises(Exception, match="is not a distributed checkpoint"):
+        installed().load_common_state_dict(str(checkpoint))
+    assert any("metadata.json: missing" in text for text in said), said
+
+
 def by_default(rank: int, run: Path) -> str:
     train(rank, run, 2)
     by_first(rank, lambda: truncate(directory_of(run, 2)))
     with pytest.raises(CorruptCheckpointError) as raised:
         resume(run)
     if rank == 0:
+        megatron_says_what_is_lost(directory_of(run, 1))
         os.environ.update(GO_BACK)
         others_are_not_damaged(run)
     return str(raised.value)

@@ -59,7 +59,7 @@ def test_a_whole_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str]
 def test_every_byte_of_an_item_counts(tmp_path: Path) -> None:
     """A flipped bit is found, or lies where the format has room (padding, dates, versions) and changes nothing."""
     tensors = {"w": torch.randn(8, 8)}
-    write_model(tmp_path / "c", tp=1, tensors=tensors, common=False)
+    write_model(tmp_path / "c", tp=1, tensors=tensors)
     item = item_of(tmp_path / "c", "w", 0)
     path = tmp_path / "c" / item.file
     original = path.read_bytes()
@@ -230,9 +230,33 @@ class TestCommonState:
         assert (problem.kind, problem.file) == ("file", "common.pt")
         write_model(tmp_path / "copy")
         assert repair_checkpoint(verify_checkpoint(checkpoint), tmp_path / "copy").whole
-        (checkpoint / "common.pt").unlink()
-        (checkpoint / "metadata.json").unlink()  # plain DCP has none
-        assert verify_checkpoint(checkpoint).whole
+
+    def test_without_both_of_megatrons_files_it_is_incomplete_and_a_copy_has_them(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run = tmp_path / "run"
+        damaged = Path(shutil.copytree(checkpoint, run / "iter_0000007"))
+        for name in ("common.pt", "metadata.json"):
+            (damaged / name).unlink()
+        assert main(["list", str(run)]) == 1
+        assert main(["copy", str(damaged), str(tmp_path / "second")]) == 2
+        assert main(["reshard", str(damaged), str(tmp_path / "tp1"), "--tp", "1", "--pp", "1"]) == 2
+        assert not (tmp_path / "second").exists()
+        assert not (tmp_path / "tp1").exists()
+        assert {problem.file for problem in verify_checkpoint(damaged).problems} == {"common.pt", "metadata.json"}
+        assert main(["inspect", str(damaged)]) == 0
+        shown = capsys.readouterr()
+        assert "INCOMPLETE" in shown.out
+        assert "written by  Megatron-Core" in shown.out
+        assert "problem: " in shown.out
+        assert shown.err.count("common.pt: missing") == 2
+        assert main(["repair", str(damaged), "--from", str(checkpoint)]) == 0
+        assert {path.name for path in damaged.iterdir()} == {path.name for path in checkpoint.iterdir()}
+
+    def test_plain_dcp_has_neither_file(self, tmp_path: Path) -> None:
+        dcp.save({"w": torch.ones(3), "step/shard_0_1": 3}, checkpoint_id=tmp_path / "iter_0000001", no_dist=True)
+        assert verify_checkpoint(tmp_path / "iter_0000001").whole
+        assert main(["list", str(tmp_path)]) == 0
 
 
 def write_optimizer(path: Path, weight: torch.Tensor, main: torch.Tensor, key: str = "optimizer.state.param.w") -> Path:
