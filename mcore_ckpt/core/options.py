@@ -227,7 +227,8 @@ class SaveOptions:
             an object store takes. None waits for ever, for a store 300 s. Set it where a
             device that hangs should end the save rather than hold the job.
         keep_last: checkpoints of the run that stay, the newest complete ones; older ones are removed in the background
-            when a save has been published, as `prune_run` does, so that the disk does not fill. None removes nothing.
+            when a save has been published, as `prune_run` does, so that the disk does not fill; with `drain_to` when
+            they are in the second tier. None removes nothing.
         keep_every: with `keep_last`, iterations that are multiples of it stay, too, to evaluate them or go back to.
         drain_to: directory or URL of the run in a second tier, such as `s3://bucket/run`: each checkpoint is copied
             there in the background when it has been published, and committed there. Ranks may then save to disks of

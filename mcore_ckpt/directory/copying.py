@@ -440,8 +440,11 @@ def drain(directory: Path, note: DrainNote, check: Callable[[CheckpointFiles, Co
     `copy_and_commit`; also `SupersededError`: the second tier holds another checkpoint there than when the copy began.
     """
     reads, writes = storage_at(directory), storage_at(note.to)
-    if reads.location == writes.location:
-        return Sent(reads, writes, JudgedFiles(reads))
+    if note.leads_back(reads):
+        raise SaveError(
+            f"{note.to} is this directory itself, by another path: there is no second tier. Name another directory or "
+            "URL as drain_to"
+        )
 
     def check_own(found: CheckpointFiles) -> None:
         if note.save not in saves_of(found.index):
@@ -473,7 +476,8 @@ def give_up(note: DrainNote) -> None:
     `LoadError` or `SaveError`.
     """
     storage, save_id = storage_at(note.to), bytes.fromhex(note.save)
-    if is_in_force(storage, save_id) or not storage.list():
+    # (The note lies in the first tier: where there is no second one, all that there is would go.)
+    if storage.exists(note.name) or is_in_force(storage, save_id) or not storage.list():
         return
     commit = Commit.begin(storage)
     try:

@@ -16,6 +16,7 @@ from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
 from mcore_ckpt.core.options import is_supported
 from mcore_ckpt.directory.in_force import is_in_force, noted_saves
 from mcore_ckpt.format.metadata_read import DRAIN_FILE, METADATA_FILE, read_small_file
+from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
 _MAX_NOTE_BYTES = 64 * 1024 * 1024
@@ -33,9 +34,21 @@ class DrainNote:
     replaces: str | None = None  # what was there when the copy began, by `identity_of`; ""; None: it has not begun
     error: str = ""  # why the last attempt has failed, or why it is not copied
 
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return f"{DRAIN_FILE}.{self.save}"
+
     def write(self, directory: Path) -> None:
         """Write it durably, over an earlier one of the same save. Raises `SaveError`."""
-        storage_at(directory).publish(f"{DRAIN_FILE}.{self.save}", json.dumps(asdict(self)).encode())
+        storage_at(directory).publish(self.name, json.dumps(asdict(self)).encode())
+
+    def leads_back(self, storage: Storage) -> bool:
+        """Whether `to` is the directory that holds this note, by another path. Raises `LoadError`.
+
+        Two mounts of one file system may be two devices; the note has one inode, and is never copied.
+        """
+        return storage.version(self.name) == storage_at(self.to).version(self.name)
 
     @classmethod
     def read(cls, directory: Path, save: str) -> DrainNote:

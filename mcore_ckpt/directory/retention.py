@@ -26,7 +26,15 @@ from pathlib import Path
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import REMOVED, REMOVED_YOUNG_S, Commit, identity_in_force, is_note, note_name, notes
-from mcore_ckpt.directory.in_force import index_files, is_drain_note, is_pending, iteration_of, tracked_name
+from mcore_ckpt.directory.drain_note import DrainNote
+from mcore_ckpt.directory.in_force import (
+    index_files,
+    is_drain_note,
+    is_pending,
+    iteration_of,
+    saves_of,
+    tracked_name,
+)
 from mcore_ckpt.directory.iterations import (
     FOLDERS_OF_MEGATRON,
     RunCheckpoint,
@@ -55,6 +63,7 @@ _ASIDE_NAME = re.compile(re.escape(_ASIDE) + r"(?P<judged>[0-9a-f]{16})\.(?P<id>
 # What a note says in a directory that is being removed.
 _REMOVAL = "removal"
 _READ = "a load is reading it"
+NOT_COPIED = "it is not in the second tier"
 _LOCKED = "a save is at work in it, or has died there"
 # A mark in a store is taken away within so long, or stays.
 _MARK_GOES_WITHIN_S = REMOVED_YOUNG_S / 2
@@ -109,8 +118,8 @@ def prune_run(
     saved last downwards. Never goes: `release`; what the tracker file names; the newest `keep_last` that are whole, by
     number or by time of saving, and whatever has a higher number than the lowest of the first; a directory that a save
     has marked, or in which files have just been written; what a load of this package is reading, as far as the
-    storage tells; a link, and what a link in the run's directory leads to; what has no index that can be read, since
-    nothing says which files are the checkpoint's. A link is not counted as one of the newest. Before a complete
+    storage tells; what is to be copied to a second tier, and is not complete there; a link, and what a link in the
+    run's directory leads to; what has no index that can be read, since nothing says which files are its own. A link is not counted as one of the newest. Before a complete
     checkpoint goes, the newest are opened (index, manifest, footers): one that cannot be opened does not count.
 
     Args:
@@ -258,9 +267,24 @@ def _reason_to_wait(storage: Storage, now_ns: int | None = None) -> str | None:
         limit_ns = max(limit_ns, (time.time_ns() if now_ns is None else now_ns) - _RECENT_NS)
         if storage.is_in_use(METADATA_FILE):
             return _READ
+        if (why := _not_copied(storage)) is not None:
+            return why
     except LoadError as error:
         return f"its files cannot be looked at: {error}"
     return "its files are newer than its index: a save may be at work" if newest_ns > limit_ns else None
+
+
+def _not_copied(storage: Storage) -> str | None:
+    """Why a checkpoint is not where its note says that it is to be copied to. Raises `LoadError`."""
+    note = DrainNote.in_force(checkpoint_path(storage.location))
+    if note is None:
+        return None
+    if note.leads_back(storage):
+        return f"{NOT_COPIED}: {note.to} is its own directory, by another path"
+    there, index = look_at(checkpoint_path(note.to))
+    if index is not None and note.save in saves_of(index) and there.whole:
+        return None
+    return f"{NOT_COPIED}, {note.to}"
 
 
 def _is_sidecar(name: str) -> bool:

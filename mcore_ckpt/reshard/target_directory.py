@@ -39,7 +39,7 @@ from mcore_ckpt.directory.iterations import files_below
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.reshard.target_files import FileJournal, Journal, TargetFiles
 from mcore_ckpt.storage.base import Storage
-from mcore_ckpt.storage.resolve import path_in_file_system, storage_at
+from mcore_ckpt.storage.resolve import lies_in, path_in_file_system, storage_at
 
 _logger = logger_of(__name__)
 
@@ -61,8 +61,7 @@ class Target:
 def refuse_target(source: Path, target: Path) -> None:
     """Raise unless `target` is free, and not inside the source."""
     _refuse_existing(target)
-    here, there = (f"{storage_at(place).location.rstrip('/')}/" for place in (source, target))
-    if there.startswith(here):
+    if lies_in(target, source):
         raise OptionError(f"{target}: lies inside the source {source}, which is never written to")
 
 

@@ -42,12 +42,12 @@ from mcore_ckpt.directory.copying import SupersededError, drain, give_up, there_
 from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.directory.in_force import is_in_force, iteration_of, noted_saves, tracked_name
 from mcore_ckpt.directory.iterations import look_at
-from mcore_ckpt.directory.retention import prune_run
+from mcore_ckpt.directory.retention import NOT_COPIED, prune_run
 from mcore_ckpt.format.integrity import id_in_names
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, DRAIN_FILE, METADATA_FILE, TRACKER_FILE
 from mcore_ckpt.load.checks import check_data_files
 from mcore_ckpt.save.child_processes import TRAINING_FIRST_NICE, SupervisedChild, start_interpreter
-from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.storage.resolve import is_same_directory, storage_at
 
 _logger = logger_of(__name__)
 
@@ -55,6 +55,8 @@ _logger = logger_of(__name__)
 # How often a trainer that ends says what it waits for.
 _SAY_EVERY_S: Final = 30.0
 _LOOK_EVERY_S: Final = 1.0
+# So long a second tier may take to say which directory it is.
+_ASK_WITHIN_S: Final = 5.0
 _READ_BYTES: Final = 65536
 
 
@@ -92,12 +94,12 @@ def second_tier(options: SaveOptions) -> Path | None:
 
 
 def check_second_tier(directory: Path, options: SaveOptions) -> None:
-    """Raise `OptionError` if the second tier of a checkpoint would be the first one.
+    """Raise `OptionError` if the second tier of a checkpoint would be the first one, by whatever path.
 
-    The paths are compared, and the second tier is not asked: it may hang. Where links lead to one directory, nothing is
-    copied.
+    It may hang, and is not waited for long: it is asked again before anything is copied there, or removed here.
     """
-    if second_tier(options) == directory.absolute().parent:
+    second, run = second_tier(options), directory.absolute().parent
+    if second is not None and (second == run or _leads_to(run, second)):
         raise OptionError(
             f"drain_to={options.drain_to!r}: the checkpoint is saved there already ({directory}); name another "
             "directory or URL"
@@ -121,6 +123,16 @@ def note_drain(
                 storage.delete(f"{DRAIN_FILE}.{save}")
     own_files = None if files is None else tuple(files)
     DrainNote(id_in_names(save_id), str(second / directory.name), own_files, commits).write(directory)
+
+
+@functools.cache
+def _leads_to(run: Path, second: Path) -> bool:
+    found: list[bool] = []
+    asker = threading.Thread(target=lambda: found.append(is_same_directory(run, second)), daemon=True)
+    with contextlib.suppress(RuntimeError):  # at the interpreter's end
+        asker.start()
+        asker.join(_ASK_WITHIN_S)
+    return found == [True]
 
 
 @functools.cache
@@ -265,22 +277,25 @@ def main(parent_pid: int, cpu_priority: int | None) -> None:
     ends = threading.Event()
     removals: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     copies = _Copies()
-    remover = threading.Thread(target=_remove, args=(removals, ends, copies))
+    remover = threading.Thread(target=_remove, args=(removals, ends))
     copier = threading.Thread(target=copies.work)
     for worker in (remover, copier):
         worker.start()
+    last, copied = None, False
     for line in sys.stdin:
         if (task := json.loads(line)) is None:
             break
         if "keep_last" in task:
-            removals.put(task)
+            removals.put(last := task)
         else:
+            copied = True
             copies.add(**task)
     ends.set()
-    removals.put(None)
-    remover.join()
     copies.finish()
     copier.join()
+    removals.put(last if copied else None)  # again: what has been copied by now can go
+    removals.put(None)
+    remover.join()
 
 
 def _say(level: int, text: str) -> None:
@@ -305,26 +320,26 @@ def _await_tracker(run: str, name: str, wait: Callable[[float], bool]) -> None:
             return
 
 
-def _remove(tasks: queue.SimpleQueue[dict[str, Any] | None], ends: threading.Event, copies: _Copies) -> None:
+def _remove(tasks: queue.SimpleQueue[dict[str, Any] | None], ends: threading.Event) -> None:
     while (task := tasks.get()) is not None:
         _await_tracker(task["run"], task["name"], lambda period_s: ends.wait(period_s) or not tasks.empty())
         if tasks.empty() or ends.is_set():  # otherwise a later save asks for the same
-            for directory, note in _remove_old(**task):
-                copies.removed(directory, note)
+            _remove_old(**task)
 
 
-def _remove_old(run: str, name: str, keep_last: int, keep_every: int | None) -> list[tuple[Path, DrainNote]]:
-    """Returns which of the checkpoints that went had not been copied to the second tier, with their notes."""
+def _remove_old(run: str, name: str, keep_last: int, keep_every: int | None) -> None:
     try:
         report = prune_run(run, keep_last=keep_last, keep_every=keep_every, remove=True, saved_last=name)
     except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log: the next save tries again)
         _say(logging.WARNING, f"{run}: old checkpoints could not be removed after {name}: {_words(error)}")
-        return []
+        return
     gone = [decision.checkpoint for decision in report.decisions if not decision.keep]
     if gone:
         names = ", ".join(checkpoint.name for checkpoint in gone)
         _say(logging.INFO, f"{run}: removed {names} ({human_bytes(report.freed_bytes)}) after {name}")
-    return [(each.path, each.drain) for each in gone if each.drain is not None and not each.drain.done]
+    if waiting := [decision for decision in report.decisions if decision.reason.startswith(NOT_COPIED)]:
+        names = ", ".join(decision.checkpoint.name for decision in waiting)
+        _say(logging.WARNING, f"{run}: more than keep_last={keep_last} stay, {names}: {waiting[0].reason}")
 
 
 class _Copies:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
-from mcore_ckpt.core.options import local_path, store_url
+from mcore_ckpt.core.options import StorePath, local_path, store_url
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import (
     DirectIo,
@@ -363,3 +363,25 @@ def path_in_file_system(place: Path) -> Path:
     """
     storage = storage_at(place)
     return storage.root if isinstance(storage, LocalStorage) else place
+
+
+def is_same_directory(one: Path, other: Path) -> bool:
+    """Whether two paths lead to one directory, whatever links and mounts are on the way: device and inode tell. Where
+    one is not there yet, those of the first above both that are. False for what is in a store.
+    """
+    if isinstance(one, StorePath) or isinstance(other, StorePath):
+        return False
+    for here, there in zip((one, *one.parents), (other, *other.parents), strict=False):
+        with contextlib.suppress(OSError):
+            return os.path.samefile(here, there)
+        if here.name != there.name:
+            break
+    return False
+
+
+def lies_in(place: Path, directory: Path) -> bool:
+    """Whether a directory is another one, or lies in it, whatever links and mounts are on the way."""
+    outer, inner = (f"{storage_at(each).location.rstrip('/')}/" for each in (directory, place))
+    return inner.startswith(outer) or any(
+        is_same_directory(each, directory) for each in (place.absolute(), *place.absolute().parents)
+    )

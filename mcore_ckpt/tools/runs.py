@@ -49,7 +49,7 @@ from mcore_ckpt.format.metadata_read import (
 )
 from mcore_ckpt.load.checks import check_data_files
 from mcore_ckpt.storage.base import RangeReader, RangeWriter
-from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.storage.resolve import lies_in, storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import ParallelLayout, layout_of_chunks
 
@@ -212,7 +212,7 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
 
     Raises:
         CheckpointExistsError: there is another checkpoint, or what an interrupted copy of another one has left.
-        OptionError: the target lies inside the source.
+        OptionError: the target is the source, or lies inside it.
         CorruptCheckpointError: the source is damaged. Nothing is written.
         LoadError: the checkpoint cannot be read.
         SaveError: the copy cannot be written, or does not hold what was written, or a save holds the directory.
@@ -221,8 +221,8 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
     places = places_of(source, target, same_format=True)
     given, taken = places.source, places.target
     reads, writes = storage_at(given), storage_at(taken)
-    if f"{writes.location}/".startswith(f"{reads.location}/") and writes.location != reads.location:
-        raise OptionError(f"{taken}: lies inside the checkpoint that is to be copied, {given}; copy it elsewhere")
+    if lies_in(taken, given):
+        raise OptionError(f"{taken}: is the checkpoint to be copied, {given}, or lies inside it; copy it elsewhere")
 
     def accepts(found: CheckpointFiles, there: bytes | None) -> None:
         if there is not None:

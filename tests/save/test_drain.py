@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,19 +30,22 @@ from mcore_ckpt.directory import copying
 from mcore_ckpt.directory.copying import there_now
 from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.directory.in_force import common_file_in_force, is_drain_note, tracked_name
+from mcore_ckpt.directory.retention import PruneReport, prune_run
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
+    DRAIN_FILE,
     METADATA_FILE,
     TRACKER_FILE,
     encode_config,
     read_index,
 )
 from mcore_ckpt.save import upkeep
-from mcore_ckpt.storage.resolve import LocalStorage, storage_at
+from mcore_ckpt.storage.resolve import LocalStorage, is_same_directory, storage_at
 from tests.save.test_upkeep import Training, there
 from tests.support.gloo_ranks import run_megatron_ranks as run_megatron
 from tests.support.gloo_ranks import run_ranks
+from tests.support.kept_log import kept_log
 from tests.support.local_files import contents, flip
 from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request, S3Directory
 from tests.support.processes import until
@@ -219,39 +225,41 @@ def test_nothing_is_committed_before_the_parts_of_all_nodes_are_there(tmp_path: 
     assert verify_checkpoint(far / NAME).whole
 
 
-def _save_more(rank: int, run: str, drain_to: str, started: str, go_on: str) -> None:
-    training = Training(rank, run, options(drain_to, keep_last=1))
-    training.save(1)
-    if rank == 0:
-        until(Path(started).exists)
-    training.save(2)
-    training.save(3)
-    Path(go_on).touch()
-    training.queue.close()
-    upkeep._finish()
+def _save_more(rank: int, run: str, drain_to: str, go_on: str) -> list[str]:
+    with kept_log(logging.INFO) as said:
+        training = Training(rank, run, options(drain_to, keep_last=1))
+        for iteration in (1, 2, 3):
+            training.save(iteration)
+        if rank == 0:
+            until(
+                lambda: any("stay, iter_0000001, iter_0000002: it is not in the second tier" in text for text in said)
+            )
+        found = there(run)
+        Path(go_on).touch()
+        training.queue.close()
+        upkeep._finish()
+    return found
 
 
-def test_what_goes_before_it_is_copied_leaves_nothing_behind(
+def test_nothing_goes_before_it_is_in_the_second_tier(
     object_directory: ObjectDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store that fails for as long as three saves take: what is removed here leaves no part there."""
-    far, started, go_on = f"{object_directory.url}/run", tmp_path / "started", tmp_path / "go_on"
+    """A store that fails for as long as three saves take."""
+    far, go_on = f"{object_directory.url}/run", tmp_path / "go_on"
 
     def refuse_the_index(request: Request) -> Fault | None:
-        if request.changes and request.key.endswith(METADATA_FILE) and not go_on.exists():
-            started.touch()
-            return Fault("status", status=403)
-        return None
+        fails = request.changes and request.key.endswith(METADATA_FILE) and not go_on.exists()
+        return Fault("status", status=403) if fails else None
 
     with Proxy(object_directory.server, refuse_the_index) as proxy, monkeypatch.context() as patched:
         patched.setenv(object_directory.variable, proxy.url)
-        run_megatron(_save_more, 2, str(tmp_path / "run"), far, str(started), str(go_on))
-    assert len(there(str(tmp_path / "run"))) < 3, "what is being copied at that moment stays"
+        found = run_megatron(_save_more, 2, str(tmp_path / "run"), far, str(go_on))
+    all_of_them = [f"iter_000000{iteration}" for iteration in (1, 2, 3)]
+    assert found[0] == all_of_them
+    assert there(str(tmp_path / "run")) == all_of_them[-1:], "as soon as they are copied, the old ones go"
     assert tracked_name(far) == "iter_0000003"
-    found = {name.split("/")[1] for name in object_directory.names()}
-    assert found == {TRACKER_FILE, "iter_0000003", *there(far)}
-    for name in there(far):  # those that were copied in time
-        assert verify_checkpoint(f"{far}/{name}").whole
+    assert there(far) == all_of_them
+    assert all(verify_checkpoint(f"{far}/{name}").whole for name in all_of_them)
 
 
 def test_plain_dcp_is_drained_too(tmp_path: Path) -> None:
@@ -323,6 +331,65 @@ def test_leftovers_replace_nothing_that_has_come_there_since(
     assert "complete, not copied" in capsys.readouterr().out
     assert _value(far / "iter_0000002") == 0.0
     assert _resume_alone(first, far) == []
+
+
+def test_what_has_been_copied_goes_only_as_long_as_the_copy_is_there(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    for iteration in (1, 2, 3):
+        _save_alone(near, far, iteration, 1.0)
+    _resume_alone(near, far)
+    data_files(far / NAME)[0].unlink()
+    kept = {each.checkpoint.name: each.reason for each in prune_run(near, keep_last=1, remove=True).decisions}
+    assert "it is not in the second tier" in kept[NAME]
+    assert there(str(near)) == [NAME, "iter_0000003"]
+    next((near / NAME).glob(f"{DRAIN_FILE}.*")).unlink()  # a person says that it is not needed there
+    prune_run(near, keep_last=1, remove=True)
+    assert there(str(near)) == ["iter_0000003"]
+
+
+def test_the_save_directory_itself_is_no_second_tier(tmp_path: Path) -> None:
+    """Behind a link from the start, and behind one that is made later."""
+    near, far, link = tmp_path / "near", tmp_path / "far", tmp_path / "link"
+    near.mkdir()
+    link.symlink_to(near)
+    with pytest.raises(OptionError, match="the checkpoint is saved there already"):
+        FileSystemWriterAsync(near / NAME, options=options(str(link)))
+    for iteration in (1, 2):
+        _save_alone(near, far, iteration, 1.0)
+    far.symlink_to(near)
+    said = _resume_alone(near, far)
+    assert len([text for text in said if "itself, by another path: there is no second tier" in text]) == 2
+    _only_old_ones_stay(near, prune_run(near, keep_last=1, remove=True))
+    assert not note_of(near / NAME).done
+    copying.give_up(note_of(near / NAME))
+    assert _value(near / NAME) == 1.0
+
+
+def _only_old_ones_stay(near: Path, report: PruneReport) -> None:
+    assert "its own directory, by another path" in report.decisions[0].reason
+    assert there(str(near)) == [NAME, "iter_0000002"]
+
+
+def _in_a_mount() -> None:
+    """In a mount namespace of its own."""
+    near, far = map(Path, sys.argv[1:])
+    subprocess.run(["mount", "--bind", near, far], check=True)
+    assert is_same_directory(near, far)
+    assert is_same_directory(near / "new", far / "new")
+    assert any("itself, by another path: there is no second tier" in text for text in _resume_alone(near, far))
+    _only_old_ones_stay(near, prune_run(near, keep_last=1, remove=True))
+
+
+def test_nor_is_it_by_a_mount(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    for iteration in (1, 2):
+        _save_alone(near, far, iteration, 1.0)
+    far.mkdir()
+    tried = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"no mount namespace here: {tried.stderr}")
+    code = f"from {__name__} import _in_a_mount; _in_a_mount()"
+    subprocess.run(["unshare", "--mount", sys.executable, "-c", code, near, far], check=True)
 
 
 def test_damaged_local_files_reach_no_second_tier(tmp_path: Path) -> None:

@@ -72,8 +72,9 @@ def test_a_checkpoint_is_not_copied_into_itself(
     save(url)
     before = storage_at(url).list()
     monkeypatch.chdir(tmp_path)
-    for target in [f"{url}/tokenizer/copy"] + ["saved/copy"] * (place == "directory"):
-        with pytest.raises(OptionError, match="lies inside the checkpoint that is to be copied"):
+    (tmp_path / "link").symlink_to(tmp_path / "saved")
+    for target in [url, f"{url}/tokenizer/copy"] + ["saved/copy", "link", "link/copy"] * (place == "directory"):
+        with pytest.raises(OptionError, match=r"is the checkpoint to be copied, .*, or lies inside it"):
             copy_checkpoint(url, target)
     assert storage_at(url).list() == before
     assert not storage_at(url).folders()
