@@ -119,8 +119,9 @@ def prune_run(
     number or by time of saving, and whatever has a higher number than the lowest of the first; a directory that a save
     has marked, or in which files have just been written; what a load of this package is reading, as far as the
     storage tells; what is to be copied to a second tier, and is not complete there; a link, and what a link in the
-    run's directory leads to; what has no index that can be read, since nothing says which files are its own. A link is not counted as one of the newest. Before a complete
-    checkpoint goes, the newest are opened (index, manifest, footers): one that cannot be opened does not count.
+    run's directory leads to; what has no index that can be read, since nothing says which files are its own. A link is
+    not counted as one of the newest. Before a complete checkpoint goes, the newest are opened (index, manifest,
+    footers): one that cannot be opened does not count.
 
     Args:
         run: the directory that holds `iter_0000100` and the like.

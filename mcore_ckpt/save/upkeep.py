@@ -353,7 +353,6 @@ class _Copies:
         self._to: dict[Path, str] = {}  # second tier of each run
         self._order: dict[Path, int] = {}  # in which this job has saved them
         self._tracked: dict[Path, int] = {}  # of which the tracker file of the second tier is, by that order
-        self._removed: dict[Path, DrainNote] = {}  # before they were copied
         self._failures: dict[Path, int] = {}
         self._until_s = math.inf  # the trainer ends, and waits for the parts of other nodes until then
 
@@ -375,15 +374,8 @@ class _Copies:
             self._waiting.update(dict.fromkeys(left, 0.0))
             self._changed.notify()
 
-    def removed(self, directory: Path, note: DrainNote) -> None:
-        """A checkpoint was removed that had not been copied; an earlier job may have copied some of it."""
-        with self._changed:
-            self._removed[directory] = note
-            self._waiting[directory] = 0.0
-            self._changed.notify()
-
     def finish(self) -> None:
-        """The trainer ends, and nothing more is added or removed: each that waits is tried a last time."""
+        """The trainer ends, and nothing more is added: each that waits is tried a last time."""
         with self._changed:
             self._until_s = time.monotonic() + _PARTS_WITHIN_S
             self._waiting = dict.fromkeys(self._waiting, 0.0)
@@ -396,9 +388,6 @@ class _Copies:
     def work(self) -> None:
         """Try each checkpoint until it is copied."""
         while (directory := self._next()) is not None:
-            if (note := self._removed.pop(directory, None)) is not None:
-                _say(logging.WARNING, f"{directory}: was removed before it was copied to {note.to}")
-                _give_up(directory, note)
             pause_s = self._attempt(directory)
             with self._changed:
                 if pause_s is not None and time.monotonic() < self._until_s:
@@ -446,9 +435,6 @@ class _Copies:
             _give_up(directory, note)
             return None
         except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log, and tried again)
-            if note is not None and _is_gone(directory):
-                self.removed(directory, note)
-                return None
             failures = self._failures[directory] = self._failures.get(directory, 0) + 1
             pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(failures - 1, 10), _LONGEST_PAUSE_S)
             again = "the next run resumes it" if self._ends else f"it is tried again in {pause_s:.0f} s"
@@ -501,13 +487,6 @@ def _give_up(directory: Path, note: DrainNote) -> None:
     except Exception as error:  # noqa: BLE001  (whatever it is, it is for the log)
         text = f"{directory}: what was copied of it to {note.to} could not be removed: {_words(error)}"
         _say(logging.WARNING, text)
-
-
-def _is_gone(directory: Path) -> bool:
-    try:
-        return not storage_at(directory).exists(METADATA_FILE)
-    except LoadError:
-        return False
 
 
 def _write(note: DrainNote, directory: Path) -> None:
