@@ -7,20 +7,15 @@ is read, and unpickles no class outside the allow-list.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan, Metadata, SavePlan
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem
 
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import KindMismatchError, PlanError, ShapeMismatchError
@@ -31,26 +26,6 @@ from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.load.records import missing_key
 from mcore_ckpt.load.requests import check_dtype, check_planned
 from mcore_ckpt.state.shards import global_shape
-
-
-@lru_cache
-def _properties(dtype: torch.dtype) -> TensorProperties:
-    return TensorProperties(dtype=dtype)
-
-
-def tensor_write_item(
-    key: str, dtype: torch.dtype, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
-) -> WriteItem:
-    """The write item of a slice of a global tensor, in elements."""
-    begin = torch.Size(offsets)
-    chunk = ChunkStorageMetadata(offsets=begin, sizes=torch.Size(sizes))
-    data = TensorWriteData(chunk=chunk, properties=_properties(dtype), size=torch.Size(shape))
-    return WriteItem(MetadataIndex(key, begin), WriteItemType.SHARD, tensor_data=data)
-
-
-def object_write_item(key: str) -> WriteItem:
-    """The write item of an object."""
-    return WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)
 
 
 class MCoreSavePlanner(DefaultSavePlanner):

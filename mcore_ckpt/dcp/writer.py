@@ -7,7 +7,7 @@
 It serves `dcp.save(state_dict, storage_writer=...)` and `dcp.async_save`, and code written for Megatron's writer of the
 same name: for that code there are `get_save_function_and_args`, `preload_tensors`, `write_preloaded_data` and
 `retrieve_write_results`, whose buckets hold DCP's write items (`ItemBucket`). `bucket_writer.py` makes of them what the
-strategies write. These hand buckets to a `write_preloaded_data` that has been replaced (`megatron/_replaced.py`).
+strategies write.
 """
 
 from __future__ import annotations
@@ -474,10 +474,6 @@ class FileSystemWriterAsync(StorageWriter, BlockingAsyncStager):
         self._give_up()
         staged: dict[str, Any] = _copy(state_dict, {}, ())
         return staged
-
-
-# The one that stands there unless third-party code has replaced it: the strategies ask (`megatron/_replaced.py`).
-WRITE_PRELOADED_DATA = FileSystemWriterAsync.write_preloaded_data
 
 
 def _files_and_sums(

@@ -76,9 +76,6 @@ class WrittenFile:
     parts: tuple[tuple[int, int], ...] = ()
     write_s: float = 0.0  # seconds of writing, summed over the I/O threads
     fsync_s: float = 0.0  # seconds of finishing the file (truncate, fsync, close)
-    # The checksums are known, and the file ends with its integrity footer; not so of a file that a third-party callback
-    # has written.
-    has_footer: bool = True
 
 
 class Window(NamedTuple):
@@ -100,11 +97,8 @@ Fill = Callable[[Window, memoryview], None]
 def check_results(planned: Sequence[PlannedFile], written: Sequence[WrittenFile]) -> None:
     """Raise `SaveError` unless every planned file was written, of its planned length, every payload summed."""
     got = [(file.name, file.size_bytes, len(file.crcs)) for file in written]
-    expected = [
-        (file.name, file.image.size_bytes, len(file.image.payload_offsets if result.has_footer else ()))
-        for file, result in zip(planned, written, strict=False)
-    ]
-    if expected != got or len(planned) != len(written):
+    expected = [(file.name, file.image.size_bytes, len(file.image.payload_offsets)) for file in planned]
+    if expected != got:
         raise SaveError(f"the writer's results are not what was planned: expected {expected}, got {got}")
 
 

@@ -117,7 +117,7 @@ def metadata_of_save(
     """The content of `.metadata`. Raises `PlanError` if two ranks have written objects of one key.
 
     `objects` are index entries of each rank's objects, file by file; `files` each rank's files, in the order of its
-    plan. Where one has no footer, `.metadata` has no manifest.
+    plan.
     """
     entries: dict[str, ObjectEntry] = {}
     for rank, of_rank in enumerate(objects):
@@ -126,12 +126,11 @@ def metadata_of_save(
                 raise PlanError(f"{entry.fqn}: rank {rank} writes an object that another rank has written, too")
             entries[entry.fqn] = entry
     written = list(chain.from_iterable(files))
-    manifest = _manifest(save_id, written, encoder, common) if all(f.has_footer for f in written) else None
     return encoder.encode(
         entries,
         files={name: with_id(name, save_id) for name, _ in plan.files},
         storage_meta=storage_meta,
-        manifest=manifest,
+        manifest=_manifest(save_id, written, encoder, common),
     )
 
 
@@ -188,7 +187,7 @@ def _fingerprints(
         for chunk in np.flatnonzero(multipliers == 0).tolist():
             part = parts.get(order[chunk])
             counts[chunk] = part or 0
-            if part is None:  # a rank saves without fingerprints, or a third-party callback has written it
+            if part is None:  # a rank saves without fingerprints
                 unknown.add(bisect_right(factors.firsts, chunk) - 1)
     sums = np.bitwise_xor.reduceat(counts, np.array(factors.firsts)).astype(np.int64)
     sums[sorted(unknown)] = NO_FINGERPRINT

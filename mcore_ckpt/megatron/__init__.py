@@ -5,5 +5,5 @@ Out: the same under this package's saves and loads; `install()`, which puts them
 Must not know: how bytes are laid out, read or written.
 
 With torch: certificate, doctor, install, nvrx, optimizer_state, resume, serialization, strategy, _fully_parallel,
-_joint_calls, _replaced, _versions.
+_joint_calls, _versions.
 """

@@ -214,13 +214,6 @@ def installed_version_text() -> str:
         return "(of unknown version)"
 
 
-def replaced_load_planner() -> Any:
-    """Megatron's `MCoreLoadPlanner` if its `create_local_plan` has been replaced, otherwise None."""
-    planner = getattr(megatron_module("strategies.torch"), "MCoreLoadPlanner", None)
-    method = getattr(planner, "create_local_plan", None)
-    return None if getattr(method, "__qualname__", "") == "MCoreLoadPlanner.create_local_plan" else planner
-
-
 def mapping() -> Any:
     """Megatron's module `dist_checkpointing.mapping`: ShardedTensor, ShardedObject, ShardedBase and others."""
     return megatron_module("mapping")

@@ -87,12 +87,6 @@ CONTRACT: tuple[Name, ...] = (
     Name("mapping", "ShardedObject", "called"),
     Name(
         "strategies.torch",
-        "MCoreLoadPlanner",
-        "called",
-        absence="a planner that a framework puts in its place is not asked",
-    ),
-    Name(
-        "strategies.torch",
         "get_async_strategy",
         "replaced",
         since=(0, 17),

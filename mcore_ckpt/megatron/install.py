@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from mcore_ckpt import __version__
 from mcore_ckpt.core.console import logger_of
@@ -110,6 +110,28 @@ def uninstall() -> None:
         patches.undo()
 
 
+# Methods of Megatron's own that code written for it patches, and that saves and loads of this package do not call.
+_NOT_CALLED: Final = (
+    ("strategies.filesystem_async", "FileSystemWriterAsync", "write_preloaded_data"),
+    ("strategies.torch", "MCoreLoadPlanner", "create_local_plan"),
+)
+
+
+def _warn_of_patched_methods() -> None:
+    """Name methods that are patched, as verl patches `write_preloaded_data` of older versions, and are not called."""
+    for module, class_name, method in _NOT_CALLED:
+        owner = getattr(optional_module(module), class_name, None)
+        patched = getattr(owner, method, None)
+        if patched is not None and getattr(patched, "__module__", None) != owner.__module__:
+            logger.warning(
+                "%s.%s is replaced by code of %s: saves and loads of mcore_ckpt do not call it. Leave the patch out, "
+                "or mcore_ckpt.install(), if the job needs what it does",
+                class_name,
+                method,
+                getattr(patched, "__module__", "an unknown module"),
+            )
+
+
 def _replace_all() -> None:
     # Here and not above: importing the strategies needs megatron-core, importing the name `install` must not.
     from mcore_ckpt.megatron.resume import certify_training
@@ -142,6 +164,7 @@ def _replace_all() -> None:
         "validation.save_integrity_manifest": _save_integrity_manifest,
     }
     _check_contract()
+    _warn_of_patched_methods()
     nvrx.supply(patches)
     for name in CONTRACT:
         owner = owner_of(name) if name.use == "replaced" and name.belongs_to(megatron_version()[:2]) else None

@@ -13,7 +13,6 @@ import contextlib
 import copy
 import os
 import shlex
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -58,7 +57,6 @@ from mcore_ckpt.megatron._versions import (
     own_version,
     parallel_layout,
     quantized_test,
-    replaced_load_planner,
     sharded_tensor_of,
     strategy_base,
 )
@@ -66,7 +64,7 @@ from mcore_ckpt.megatron.nvrx import async_request_class
 from mcore_ckpt.megatron.serialization import directory_to_read, noted_of_resume
 from mcore_ckpt.save.buckets import check_hint
 from mcore_ckpt.save.commit import SaveTransaction
-from mcore_ckpt.save.planner import BucketWriter, SaveRequest, Structure
+from mcore_ckpt.save.planner import SaveRequest, Structure
 from mcore_ckpt.save.staging import warm_up_buffer
 from mcore_ckpt.save.transaction import begin_save
 from mcore_ckpt.state.shards import filled, is_main_replica, is_sharded_tensor, leaves, leaves_by_kind
@@ -192,7 +190,6 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
             thread_count=self.thread_count,
             separation_hint=self.separation_hint,
             is_async=is_async,
-            bucket_writer=_replaced_bucket_writer(),
             validation=noted_validation(),
             layout=parallel_layout(),
             has_common_file=not differences().common_state_is_an_object,
@@ -412,27 +409,6 @@ def _log_load(reader: FileSystemReader, before: ReadStats, took_s: float) -> Non
     )
 
 
-def _replaced_bucket_writer() -> BucketWriter | None:
-    """Writing through third-party code that has replaced `FileSystemWriterAsync.write_preloaded_data`, if any has."""
-    dcp: Any = sys.modules.get("mcore_ckpt.dcp.writer")  # what nobody has imported, nobody has replaced
-    if dcp is None or dcp.FileSystemWriterAsync.write_preloaded_data is dcp.WRITE_PRELOADED_DATA:
-        return None
-    from mcore_ckpt.megatron._replaced import write_through
-
-    return partial(write_through, dcp.FileSystemWriterAsync.write_preloaded_data)
-
-
-def _read(reader: FileSystemReader, shards: Sequence[Any]) -> None:
-    """Fill shards, through a planner that third-party code has changed if there is one."""
-    planner = replaced_load_planner()
-    if planner is None or any(getattr(shard, "flattened_range", None) is not None for shard in shards):
-        read_shards(reader, shards)
-    else:
-        from mcore_ckpt.megatron._replaced import read_through
-
-        read_through(planner, reader, shards)
-
-
 def _name_unknown(where: str, arguments: Mapping[str, Any]) -> None:
     """Warn of arguments that only a newer Megatron knows: what it wants by them, it does not get."""
     for name in arguments:
@@ -452,8 +428,8 @@ def _load(reader: FileSystemReader, sharded_state_dict: dict[str, Any]) -> dict[
     plain, quantized = split_quantized(tensors)
     try:
         with reader.conversions.of_one_load(), reader.files_stay_open():
-            _read(reader, plain)
-            read_quantized(partial(_read, reader), quantized)
+            read_shards(reader, plain)
+            read_quantized(partial(read_shards, reader), quantized)
             keys = (leaf.unique_key for leaf in sharded_objects)
             objects = _ObjectsInTurn(reader.read_objects(keys, own_version))
     except LoadError as error:

@@ -242,7 +242,7 @@ class SaveTransaction:
         self._options = request.options
         self._group = group
         self._directory = directory
-        self._is_async = request.is_async and request.bucket_writer is None
+        self._is_async = request.is_async
         self._pid = os.getpid()
         self._committer: weakref.ref[object] | None = None
         self._commits = False
@@ -396,7 +396,7 @@ class SaveTransaction:
             assert gathered is not None
             assert plan.planned is not None
             digests = [written.replicas for written in gathered if written.replicas is not None]
-            if not digests or not all(file.has_footer for written in gathered for file in written.files):
+            if not digests:
                 return True
             sampled_in = plan.save_id if self._options.compare_replicas == "sample" else None
             return plan.planned.replicas.are_equal(_crcs_of(gathered), digests, sampled_in)

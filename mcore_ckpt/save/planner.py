@@ -30,9 +30,9 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import Outcome
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_write import MetadataEncoder
-from mcore_ckpt.image.layout import TensorSpec, WrittenFile
+from mcore_ckpt.image.layout import TensorSpec
 from mcore_ckpt.image.manifest import GlobalPlan
-from mcore_ckpt.save.buckets import RankLayout, WriteBucket, lay_out_rank
+from mcore_ckpt.save.buckets import RankLayout, lay_out_rank
 from mcore_ckpt.save.versions import Digests, differing, digests_of, keep_versions, merged
 from mcore_ckpt.state.plan_check import Accesses, check_saves
 from mcore_ckpt.state.plans import decoded_plans
@@ -240,9 +240,6 @@ def serialize_objects(values: list[Any]) -> io.BytesIO:
 
 _SHOWN = 5
 
-# A third-party way of writing a rank's buckets into a directory, for the save of an id (`megatron/_replaced.py`).
-BucketWriter = Callable[[Path, Sequence[WriteBucket], SaveOptions, bytes], list[WrittenFile]]
-
 
 class Validation(NamedTuple):
     """What a save has to check besides the plan; the same on all ranks. (Megatron's validation of access integrity.)"""
@@ -263,7 +260,6 @@ class SaveRequest:
     thread_count: int  # files that each rank writes, at most
     separation_hint: str | None = None  # prefix of keys that get files of their own
     is_async: bool = False  # take a snapshot, which another process writes during training
-    bucket_writer: BucketWriter | None = None  # writes the buckets instead of this package, before the call returns
     validation: Validation | None = None  # what is to be checked besides the plan
     layout: str = ""  # of the job, as text: where it is the same, ranks of the same number hold the same
     has_common_file: bool = False  # the common state is a file: no object may have the key that it has where it is none

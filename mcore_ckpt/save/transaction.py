@@ -115,7 +115,7 @@ def _start(
         replicas = Outcome.of(partial(replica_sums, sharded_state_dict, plan.save_id, sample=sample))
     written = time.monotonic()
     spans = [Span("plan", began, planned)]
-    if request.is_async and request.bucket_writer is None:
+    if request.is_async:
         spans += [Span("stage", planned, job.submitted_s), Span("dispatch", job.submitted_s, written)]
     else:
         spans.append(Span("write", planned, written))
@@ -132,11 +132,8 @@ def _write(
 ) -> Job:
     """Write this rank's files now, or start to: `started` is called with a job in progress before all else."""
     what, options, storage = str(directory.path), request.options, directory.storage
-    if request.is_async and request.bucket_writer is None:
+    if request.is_async:
         with collector_paused():
             return start_writing(storage, buckets, options, what, plan.unencoded, started)
-    if request.bucket_writer is not None:
-        write = partial(request.bucket_writer, directory.path, buckets, options, plan.save_id)
-    else:
-        write = partial(write_in_process, storage, buckets, options)
+    write = partial(write_in_process, storage, buckets, options)
     return Job.ended(what, Outcome.of(partial(timed_result, write, plan.unencoded)))

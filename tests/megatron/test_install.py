@@ -356,41 +356,17 @@ def test_launch_runs_a_script_as_python_would(tmp_path: Path) -> None:
 
 
 @forked
-def test_a_load_planner_that_somebody_has_replaced_is_asked_for_its_plan() -> None:
-    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, load, save
-
-    mcore_ckpt.install()
-    planner_class = strategies.MCoreLoadPlanner
-
-    def state(make: Callable[..., torch.Tensor]) -> dict[str, Any]:
-        shard = ShardedTensor.from_rank_offsets
-        halves = [shard("halves", make(1, 6), (0, i, 2)) for i in range(2)]
-        return {
-            "whole": shard("whole", make(8, 6)),
-            "halves": halves,
-            "object": ShardedObject("object", {"x": 1}, (1,), (0,)),
-        }
-
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    directory = tempfile.mkdtemp()
-    saved = state(torch.randn)
-    save(saved, directory)
-    planned: list[str] = []
-    original = planner_class.create_local_plan
-
-    def spy(planner: Any) -> Any:
-        plan = original(planner)
-        planned.extend(item.dest_index.fqn for item in plan.items)
-        return plan
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner_class, "create_local_plan", spy)
-        loaded = load(state(torch.zeros), directory)
-    load(state(torch.zeros), directory)
-    assert sorted(planned) == ["halves", "halves", "whole"]
-    assert torch.equal(loaded["whole"], saved["whole"].data)
-    assert all(torch.equal(half, was.data) for half, was in zip(loaded["halves"], saved["halves"], strict=True))
-    assert loaded["object"] == {"x": 1}
+def test_methods_that_are_patched_and_not_called_are_named_at_install() -> None:
+    writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    with kept_log() as said, pytest.MonkeyPatch.context() as patch:
+        mcore_ckpt.install()
+        mcore_ckpt.uninstall()
+        assert "is replaced by" not in "".join(said)
+        patch.setattr(writer.FileSystemWriterAsync, "write_preloaded_data", staticmethod(lambda *_: None))
+        patch.setattr(strategies.MCoreLoadPlanner, "create_local_plan", lambda _: None)
+        mcore_ckpt.install()
+    for method in ("FileSystemWriterAsync.write_preloaded_data", "MCoreLoadPlanner.create_local_plan"):
+        assert f"{method} is replaced by code of {__name__}" in "".join(said)
 
 
 WANTED = os.environ.get("MCORE_CKPT_TEST_MEGATRON")
