@@ -4,7 +4,8 @@ The methods of a queue class are replaced, not the class: training code makes qu
 keep them as attributes, and all of them must be served. Each gets a queue of ours of its own at its first use.
 
 From 0.20 on Megatron has no asynchronous saves of its own: its training code imports queue, request and writer from
-NVRx, which is not to be had for every platform. `supply` puts modules of these names in place that hand out ours.
+NVRx, which is not to be had for every platform. `supply` puts modules of these names in place that hand out ours, for
+the format `torch_dist` alone.
 NVRx that is installed is never covered; its queue is then served like Megatron's.
 """
 
@@ -19,15 +20,9 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.utils import _DistWrapper
-
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron._versions import MegatronErrors, Patches, optional_module, patches
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
 
@@ -81,95 +76,39 @@ def supply(patches: Patches) -> None:
     _logger.info("nvidia-resiliency-ext is not installed: mcore_ckpt supplies the names of it that save asynchronously")
 
 
-class CachedMetadataFileSystemReader(FileSystemReader):
-    """Ours under NVRx's name. Each load reads the index of what is there now: nothing is cached between loads."""
+class OtherFormats:
+    """In the place of what saves in other formats than `torch_dist`: training code imports these names in any job."""
 
-    def __init__(self, path: Any, cache_metadata: bool = True) -> None:
-        super().__init__(path)
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise SaveError(
+            "an asynchronous save in another format than torch_dist needs nvidia-resiliency-ext, which is missing: "
+            "install it, or leave out --async-save"
+        )
 
     @classmethod
     def clear_metadata_cache(cls, path: Any = None) -> None:
-        """Nothing to clear."""
-
-
-class CheckpointMetadataCache:
-    """Accepted where NVRx takes one: a plan is made for each save."""
-
-    def set_cached_global_metadata(self, cached_global_metadata: Metadata) -> None:
-        """Nothing is kept."""
+        """Nothing is kept between loads. Training code calls it when it starts again in the same process."""
 
 
 def nothing_to_do(*_: Any, mp_mode: str = "spawn", **__: Any) -> None:
     """Called by a job ahead of its saves, for a cache and a queue of results: ours needs neither."""
 
 
-_Planned = tuple[FileSystemWriterAsync, Metadata | None, _DistWrapper]
-
-
-def save_state_dict_async_plan(
-    state_dict: dict[str, Any],
-    storage_writer: FileSystemWriterAsync,
-    process_group: Any = None,
-    coordinator_rank: int = 0,
-    planner: SavePlanner | None = None,
-    enable_cache: bool = False,
-    metadata_cache: CheckpointMetadataCache | None = None,
-) -> _Planned:
-    """Plan a save of DCP's items on all ranks, ready for `storage_writer.get_save_function_and_args()`.
-
-    Returns:
-        The arguments of `save_state_dict_async_finalize`; the metadata is the coordinator's alone.
-    """
-    ranks = _DistWrapper(process_group, dist.is_available() and dist.is_initialized(), coordinator_rank)
-    planner = DefaultSavePlanner() if planner is None else planner
-    global_metadata: Metadata | None = None
-
-    def local_plan() -> SavePlan:
-        planner.set_up_planner(state_dict, is_coordinator=ranks.is_coordinator)
-        storage_writer.set_up_storage_writer(ranks.is_coordinator)
-        return storage_writer.prepare_local_plan(planner.create_local_plan())
-
-    def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
-        nonlocal global_metadata
-        plans, global_metadata = planner.create_global_plan(plans)
-        return storage_writer.prepare_global_plan(plans)
-
-    plan = planner.finish_plan(ranks.reduce_scatter("plan", local_plan, global_plan))
-    storage_writer.prepare_write_data(plan, planner)
-    return storage_writer, global_metadata, ranks
-
-
-def save_state_dict_async_finalize(
-    storage_writer: FileSystemWriterAsync, global_metadata: Metadata | None, dist_wrapper: _DistWrapper
-) -> None:
-    """Publish what all ranks have written.
-
-    Raises:
-        CheckpointException: on all ranks, if a rank could not write, or the coordinator not publish.
-    """
-
-    def publish(results: list[Any]) -> None:
-        assert global_metadata is not None
-        storage_writer.finish(global_metadata, results)
-
-    dist_wrapper.all_reduce("write", storage_writer.retrieve_write_results, publish)
-
-
 def _names() -> dict[str, dict[str, Any]]:
     """Module of `async_ckpt` -> name -> what stands in for it."""
     return {
         "core": {"AsyncCallsQueue": AsyncCallsQueue, "AsyncRequest": AsyncRequest},
-        "cached_metadata_filesystem_reader": {"CachedMetadataFileSystemReader": CachedMetadataFileSystemReader},
+        "cached_metadata_filesystem_reader": {"CachedMetadataFileSystemReader": OtherFormats},
         "filesystem_async": {
             "FileSystemWriterAsync": FileSystemWriterAsync,
             "_results_queue": None,
             "get_write_results_queue": nothing_to_do,
         },
         "state_dict_saver": {
-            "CheckpointMetadataCache": CheckpointMetadataCache,
+            "CheckpointMetadataCache": OtherFormats,
             "init_checkpoint_metadata_cache": nothing_to_do,
-            "save_state_dict_async_plan": save_state_dict_async_plan,
-            "save_state_dict_async_finalize": save_state_dict_async_finalize,
+            "save_state_dict_async_plan": OtherFormats,
+            "save_state_dict_async_finalize": OtherFormats,
         },
     }
 
@@ -233,7 +172,7 @@ def served(stock: Any) -> Any:
 
 def async_strategy_source(stock: Any) -> Any:
     """A `get_async_strategy` (0.17 on) that serves `"nvrx"` with or without nvidia-resiliency-ext. The queue is always
-    ours, for other formats, too (`torch_dcp`, `fsdp_dtensor`); so is the writer, unless NVRx brings one.
+    ours; so is the writer, unless NVRx brings one.
     """
 
     @functools.wraps(stock)

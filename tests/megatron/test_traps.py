@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import json
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,43 +223,18 @@ def what_the_launch_sets_and_reads(rank: int, directory: Path) -> None:
     async_utils.AsyncCallsQueue.warmup_persistent_caller(rank, mp_mode="spawn")
 
 
-def other_formats_use_the_queue(rank: int, directory: Path) -> None:
-    """`torch_dcp` and `fsdp_dtensor` take their writer and planning from `get_async_strategy`, and our queue."""
+def other_formats_are_left_to_nvrx(rank: int, directory: Path) -> None:
+    """Where it is missing, an asynchronous save of `torch_dcp` or `fsdp_dtensor` says so."""
     installed()
-    import torch.distributed.checkpoint as dcp
     from megatron.core.dist_checkpointing.strategies import torch as strategies
 
     from mcore_ckpt.megatron._versions import megatron_version
+    from mcore_ckpt.megatron.nvrx import is_installed
 
-    if megatron_version() < (0, 17):
+    if megatron_version() < (0, 17) or is_installed():
         return
-    target = made(directory)
-    modules = strategies.get_async_strategy("nvrx")[1]
-    writer = modules["FileSystemWriterAsync"](target, thread_count=2, use_msc=False)
-    planned = modules["save_state_dict_async_plan"](
-        {"weight": torch.full((5,), 7.0), "step": 3},
-        writer,
-        None,
-        0,
-        planner=dcp.DefaultSavePlanner(),
-        enable_cache=False,
-    )
-    save_fn, preload_fn, save_args = writer.get_save_function_and_args()
-    request = modules["AsyncRequest"](
-        save_fn,
-        save_args,
-        [partial(modules["save_state_dict_async_finalize"], *planned)],
-        async_fn_kwargs={},
-        preload_fn=preload_fn,
-    )
-    queue = modules["AsyncCallsQueue"](persistent=False)
-    queue.schedule_async_request(request)
-    queue.maybe_finalize_async_calls(blocking=True)
-    queue.close()
-    found = {"weight": torch.zeros(5), "step": 0}
-    dcp.load(found, storage_reader=dcp.FileSystemReader(target))
-    assert torch.equal(found["weight"], torch.full((5,), 7.0))
-    assert found["step"] == 3
+    with pytest.raises(SaveError, match="another format than torch_dist needs nvidia-resiliency-ext"):
+        strategies.get_async_strategy("nvrx", "save_state_dict_async_plan")[1]({}, None)
 
 
 TRAPS = [
@@ -269,7 +243,7 @@ TRAPS = [
     stale_companions_do_not_survive,
     wrappers_work_without_cuda,
     what_the_launch_sets_and_reads,
-    other_formats_use_the_queue,
+    other_formats_are_left_to_nvrx,
     abort_and_restart,  # last: it replaces the process group
 ]
 
