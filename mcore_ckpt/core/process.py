@@ -259,6 +259,8 @@ class Outcome(Generic[T]):
 
 # Threads that are stuck in the kernel cannot be waited for; they end by themselves if the device comes back.
 _STUCK_JOIN_S: Final = 0.1
+SLICES: Final = 8
+"""A deadline is waited for in so many slices: what a suspended process has slept through counts as one of them."""
 
 
 class Task(Generic[T]):
@@ -352,11 +354,14 @@ class Crew:
 
     def wait_for(self, ready: Callable[[], T]) -> T:
         """The first true value of `ready()`, asked again whenever a task has ended. Raises a task's first error."""
+        slice_s = None if self._deadline_s is None else self._deadline_s / SLICES
+        waited = 0  # slices, in each of which this process has run: in one long wait it may have been suspended
         with self._condition:
             while self._failure is None:
                 if value := ready():
                     return value
-                if not self._condition.wait(self._deadline_s) and self._failure is None:
+                waited = 0 if self._condition.wait(slice_s) else waited + 1
+                if waited == SLICES and self._failure is None:
                     self._is_stuck = True
                     self._fail(self._stuck())
         raise self._failure

@@ -40,6 +40,7 @@ from mcore_ckpt.core.errors import (
     same_class,
 )
 from mcore_ckpt.core.process import (
+    SLICES,
     Sentinel,
     exit_text,
     is_running,
@@ -140,6 +141,7 @@ class ChildJob(Job):
         self.done = False
         self.number = number
         self.deadline_s = deadline_s
+        self.silent_s = 0.0  # so long no sign of life has come, while this process ran
         self._child = child
         # Made here: in a forked process the descriptor is closed, and the process is not the owner.
         self._watch = child.watch(number)
@@ -197,6 +199,7 @@ class SupervisedChild(ABC):
         self._gone = False
         self._sentinel = Sentinel(self.pid)
         self._jobs: dict[int, ChildJob] = {}  # by number, oldest first
+        self._looked = (0, 0.0, 0.0)  # which thread has looked last, its CPU time, and when
         self._lock = threading.RLock()
         _children.add(self)
 
@@ -259,19 +262,28 @@ class SupervisedChild(ABC):
             return
         for job in list(self._jobs.values()):
             if job.deadline_s is not None:
-                timeout_s = min(timeout_s, max(job.deadline_s - self._silent_s(job), _SHORTEST_WAIT_S))
+                timeout_s = min(timeout_s, max(job.deadline_s / SLICES, _SHORTEST_WAIT_S))
         fd = self._news_fd()
         wait_readable([fd] if fd >= 0 else [], timeout_s, self._sentinel)
 
-    def _silent_s(self, job: ChildJob) -> float:
-        return time.monotonic() - max(0.0 if self.status is None else self.status.stamp_s, job.submitted_s)
-
     def _check_deadlines(self) -> None:
+        """A job that is suspended as a whole has not waited: between two looks, a slice of the deadline counts, or for
+        how long the looking thread has run.
+        """
+        thread, ran_s, looked_s = self._looked
+        self._looked = threading.get_ident(), time.thread_time(), time.monotonic()
+        ran_s = self._looked[1] - ran_s if self._looked[0] == thread else 0.0
+        alive_s = 0.0 if self.status is None else self.status.stamp_s
         for job in list(self._jobs.values()):
-            if job.deadline_s is not None and (silent_s := self._silent_s(job)) > job.deadline_s:
+            if job.deadline_s is None:
+                continue
+            slice_s = max(min(job.deadline_s / SLICES, _LONGEST_WAIT_S), _SHORTEST_WAIT_S)
+            silent_s = job.silent_s + min(self._looked[2] - looked_s, max(slice_s, ran_s))
+            job.silent_s = min(silent_s, self._looked[2] - max(alive_s, job.submitted_s))
+            if job.silent_s > job.deadline_s:
                 self.kill(
-                    f"there was no progress for {silent_s:.1f} s (write_deadline_s={job.deadline_s}): a device or a "
-                    "network file system hangs, or the deadline is too short"
+                    f"there was no progress for {job.silent_s:.1f} s (write_deadline_s={job.deadline_s}): a device or "
+                    "a network file system hangs, or the deadline is too short"
                 )
                 return
 

@@ -9,6 +9,8 @@ from functools import partial
 import pytest
 
 from mcore_ckpt.core.process import Crew, in_parallel
+from tests.support.forked import in_child
+from tests.support.processes import suspend
 
 
 def refuse_threads_from(number: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,3 +107,19 @@ def test_nobody_works_on_when_starting_threads_was_interrupted(
     for thread in started:
         thread.join()
     assert len(done) == left < 5000
+
+
+def _suspended() -> bool:
+    def task() -> None:
+        suspend(for_s=3.0)
+        until_s = time.thread_time() + 0.2
+        while time.thread_time() < until_s:
+            pass
+
+    with Crew(1, "suspended", deadline_s=1.5) as crew:
+        crew.submit(task)
+    return True
+
+
+def test_a_caller_that_was_suspended_has_not_waited() -> None:
+    assert in_child(_suspended) == "True"

@@ -20,7 +20,8 @@ import pytest
 from mcore_ckpt.core.errors import SaveError, WriterDiedError, WriteTimeoutError
 from mcore_ckpt.save.forked_child import fork_call, report_progress
 from mcore_ckpt.save.writer_process import PersistentWriter
-from tests.support.processes import children, is_running, until
+from tests.support.forked import in_child
+from tests.support.processes import children, is_running, suspend, until
 from tests.support.writer_jobs import MisbehavingStorage, SmallBuffer, image, job
 
 _MIB = 1024 * 1024
@@ -164,6 +165,35 @@ def test_a_stuck_write_passes_its_deadline(
     assert 0.4 < time.monotonic() - started_s < _AT_ONCE_S
     assert not is_running(pid)
     assert writer.submit(job(tmp_path, [image("b", 100)]), buffer.fd).result()
+
+
+def _suspended(kind: str, directory: Path) -> bool:
+    if kind == "fork":
+        handle = fork_call(_report_for, (2.0,), what="a call", deadline_s=_DEADLINE_S)
+        pid = handle.pid
+    else:
+        writer, buffer = PersistentWriter(), SmallBuffer(_MIB)
+        slow = MisbehavingStorage(str(directory), "slow", write_bytes=65536)
+        handle = writer.submit(job(directory, [image("a", _MIB - 64)], storage=slow, deadline_s=_DEADLINE_S), buffer.fd)
+        pid = writer.pid or 0
+    assert not handle.wait(0.5)
+    suspend(pid, for_s=2 * _DEADLINE_S)
+    handle.result()
+    return True
+
+
+def _report_for(seconds: float) -> None:
+    for _ in range(int(seconds / 0.1)):
+        time.sleep(0.1)
+        report_progress()
+
+
+_DEADLINE_S = 1.5
+
+
+@pytest.mark.parametrize("kind", ["persistent", "fork"])
+def test_a_job_that_was_suspended_as_a_whole_has_not_waited(kind: str, tmp_path: Path) -> None:
+    assert in_child(_suspended, kind, tmp_path) == "True"
 
 
 def test_a_job_can_be_called_off(writer: PersistentWriter, buffer: SmallBuffer, tmp_path: Path) -> None:

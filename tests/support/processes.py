@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,3 +35,11 @@ def until(holds: Callable[[], object], what: str = "it has not happened", within
     while not holds():
         assert time.monotonic() < until_s, what
         time.sleep(0.01)
+
+
+def suspend(*others: int, for_s: float) -> None:
+    """Stop this process and others, as a scheduler stops a job, until they are continued."""
+    pids = [os.getpid(), *others]
+    subprocess.Popen(["sh", "-c", f"sleep {for_s}; kill -CONT {' '.join(map(str, pids))}"])
+    for pid in reversed(pids):
+        os.kill(pid, signal.SIGSTOP)
