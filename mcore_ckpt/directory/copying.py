@@ -342,9 +342,16 @@ def _is_apart(name: str) -> bool:
     return _is_passing(name) or is_checkpoint_name(name) or is_drain_note(name)
 
 
-def copy_file(reads: Storage, name: str, writes: Storage, own_name: str, judged: JudgedFiles) -> int | None:
+def copy_file(
+    reads: Storage,
+    name: str,
+    writes: Storage,
+    own_name: str,
+    judged: JudgedFiles,
+    check_held: Callable[[], object] = lambda: None,
+) -> int | None:
     """Copy a file, and compare; returns its length, or None if it was there. It replaces another one of that name, in a
-    directory atomically. Raises `LoadError` or `SaveError`.
+    directory atomically; `check_held` is called before it gets its name. Raises `LoadError` or `SaveError`.
     """
     judged.note(name)
     folder, _, last = own_name.rpartition("/")
@@ -360,6 +367,7 @@ def copy_file(reads: Storage, name: str, writes: Storage, own_name: str, judged:
         try:
             expected = _crc(reader, writer)
             judged.check(name)  # what was read may be of both
+            check_held()
             writer.finish(reader.size_bytes)
         except BaseException:
             writer.abort()
@@ -373,6 +381,7 @@ def copy_file(reads: Storage, name: str, writes: Storage, own_name: str, judged:
             )
         if private != own_name:
             storage_at(checkpoint_path(writes.location) / folder).ensure()
+            check_held()
             writes.move(private, own_name)
     except BaseException:
         if private != own_name:

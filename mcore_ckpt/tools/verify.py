@@ -64,11 +64,11 @@ _COMMON_STATE = "common_state"  # where it is no file of its own, the key of the
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was checked, and what is wrong; `repaired` names items that were repaired meanwhile.
+    """What was checked, and what is wrong; `repaired` names files that were repaired meanwhile.
 
     Attributes:
         unchecked: items whose bytes carry no CRC-32.
-        would_repair: items that a dry run of `repair_checkpoint` would put back.
+        would_repair: files that a dry run of `repair_checkpoint` would put back.
         unmatched: after `repair_checkpoint`: problems for which the copy has nothing with the right checksums.
         compared: tensors of the model that the optimizer's were compared with; None: it was not asked for.
     """

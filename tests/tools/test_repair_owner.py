@@ -20,6 +20,7 @@ from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.commit import Commit, Owner, is_note
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
+from mcore_ckpt.load.checks import checks_of
 from mcore_ckpt.storage.resolve import LocalStorage
 from mcore_ckpt.tools import repair
 from mcore_ckpt.tools.repair import repair_checkpoint
@@ -132,7 +133,7 @@ def test_a_repair_that_was_stopped_changes_nothing_of_the_save_after_it(
 
 def test_what_a_killed_repair_has_left_goes(checkpoint: Path, copy: Path) -> None:
     (checkpoint / MISSING).unlink()
-    (checkpoint / f".{MISSING}.0123456789abcdef.repair").write_bytes(b"half")
+    (checkpoint / f".{MISSING}.0123456789abcdef.tmp").write_bytes(b"half")
     kept: list[Commit] = []
     in_child(lambda: kept.append(Commit.begin(LocalStorage(checkpoint))))  # and dies
     assert list(checkpoint.glob(f"{INCOMPLETE_MARKER}*"))
@@ -169,7 +170,7 @@ def make(tmp_path: Path, writer: Callable[[Path], object]) -> tuple[Path, Path]:
 def test_what_lies_under_the_name_of_the_temporary_file_is_not_written_through(tmp_path: Path, outside: Path) -> None:
     damaged, copy = make(tmp_path, dcp.FileSystemWriter)
     (damaged / FILE).unlink()
-    (damaged / f".{FILE}.repair").symlink_to(outside)
+    (damaged / f".{FILE}.0123456789abcdef.tmp").symlink_to(outside)
     assert repair_checkpoint(verify_checkpoint(damaged), copy).whole
     assert outside.read_bytes() == PRECIOUS
     assert not (damaged / FILE).is_symlink()
@@ -202,15 +203,40 @@ def test_a_copy_that_is_replaced_meanwhile_mends_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("writer", [dcp.FileSystemWriter, FileSystemWriterAsync])
-def test_a_data_file_that_is_a_link_is_not_mended(
+def test_a_data_file_that_is_a_link_is_replaced_and_not_written_through(
     tmp_path: Path, outside: Path, writer: Callable[[Path], object]
 ) -> None:
     damaged, copy = make(tmp_path, writer)
     file = data_file(damaged)
     file.unlink()
     file.symlink_to(outside)
-    assert not repair_checkpoint(verify_checkpoint(damaged), copy).whole
+    assert repair_checkpoint(verify_checkpoint(damaged), copy).whole
     assert outside.read_bytes() == PRECIOUS
+    assert not file.is_symlink()
+
+
+def test_a_damaged_file_is_replaced_and_never_written_in_place(checkpoint: Path, copy: Path, tmp_path: Path) -> None:
+    """Who has the damaged file open, or linked, keeps it as it was."""
+    damage_item(checkpoint)
+    file = checkpoint / read_index(checkpoint).tensors["output_layer.weight"].chunks[0].item.file
+    kept = tmp_path / "kept"
+    kept.hardlink_to(file)
+    before = kept.read_bytes()
+    report = repair_checkpoint(verify_checkpoint(checkpoint), copy)
+    assert report.whole
+    assert report.repaired == (file.name,)
+    assert kept.read_bytes() == before != file.read_bytes()
+
+
+def test_a_file_that_is_damaged_in_the_copy_too_is_left_as_it_is(checkpoint: Path, copy: Path) -> None:
+    damage_item(checkpoint)
+    file = read_index(checkpoint).tensors["output_layer.weight"].chunks[0].item.file
+    other = next(item for check in checks_of(read_index(copy)) if (item := check.item).file == file)
+    flip(copy / file, other.offset + other.length // 2, 0xFF)
+    before = contents(checkpoint)
+    report = repair_checkpoint(verify_checkpoint(checkpoint), copy)
+    assert report.repaired == ()
+    assert contents(checkpoint) == before
 
 
 def test_nothing_is_written_or_removed_behind_a_link_to_a_folder(tmp_path: Path, outside: Path) -> None:
