@@ -152,7 +152,6 @@ def test_function_and_command_make_the_same_of_a_run_and_a_job_loads_it(
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"tp": 2}, "belong together"),
         ({}, "no target layout"),
         ({"optimizer_layout": "fully_reshardable", "ep": 2}, "need --tp and --pp"),
         ({"tp": 1, "pp": 1, "dtype": "int7"}, "dtype int7: expected one of"),

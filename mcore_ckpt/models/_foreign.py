@@ -367,7 +367,15 @@ def import_conversion(
     payloads = in_dtype(payloads, options.dtype)
     index = payloads.index
     partitioner = Partitioner(index, rules=rules, arguments=arguments, chunks_tell=tensors is None)
-    plan = make_plan(index, layout, partitioner, workers=options.workers, arguments=arguments)
+    is_asked = any(size is not None for size in (options.tp, options.pp, options.ep, options.etp))
+    plan = make_plan(
+        index,
+        layout,
+        partitioner,
+        workers=options.workers,
+        arguments=arguments,
+        allow_whole=options.allow_whole or not is_asked,
+    )
 
     def carry(target: TargetFiles) -> None:
         target.put(CONFIG_FILE, encode_config())
@@ -379,7 +387,7 @@ def import_conversion(
         plan=plan.target,
         keys=keys,
         report=ConversionReport(
-            format=format, target_layout=str(layout), arguments=arguments, objects=len(objects or ()), **more
+            format=format, target_layout=str(plan), arguments=arguments, objects=len(objects or ()), **more
         ),
         carry=carry,
         carried=(CONFIG_FILE, COMMON_FILE),

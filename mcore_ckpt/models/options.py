@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from mcore_ckpt.core.options import parse_size
 from mcore_ckpt.reshard.options import (
+    ALLOW_WHOLE,
     ConversionOptions,
     PartitionRule,
     RenameRule,
@@ -35,6 +36,7 @@ class ImportOptions(ConversionOptions):
     pp: int | None = option(None, f"pipeline parallel size ({_SIZE})", metavar="N")
     ep: int | None = option(None, f"expert parallel size ({_SIZE})", metavar="N")
     etp: int | None = option(None, "tensor parallel size of experts (default: as --tp)", metavar="N")
+    allow_whole: bool = option(False, ALLOW_WHOLE)
     rename: tuple[RenameRule, ...] = option(
         (), "file of lines: key pattern (regular expression), replacement or `-` to drop the key", metavar="RULES"
     )

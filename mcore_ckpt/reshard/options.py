@@ -143,6 +143,9 @@ _MIN_MEMORY_BYTES: Final = 384 * 1024**2
 """The process itself and the smallest buffers."""
 
 
+ALLOW_WHOLE: Final = "keep whole what these sizes do not divide; without it, that is an error"
+
+
 def option(default: Any, text: str, *, flag: str = "", metavar: str = "", choices: Sequence[str] = ()) -> Any:
     """A field of an options class: its default, what it does in a few words, its name in the shell if unlike the
     field's, what stands for its value in help texts, and its choices.
@@ -211,13 +214,14 @@ class ConversionOptions:
 class ReshardOptions(ConversionOptions):
     """What to make of a checkpoint. Without `tp` and `pp` its layout stays."""
 
-    tp: int | None = option(None, "tensor parallel size", metavar="N")
-    pp: int | None = option(None, "pipeline parallel size", metavar="N")
+    tp: int | None = option(None, "tensor parallel size (default: 1, with --pp)", metavar="N")
+    pp: int | None = option(None, "pipeline parallel size (default: 1, with --tp)", metavar="N")
     ep: int = option(1, "expert parallel size", metavar="N")
     etp: int | None = option(None, "tensor parallel size of experts (default: as --tp)", metavar="N")
     rules: tuple[PartitionRule, ...] = option(
         (), "file of lines: key pattern (regular expression), axis or `whole`, [x2] for two halves", metavar="FILE"
     )
+    allow_whole: bool = option(False, ALLOW_WHOLE)
     only: str | None = option(None, "keys to carry (shell pattern, or a part of the key)", metavar="PATTERN")
     optimizer_layout: str | None = option(
         None,

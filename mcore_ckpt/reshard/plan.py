@@ -400,6 +400,10 @@ class ReshardPlan:
     decisions: tuple[DividedTensor, ...]
     notes: tuple[str, ...]
     target: TargetPlan
+    is_divided: bool = True  # as the layout asks
+
+    def __str__(self) -> str:
+        return f"{self.layout}{'' if self.is_divided else ', not all of it divided'}"
 
     @property
     def guesses(self) -> int:
@@ -417,15 +421,18 @@ class _Owners:
     expert_counts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for fqn in self.index.tensors:
-            number = layer_number(model_key(fqn))
-            if number is not None:
+        for fqn, entry in self.index.tensors.items():
+            number, stacked = layer_number(model_key(fqn)), stacked_axes(fqn, entry.shape)
+            if number is not None or stacked.layer is not None:
                 prefix = _layers_prefix(fqn)
-                self.layer_counts[prefix] = max(self.layer_counts.get(prefix, 0), number + 1)
+                layers = entry.shape[0] if number is None else number + 1
+                self.layer_counts[prefix] = max(self.layer_counts.get(prefix, 0), layers)
             expert = expert_of(fqn)
             if expert is not None and expert.number is not None:
                 known = self.expert_counts.get(expert.before, 0)
                 self.expert_counts[expert.before] = max(known, expert.number + 1)
+            elif stacked.expert is not None:
+                self.expert_counts[fqn] = entry.shape[stacked.expert]
 
     def stage(self, fqn: str, stacked_layer: int | None, stacked_layers: int) -> int:
         """The pipeline stage of a layer, or of what stands before or behind all layers."""
@@ -500,9 +507,11 @@ def make_plan(
     workers: int = 1,
     arguments: Mapping[str, Any] | None = None,
     rename: Mapping[str, str] | None = None,
+    allow_whole: bool = True,
 ) -> ReshardPlan:
     """Plan the complete target. `keys` and `object_keys` are what is carried, `workers` the files of each rank,
-    `rename` new keys of tensors; others stay.
+    `rename` new keys of tensors; others stay. Without `allow_whole` raises `OptionError` for what is not divided as
+    `layout` asks.
     """
     owners = _Owners(index, layout)
     vocabulary = padded_vocabulary(arguments or {}, layout.tp)
@@ -516,38 +525,62 @@ def make_plan(
         slices = tuple(divide(fqn, entry.shape, partition, count, vocabulary))
         ranks = tuple(owners.of_chunks(entry, partition, slices))
         decisions.append(DividedTensor(entry, (rename or {}).get(fqn, fqn), slices, ranks, partition))
-    notes = (*_uneven_layers(owners, layout), *_undivided(decisions, layout, arguments or {}, vocabulary))
+    undivided = tuple(_undivided(decisions, owners, layout, vocabulary))
+    if undivided and not allow_whole:
+        raise OptionError(
+            f"{index.path} cannot be divided as {layout}: {'; '.join(undivided)}. Give sizes that divide it, say by "
+            "--rules along which axes, or keep all of this whole by --allow-whole. Nothing was written"
+        )
+    notes = (*_uneven(owners, layout, arguments or {}), *undivided)
     chosen = [index.objects[key] for key in (index.objects if object_keys is None else object_keys)]
     target = plan_torch_dist(index, decisions, [(entry, owners.of_object(entry)) for entry in chosen], workers)
-    return ReshardPlan(layout, tuple(decisions), notes, target)
+    return ReshardPlan(layout, tuple(decisions), notes, target, is_divided=not undivided)
 
 
-def _uneven_layers(owners: _Owners, layout: TargetLayout) -> Iterator[str]:
+def _uneven(owners: _Owners, layout: TargetLayout, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """What is divided in another way than most jobs do."""
     for prefix, count in owners.layer_counts.items():
         if count % layout.pp:
             yield (
                 f"{count} layers of {prefix}layers do not divide into {layout.pp} stages evenly; files may not match "
                 "the ranks"
             )
-
-
-def _undivided(
-    decisions: Iterable[DividedTensor], layout: TargetLayout, arguments: Mapping[str, Any], vocabulary: int | None
-) -> Iterator[str]:
-    """What the target's tensor-parallel ranks do not divide evenly."""
     heads = arguments.get("num_attention_heads")
     if isinstance(heads, int) and heads % layout.tp:
         yield f"{heads} attention heads do not divide among TP {layout.tp}: no job of Megatron-Core has this layout"
-    kinds: dict[str, int] = {}
+
+
+def _undivided(
+    decisions: Sequence[DividedTensor], owners: _Owners, layout: TargetLayout, vocabulary: int | None
+) -> Iterator[str]:
+    """What the layout asks to divide, and is not divided."""
+    layers, experts = max(owners.layer_counts.values(), default=0), set(owners.expert_counts.values())
+    if layers < layout.pp != 1:
+        yield f"{layers or 'no'} layers for PP {layout.pp}"
+    if layout.ep != 1 and (not experts or any(count % layout.ep for count in experts)):
+        yield f"{', '.join(map(str, sorted(experts))) or 'no'} experts for EP {layout.ep}"
+    kinds: dict[str, str] = {}
+    unknown: dict[str, str] = {}
+    is_divided = layout.tp == 1
     for one in decisions:
         partition, entry = one.partition, one.entry
+        kind = ".".join(model_key(entry.fqn).split(".")[-2:])
         count = layout.expert_tp if partition.expert else layout.tp
-        if partition.axis is not None and not divides(entry.fqn, entry.shape, partition, count, vocabulary):
-            kinds[".".join(model_key(entry.fqn).split(".")[-2:])] = entry.shape[partition.axis]
+        if partition.decider == "whole":
+            unknown[kind] = kind
+        elif partition.axis is not None and divides(entry.fqn, entry.shape, partition, count, vocabulary):
+            is_divided = True
+        elif partition.axis is not None:
+            kinds[kind] = f"{kind} (axis of {entry.shape[partition.axis]})"
     if kinds:
-        shown = ", ".join(f"{kind} (axis of {size})" for kind, size in [*kinds.items()][:_SHOWN_KINDS])
-        more = f" and {len(kinds) - _SHOWN_KINDS} more" if len(kinds) > _SHOWN_KINDS else ""
-        yield f"in one piece, since tensor-parallel ranks do not divide them: {shown}{more}"
+        yield f"in one piece, since tensor-parallel ranks do not divide them: {_some(kinds)}"
+    elif unknown and not is_divided:
+        yield f"in one piece, since nothing tells how they are divided: {_some(unknown)}"
+
+
+def _some(kinds: Mapping[str, str]) -> str:
+    more = f" and {len(kinds) - _SHOWN_KINDS} more" if len(kinds) > _SHOWN_KINDS else ""
+    return ", ".join([*kinds.values()][:_SHOWN_KINDS]) + more
 
 
 def target_dtype(entry: TensorEntry, wanted: str | None) -> str:

@@ -72,6 +72,7 @@ def reshard_checkpoint(
     ep: int = 1,
     etp: int | None = None,
     rules: str | os.PathLike[str] | Sequence[PartitionRule] = (),
+    allow_whole: bool = False,
     only: str | None = None,
     optimizer_layout: Literal["fully_reshardable"] | None = None,
     dtype: str | None = None,
@@ -92,11 +93,12 @@ def reshard_checkpoint(
         target: directory to make, a path or a URL; it must not exist, or be empty. It appears when it is complete.
             If `source` is a run, `target` becomes one: the checkpoint is `target/iter_0001000`. A checkpoint called
             `iter_0001000` gets a tracker file next to it, unless one there names a later iteration.
-        tp: tensor parallel size.
-        pp: pipeline parallel size.
+        tp: tensor parallel size; 1 if only `pp` is given.
+        pp: pipeline parallel size; 1 if only `tp` is given.
         ep: expert parallel size.
         etp: tensor parallel size of experts; None: as `tp`.
         rules: partition rules, or a file of lines: key pattern (regular expression), axis or `whole`, `x2` for halves.
+        allow_whole: keep whole what these sizes do not divide; without it, that is an error.
         only: keys to carry (shell pattern, or a part of the key).
         optimizer_layout: give the optimizer's state this layout, which loads under any division of the model.
         dtype: convert the model's floating-point tensors: `bf16`, `fp16`, `fp32`, or torch's names.
@@ -163,7 +165,7 @@ def plan_reshard(directory: Path, options: ReshardOptions) -> tuple[Conversion, 
         keys=lambda: _rows(plan),
         report=ConversionReport(
             format="torch_dist",
-            target_layout=str(plan.layout),
+            target_layout=str(plan),
             objects=len(plan.target.blobs),
             guesses=plan.guesses,
             notes=(*plan.notes, *(() if converted is None else converted.notes)),
@@ -175,15 +177,12 @@ def plan_reshard(directory: Path, options: ReshardOptions) -> tuple[Conversion, 
 
 def _target_layout(options: ReshardOptions) -> TargetLayout | None:
     """The sizes together; None if they are taken over. Raises `OptionError` where they cannot be."""
-    tp, pp = options.tp, options.pp
-    if (tp is None) != (pp is None):
-        raise OptionError("--tp and --pp belong together: give both (1 is a size too)")
-    if tp is not None and pp is not None:
-        return TargetLayout(tp, pp, options.ep, options.etp)
+    if options.tp is not None or options.pp is not None:
+        return TargetLayout(options.tp or 1, options.pp or 1, options.ep, options.etp)
     if options.optimizer_layout is None:
-        raise OptionError("no target layout: give --tp N --pp M")
+        raise OptionError("no target layout: give --tp N, --pp N or both; the other is 1 then")
     if options.ep != 1 or options.etp is not None:
-        raise OptionError("--ep and --etp need --tp and --pp: without them the layout stays as it is")
+        raise OptionError("--ep and --etp need --tp and --pp, or one of these: else the layout stays as it is")
     return None
 
 
@@ -196,6 +195,7 @@ def _plan(
     *,
     fixed: bool,
 ) -> ReshardPlan:
+    allow_whole = options.allow_whole or layout is None
     layout = layout or _saved_layout(source, common)
     wanted = key_filter(options.only)
 
@@ -216,7 +216,14 @@ def _plan(
     arguments = arguments_of(common)
     partitioner = Partitioner(index, rules=options.rules, arguments=arguments)
     return make_plan(
-        index, layout, partitioner, keys=keys, object_keys=objects, workers=options.workers, arguments=arguments
+        index,
+        layout,
+        partitioner,
+        keys=keys,
+        object_keys=objects,
+        workers=options.workers,
+        arguments=arguments,
+        allow_whole=allow_whole,
     )
 
 

@@ -124,6 +124,12 @@ def test_rename_only_drop_and_dtype(checkpoint: Path, tmp_path: Path) -> None:
     assert_same(read_all(tmp_path / "i"), wanted)
 
 
+def test_an_import_that_cannot_be_divided_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    export_checkpoint(checkpoint, tmp_path / "e")
+    refused(tmp_path / "e", OptionError, r"cannot be divided as TP 5.*linear_proj\.weight \(axis of 16\)", tp=5)
+    assert import_checkpoint(tmp_path / "e", tmp_path / "i", tp=5, allow_whole=True).target_layout.startswith("TP 5")
+
+
 def refused(source: Path, error: type[Exception], match: str, **options: Any) -> None:
     """An import that ends in this error, and leaves nothing."""
     with pytest.raises(error, match=match):

@@ -130,7 +130,7 @@ def expected_of(saved: Saved) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("known_order")
-@pytest.mark.parametrize("layout", [{}, {"tp": 1, "pp": 1}, {"tp": 4, "pp": 1}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"tp": 1, "pp": 1}, {"tp": 4, "allow_whole": True}], ids=str)
 def test_buckets_become_tensors_of_the_parameters_shapes(tmp_path: Path, layout: dict[str, Any]) -> None:
     saved = saved_with_buckets(tmp_path / "saved")
     reshard_checkpoint(saved.path, tmp_path / "made", optimizer_layout="fully_reshardable", **layout)

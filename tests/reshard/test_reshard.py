@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -17,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +31,7 @@ from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest, stored_dtype
 from mcore_ckpt.reshard import conversion
-from mcore_ckpt.reshard.options import parse_partition_rules
+from mcore_ckpt.reshard.options import PartitionRule, parse_partition_rules
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.keys import data_file_rank
 from mcore_ckpt.tools.repair import repair_checkpoint
@@ -172,7 +174,8 @@ def test_any_chunks_to_any_layout(
         parse_partition_rules(f"^a {axis} x{data.draw(st.integers(1, 2))}\n^b {data.draw(st.integers(0, 1))}", "r")
     )
     tp, workers = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
-    reshard_checkpoint(directory / "s", directory / "t", tp=tp, pp=1, rules=rules, workers=workers)
+    made = {"tp": tp, "rules": rules, "workers": workers}
+    reshard_checkpoint(directory / "s", directory / "t", allow_whole=True, **made)
     assert_same(read_all(directory / "t"), {"a.weight": tensor, "b.weight": other})
 
 
@@ -243,10 +246,40 @@ def test_what_does_not_divide_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
         "decoder.layers.0.self_attention.linear_proj.weight": torch.ones(16, 16),
     }
     write_model(tmp_path / "s", tp=1, tensors=tensors, arguments={"num_attention_heads": 4})
-    assert main(["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--pp", "1", "--tp", "3"]) == 0
+    command = ["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--tp", "3"]
+    not_divided = "in one piece, since tensor-parallel ranks do not divide them: linear_proj.weight (axis of 16)"
+    for dry_run in ([], ["--dry-run"]):
+        assert main([*command, *dry_run]) == 2
+        assert not_divided in capsys.readouterr().err
+    assert not (tmp_path / "t").exists()
+    assert main([*command, "--allow-whole"]) == 0
     shown = capsys.readouterr().out
+    assert "TP 3 PP 1 EP 1 (3 ranks), not all of it divided, " in shown
     assert "4 attention heads do not divide among TP 3" in shown
-    assert "in one piece, since tensor-parallel ranks do not divide them: linear_proj.weight (axis of 16)" in shown
+    assert not_divided in shown
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [({"pp": 3}, "2 layers for PP 3"), ({"tp": 1, "ep": 2}, "no experts for EP 2"), ({"tp": 5}, r"qkv.weight \(axis")],
+)
+def test_a_division_that_cannot_be_made_is_an_error(
+    checkpoint: Path, tmp_path: Path, sizes: dict[str, int], says: str
+) -> None:
+    with pytest.raises(OptionError, match=f"cannot be divided as .*{says}"):
+        reshard_checkpoint(checkpoint, tmp_path / "t", **sizes)  # type: ignore[arg-type]
+    report = reshard_checkpoint(checkpoint, tmp_path / "t", allow_whole=True, **sizes)  # type: ignore[arg-type]
+    assert "not all of it divided" in report.target_layout
+    assert_same(read_all(tmp_path / "t"), model_tensors())
+
+
+def test_tensors_that_nothing_tells_how_to_divide(tmp_path: Path) -> None:
+    dcp.save({f"net.{n}.kernel": torch.ones(16, 16) for n in range(3)}, checkpoint_id=tmp_path / "s", no_dist=True)
+    with pytest.raises(OptionError, match=r"nothing tells how they are divided: 0\.kernel, .*--rules"):
+        reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=2)
+    rules = [PartitionRule(re.compile("kernel"), 0)]
+    reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=2, rules=rules)
+    assert {len(entry.chunks) for entry in read_index(tmp_path / "t").tensors.values()} == {2}
 
 
 class TestInterruption:
@@ -410,7 +443,7 @@ def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
     }
     write_checkpoint(tmp_path / "s", {key: whole(tensor) for key, tensor in tensors.items()})
     for name, sizes in (("a", {"tp": 1, "pp": 1}), ("b", {"tp": 4, "pp": 2, "ep": 2})):
-        reshard_checkpoint(tmp_path / "s", tmp_path / name, **sizes)
+        reshard_checkpoint(tmp_path / "s", tmp_path / name, allow_whole=True, **sizes)
         assert_same(read_all(tmp_path / name), tensors)
         assert verify_checkpoint(tmp_path / name).whole
 
