@@ -16,13 +16,13 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from mcore_ckpt.core.console import line_level, logger_of
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import Outcome, run_concurrently
@@ -37,6 +37,8 @@ from mcore_ckpt.image.layout import PlannedFile, WrittenFile, check_results
 from mcore_ckpt.image.manifest import metadata_of_save
 from mcore_ckpt.save.jobs import Job, JobResult
 from mcore_ckpt.save.planner import SavePlan, SaveRequest
+from mcore_ckpt.save.report import Span, log_save, write_trace
+from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
 if TYPE_CHECKING:
@@ -53,15 +55,25 @@ class SaveDirectory:
 
     def __init__(self, path: Path, options: SaveOptions) -> None:
         self.path = path.absolute()
-        if options.drain_to is not None:
-            from mcore_ckpt.save.upkeep import check_second_tier
-
-            check_second_tier(self.path, options)
-        self.storage = storage_at(self.path).within(options.write_deadline_s)
+        self._storage: Storage | None = None
         self.target: Target | None = None
         self._common: ManifestFile | None = None  # what it was then
         self.places: list[str] = []
         self._options = options
+
+    def find(self) -> None:
+        """Look for the storage of that path. Raises `OptionError` where nothing can be saved."""
+        if self._options.drain_to is not None:
+            from mcore_ckpt.save.upkeep import check_second_tier
+
+            check_second_tier(self.path, self._options)
+        self._storage = storage_at(self.path).within(self._options.write_deadline_s)
+
+    @property
+    def storage(self) -> Storage:
+        """Storage of the files, once it is found."""
+        assert self._storage is not None
+        return self._storage
 
     @property
     def is_divided(self) -> bool:
@@ -138,51 +150,10 @@ class SaveDirectory:
 
     def abandon(self) -> None:
         """Put the directory back as it was before; the files of the save have been removed."""
-        if self.target is None:
-            give_back(self.storage)
-        else:
+        if self.target is not None:
             self.target.commit.give_up()
-
-
-_GB: Final = 1e9
-
-
-class Span(NamedTuple):
-    """A phase of a save, in seconds on the clock of `time.monotonic()`, which all processes of a host share."""
-
-    name: str
-    start_s: float
-    stop_s: float
-
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.stop_s - self.start_s
-
-
-_PHASES: Final = ("plan", "stage", "dispatch", "write", "writer", "gather", "commit")
-
-
-def log_line(what: str, took_s: Mapping[str, float], files: Sequence[tuple[int, WrittenFile]]) -> str:
-    """The line of a save: `took_s` in each of its phases, what training `waited`, until its files were `durable` and it
-    was `published`, of the slowest ranks; each file with its rank.
-    """
-    size_gb = sum(file.size_bytes for _, file in files) / _GB
-    phases = ", ".join(f"{name} {took_s[name]:.3f} s" for name in _PHASES if name in took_s)
-    straggler = ""
-    if files:
-        rank, file = max(files, key=lambda each: each[1].write_s + each[1].fsync_s)
-        straggler = (
-            f"; slowest file {file.name} of rank {rank} ({file.write_s + file.fsync_s:.3f} s: write "
-            f"{file.write_s:.3f} s, fsync {file.fsync_s:.3f} s)"
-        )
-    synchronous = " (a synchronous save)" if "write" in took_s else ""
-    rate = f" at {size_gb / took_s['writing']:.2f} GB/s" if took_s["writing"] else ""
-    return (
-        f"saved {size_gb:.3f} GB in {len(files)} files to {what}: training waited {took_s['waited']:.3f} s"
-        f"{synchronous}, files durable after {took_s['durable']:.3f} s{rate}, published after "
-        f"{took_s['published']:.3f} s ({phases}){straggler}"
-    )
+        elif self._storage is not None:
+            give_back(self._storage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,17 +166,6 @@ class Written:
     replicas: ReplicaDigest | None = None  # of those that it does not write, where they are to be compared
 
 
-@dataclass(frozen=True, slots=True)
-class Writing:
-    """What one rank has under way for a save, and what that is to come to."""
-
-    job: Job
-    files: Sequence[PlannedFile]
-    objects: tuple[ObjectEntry, ...]  # index entries
-    spans: Sequence[Span]  # phases that are over
-    replicas: Outcome[ReplicaSums | None]  # sums of those that this rank holds and does not save, if they are compared
-
-
 class SaveTransaction:
     """A save that has been begun; every rank commits it, or gives it up.
 
@@ -214,41 +174,61 @@ class SaveTransaction:
     which, on all ranks.
 
     Attributes:
-        job: this rank's writing.
+        job: this rank's writing; `files` are those planned for it, `objects` the index entries of its objects.
+        replicas: sums of those that this rank holds and does not save, if they are compared.
         what: the save in words for messages: its directory.
         skipped: it is left out (`when_busy="skip"`): nothing to wait for, nothing to commit; the same on all ranks.
         on_failure: what to do if this save fails. The same on all ranks.
         waited_s: seconds that this rank's training has waited since the save began, for it and for other ranks' parts.
     """
 
-    def __init__(
-        self,
-        request: SaveRequest,
-        group: RankGroup,
-        directory: SaveDirectory,
-        plan: SavePlan | None = None,
-        writing: Writing | None = None,
-    ) -> None:
-        self.plan = plan
+    def __init__(self, request: SaveRequest, group: RankGroup, directory: SaveDirectory) -> None:
         self.what = str(directory.path)
-        self.skipped = plan is None
+        self.skipped = False
         self.on_failure = request.options.on_failure
         self.waited_s = 0.0
-        if writing is None:
-            writing = Writing(Job(self.what), (), (), (), Outcome())
-        self.job = writing.job
-        self._files, self._objects, self._replicas = writing.files, writing.objects, writing.replicas
-        self._spans = list(writing.spans)
+        self.job = Job(self.what)
+        self.files: Sequence[PlannedFile] = ()
+        self.objects: tuple[ObjectEntry, ...] = ()
+        self.replicas: Outcome[ReplicaSums | None] = Outcome()
+        self._plan: SavePlan | None = None
+        self._spans: list[Span] = []
         self._options = request.options
         self._group = group
         self._directory = directory
         self._is_async = request.is_async
         self._pid = os.getpid()
         self._committer: weakref.ref[object] | None = None
-        self._commits = False
-        self._publishes = False
-        if plan is not None:
-            _begun.add(self)
+        self._phase: Literal["planning", "writing", "committing", "publishing", "over"] = "planning"
+
+    def skip(self) -> None:
+        """Leave the save out: nothing was touched."""
+        self.skipped, self._phase = True, "over"
+        self._directory.abandon()
+
+    def follow_plan(self, plan: SavePlan, planning: Span) -> None:
+        """From now on the directory is taken until the save is committed or aborted."""
+        self._plan, self._spans, self._phase = plan, [planning], "writing"
+        _begun.add(self)
+
+    def follow_job(self, job: Job) -> None:
+        """Take charge of this rank's writing: it is stopped if the save is aborted."""
+        self.job = job
+
+    def return_to_training(self) -> None:
+        """All that training waits for has been done."""
+        planned, now = self._spans[0].stop_s, time.monotonic()
+        if self._is_async:
+            submitted = self.job.submitted_s
+            self._spans += [Span("stage", planned, submitted), Span("dispatch", submitted, now)]
+        else:
+            self._spans.append(Span("write", planned, now))
+
+    @property
+    def plan(self) -> SavePlan:
+        """What is written, once it is planned."""
+        assert self._plan is not None
+        return self._plan
 
     @property
     def directory(self) -> Path:
@@ -281,61 +261,61 @@ class SaveTransaction:
         """Wait for this rank's writing, then publish the checkpoint; on every rank, or (with the same `SaveError`) on
         none.
         """
-        if self.plan is None:
+        if self.skipped:
             raise SaveError(f"{self.what}: the save was skipped, the one before was still being written")
-        self._commits = True
+        self._phase = "committing"
         _begun.discard(self)
         started = time.monotonic()
-        plan, group, directory = self.plan, self._group, self._directory
+        group, directory = self._group, self._directory
         try:
-            mine = Outcome.of(partial(self._finished, plan))
+            mine = Outcome.of(self._finished)
             gathered = group.gather("write the data files", mine.value, wrap=SaveError)
             waited = time.monotonic()
             self._spans.append(Span("gather", started, waited))
             if self._options.compare_replicas != "off":
-                self._compare_replicas(plan, gathered)
-            self._publishes = True
-            described = self._publish_on_other_nodes(plan, gathered) if directory.is_divided else None
-            publish = partial(self._publish, plan, gathered, described)
+                self._compare_replicas(gathered)
+            self._phase = "publishing"
+            described = self._publish_on_other_nodes(gathered) if directory.is_divided else None
+            publish = partial(self._publish, gathered, described)
             group.run_on_coordinator("publish the checkpoint", publish, wrap=SaveError)
         except BaseException as error:
             # Only when every rank knows that nothing was published may files go; a lost contact says nothing.
             if group.size == 1 or reached_every_rank(error):
-                self._abandon(plan)
+                self._remove_files()
             directory.abandon()
             raise
         self._spans.append(Span("commit", waited, time.monotonic()))
         self._tell(mine.value(), gathered)
 
-    def _finished(self, plan: SavePlan) -> Written:
+    def _finished(self) -> Written:
         """Wait for this rank's files, and compare what was written with the plan."""
         result: JobResult = self.job.result()
-        check_results(self._files, result.files)
+        check_results(self.files, result.files)
         if self._is_async:
             self._spans.append(Span("writer", result.started_s, result.finished_s))
-        if plan.planned is not None:
-            plan.planned.encoder = plan.planned.encoder or result.encoder
+        if self.plan.planned is not None:
+            self.plan.planned.encoder = self.plan.planned.encoder or result.encoder
         took_s = {span.name: span.seconds for span in self._spans}
         took_s["waited"] = self.waited_s + sum(seconds for name, seconds in took_s.items() if name != "writer")
         took_s["durable"] = result.finished_s - self._spans[0].start_s
         took_s["writing"] = result.finished_s - result.started_s
-        sums = self._replicas.value()
-        return Written(self._objects, result.files, took_s, None if sums is None else sums.digest())
+        sums = self.replicas.value()
+        return Written(self.objects, result.files, took_s, None if sums is None else sums.digest())
 
-    def _publish(self, plan: SavePlan, gathered: list[Written] | None, described: _Described | None) -> None:
+    def _publish(self, gathered: list[Written] | None, described: _Described | None) -> None:
         """Coordinator. After an error the note is gone before any rank removes its files, unless it may yet be
         published.
         """
         assert gathered is not None
         directory, seen = self._directory, self._files_of_place(gathered)
         try:
-            describe, check = partial(self._describe, plan, gathered), partial(directory.check, seen)
+            describe, check = partial(self._describe, gathered), partial(directory.check, seen)
             if described is None:
                 made, _ = run_concurrently(directory.storage.asks_at_once, describe, check)
             else:
                 check()
                 made = described
-            directory.note(plan.save_id, seen, self._group.rank)
+            directory.note(self.plan.save_id, seen, self._group.rank)
             directory.publish(made.content, seen, has_common_state=made.has_common_state)
         except BaseException:
             directory.abandon()
@@ -346,12 +326,12 @@ class SaveTransaction:
         ranks = [rank for rank in range(len(gathered)) if self._directory.is_seen_from(self._group.rank, rank)]
         return [file for rank in ranks for file in gathered[rank].files]
 
-    def _publish_on_other_nodes(self, plan: SavePlan, gathered: list[Written] | None) -> _Described:
+    def _publish_on_other_nodes(self, gathered: list[Written] | None) -> _Described:
         """All ranks: before the coordinator publishes, whose place counts."""
 
         def describe() -> tuple[_Described, list[Written]]:
             assert gathered is not None
-            return self._describe(plan, gathered), gathered
+            return self._describe(gathered), gathered
 
         described, written = self._group.run_on_coordinator("describe the checkpoint", describe, wrap=SaveError)
 
@@ -359,18 +339,18 @@ class SaveTransaction:
             if self._directory.target is not None and not self._group.is_coordinator:
                 seen = self._files_of_place(written)
                 self._directory.check(seen)
-                self._directory.note(plan.save_id, seen, self._group.rank)
+                self._directory.note(self.plan.save_id, seen, self._group.rank)
                 self._directory.publish(described.content, seen, has_common_state=described.has_common_state)
 
         self._group.run("publish on all nodes", publish_own, wrap=SaveError)
         return described
 
-    def _describe(self, plan: SavePlan, gathered: list[Written]) -> _Described:
+    def _describe(self, gathered: list[Written]) -> _Described:
         """Coordinator: what is to be published, if what was written is what was planned."""
-        planned = plan.planned
+        planned, save_id = self.plan.planned, self.plan.save_id
         assert planned is not None
         done = sorted((file.name, file.size_bytes) for written in gathered for file in written.files)
-        files = sorted((with_id(name, plan.save_id), size_bytes) for name, size_bytes in planned.plan.files)
+        files = sorted((with_id(name, save_id), size_bytes) for name, size_bytes in planned.plan.files)
         if files != done:
             raise SaveError(f"{self.what}: the files planned are {files}, the files written {done}")
         objects = [written.objects for written in gathered]
@@ -381,31 +361,31 @@ class SaveTransaction:
             planned.encoder,
             objects,
             [written.files for written in gathered],
-            save_id=plan.save_id,
-            storage_meta={"checkpoint_id": self.what, "save_id": shown_id(plan.save_id)},
+            save_id=save_id,
+            storage_meta={"checkpoint_id": self.what, "save_id": shown_id(save_id)},
             common=self._directory.common_file(has_common_state=common),
         )
         return _Described(content, common)
 
-    def _compare_replicas(self, plan: SavePlan, gathered: list[Written] | None) -> None:
+    def _compare_replicas(self, gathered: list[Written] | None) -> None:
         """All ranks: name replicas that differ from what is saved, or raise that (`"raise"`). Only if their digests do
         not tell that all are equal, ranks send the sum of each.
         """
 
         def are_equal() -> bool:
             assert gathered is not None
-            assert plan.planned is not None
+            assert self.plan.planned is not None
             digests = [written.replicas for written in gathered if written.replicas is not None]
             if not digests:
                 return True
-            sampled_in = plan.save_id if self._options.compare_replicas == "sample" else None
-            return plan.planned.replicas.are_equal(_crcs_of(gathered), digests, sampled_in)
+            sampled_in = self.plan.save_id if self._options.compare_replicas == "sample" else None
+            return self.plan.planned.replicas.are_equal(_crcs_of(gathered), digests, sampled_in)
 
         def tell() -> None:
             assert gathered is not None
-            assert plan.planned is not None
+            assert self.plan.planned is not None
             assert sums is not None
-            found = plan.planned.replicas.diverged(_crcs_of(gathered), sums)
+            found = self.plan.planned.replicas.diverged(_crcs_of(gathered), sums)
             more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
             message = (
                 f"{self.what}: {len(found)} slices differ between replicas that should be equal: "
@@ -419,7 +399,7 @@ class SaveTransaction:
 
         step = "compare the replicas"
         if not self._group.run_on_coordinator(step, are_equal, wrap=SaveError):
-            sums = self._group.gather(step, self._replicas.value, wrap=SaveError)
+            sums = self._group.gather(step, self.replicas.value, wrap=SaveError)
             self._group.run_on_coordinator(step, tell, wrap=SaveError)
 
     def abort(self) -> None:
@@ -428,42 +408,35 @@ class SaveTransaction:
         it, or contact lost in the midst of it, must not take a published checkpoint apart.
         """
         self.job.abort()
-        if self._pid != os.getpid() or self.plan is None:
+        if self._pid != os.getpid():
             return  # (forked from the trainer, whose save it is)
         _begun.discard(self)
-        if not self._commits:
-            self._commits = True
-            self._abandon(self.plan)
+        if self._phase == "writing":
+            self._remove_files()
+        elif self._phase == "planning":
+            self._directory.abandon()
+        if self._phase in ("planning", "writing"):
+            self._phase = "over"
 
-    def _abandon(self, plan: SavePlan) -> None:
+    def _remove_files(self) -> None:
         """Remove what this rank wrote of a save that has failed."""
-        storage, save_id = self._directory.storage, plan.save_id
+        storage, save_id, may_be_published = self._directory.storage, self.plan.save_id, self._phase == "publishing"
         # As long as the note is there, it may come into force. In this order: what is decided in between is then.
-        if self._publishes and storage.exists(note_name(id_in_names(save_id))):
+        if may_be_published and storage.exists(note_name(id_in_names(save_id))):
             _logger.warning("%s: not published, but it may be yet: its files stay", self.what)
-        elif self._publishes and is_in_force(storage, save_id):
+        elif may_be_published and is_in_force(storage, save_id):
             _logger.warning("%s: the save was interrupted, but the checkpoint is published", self.what)
         else:
-            discard(storage, [file.name for file in self._files])
+            discard(storage, [file.name for file in self.files])
             self._directory.abandon()
 
     def _tell(self, mine: Written, gathered: list[Written] | None) -> None:
         """Write the trace, log a line, have done what comes after a save."""
         if self._options.trace_path is not None:
-            from mcore_ckpt.save.trace import write_trace  # (few saves are asked for one)
-
             write_trace(Path(self._options.trace_path), self.what, self._group.rank, self._spans, mine.files)
         if gathered is not None:
-            took_s: dict[str, float] = {}
-            for written in gathered:
-                for name, seconds in written.took_s.items():
-                    took_s[name] = max(took_s.get(name, 0.0), seconds)
-            ends = {span.name: span.seconds for span in self._spans[-2:]}  # gather and commit
-            took_s |= {**ends, "waited": took_s["waited"] + sum(ends.values())}
-            took_s["published"] = time.monotonic() - self._spans[0].start_s
             files = [(rank, file) for rank, written in enumerate(gathered) for file in written.files]
-            level = line_level(sum(file.size_bytes for _, file in files))
-            _logger.log(level, "%s", log_line(self.what, took_s, files))
+            log_save(self.what, [written.took_s for written in gathered], self._spans, files)
         self._directory.published()
 
 

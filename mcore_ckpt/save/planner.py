@@ -377,55 +377,95 @@ class Agreement(NamedTuple):
     objects_differ: frozenset[bytes]  # between ranks that hold replicas of them: hashes of their keys
 
 
-def agree(
-    structure: Structure,
-    state: Outcome[RankState],
-    group: RankGroup,
-    request: SaveRequest,
-    open_directory: Callable[[], bytes],
-    *,
-    left_out: bool = False,
-    held: Callable[[], bytes] | None = None,
-) -> tuple[SavePlan, RankState] | None:
-    """Open the directory and settle what all ranks write: as in the save before if every rank can, or laid out again.
-    None, and nothing is touched, if a rank wants the save left out. What `state` has failed with is raised on all
-    ranks, as is `PlanError`; `SaveError` unless all save to a directory of one name; `OptionError` unless all have the
-    same second tier. `held`: what this rank holds, if replicas are to be compared.
+def propose(state: RankState, structure: Structure, group: RankGroup, request: SaveRequest, left_out: bool) -> Proposal:
+    """What this rank says ahead of the save; `left_out`: it wants none."""
+    common = None if request.validation is None else request.validation.common_digest
+    return Proposal(
+        plan=structure.laid_out_in if _fits(structure, state, group, request) else b"",
+        left_out=left_out,
+        second_tiers=frozenset([request.options.drain_to]),
+        common=frozenset([common]),
+        names=frozenset([request.directory.absolute().name]),
+        objects=digests_of([*state.objects, *state.replicas]),
+    )
+
+
+def agree(own: Callable[[], Proposal], group: RankGroup, open_directory: Callable[[], bytes]) -> Agreement | None:
+    """Settle with all ranks which plan is used, and let the coordinator open the directory: one exchange. None, and
+    nothing is touched, if a rank wants the save left out. What one rank's proposal fails with is raised on all ranks.
+    Raises `SaveError` unless all save to a directory of one name; `OptionError` unless all have the same second tier.
+    """
+    settle = partial(Proposal.settle, open_directory=open_directory)
+    return group.run_merged("prepare the save", own, Proposal.merged, settle, wrap=SaveError)
+
+
+def compare_claimed(
+    agreement: Agreement, state: RankState, structure: Structure, group: RankGroup, request: SaveRequest
+) -> tuple[RankState, Agreement]:
+    """All ranks: compare what claims to be equal and is not, the common state and replicas of objects. Each version of
+    an object is kept; where one then needs more room than the plan has, the ranks plan again.
     """
     validation = request.validation
-
-    def propose() -> Proposal:
-        plan = structure.laid_out_in if _fits(structure, state.value(), group, request) else b""
-        common = None if validation is None else validation.common_digest
-        tier, name = request.options.drain_to, request.directory.absolute().name
-        objects = digests_of([*state.value().objects, *state.value().replicas])
-        return Proposal(plan, left_out, frozenset([tier]), frozenset([common]), frozenset([name]), objects)
-
-    settle = partial(Proposal.settle, open_directory=open_directory)
-    agreed = group.run_merged("prepare the save", propose, Proposal.merged, settle, wrap=SaveError)
-    if agreed is None:
-        return None
-    if agreed.common_differs and validation is not None and validation.compare_common is not None:
+    if agreement.common_differs and validation is not None and validation.compare_common is not None:
         validation.compare_common(group)
-    if agreed.objects_differ:
-        own, what = state.value(), str(request.directory)
-        kept = keep_versions(
-            *(agreed.objects_differ, own.objects, own.replicas, request.layout, group, what),
-            refused=request.options.compare_replicas == "raise",
-        )
-        state = Outcome(own._replace(objects=kept))
-        is_longer = not _fits(structure, state.value(), group, request)
-        if group.any("plan the kept objects", is_longer, wrap=SaveError):
-            agreed = agreed._replace(plan=b"")
-    if agreed.plan and structure.layout is not None:
-        return SavePlan(structure.layout, structure.planned, agreed.save_id, reused=True), state.value()
+    if not agreement.objects_differ:
+        return state, agreement
+    kept = keep_versions(
+        *(agreement.objects_differ, state.objects, state.replicas, request.layout, group, str(request.directory)),
+        refused=request.options.compare_replicas == "raise",
+    )
+    state = state._replace(objects=kept)
+    is_longer = not _fits(structure, state, group, request)
+    if group.any("plan the kept objects", is_longer, wrap=SaveError):
+        agreement = agreement._replace(plan=b"")
+    return state, agreement
+
+
+def reuse(structure: Structure, agreement: Agreement) -> SavePlan | None:
+    """The plan of the save before, if all ranks can use it: no exchange."""
+    if not agreement.plan or structure.layout is None:
+        return None
+    return SavePlan(structure.layout, structure.planned, agreement.save_id, reused=True)
+
+
+def plan_together(
+    state: RankState,
+    structure: Structure,
+    agreement: Agreement,
+    group: RankGroup,
+    request: SaveRequest,
+    held: Callable[[], bytes] | None = None,
+) -> SavePlan:
+    """Lay out this rank's files, and let the coordinator check the plans of all ranks. Raises `PlanError` on all.
+    `held`: the slices that this rank holds, if replicas are to be compared.
+    """
     structure.layout = structure.planned = structure.accesses = None
+    validation = request.validation
     layout = Outcome.of(partial(_lay_out, state, group, request))
-    planned = _plan_together(state, layout, partial(_told, validation, state, held), group)
-    structure.layout, structure.planned = layout.value(), planned
+
+    def encode() -> list[bytes]:
+        """This rank's plan, and the shapes of parameters that are stored in another form; the slices that it holds, to
+        compare them; the columns of all its shards, to validate them.
+        """
+        own_shapes = {spec.key: spec.original_shape for spec in state.specs if spec.original_shape is not None}
+        parts = [pickle.dumps((layout.value().plan.encode(), own_shapes)), b"" if held is None else held()]
+        if validation is not None:
+            parts += validation.accesses.told(state.specs, mains_are_written=validation.mains_are_saved)
+        return parts
+
+    gathered = group.gather_parts("plan the save", encode, wrap=SaveError) or []
+
+    def check() -> None:
+        plans = [pickle.loads(of_rank[0]) for of_rank in gathered]
+        others = [of_rank[2:] for of_rank in gathered]
+        plan = global_plan(plans, others if all(others) else ())
+        structure.planned = Planned(plan, held=[of_rank[1] for of_rank in gathered])
+
+    group.run_on_coordinator("check the plan", check, wrap=SaveError)
+    structure.layout = layout.value()
     structure.accesses = None if validation is None else validation.accesses
-    structure.laid_out_for, structure.laid_out_in = (group.rank, group.size, request.thread_count), agreed.save_id
-    return SavePlan(structure.layout, planned, agreed.save_id, reused=False), state.value()
+    structure.laid_out_for, structure.laid_out_in = (group.rank, group.size, request.thread_count), agreement.save_id
+    return SavePlan(structure.layout, structure.planned, agreement.save_id, reused=False)
 
 
 def _fits(structure: Structure, state: RankState, group: RankGroup, request: SaveRequest) -> bool:
@@ -440,53 +480,15 @@ def _fits(structure: Structure, state: RankState, group: RankGroup, request: Sav
     )
 
 
-def _lay_out(state: Outcome[RankState], group: RankGroup, request: SaveRequest) -> RankLayout:
-    own = state.value()
+def _lay_out(state: RankState, group: RankGroup, request: SaveRequest) -> RankLayout:
     return lay_out_rank(
-        own.specs,
-        own.object_keys,
-        own.object_bytes,
+        state.specs,
+        state.object_keys,
+        state.object_bytes,
         rank=group.rank,
         thread_count=request.thread_count,
         separation_hint=request.separation_hint,
     )
-
-
-def _told(validation: Validation | None, state: Outcome[RankState], held: Callable[[], bytes] | None) -> list[bytes]:
-    """What this rank tells besides its plan: which slices it holds, and what `Accesses.told` says; where that is not
-    asked for, nothing.
-    """
-    slices = b"" if held is None else held()
-    if validation is None:
-        return [slices]
-    written = state.value().specs
-    return [slices, *validation.accesses.told(written, mains_are_written=validation.mains_are_saved)]
-
-
-def _plan_together(
-    state: Outcome[RankState], layout: Outcome[RankLayout], told: Callable[[], list[bytes]], group: RankGroup
-) -> Planned | None:
-    """Let the coordinator check the plans of all ranks; returns them there."""
-
-    def encode() -> list[bytes]:
-        """This rank's plan, and the shapes of parameters that are stored in another form; what it holds, to compare it;
-        then what else it holds, to check it.
-        """
-        specs = state.value().specs
-        own_shapes = {spec.key: spec.original_shape for spec in specs if spec.original_shape is not None}
-        return [pickle.dumps((layout.value().plan.encode(), own_shapes)), *told()]
-
-    gathered = group.gather_parts("plan the save", encode, wrap=SaveError) or []
-    planned: list[Planned] = []
-
-    def check() -> None:
-        plans = [pickle.loads(of_rank[0]) for of_rank in gathered]
-        others = [of_rank[2:] for of_rank in gathered]
-        plan = global_plan(plans, others if all(others) else ())
-        planned.append(Planned(plan, held=[of_rank[1] for of_rank in gathered]))
-
-    group.run_on_coordinator("check the plan", check, wrap=SaveError)
-    return planned[0] if planned else None
 
 
 def global_plan(

@@ -2,7 +2,8 @@
 
     state      each rank's main replicas, as specifications (`collect`)
     directory  opened by the coordinator (`SaveDirectory`)
-    plan       the layout of every file, checked by the coordinator; or that of the save before (`agree`)
+    agreement  one exchange: who can use the plan of the save before (`agree`); what claims to be equal is compared
+    plan       that of the save before (`reuse`), or a layout of all files that the coordinator checks (`plan_together`)
     buckets    bytes_data apart from tensor_data, every offset known (`prepare_write_data`)
     writing    by this process, or from a snapshot by another one (`write_in_process`, `start_writing`)
 
@@ -13,7 +14,6 @@ is carried as an `Outcome` to the next exchange, where all ranks raise it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,22 @@ from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.core.process import Outcome, collector_paused
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.index import COMMON_STATE_KEY
-from mcore_ckpt.save.buckets import WriteBucket, prepare_write_data
-from mcore_ckpt.save.commit import SaveDirectory, SaveTransaction, Span, Writing, give_up_forgotten_saves
+from mcore_ckpt.save.buckets import prepare_write_data
+from mcore_ckpt.save.commit import SaveDirectory, SaveTransaction, give_up_forgotten_saves
 from mcore_ckpt.save.jobs import Job, timed_result
-from mcore_ckpt.save.planner import RankState, SavePlan, SaveRequest, Structure, agree, collect
+from mcore_ckpt.save.planner import (
+    RankState,
+    SavePlan,
+    SaveRequest,
+    Structure,
+    agree,
+    collect,
+    compare_claimed,
+    plan_together,
+    propose,
+    reuse,
+)
+from mcore_ckpt.save.report import Span
 from mcore_ckpt.save.staging import is_busy, start_writing, write_in_process
 
 if TYPE_CHECKING:
@@ -39,50 +51,41 @@ def begin_save(
     """
     began = time.monotonic()
     give_up_forgotten_saves()
-    # What this rank alone refuses, all ranks are told of.
-    opened = Outcome.of(partial(SaveDirectory, request.directory, request.options))
-    started: list[Job] = []
+    directory, compare = SaveDirectory(request.directory, request.options), request.options.compare_replicas
+    save = SaveTransaction(request, group, directory)
     try:
         with collector_paused():
-            own_state = partial(_collect, sharded_state_dict, request, structure)
-            agreed = agree(
-                structure,
-                Outcome.of(own_state) if opened.error is None else Outcome(error=opened.error),
-                group,
-                request,
-                lambda: opened.value().open(),
-                # On this rank, and so on all, whatever their own option says.
-                left_out=request.is_async and request.options.when_busy == "skip" and is_busy(),
-                held=None if request.options.compare_replicas == "off" else partial(_held, sharded_state_dict),
+            own = Outcome.of(partial(_collect, sharded_state_dict, directory, request, structure))
+            # On this rank, and so on all, whatever their own option says.
+            left_out = request.is_async and request.options.when_busy == "skip" and is_busy()
+            agreement = agree(
+                lambda: propose(own.value(), structure, group, request, left_out), group, open_directory=directory.open
             )
-        directory = opened.value()
-        if agreed is None:
-            directory.abandon()
-            return SaveTransaction(request, group, directory)
-        plan, state = agreed
+            if agreement is None:
+                save.skip()
+                return save
+            state, agreement = compare_claimed(agreement, own.value(), structure, group, request)
+            held = None if compare == "off" else partial(_held, sharded_state_dict)
+            plan = reuse(structure, agreement) or plan_together(state, structure, agreement, group, request, held)
         if request.options.drain_to is not None:
             directory.meet(group, plan.save_id)
         structure.described = state.described
-        writing = _start(sharded_state_dict, state, plan, request, directory, began, started)
-        return SaveTransaction(request, group, directory, plan, writing)
+        save.follow_plan(plan, Span("plan", began, time.monotonic()))
+        _write(save, plan, state, request, directory)
+        if compare != "off":
+            save.replicas = Outcome.of(partial(_replica_sums, sharded_state_dict, plan.save_id, compare == "sample"))
+        save.return_to_training()
     except BaseException:
-        # A writer must not continue in a directory that has been released.
-        try:
-            for job in started:
-                job.abort()
-        finally:
-            if opened.error is None:
-                opened.value().abandon()
+        save.abort()
         raise
+    return save
 
 
-def _held(sharded_state_dict: Any) -> bytes:
-    from mcore_ckpt.save.replicas import held_slices  # (few saves compare them)
-
-    return held_slices(sharded_state_dict)
-
-
-def _collect(sharded_state_dict: Any, request: SaveRequest, structure: Structure) -> RankState:
+def _collect(
+    sharded_state_dict: Any, directory: SaveDirectory, request: SaveRequest, structure: Structure
+) -> RankState:
+    """What this rank saves; and where, since a directory that it alone refuses is told all ranks, too."""
+    directory.find()
     state = collect(sharded_state_dict, structure.described)
     if request.has_common_file and COMMON_STATE_KEY in state.object_keys:
         raise PlanError(
@@ -92,48 +95,33 @@ def _collect(sharded_state_dict: Any, request: SaveRequest, structure: Structure
     return state
 
 
-def _start(
-    sharded_state_dict: Any,
-    state: RankState,
-    plan: SavePlan,
-    request: SaveRequest,
-    directory: SaveDirectory,
-    began: float,
-    started: list[Job],
-) -> Writing:
-    """Write this rank's buckets, or start to; sum the replicas that are to be compared."""
-    planned = time.monotonic()
+def _write(
+    save: SaveTransaction, plan: SavePlan, state: RankState, request: SaveRequest, directory: SaveDirectory
+) -> None:
+    """Fill this rank's buckets, and write them now, or start to."""
     objects = [data for _, data in state.objects]
     buckets = prepare_write_data(plan.layout, objects, state.tensors, state.described.pointers, plan.save_id)
-    job = _write(buckets, plan, request, directory, started.append)
-    compare = request.options.compare_replicas
-    replicas: Outcome[ReplicaSums | None] = Outcome()
-    if compare != "off":
-        from mcore_ckpt.save.replicas import replica_sums
-
-        sample = compare == "sample"
-        replicas = Outcome.of(partial(replica_sums, sharded_state_dict, plan.save_id, sample=sample))
-    written = time.monotonic()
-    spans = [Span("plan", began, planned)]
-    if request.is_async:
-        spans += [Span("stage", planned, job.submitted_s), Span("dispatch", job.submitted_s, written)]
-    else:
-        spans.append(Span("write", planned, written))
-    entries = plan.layout.object_entries(buckets)
-    return Writing(job, [bucket.file for bucket in buckets], entries, spans, replicas)
-
-
-def _write(
-    buckets: Sequence[WriteBucket],
-    plan: SavePlan,
-    request: SaveRequest,
-    directory: SaveDirectory,
-    started: Callable[[Job], None],
-) -> Job:
-    """Write this rank's files now, or start to: `started` is called with a job in progress before all else."""
-    what, options, storage = str(directory.path), request.options, directory.storage
+    save.files, save.objects = [bucket.file for bucket in buckets], plan.layout.object_entries(buckets)
     if request.is_async:
         with collector_paused():
-            return start_writing(storage, buckets, options, what, plan.unencoded, started)
-    write = partial(write_in_process, storage, buckets, options)
-    return Job.ended(what, Outcome.of(partial(timed_result, write, plan.unencoded)))
+            save.job = start_writing(
+                directory.storage, buckets, request.options, save.what, plan.unencoded, started=save.follow_job
+            )
+    else:
+        write = partial(write_in_process, directory.storage, buckets, request.options)
+        save.job = Job.ended(save.what, Outcome.of(partial(timed_result, write, plan.unencoded)))
+
+
+# Few saves compare replicas: the module is imported for those.
+
+
+def _held(sharded_state_dict: Any) -> bytes:
+    from mcore_ckpt.save.replicas import held_slices
+
+    return held_slices(sharded_state_dict)
+
+
+def _replica_sums(sharded_state_dict: Any, save_id: bytes, is_sample: bool) -> ReplicaSums:
+    from mcore_ckpt.save.replicas import replica_sums
+
+    return replica_sums(sharded_state_dict, save_id, sample=is_sample)
