@@ -148,8 +148,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         "--to",
         choices=list(ExportOptions.TAKES),
         default="safetensors",
-        help="format; hf: a model that transformers loads, by its architecture; megatron-legacy: what "
-        "--ckpt-format torch loads (default: safetensors)",
+        help="format; hf: a model that transformers loads, by its architecture (default: safetensors)",
     )
     add_options(parser, ExportOptions, "--to")
     _add_check(parser, "--to")
@@ -181,7 +180,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
         choices=list(ImportOptions.TAKES),
         default="files",
         help="what SRC is: tensors under their own keys (files), a Hugging Face model, to become Megatron's (hf), one "
-        "that FSDP2 or Megatron-FSDP has saved by DCP (dcp), or what a job has saved with --ckpt-format torch "
+        "that FSDP2 or Megatron-FSDP has saved by DCP (dcp), or the model of a job with --ckpt-format torch "
         "(megatron-legacy); default: files",
     )
     add_options(parser, ImportOptions, "--from")

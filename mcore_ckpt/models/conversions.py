@@ -1,7 +1,7 @@
 """The front door: checkpoints to the formats of others, and from them.
 
 Each kind of source or target is thought through to a `Conversion` by a module of its own: those that know models
-(`_huggingface`, `_megatron_fsdp`, `_legacy_import`, `_legacy_files`), and here those that carry tensors under their
+(`_huggingface`, `_megatron_fsdp`, `_legacy_import`), and here those that carry tensors under their
 keys: safetensors, torch files, plain DCP checkpoints.
 """
 
@@ -20,7 +20,6 @@ from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.checks import check_file
 from mcore_ckpt.models._foreign import import_conversion, layout_of
 from mcore_ckpt.models._huggingface import export_model, import_model
-from mcore_ckpt.models._legacy_files import legacy_export
 from mcore_ckpt.models._legacy_import import legacy_import
 from mcore_ckpt.models._megatron_fsdp import import_fsdp
 from mcore_ckpt.models._sources import open_model, open_source
@@ -39,11 +38,12 @@ from mcore_ckpt.reshard.plan import TargetLayout, TargetPlan, make_plan
 from mcore_ckpt.reshard.target_directory import refuse_target
 from mcore_ckpt.reshard.weight_files import Exported, encode_state, plan_safetensors, plan_torch_files
 from mcore_ckpt.storage.resolve import storage_at
+from mcore_ckpt.tools.inspection import checkpoint_directory
 from mcore_ckpt.tools.keys import is_optimizer_key, key_filter
 from mcore_ckpt.tools.payloads import StoredPayloads, check_tiled
-from mcore_ckpt.tools.runs import places_of
+from mcore_ckpt.tools.runs import Places, places_of
 
-TargetKind = Literal["safetensors", "torch", "dcp", "hf", "megatron-legacy"]
+TargetKind = Literal["safetensors", "torch", "dcp", "hf"]
 SourceKind = Literal["files", "hf", "dcp", "megatron-legacy"]
 
 
@@ -61,10 +61,8 @@ def export_checkpoint(
     Args:
         source: directory of a checkpoint, or of a run whose tracker file names one; never written to.
         target: directory to make, a path or a URL; it must not exist, or be empty. It appears when it is complete.
-            Of a run, `megatron-legacy` makes a run, as `reshard_checkpoint` does.
         to: `"safetensors"`, `"torch"` (files of `torch.save`) and `"dcp"` (one rank's plain DCP checkpoint): all
             tensors under their keys. `"hf"`: the model, as `AutoModelForCausalLM.from_pretrained` loads it.
-            `"megatron-legacy"`: the model, as a job with `--ckpt-format torch` loads it.
         dry_run: as for `reshard_checkpoint`.
         progress: as for `reshard_checkpoint`.
         options: fields of `ExportOptions`, such as `dtype="bf16"`; `mcore-ckpt export --help` says what each does, and
@@ -79,18 +77,11 @@ def export_checkpoint(
     """
     how = ExportOptions(**options)
     how.refuse_others(to, "--to")
-    places = places_of(source, target, same_format=False)
-    if to != "megatron-legacy":
-        places = replace(places, target=checkpoint_path(target))
+    places = Places(checkpoint_directory(source), checkpoint_path(target))
     index = read_index(places.source)
     if not dry_run:
         refuse_target(places.source, places.target)
-    if to == "hf":
-        conversion = export_model(index, how)
-    elif to == "megatron-legacy":
-        conversion = legacy_export(index, how)
-    else:
-        conversion = _export_tensors(to, index, how)
+    conversion = export_model(index, how) if to == "hf" else _export_tensors(to, index, how)
     return run_conversion(conversion, places, how, dry_run=dry_run, progress=progress)
 
 
@@ -112,7 +103,7 @@ def import_checkpoint(
             next to it, unless one there names a later iteration.
         kind: `"files"`: tensors of safetensors, torch files or a DCP checkpoint under their own keys. `"hf"`: a Hugging
             Face model. `"dcp"`: a checkpoint of FSDP2 with Hugging Face's names, where `hf_config` is given, otherwise
-            one of Megatron-FSDP. `"megatron-legacy"`: what a job has saved with `--ckpt-format torch`.
+            one of Megatron-FSDP. `"megatron-legacy"`: the model that a job has saved with `--ckpt-format torch`.
         dry_run: as for `reshard_checkpoint`.
         progress: as for `reshard_checkpoint`.
         options: fields of `ImportOptions`, such as `tp=4`; `mcore-ckpt import --help` says what each does, and which

@@ -29,7 +29,7 @@ class ImportOptions(ConversionOptions):
         "files": "dtype rename rules common",
         "hf": f"etp {_MODEL}",
         "dcp": f"etp rename {_MODEL}",
-        "megatron-legacy": "etp dtype drop_optimizer",
+        "megatron-legacy": "etp dtype",
     }
 
     tp: int | None = option(None, f"tensor parallel size ({_SIZE})", metavar="N")
@@ -80,7 +80,6 @@ class ExportOptions(ConversionOptions):
         "torch": "dtype rename only max_shard_bytes",
         "dcp": "dtype rename only",
         "hf": "dtype max_shard_bytes arch hf_config",
-        "megatron-legacy": "tp pp ep etp vpp",
     }
 
     max_shard_bytes: int = option(
@@ -97,11 +96,6 @@ class ExportOptions(ConversionOptions):
     hf_config: str | None = option(
         None, "directory to take config.json and tokenizer files from; checked against shapes", metavar="DIR"
     )
-    tp: int = option(1, "tensor parallel size", metavar="N")
-    pp: int = option(1, "pipeline parallel size", metavar="N")
-    ep: int = option(1, "expert parallel size", metavar="N")
-    etp: int | None = option(None, "tensor parallel size of experts, 1 or as --tp (default: as --tp)", metavar="N")
-    vpp: int = option(1, "chunks of the model that each pipeline stage has", metavar="N")
 
     def normal(self) -> dict[str, Any]:
         most = parse_size(self.max_shard_bytes)

@@ -182,13 +182,6 @@ class Stacking:
             f"decoder.layers.{rest}" if self.stacked else f"decoder.layers.{number}.{rest}", index, counts
         )
 
-    def of_module(self, rest: str) -> str:
-        """The name in its layer that a module has for what a sharded key calls so."""
-        for local, fused in _LOCAL_NORMS if self.local_norms else ():
-            if rest.startswith(fused):
-                return local + rest.removeprefix(fused)
-        return rest
-
 
 def extra_states(parameters: Iterable[ShardedName], *, engine: bool = False) -> list[ShardedName]:
     """The `_extra_state` objects that Megatron's layers ask for; without FP8 they hold nothing.

@@ -18,7 +18,6 @@ from tests.support.object_server import ObjectDirectory, Proxy
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "safetensors": ("files", {"max_shard_bytes": 10_000}),
     "hf": ("hf", {"max_shard_bytes": 10_000}),
-    "megatron-legacy": ("megatron-legacy", {"tp": 2}),
 }
 # Without which the others are not read, or not all of them.
 LAST = "model.safetensors.index.json"
@@ -36,7 +35,7 @@ def stored(store: ObjectDirectory, folder: str) -> dict[str, bytes]:
     return {name.removeprefix(f"{folder}/"): store.get(name) for name in names}
 
 
-@pytest.mark.parametrize("to", ["safetensors", "hf", "megatron-legacy"])
+@pytest.mark.parametrize("to", ["safetensors", "hf"])
 def test_what_is_exported_to_a_store_is_what_is_exported_to_a_directory_and_comes_back(
     to: Any, checkpoint: Path, object_directory: ObjectDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,10 +47,9 @@ def test_what_is_exported_to_a_store_is_what_is_exported_to_a_directory_and_come
         made = [request.key.rpartition("/")[2] for request in proxy.requests if request.makes]
     assert stored(object_directory, "model") == contents(tmp_path / "local")
     assert len(contents(tmp_path / "local")) > 1
-    if to != "megatron-legacy":
-        files = [name for name in made if "incomplete" not in name]
-        assert files[-1] == LAST
-        assert to != "hf" or files[-2] == "config.json"
+    files = [name for name in made if "incomplete" not in name]
+    assert files[-1] == LAST
+    assert to != "hf" or files[-2] == "config.json"
     import_checkpoint(f"{object_directory.url}/model", tmp_path / "back", kind=kind)  # type: ignore[arg-type]
     import_checkpoint(tmp_path / "local", tmp_path / "again", kind=kind)  # type: ignore[arg-type]
     assert_same(read_all(tmp_path / "back"), read_all(tmp_path / "again"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +39,16 @@ AT_TARGET = {
 
 
 class Parameter:
-    """A parameter of the whole model, and its states."""
+    """A parameter of the complete model."""
 
     def __init__(self, shape: tuple[int, ...], axis: int | None, gated: bool, dtype: torch.dtype) -> None:
         self.axis, self.gated = axis, gated
-        main = torch.randn(shape)
-        self.states = {"main": main, "exp_avg": torch.randn(shape), "exp_avg_sq": torch.rand(shape)}
-        self.model = main.to(dtype)
-        if dtype == torch.float32:
-            self.states["main"] = self.model
+        self.model = torch.randn(shape).to(dtype)
 
-    def part(self, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    def part(self, rank: int, ranks: int) -> torch.Tensor:
         if self.axis is None:
-            return tensor
-        halves = tensor.chunk(2 if self.gated else 1, self.axis)
+            return self.model
+        halves = self.model.chunk(2 if self.gated else 1, self.axis)
         return torch.cat([half.chunk(ranks, self.axis)[rank] for half in halves], self.axis).contiguous()
 
 
@@ -120,8 +115,8 @@ class Model:
             sizes |= {"expert_model_parallel_size": self.ep, "num_experts": EXPERTS, "data_parallel_size": self.ep}
         return Namespace(**sizes, **shape, **how, untie_embeddings_and_output_weights=False, **more)
 
-    def save(self, directory: Path, optimizer: str, **more: Any) -> Path:
-        """Write all files; the optimizer's are `"none"`, `"plain"` or `"distributed"`."""
+    def save(self, directory: Path, *, has_optimizer: bool = False, **more: Any) -> Path:
+        """Write all files."""
         for stage, ep, rank in itertools.product(range(self.pp), range(self.ep), range(self.tp)):
             name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if self.pp > 1 else "")
             folder = directory / (name + (f"_{ep:03d}" if self.ep > 1 else ""))
@@ -137,103 +132,24 @@ class Model:
             for number, chunk in enumerate(chunks):
                 holder = torch.nn.Module()  # whose state dict carries `_metadata`, as a model's does
                 saved = holder.state_dict()
-                saved |= {key: p.part(p.model, rank, self.tp) for key, p in chunk.items()}
+                saved |= {key: p.part(rank, self.tp) for key, p in chunk.items()}
                 for local in range(LAYERS // self.pp // self.vpp):
                     saved[f"decoder.layers.{local}.self_attention.linear_qkv._extra_state"] = None
                 state["model" if self.vpp == 1 else f"model{number}"] = saved
-            parts = self.optimizers(chunks)
-            several = len(parts) > 1
-            if optimizer == "plain":
-                made = [self.plain_optimizer(part, rank, expert=n > 0) for n, part in enumerate(parts)]
-                state["optimizer"] = made if several else made[0]
-            elif optimizer == "distributed":
-                decays = [(1.0, 0.0), (1.0,)]
-                groups = [
-                    [{"wd_mult": wd, "is_expert_parallel": n > 0, "step": 7} for wd in decays[n]]
-                    for n in range(len(parts))
-                ]
-                made = [{"optimizer": {"param_groups": group}} for group in groups]
-                state["optimizer"] = made if several else made[0]
-                # The first data parallel rank has the first optimizer's.
-                flat = [self.flat_buffers(part, rank) if n or not ep else None for n, part in enumerate(parts)]
-                torch.save(flat if several else flat[0], folder / "distrib_optim.pt")
+            if has_optimizer:
+                state["optimizer"] = {"optimizer": {"param_groups": [{"lr": 0.1}]}}
             torch.save(state, folder / "model_optim_rng.pt")
         return directory
 
-    def optimizers(self, chunks: list[dict[str, Parameter]]) -> list[list[dict[str, Parameter]]]:
-        """The parameters of each optimizer: experts on several ranks have one of their own."""
-        if self.ep == 1:
-            return [chunks]
-        return [
-            [{key: p for key, p in chunk.items() if (".experts." in key) is expert} for chunk in chunks]
-            for expert in (False, True)
-        ]
-
-    def plain_optimizer(self, chunks: list[dict[str, Parameter]], rank: int, *, expert: bool) -> dict[str, Any]:
-        parameters = [parameter for chunk in chunks for parameter in chunk.values()]
-        decayed = [p for p in parameters if p.model.dim() > 1]
-        groups, state, copies, number = [], {}, [], 0
-        for wd, members in ((1.0, decayed), (0.0, [p for p in parameters if p.model.dim() == 1])):
-            if expert and not members:
-                continue
-            numbers = list(range(number, number + len(members)))
-            number += len(members)
-            groups.append({"wd_mult": wd, "is_expert_parallel": expert, "lr": 0.1, "params": numbers})
-            copies.append([p.part(p.states["main"], rank, self.tp) for p in members])
-            for place, p in zip(numbers, members, strict=True):
-                state[place] = {name: p.part(p.states[name], rank, self.tp) for name in ("exp_avg", "exp_avg_sq")}
-                state[place]["step"] = torch.tensor(7.0)
-        inner = {"state": state, "param_groups": groups}
-        if self.dtype == torch.float32:
-            return inner
-        return {"optimizer": inner, "fp32_from_fp16_params": copies}
-
-    def flat_buffers(self, chunks: list[dict[str, Parameter]], rank: int) -> dict[Any, Any]:
-        found: dict[Any, Any] = {"buckets_coalesced": True}
-        for number, chunk in enumerate(chunks):
-            starts: dict[str, int] = {}
-            bucket = inside = 0
-            for key, parameter in reversed(chunk.items()):
-                inside += -inside % 64
-                alone = self.pp > 1 and parameter is self.outer[EMBEDDING]
-                if alone and inside:
-                    bucket, inside = bucket + inside, 0
-                starts[key] = bucket + inside
-                inside += parameter.part(parameter.model, rank, self.tp).numel()
-                if alone:
-                    bucket, inside = bucket + inside, 0
-            tensors: dict[str, Any] = {"numel_unpadded": bucket + inside}
-            for name, state in (("param", "main"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-                tensors[name] = torch.zeros(bucket + inside)
-                for key, start in starts.items():
-                    part = chunk[key].part(chunk[key].states[state], rank, self.tp)
-                    tensors[name][start : start + part.numel()] = part.reshape(-1).float()
-            found[number] = {(self.dtype, torch.float32): tensors}
-        return found
-
-    def expected(self, main: str | None) -> dict[str, torch.Tensor]:
-        """The target's tensors; `main` is what it calls the optimizer's own copy, None if it has none."""
+    def expected(self) -> dict[str, torch.Tensor]:
+        """The target's tensors."""
         found = {key: parameter.model for key, parameter in self.outer.items()}
-        keys = {name: f"decoder.layers.{AT_TARGET.get(name, name)}" for name in self.kinds if ".experts." not in name}
-
-        def stacked(get: Callable[[Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
-            made = {key: torch.stack([get(layer[name]) for layer in self.layers]) for name, key in keys.items()}
-            for name in EXPERT if self.experts else ():
-                experts = [[f"mlp.experts.local_experts.{e}.{name}" for e in range(EXPERTS)]] * LAYERS
-                made[f"decoder.layers.mlp.experts.experts.{name}"] = torch.stack(
-                    [
-                        torch.stack([get(layer[one]) for one in names])
-                        for names, layer in zip(experts, self.layers, strict=True)
-                    ]
-                )
-            return made
-
-        found |= stacked(lambda parameter: parameter.model)
-        if main == "model alone":
-            return found
-        for state in ("exp_avg", "exp_avg_sq", *(["main"] if main else [])):
-            called = main if state == "main" else state
-            found |= {f"optimizer.state.{called}.{key}": p.states[state] for key, p in self.outer.items()}
-            made = stacked(lambda parameter, state=state: parameter.states[state])  # type: ignore[misc]
-            found |= {f"optimizer.state.{called}.{key}": tensor for key, tensor in made.items()}
+        for name in self.kinds:
+            if ".experts." not in name:
+                tensors = [layer[name].model for layer in self.layers]
+                found[f"decoder.layers.{AT_TARGET.get(name, name)}"] = torch.stack(tensors)
+        for name in EXPERT if self.experts else ():
+            names = [f"mlp.experts.local_experts.{e}.{name}" for e in range(EXPERTS)]
+            tensors = [torch.stack([layer[one].model for one in names]) for layer in self.layers]
+            found[f"decoder.layers.mlp.experts.experts.{name}"] = torch.stack(tensors)
         return found
