@@ -10,57 +10,64 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
-from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointError, LoadError
 from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.megatron._joint_calls import metadata_version
-from mcore_ckpt.megatron._versions import is_first_rank, patches
-from mcore_ckpt.megatron.serialization import noted_of_resume
-
-_logger = logger_of("mcore_ckpt")
-
-_TRAINING: Final = "megatron.training.checkpointing"
+from mcore_ckpt.megatron._versions import patches
+from mcore_ckpt.megatron.serialization import TRAINING, noted_of_resume, tell_uncertified
 
 
 def certify_training() -> None:
-    """Let Megatron-LM's `load_checkpoint` end with a certificate, now or when its module is imported."""
-    if _TRAINING in sys.modules:
-        _certify_module(sys.modules[_TRAINING])
-    elif _AfterImport not in sys.meta_path:
+    """Let Megatron-LM's `load_checkpoint` end with a certificate, now or when its module has been imported."""
+    _certify_module()
+    if _AfterImport not in sys.meta_path:
         sys.meta_path.insert(0, _AfterImport)
 
 
 class _AfterImport:
-    """Finds nothing by itself. Asked for the module, it changes that when it has been imported."""
+    """Finds nothing by itself. Asked for the module, it changes that when it has been imported; where another finder
+    was asked first, it does so at the next import of any module.
+    """
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """As of `importlib.abc.MetaPathFinder`."""
-        if name != _TRAINING or not patches.replaced():
+        if not patches.replaced():
             return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+        _certify_module()
+        if name != TRAINING:
+            return None
+        others = (getattr(finder, "find_spec", None) for finder in sys.meta_path[sys.meta_path.index(cls) + 1 :])
+        spec = next(filter(None, (find(name, path, target) for find in others if find)), None)
+        loader: Any = getattr(spec, "loader", None)
+        if (execute := getattr(loader, "exec_module", None)) is not None:
 
             def execute_and_change(module: ModuleType) -> None:
                 execute(module)
-                _certify_module(module)
+                _certify_module()
 
-            spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+            loader.exec_module = execute_and_change
         return spec
 
 
-def _certify_module(module: Any) -> None:
+def _certify_module() -> None:
+    """Replace Megatron's functions, if they are there by now and have not been replaced yet."""
+    module: Any = sys.modules.get(TRAINING)
     names = "get_rng_state", "generate_state_dict", "load_checkpoint"
-    if all(hasattr(module, name) for name in names):
-        stock = {name: getattr(module, name) for name in names}
-        for name in names[:2]:
-            patches.replace(module, name, _noting(name, stock[name]))
-        patches.replace(module, names[2], _certified(stock))
+    if f"{TRAINING}.load_checkpoint" in patches.replaced() or not all(hasattr(module, name) for name in names):
+        return
+    stock = {name: getattr(module, name) for name in names}
+    for name in names[:2]:
+        patches.replace(module, name, _noting(name, stock[name]))
+    patches.replace(module, names[2], _certified(stock))
+    for other in list(sys.modules.values()):  # Megatron's own, where its module has another by now
+        held: Any = getattr(other, "__dict__", {}).get(names[2])
+        if getattr(held, "__globals__", None) is vars(module):
+            patches.replace(other, names[2], _certified({**stock, names[2]: held}))
 
 
 def _noting(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,15 +83,16 @@ def _noting(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
 def _certified(stock: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     @functools.wraps(stock["load_checkpoint"])
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        if noted_of_resume.get() is not None:  # a third-party function, which is certified, has called it
+            return stock["load_checkpoint"](*args, **kwargs)
         noted: dict[str, Any] = {}
         token = noted_of_resume.set(noted)
         try:
             result = stock["load_checkpoint"](*args, **kwargs)
         finally:
             noted_of_resume.reset(token)
-        if "load" in noted and "generate_state_dict" in noted:
-            optimizer = kwargs["optimizer"] if "optimizer" in kwargs else args[1]
-            _certify_resume(stock, noted, optimizer, *result[:2])
+        if "load" in noted:
+            _certify_resume(stock, noted, kwargs.get("optimizer", *args[1:2]), *result[:2])
         return result
 
     return load_checkpoint
@@ -97,6 +105,8 @@ def _certify_resume(
     from mcore_ckpt.megatron.certificate import certify
 
     directory, version, options, process_group = noted["load"]
+    if "generate_state_dict" not in noted:
+        return tell_uncertified(directory, options, f"`generate_state_dict` of {TRAINING} has been replaced")
     args, kwargs = noted["generate_state_dict"]
     call = inspect.signature(stock["generate_state_dict"]).bind(*args, **kwargs)
     call.apply_defaults()
@@ -115,7 +125,7 @@ def _certify_resume(
         # As for a save: on its way to a load, an optimizer gives itself states of zeros.
         given["optim_sd_kwargs"] = {**(given["optim_sd_kwargs"] or {}), "is_loading": False}
         if given["rerun_state"]:  # a rerun is pending
-            machine = sys.modules[_TRAINING].get_rerun_state_machine()
+            machine = sys.modules[TRAINING].get_rerun_state_machine()
             given["rerun_state"] = machine.state_dict(None, job.ckpt_format, force=True)
             # What it gives the iterators when there are some.
             given["rerun_state"]["sharded"].data["data_iterator_checkpoints"] = machine.data_iterator_checkpoints
@@ -134,5 +144,5 @@ def _certify_resume(
     except CheckpointError as error:
         if options.certify == "raise":
             raise
-        if is_first_rank():
-            _logger.warning("what was resumed from %s could not be certified: %s", directory, error)
+        tell_uncertified(directory, options, error)
+    return None

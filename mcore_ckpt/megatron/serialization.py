@@ -24,6 +24,7 @@ import inspect
 import io
 import json
 import os
+import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import asdict, fields
@@ -287,9 +288,29 @@ _Version = tuple[int, ...]
 _chosen: dict[str, tuple[_Version, Path]] = {}
 
 
-# Within Megatron-LM's `load_checkpoint`: as "load" the directory that is read, the version of `.metadata`, options and
-# ranks; as "reader" what this package's strategy reads it by; what else is noted, `resume.py` says.
+TRAINING: Final = "megatron.training.checkpointing"
+# Within its `load_checkpoint`, where `resume.py` has replaced that: as "load" the directory that is read, its version
+# (of `.metadata`), options and ranks; as "reader" what this package's strategy reads it by; and calls, by name.
 noted_of_resume: ContextVar[dict[str, Any] | None] = ContextVar("noted_of_resume", default=None)
+
+
+def _name_uncertified(directory: Path, options: LoadOptions) -> None:
+    """Say that a load, which notes nothing, is not certified, if a `load_checkpoint` of Megatron-LM's own calls it."""
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_code.co_name == "load_checkpoint" and frame.f_globals.get("__name__") == TRAINING:
+            why = f"the caller has taken `load_checkpoint` from {TRAINING} where mcore_ckpt could not replace it. "
+            advice = "Call mcore_ckpt.install() earlier, or mcore_ckpt.certify() after the load"
+            return tell_uncertified(directory, options, why + advice)
+    return None
+
+
+def tell_uncertified(directory: Path, options: LoadOptions, why: object) -> None:
+    """Warn that a resume ends without a certificate, or raise `LoadError`, as `certify` says."""
+    said = f"what is resumed from {directory} is not certified: {why}"
+    if options.certify == "raise":
+        raise LoadError(said)
+    if is_first_rank():
+        _logger.warning("%s", said)
 
 
 def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -305,6 +326,8 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             options = getattr(unwrapped(arguments.get("sharded_strategy")), "options", None)
             if not isinstance(options, LoadOptions):
                 options = LoadOptions.from_environment()
+            if noted_of_resume.get() is None and options.certify != "off":
+                _name_uncertified(directory, options)
             goes_back = options.on_damaged == "go_back" and load_in_progress.get() is None
             joint = join(options, goes_back, arguments)
 

@@ -41,6 +41,7 @@ from mcore_ckpt import (
     UnsupportedMegatronError,
 )
 from mcore_ckpt.commands.cli import main
+from mcore_ckpt.launch import main as launch
 from mcore_ckpt.megatron._versions import TESTED_VERSIONS, as_megatron_error, megatron_version
 from mcore_ckpt.megatron.contract import CONTRACT
 from mcore_ckpt.megatron.install import owner_of
@@ -367,6 +368,113 @@ def test_methods_that_are_patched_and_not_called_are_named_at_install() -> None:
         mcore_ckpt.install()
     for method in ("FileSystemWriterAsync.write_preloaded_data", "MCoreLoadPlanner.create_local_plan"):
         assert f"{method} is replaced by code of {__name__}" in "".join(said)
+
+
+# --- who certifies a resume ------------------------------------------------------------------------------------------
+
+TRAINING = {
+    "__init__": "",
+    "checkpointing": """
+from argparse import Namespace
+import torch
+import megatron.training.async_utils
+from megatron.core import dist_checkpointing
+
+def get_rng_state():
+    return None
+
+def generate_state_dict(args, rng_state, iteration=None, optim_sd_kwargs=None, rerun_state=None):
+    weight = dist_checkpointing.ShardedTensor.from_rank_offsets("w", torch.full((10,), 3.0))
+    return {"args": args, "w": weight, "iteration": iteration}
+
+def load_checkpoint(model, optimizer, path):
+    off = dict.fromkeys(("finetune", "no_load_optim", "no_load_rng"), False)
+    dist_checkpointing.load(generate_state_dict(Namespace(**off), get_rng_state()), path)
+    return 3, 0
+""",
+    "async_utils": "",
+    "training": """
+from megatron.training.checkpointing import load_checkpoint
+import megatron.training.initialize
+
+def pretrain(path):
+    load_checkpoint(None, None, path)
+""",
+    "initialize": "",
+}
+HOOK = """
+import sys
+from importlib.machinery import PathFinder
+
+class Hook:
+    def find_spec(name, path=None, target=None):
+        if name == "megatron.training.WHERE":
+            DO
+            return PathFinder.find_spec(name, path, target)
+
+sys.meta_path.insert(0, Hook)
+"""
+INSTALL = "import mcore_ckpt\nmcore_ckpt.install()\n"
+IMPORT, RESUME = "import megatron.training.training as training\n", "training.pretrain(PATH)\n"
+AHEAD = HOOK.replace("WHERE", "checkpointing").replace("DO", "pass")
+AMID = HOOK.replace("WHERE", "async_utils").replace("DO", INSTALL.replace("\n", "; "))
+REPLACED = """
+from megatron.training import checkpointing
+checkpointing.load_checkpoint = lambda *args, load=checkpointing.load_checkpoint: load(*args)
+"""
+ALONE = "from megatron.training.checkpointing import load_checkpoint\nload_checkpoint(None, None, PATH)\n"
+BOUND = "training.load_checkpoint = functools.partial(training.load_checkpoint)\n"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "iter_0000003"
+
+    def save() -> None:
+        path.mkdir()
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        mcore_ckpt.install()
+        megatron.core.dist_checkpointing.save(state_to_save(3.0), str(path))
+
+    in_child(save)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("script", "certified"),
+    [
+        (IMPORT + RESUME, True),
+        (INSTALL + IMPORT + RESUME, True),
+        (IMPORT + INSTALL + RESUME, True),
+        (INSTALL + AHEAD + IMPORT + RESUME, True),
+        (AMID + IMPORT + RESUME, True),
+        (IMPORT + REPLACED + INSTALL + RESUME, True),
+        (IMPORT + REPLACED + INSTALL + "checkpointing.load_checkpoint(None, None, PATH)\n", True),
+        (INSTALL + AHEAD + ALONE, False),
+        ("import functools\n" + IMPORT + BOUND + INSTALL + RESUME, False),
+    ],
+    ids=["launcher", "first", "last", "ahead", "amid", "replaced", "replacing", "unseen", "bound"],
+)
+def test_each_resume_is_certified_or_said_not_to_be(script: str, certified: bool, saved: Path, tmp_path: Path) -> None:
+    def run() -> None:
+        for name, code in TRAINING.items():
+            (tmp_path / "training").mkdir(exist_ok=True)
+            (tmp_path / "training" / f"{name}.py").write_text(code)
+        job = tmp_path / "job.py"
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        job.write_text(script.replace("PATH", repr(str(saved))))
+        package: Any = sys.modules["megatron"]
+        package.__path__ = [str(tmp_path), *package.__path__]
+        with kept_log(logging.INFO) as lines:
+            if INSTALL in script or AMID in script:
+                exec(compile(job.read_bytes(), str(job), "exec"), {"__name__": "job"})
+            else:
+                assert launch([str(job)]) == 0
+        (line,) = [line for line in lines if "resumed from" in line]
+        expected = "resumed from iter_0000003 as saved: 1 tensors" if certified else "iter_0000003 is not certified: "
+        assert expected in line
+
+    in_child(run)
 
 
 WANTED = os.environ.get("MCORE_CKPT_TEST_MEGATRON")
