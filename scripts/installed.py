@@ -49,7 +49,7 @@ def plain_dcp(work: Path, blocks: list[str]) -> None:
     import torch
 
     weight = torch.arange(600, dtype=torch.bfloat16).view(20, 30)
-    state: dict[str, Any] = {KEY: torch.arange(8.0), "weight": weight, "step": 7}
+    state: dict[str, Any] = {KEY: torch.arange(8.0), "output_layer.weight": weight, "step": 7}
     expected = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
     (block,) = blocks
     saving, loading = block.split("dcp.load(")

@@ -151,7 +151,8 @@ def verified(
         from mcore_ckpt.directory.index_changes import accept_common_file
 
         accepted = accept_common_file(directory)
-    report = verify_checkpoint(directory, workers=max(1, arguments.workers), optimizer=optimizer, progress=shown)
+    workers, lost_index = max(1, arguments.workers), other is not None
+    report = verify_checkpoint(directory, workers=workers, optimizer=optimizer, lost_index=lost_index, progress=shown)
     if other is not None and report.problems:
         from mcore_ckpt.tools.repair import repair_checkpoint
 

@@ -46,7 +46,7 @@ def index_files(index: CheckpointIndex) -> set[str]:
 def read_in_force(storage: Storage) -> CheckpointIndex | None:
     """The index in force; None, and a warning, if it cannot be read."""
     try:
-        return parse_index(_content(storage), f"{storage}/{METADATA_FILE}")
+        return parse_index(_content(storage), str(storage))
     except CheckpointNotFoundError:
         return None
     except LoadError as error:

@@ -14,7 +14,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, SaveError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.progress import Progress
 from mcore_ckpt.directory.commit import Commit
@@ -135,8 +135,8 @@ def _repair(report: VerifyReport, damaged: _Damaged, copy: Path, progress: bool 
         # Without an index nothing else is known; the copy's fits only if every item is then found sound.
         try:
             index = read_index(directory)
-        except CorruptCheckpointError:
-            report, index = _take_index(damaged, copy, progress)
+        except (CorruptCheckpointError, CheckpointNotFoundError):
+            report, index = _take_index(damaged, good_index, progress)
             repaired.append(METADATA_FILE)
             found = replace(found, problems=(*found.problems, *report.problems))
     else:
@@ -186,21 +186,26 @@ def _put_back(name: str, damaged: _Damaged, index: CheckpointIndex) -> bool:
     return True
 
 
-def _take_index(damaged: _Damaged, copy: Path, progress: bool | None) -> tuple[VerifyReport, CheckpointIndex]:
+def _take_index(
+    damaged: _Damaged, good: CheckpointIndex, progress: bool | None
+) -> tuple[VerifyReport, CheckpointIndex]:
     """Put the copy's index in force, if it describes the files here, and what is wrong under it. Until then nothing
     changes.
     """
-    content = read_small_file(copy, METADATA_FILE, MAX_METADATA_BYTES)
+    content = read_small_file(damaged.copy, METADATA_FILE, MAX_METADATA_BYTES)
     index = parse_index(content, str(damaged.path), strict=False)
     report = verify_index(index, progress=progress)
     wrong = sum(problem.kind in ("item", "structure") for problem in report.problems)
     named = index_files(index)
     there = {name for name in named if damaged.storage.version(name) is not None}
     own = there - {problem.file for problem in report.problems if problem.kind == "file"}
-    if ((len(own) * 2 < len(there) or not there) and named) or wrong * 2 > report.items:
+    is_another = ((len(own) * 2 < len(there) or not there) and named) or wrong * 2 > report.items
+    # Without an index, no save of these files may ever have ended: one of the same layout would describe a mix, too.
+    if is_another or not (damaged.storage.exists(METADATA_FILE) or _is_same_save(index, good)):
+        files = f"{len(own)} of the {len(named)} files that it names are there as it says, {wrong} items are not"
         raise CorruptCheckpointError(
-            f"{copy}: its index does not describe the files of {damaged.path}: {len(own)} of the {len(named)} files "
-            f"that it names are there as it says, {wrong} items are not. Take a copy of this very save; nothing was "
+            f"{damaged.copy}: its index does not describe the files of {damaged.path}: "
+            f"{files if is_another else 'tensors have other checksums'}. Take a copy of this very save; nothing was "
             "changed"
         )
     index = parse_index(content, str(damaged.path))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_ckpt.core.boxes import Box, strides_of
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.progress import Progress
 from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
@@ -92,7 +92,12 @@ class VerifyReport:
 
 
 def verify_checkpoint(
-    path: str | os.PathLike[str], *, workers: int = 2, optimizer: bool = False, progress: bool | None = False
+    path: str | os.PathLike[str],
+    *,
+    workers: int = 2,
+    optimizer: bool = False,
+    lost_index: bool = False,
+    progress: bool | None = False,
 ) -> VerifyReport:
     """Check structure and content of the checkpoint in `path`.
 
@@ -100,6 +105,7 @@ def verify_checkpoint(
         path: directory of the checkpoint, or one with a tracker file.
         workers: threads that read and sum; each takes one window (8 MiB) of memory.
         optimizer: compare the optimizer's float32 weights with the model's, too, if nothing else is wrong.
+        lost_index: take a directory without `.metadata` for a damaged checkpoint, which a copy may repair.
         progress: show a bar; None: if standard error is a terminal.
 
     Raises:
@@ -110,17 +116,19 @@ def verify_checkpoint(
     started = time.monotonic()
     directory = checkpoint_directory(path)
     with in_force(directory):
-        report = _verify(directory, workers, progress)
+        report = _verify(directory, workers, progress, lost_index and storage_at(directory).is_directory())
         if optimizer and report.whole:
             report = _verify_optimizer(report, progress)
     return replace(report, seconds=time.monotonic() - started)
 
 
-def _verify(directory: Path, workers: int, progress: bool | None) -> VerifyReport:
+def _verify(directory: Path, workers: int, progress: bool | None, lost_index: bool) -> VerifyReport:
     try:
         index = read_index(directory, strict=False)
         differs = pickle_differs(directory)
-    except CorruptCheckpointError as error:
+    except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+        if isinstance(error, CheckpointNotFoundError) and not lost_index:
+            raise
         problem = Problem("index", str(error), file=METADATA_FILE)
         return VerifyReport(str(directory), (problem,), 0, 0, 0, 0.0)
     report = verify_index(index, workers=workers, progress=progress)

@@ -69,7 +69,7 @@ def test_flat_buckets_go_on_when_they_are_made_reshardable(launches: Path) -> No
     never_stopped = launch("ours", 4, [*command_line("ours", BUCKETS), *saved, *saving], place / "run")
     later = {iteration: loss for iteration, loss in never_stopped.losses.items() if iteration > 3}
     made = place / "made" / "iter_0000003"
-    mcore_ckpt.reshard_checkpoint(place / "saved" / "iter_0000003", made, optimizer="fully_reshardable")
+    mcore_ckpt.reshard_checkpoint(place / "saved" / "iter_0000003", made, optimizer_layout="fully_reshardable")
     for side in SIDES:
         on = resumed(side, BUCKETS, made.parent, place / side, 4, saved)
         assert on.losses == later

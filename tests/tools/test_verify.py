@@ -87,14 +87,18 @@ def test_a_damaged_payload_is_named_with_its_place(checkpoint: Path, capsys: pyt
 
 
 def test_a_damaged_index_is_damage_and_no_index_is_an_error(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = (checkpoint / ".metadata").read_bytes()
     (checkpoint / ".metadata").write_bytes(content[: len(content) // 2])
     assert main(["verify", str(checkpoint)]) == 1
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    (tmp_path / "copy" / ".metadata").write_bytes(content)
     (checkpoint / ".metadata").unlink()
     assert main(["verify", str(checkpoint)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+    assert main(["repair", str(checkpoint), "--from", str(tmp_path / "copy")]) == 0
+    assert main(["repair", str(tmp_path / "gone"), "--from", str(tmp_path / "copy")]) == 2
 
 
 def moved(chunk: StoredChunk, by: int) -> StoredChunk:
@@ -147,8 +151,9 @@ class TestRepair:
     @pytest.mark.parametrize(
         ("source", "damage"),
         [
-            *(("copy", damage) for damage in ("payload", "file", "index", "common state", "config", "no config")),
-            ("later", "payload"),
+            *(("copy", damage) for damage in ("payload", "file", "index", "common state", "config")),
+            *(("copy", damage) for damage in ("no config", "no index")),
+            *(("later", damage) for damage in ("payload", "index", "no index")),
             ("resharded", "index"),
         ],
     )
@@ -157,19 +162,22 @@ class TestRepair:
     ) -> None:
         write_model(tmp_path / "later", tensors=model_tensors(seed=9))
         other = {"copy": copy, "resharded": resharded, "later": tmp_path / "later"}[source]
-        item, file = item_of(checkpoint), checkpoint / "__0_1.distcp"
+        item = item_of(checkpoint)
         if damage == "payload":
             flip(checkpoint / item.file, item.offset + item.length // 2)
-        elif damage in ("file", "no config"):
-            (file if damage == "file" else checkpoint / "metadata.json").unlink()
+        elif damage in ("file", "no config", "no index"):
+            names = {"file": "__0_1.distcp", "no config": "metadata.json", "no index": ".metadata"}
+            (checkpoint / names[damage]).unlink()
         else:
             name = {"index": ".metadata", "common state": "common.pt", "config": "metadata.json"}[damage]
             (checkpoint / name).write_bytes(b"nothing" * (damage != "config"))
         files = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-        report = verify_checkpoint(checkpoint)
-        if (damage, source) == ("index", "resharded"):
-            with pytest.raises(CorruptCheckpointError, match="does not describe the files"):
-                repair_checkpoint(report, other, dry_run=True)
+        report = verify_checkpoint(checkpoint, lost_index=True)
+        if (source, damage) in (("later", "no index"), ("resharded", "index")):
+            for dry_run in (True, False):
+                with pytest.raises(CorruptCheckpointError, match="does not describe the files"):
+                    repair_checkpoint(report, other, dry_run=dry_run)
+            assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == files
             return
         dry = repair_checkpoint(report, other, dry_run=True)
         assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == files
