@@ -29,6 +29,7 @@ from mcore_ckpt.reshard.conversion import (
     ConversionReport,
     KeyPlan,
     SourceFiles,
+    as_begun,
     in_dtype,
     run_conversion,
 )
@@ -81,6 +82,7 @@ def export_checkpoint(
     index = read_index(places.source)
     if not dry_run:
         refuse_target(places.source, places.target)
+        how = as_begun(how, places.target)
     conversion = export_model(index, how) if to == "hf" else _export_tensors(to, index, how)
     return run_conversion(conversion, places, how, dry_run=dry_run, progress=progress)
 
@@ -121,6 +123,7 @@ def import_checkpoint(
     places = places_of(source, target, same_format=False)
     if not dry_run:
         refuse_target(_folder_of(places.source, kind), places.target)
+        how = as_begun(how, places.target)
     return run_conversion(_import(kind, places.source, how), places, how, dry_run=dry_run, progress=progress)
 
 

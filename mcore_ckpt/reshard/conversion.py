@@ -8,21 +8,23 @@ is durable and compared. So what looks like a checkpoint is complete. A source w
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError
 from mcore_ckpt.core.progress import Progress
 from mcore_ckpt.directory.index_changes import bind_common_file
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index
 from mcore_ckpt.reshard.copying import check_all, write_all
-from mcore_ckpt.reshard.options import ConversionOptions
+from mcore_ckpt.reshard.options import ConversionOptions, flag_of
 from mcore_ckpt.reshard.plan import TargetPlan, target_dtype
-from mcore_ckpt.reshard.target_directory import target_folder
+from mcore_ckpt.reshard.target_directory import begun_work, target_folder
 from mcore_ckpt.reshard.target_files import TargetFiles
 from mcore_ckpt.reshard.view import cast_payloads
 from mcore_ckpt.storage.resolve import storage_at
@@ -79,9 +81,13 @@ def replaced_error(source: str) -> LoadError:
     )
 
 
+_Options = TypeVar("_Options", bound=ConversionOptions)
+
 # What the interpreter, numpy and the index take before the first buffer.
 _BASE_BYTES = 256 * 1024**2
 _MIN_BUFFER_BYTES = 64 * 1024**2
+# Options that a run which resumes may have otherwise.
+_OF_A_RUN = ("memory_bytes", "verify", "restart")
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +198,25 @@ def run_conversion(
     )
 
 
+def as_begun(options: _Options, target: Path) -> _Options:
+    """The same with as many workers, and so files of each rank, as an interrupted run has begun `target` with."""
+    workers = None if options.restart else begun_work(target).get("--workers")
+    return replace(options, workers=workers) if type(workers) is int else options
+
+
+def _fingerprint(conversion: Conversion, options: ConversionOptions) -> str:
+    """What has to be the same for a run to be resumed, by names that tell what is not."""
+    source, sums = conversion.payloads.storage.location, json.dumps(conversion.source.states, sort_keys=True)
+    given = {flag_of(each): getattr(options, each.name) for each in fields(options) if each.name not in _OF_A_RUN}
+    named = {"source": f"{source}, files {crc32(sums.encode()):08x}", "format": conversion.report.format, **given}
+    return json.dumps({**named, "plan": conversion.plan.fingerprint()}, default=str)
+
+
 def _write(conversion: Conversion, target: Path, options: ConversionOptions, progress: bool | None) -> dict[str, Any]:
     """Write, compare and publish a target; what the report says of it."""
     payloads, plan, source = conversion.payloads, conversion.plan, conversion.source
     named = [] if plan.index_file is None else [plan.index_file[0]]
-    with target_folder(target, plan.fingerprint(payloads, source.states), restart=options.restart) as made:
+    with target_folder(target, _fingerprint(conversion, options), restart=options.restart) as made:
         files, folder, journal = made.files, made.files.folder, made.journal
         resumed = bool(journal.written)
         made.note((*plan.sizes, *conversion.carried, *named))

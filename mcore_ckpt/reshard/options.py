@@ -230,7 +230,8 @@ class ReshardOptions(ConversionOptions):
     )
 
     def normal(self) -> dict[str, Any]:
-        return {**ConversionOptions.normal(self), "rules": partition_rules(self.rules)}
+        sizes = {} if self.tp is self.pp is None else {"tp": self.tp or 1, "pp": self.pp or 1}
+        return {**ConversionOptions.normal(self), **sizes, "rules": partition_rules(self.rules)}
 
 
 def _checked(described: Field[Any], value: Any) -> Any:

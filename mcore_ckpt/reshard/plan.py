@@ -16,7 +16,6 @@ import hashlib
 import json
 import math
 import operator
-import os
 import re
 import secrets
 from array import array
@@ -161,10 +160,9 @@ class TargetPlan:
         """Of all tensors."""
         return sum(move.payload_bytes for move in self.moves)
 
-    def fingerprint(self, payloads: StoredPayloads, source_states: Mapping[str, Sequence[int]]) -> str:
-        """Of everything that the target's bytes depend on; `source_states` as in `SourceFiles`."""
-        found = hashlib.sha256(os.fsencode(payloads.storage.location))
-        found.update(json.dumps([source_states, dict(self.sizes)], sort_keys=True).encode())
+    def fingerprint(self) -> str:
+        """Of everything that the target's bytes depend on but the source's."""
+        found = hashlib.sha256(json.dumps(dict(self.sizes), sort_keys=True).encode())
         for worker in self.work:
             found.update(b"worker")
             for move in worker:

@@ -37,6 +37,7 @@ from mcore_ckpt.reshard.conversion import (
     KeyPlan,
     SourceFiles,
     arguments_of,
+    as_begun,
     in_dtype,
     replaced_error,
     run_conversion,
@@ -123,6 +124,7 @@ def reshard_checkpoint(
     places = places_of(source, target, same_format=True)
     if not dry_run:
         refuse_target(places.source, places.target)
+        options = as_begun(options, places.target)
     conversion, _ = plan_reshard(places.source, options)
     return run_conversion(conversion, places, options, dry_run=dry_run, progress=progress)
 
@@ -177,8 +179,8 @@ def plan_reshard(directory: Path, options: ReshardOptions) -> tuple[Conversion, 
 
 def _target_layout(options: ReshardOptions) -> TargetLayout | None:
     """The sizes together; None if they are taken over. Raises `OptionError` where they cannot be."""
-    if options.tp is not None or options.pp is not None:
-        return TargetLayout(options.tp or 1, options.pp or 1, options.ep, options.etp)
+    if options.tp is not None and options.pp is not None:
+        return TargetLayout(options.tp, options.pp, options.ep, options.etp)
     if options.optimizer_layout is None:
         raise OptionError("no target layout: give --tp N, --pp N or both; the other is 1 then")
     if options.ep != 1 or options.etp is not None:

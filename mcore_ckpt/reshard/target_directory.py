@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import (
@@ -93,7 +94,8 @@ def _exists(target: Path) -> CheckpointExistsError:
 
 
 def target_folder(target: Path, fingerprint: str, *, restart: bool = False) -> AbstractContextManager[Target]:
-    """Files to write, which become `target` at the end of the block.
+    """Files to write, which become `target` at the end of the block. `fingerprint`: of the work; as JSON, its parts by
+    name, the most telling first.
 
     In a file system, what was done stays for a later run if this one is interrupted, or cannot write. Any other error
     is one of the source or of the options: the folder is removed.
@@ -104,6 +106,22 @@ def target_folder(target: Path, fingerprint: str, *, restart: bool = False) -> A
         SaveError: another run is making `target`; or it cannot be written.
     """
     return (_in_place if storage_at(target).is_store else _renamed)(target, fingerprint, restart)
+
+
+def begun_work(target: Path) -> dict[str, Any]:
+    """The fingerprint, by its names, of the run that has begun a target and was interrupted. Raises `SaveError`."""
+    path = target.parent / f"{target.name}{PARTIAL}.journal"
+    if storage_at(target).is_store or not path.exists():
+        return {}
+    with contextlib.closing(FileJournal(path)) as journal:
+        return _by_name(journal.fingerprint) if journal.written else {}
+
+
+def _by_name(fingerprint: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        if isinstance(found := json.loads(fingerprint), dict):
+            return found
+    return {"plan": fingerprint}
 
 
 @contextmanager
@@ -245,8 +263,10 @@ def _open(target: Path, folder: Path, fingerprint: str, *, restart: bool) -> Fil
                 )
             if restart or journal.fingerprint != fingerprint or not folder.is_dir():
                 if journal.written and folder.is_dir() and not restart:
+                    was, now = _by_name(journal.fingerprint), _by_name(fingerprint)
+                    other = [f"{name} ({was.get(name)}, now {now[name]})" for name in now if was.get(name) != now[name]]
                     raise OptionError(
-                        f"{folder}: left by a run with another source, layout or set of options; repeat that command "
+                        f"{folder}: left by a run with another {', '.join(other[:-1] or other)}; repeat that command "
                         "to finish it, or throw its work away with --restart"
                     )
                 if folder.exists():

@@ -308,6 +308,20 @@ class TestInterruption:
         assert not reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, restart=True).resumed
         assert_same(read_all(tmp_path / "t"), big)
 
+    def test_what_differs_is_named_and_threads_do_not_count(
+        self, tmp_path: Path, big: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.interrupt(tmp_path)
+        command = ["reshard", str(tmp_path / "s"), str(tmp_path / "t")]
+        assert main([*command, "--tp", "2", "--drop-optimizer"]) == 2
+        said = capsys.readouterr().err
+        assert "left by a run with another --drop-optimizer (False, now True), --tp (1, now 2);" in said
+        shutil.copytree(tmp_path / "s", tmp_path / "u")
+        with pytest.raises(OptionError, match=r"another source \(.*/s, files \w+, now .*/u, files"):
+            reshard_checkpoint(tmp_path / "u", tmp_path / "t", tp=1)
+        assert reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, workers=5, memory_bytes="2GiB").resumed
+        assert_same(read_all(tmp_path / "t"), big)
+
     @pytest.mark.parametrize("fault", ["cut", "changed", "removed"])
     def test_what_has_come_to_harm_meanwhile_is_written_again(
         self, tmp_path: Path, big: dict[str, torch.Tensor], fault: str
