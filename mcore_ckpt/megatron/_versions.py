@@ -9,8 +9,7 @@ Megatron-Core has three shapes that matter here:
 `contract.py` says which names each has, `install.py` replaces them, by `Patches`. An error that leaves a strategy is an
 instance of this package's, of Megatron's and of DCP's classes at once (`MegatronErrors`).
 
-Two things that Megatron's `dist_checkpointing` may lack are replaced, too: a CUDA device, and `numpy.product`. Nothing
-of torch or numpy is changed for that: Megatron's modules get a `torch` and a `numpy` of their own.
+Up to 0.15 Megatron calls `numpy.product`, which numpy 2 does not have. Its modules get a `numpy` of their own then.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 import numpy
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
@@ -353,104 +351,14 @@ def _in_all_trees(ours: Any, theirs: Any) -> Any:
     return type(ours.__name__, (ours, theirs, CheckpointException), members)
 
 
-# --- numpy 2, and no CUDA ---------------------------------------------------------------------------------------------
+# --- numpy 2 ----------------------------------------------------------------------------------------------------------
 
-# Modules of `dist_checkpointing` of 0.12 to 0.15 that call a function which numpy lost in 2.0; those of 0.12 to 0.19
-# that name a CUDA device, and the functions that they hand it to.
+# Modules of `dist_checkpointing` of 0.12 to 0.15 that call a function which numpy lost in 2.0.
 _CALLING_PRODUCT = ("exchange_utils", "mapping", "validation")
-_NAMING_CUDA = (
-    "exchange_utils",
-    "strategies.async_utils",
-    "strategies.filesystem_async",
-    "strategies.fully_parallel",
-    "strategies.state_dict_saver",
-    "tensor_aware_state_dict",
-)
-_FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros")
-
-
-class _Instead(ModuleType):
-    """A module, but for the names that are given."""
-
-    def __init__(self, real: ModuleType, **names: Any) -> None:
-        super().__init__(real.__name__, real.__doc__)
-        vars(self).update(names, _real=real)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-
-def _on_cpu(factory: Any) -> Any:
-    @functools.wraps(factory)
-    def make(*args: Any, device: Any = None, **kwargs: Any) -> Any:
-        if device is not None and torch.device(device).type == "cuda":
-            device = "cpu"
-        return factory(*args, device=device, **kwargs)
-
-    return make
 
 
 def serve_with_numpy_2(patches: Patches) -> None:
     """Let Megatron to 0.15 run with a numpy that has no `product`."""
     if megatron_version() < (0, 16) and not hasattr(numpy, "product"):
-        for module in _existing(_CALLING_PRODUCT):
-            patches.set(module, "np", _Instead(numpy, product=numpy.prod))
-
-
-def serve_without_cuda(patches: Patches) -> None:
-    """Let Megatron use the CPU where it names CUDA; does nothing where torch sees a CUDA device."""
-    if torch.cuda.is_available():
-        return
-    cuda = _Instead(torch.cuda, synchronize=lambda *_: None, current_device=lambda: "cpu")
-    instead = _Instead(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
-    for module in _existing(_NAMING_CUDA):
-        patches.set(module, "torch", instead)
-        for name in ("exchange_loaded_tensors_broadcast", "exchange_loaded_tensors_gather_rounds"):
-            # These move the tensors themselves, by a method; so the whole function is ours.
-            if getattr(vars(module).get(name), "__module__", None) == module.__name__:
-                patches.replace(module, name, exchange_on_host)
-
-
-def _existing(module_names: Iterable[str]) -> Iterator[ModuleType]:
-    """Those that can be imported: some need packages of their own, and are not in use without these."""
-    for name in module_names:
-        with contextlib.suppress(ImportError):
-            yield import_module(f"{CHECKPOINTING}.{name}")
-
-
-def exchange_on_host(
-    loaded_tensors: dict[Any, torch.Tensor],
-    unloaded_shards: dict[Any, Any],
-    shard_distribution: Any,
-    parallelization_group: Any = None,
-) -> dict[Any, torch.Tensor]:
-    """Send each shard from the rank that has loaded it to those of the group that need it, in host memory. Takes and
-    returns what Megatron's `exchange_loaded_tensors_broadcast` does.
-    """
-    owner_of_shard, _, sharded_tensors, ranks_needing = shard_distribution
-    rank = dist.get_rank(parallelization_group)
-    tensors = dict(loaded_tensors)
-    for shard_id, owner in owner_of_shard.items():
-        if len(ranks_needing[shard_id]) == 1:
-            continue  # only the rank that has loaded it needs it
-        source = owner if parallelization_group is None else dist.get_global_rank(parallelization_group, owner)
-        if owner == rank:
-            _broadcast(tensors[shard_id], source, parallelization_group)
-        elif shard_id in unloaded_shards:
-            wanted = unloaded_shards[shard_id]
-            wanted.init_data("cpu")  # keeps what is allocated
-            _broadcast(wanted.data, source, parallelization_group)
-            tensors[shard_id] = wanted.data
-        else:
-            passing = sharded_tensors[shard_id].without_data()
-            passing.init_data("cpu")
-            _broadcast(passing.data, source, parallelization_group)
-    return tensors
-
-
-def _broadcast(tensor: torch.Tensor, source: int, group: Any) -> None:
-    # As bytes: gloo knows fewer dtypes than torch.
-    buffer = tensor.detach().contiguous()
-    dist.broadcast(buffer.reshape(-1).view(torch.uint8), src=source, group=group)
-    if buffer.data_ptr() != tensor.data_ptr() and dist.get_rank() != source:
-        tensor.detach().copy_(buffer)
+        for module in _CALLING_PRODUCT:
+            patches.set(megatron_module(module), "np", SimpleNamespace(**vars(numpy), product=numpy.prod))

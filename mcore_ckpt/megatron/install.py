@@ -34,7 +34,6 @@ from mcore_ckpt.megatron._versions import (
     optional_module,
     patches,
     serve_with_numpy_2,
-    serve_without_cuda,
 )
 from mcore_ckpt.megatron.contract import CONTRACT, Name
 from mcore_ckpt.megatron.serialization import (
@@ -57,8 +56,7 @@ def install() -> dict[str, Any]:
 
     Strategies that Megatron looks up or constructs by name are ours from then on, in modules that have imported the
     names already, too; so are the reader and writer of the common state, and every `AsyncCallsQueue`, including those
-    that exist. Where torch sees no CUDA device, the parts of `dist_checkpointing` that name one are served on the CPU.
-    Options come from `MCORE_CKPT_*` variables (`SaveOptions.from_environment`).
+    that exist. Options come from `MCORE_CKPT_*` variables (`SaveOptions.from_environment`).
 
     A second call changes nothing. `uninstall()` takes everything back.
 
@@ -175,7 +173,6 @@ def _replace_all() -> None:
     if nvrx.is_installed() and (core := nvrx.core()) is not None:
         nvrx.served(core.AsyncCallsQueue)
     serve_with_numpy_2(patches)
-    serve_without_cuda(patches)
 
 
 def _check_contract() -> None:

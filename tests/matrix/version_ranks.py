@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import traceback
 import warnings
 from pathlib import Path
@@ -30,11 +31,11 @@ def prepare(who: str, as_cuda: bool) -> None:
         import mcore_ckpt
 
         mcore_ckpt.install()
-        return
-    from mcore_ckpt.megatron._versions import Patches, serve_with_numpy_2, serve_without_cuda
+    else:
+        from mcore_ckpt.megatron._versions import Patches, serve_with_numpy_2
 
-    serve_with_numpy_2(Patches())
-    serve_without_cuda(Patches())
+        serve_with_numpy_2(Patches())
+    importlib.import_module("tests.support.megatron_without_cuda")
 
 
 def save_all(rank: int, who: str, targets: list[tuple[str, Path]]) -> list[list[str]]:

@@ -55,7 +55,11 @@ _PR_SET_PDEATHSIG: Final = 1  # <sys/prctl.h>
 _TORCH: Final = ["torch", "torch.distributed.checkpoint", "torch._dynamo"]
 
 # What servers of other ranks import in addition: Megatron as it is, or behind `pretend_cuda`, and our strategies.
-MEGATRON: Final = ("megatron.core.dist_checkpointing", "mcore_ckpt.megatron.strategy")
+MEGATRON: Final = (
+    "megatron.core.dist_checkpointing",
+    "mcore_ckpt.megatron.strategy",
+    "tests.support.megatron_without_cuda",
+)
 _STOCK: Final = ("tests.support.pretend_main", "megatron.core.dist_checkpointing")
 _PRETENDING: Final = (*_STOCK, "mcore_ckpt.megatron.strategy")
 _PLAIN_DCP: Final = ("mcore_ckpt.dcp.writer", "mcore_ckpt.dcp.reader")
