@@ -213,8 +213,8 @@ def _read(folder: Path, job: Job, rank: int) -> tuple[float, float]:
     """Seconds of reading `.metadata`, and of planning one rank's reads."""
     import torch
 
+    from mcore_ckpt.dcp.reader import FileSystemReader
     from mcore_ckpt.load.files import WINDOW_BYTES
-    from mcore_ckpt.load.reader import FileSystemReader
     from mcore_ckpt.load.requests import LoadPlan, ReadRequest
 
     specs = job.specs(rank)

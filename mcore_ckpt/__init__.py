@@ -16,9 +16,9 @@ from mcore_ckpt.core.options import LoadOptions, SaveOptions
 if TYPE_CHECKING:
     from mcore_ckpt.core.fingerprints import StateFingerprint
     from mcore_ckpt.dcp.planners import MCoreLoadPlanner, MCoreSavePlanner
+    from mcore_ckpt.dcp.reader import FileSystemReader
     from mcore_ckpt.dcp.writer import FileSystemWriterAsync
     from mcore_ckpt.directory.retention import PruneReport, prune_run
-    from mcore_ckpt.load.reader import FileSystemReader
     from mcore_ckpt.megatron.certificate import Certificate, certify
     from mcore_ckpt.megatron.install import install, uninstall
     from mcore_ckpt.megatron.optimizer_state import load_sharded_optimizer_state
@@ -46,7 +46,7 @@ _NAMES_OF = {
     "dcp.planners": "MCoreLoadPlanner MCoreSavePlanner",
     "dcp.writer": "FileSystemWriterAsync",
     "directory.retention": "PruneReport prune_run",
-    "load.reader": "FileSystemReader",
+    "dcp.reader": "FileSystemReader",
     "megatron.certificate": "Certificate certify",
     "megatron.install": "install uninstall",
     "megatron.optimizer_state": "load_sharded_optimizer_state",

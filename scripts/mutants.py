@@ -78,7 +78,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "the ids of the saves that ranks load are not compared",
-        "load/reader.py",
+        "dcp/reader.py",
         "if len(saves) > 1:",
         "if False:",
         "load/test_replaced_checkpoint.py megatron/test_one_save.py",
@@ -86,7 +86,7 @@ MUTANTS: Final = (
     Mutant(
         "an index is kept between two loads",
         "load/reader.py",
-        "        self._forget(self._rank)\n        self._index, self.index_version = index, version",
+        "        self.forget(self._rank)\n        self._index, self.index_version = index, version",
         "        self._index = self._index or index",
         "load/test_replaced_checkpoint.py load/test_reader.py",
     ),
@@ -114,7 +114,7 @@ MUTANTS: Final = (
     Mutant(
         "what was written is not compared with the plan",
         "image/layout.py",
-        "if expected != got or len(planned) != len(written):",
+        "if expected != got:",
         "if False:",
         "image/test_image.py",
     ),

@@ -1,8 +1,8 @@
 """This package behind the protocols of torch.distributed.checkpoint.
 
 In: DCP's plans, write items and state dicts.
-Out: planners and a storage writer that `dcp.save` and `dcp.load` take; the reader is `load.reader`.
+Out: planners, a storage writer and a storage reader that `dcp.save` and `dcp.load` take.
 Must not know: Megatron-Core, though its own writer and planners have the same methods.
 
-With torch: bucket_writer, planners, writer.
+With torch: bucket_writer, planners, reader, writer.
 """

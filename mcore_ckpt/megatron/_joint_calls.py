@@ -38,7 +38,7 @@ from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, reach
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import Manifest, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_common_file
-from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.load.records import replaced_error
 from mcore_ckpt.megatron._versions import CHECKPOINTING, MegatronErrors, differences, megatron_module, own_version
 from mcore_ckpt.save.planner import Validation
@@ -95,7 +95,7 @@ class LoadCall:
     joint: JointLoad | None
     options: LoadOptions
     common: Identity | None = None
-    reader: FileSystemReader | None = None
+    reader: CheckpointReader | None = None
 
 
 load_in_progress: ContextVar[LoadCall | None] = ContextVar("load_in_progress", default=None)
@@ -421,7 +421,7 @@ def metadata_version(directory: Path) -> tuple[int, ...]:
     return () if found is None else tuple(found)
 
 
-def note_common(source: Identity, reader: FileSystemReader | None = None) -> None:
+def note_common(source: Identity, reader: CheckpointReader | None = None) -> None:
     """The common state was read, by that reader if the index was decoded, and is of that save."""
     if (call := load_in_progress.get()) is not None:
         call.common, call.reader = source, reader

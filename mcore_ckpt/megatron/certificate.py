@@ -48,7 +48,8 @@ from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.format.versions import layout_of_versions
 from mcore_ckpt.load.checks import global_shape
 from mcore_ckpt.load.ranges import batches
-from mcore_ckpt.load.reader import FileSystemReader, read_shards
+from mcore_ckpt.load.reader import CheckpointReader
+from mcore_ckpt.load.shards import read_shards
 from mcore_ckpt.megatron._joint_calls import metadata_version
 from mcore_ckpt.megatron._versions import own_version, parallel_layout
 from mcore_ckpt.megatron.serialization import common_object, load_common
@@ -188,7 +189,7 @@ def certify(
     process_group: dist.ProcessGroup | None = None,
     options: LoadOptions | None = None,
     reasons: Sequence[str] = (),
-    reader: FileSystemReader | None = None,
+    reader: CheckpointReader | None = None,
 ) -> Certificate:
     """Compare what the ranks hold with a checkpoint; all ranks of the group call it together, after the load.
 
@@ -211,12 +212,12 @@ def certify(
         LoadError: on all ranks, if something differs and `options.certify` is `"raise"`; or if the checkpoint cannot be
             read.
     """
-    group, opened = coordination_group(process_group), list[tuple[FileSystemReader, tuple[int, ...]]]()
+    group, opened = coordination_group(process_group), list[tuple[CheckpointReader, tuple[int, ...]]]()
 
     def open_it() -> set[str]:
         path = checkpoint_path(checkpoint_dir) if reader is None else reader.path
         version = metadata_version(path)  # ahead of the index
-        opened.append((reader or FileSystemReader(path, options=options), version))
+        opened.append((reader or CheckpointReader(path, options=options), version))
         return {str((options or opened[0][0].options).certify)}
 
     said = group.run_merged(_WHAT, open_it, operator.or_, sorted, wrap=LoadError)
@@ -340,7 +341,7 @@ def _chosen(options: LoadOptions, index: CheckpointIndex, names: Collection[str]
     return [name for number, name in enumerate(names) if number in drawn]
 
 
-def _fill_padding(state: Any, reader: FileSystemReader, chosen: Collection[str]) -> None:
+def _fill_padding(state: Any, reader: CheckpointReader, chosen: Collection[str]) -> None:
     """Read what pads flat buckets (`dp_reshardable`): it is memory that nobody has written."""
     if isinstance(state, dict) and getattr(state.get("padding"), "obj", False):
         read_shards(reader, [one for one in leaves(state) if one.key in chosen and is_flat_bucket(one.key)])
@@ -438,7 +439,7 @@ def _named(shards: Iterable[Any], rank: int) -> Iterator[tuple[str, Any]]:
         yield name, shard
 
 
-def _read_differences(shards: Iterable[Any], reader: FileSystemReader, rank: int) -> Iterator[Difference]:
+def _read_differences(shards: Iterable[Any], reader: CheckpointReader, rank: int) -> Iterator[Difference]:
     """What is not what is stored, bit for bit, of shards whose slices are read for it."""
     for batch in batches(shards, lambda shard: int(shard.data.nbytes), _SCRATCH_BYTES):
         stored = [copy.copy(shard) for shard in batch]
@@ -520,7 +521,7 @@ def _masters(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 def _of_objects(
     objects: Iterable[Any],
-    reader: FileSystemReader,
+    reader: CheckpointReader,
     ignored: tuple[str, ...],
     rank: int,
     counts: Counter[str],

@@ -24,7 +24,7 @@ from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, MissingKey
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
-from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.megatron._versions import MegatronErrors, megatron_module
 from mcore_ckpt.state.shards import carry_layout, global_shape, leaves, local_chunks, tells_its_slices
@@ -64,11 +64,11 @@ def load_sharded_optimizer_state(
         CorruptCheckpointError: what its index notes of where a key belongs cannot be.
         ShapeMismatchError: a parameter's part does not lie inside the stored state tensor, or it has another shape and
             `offsets` does not say which part it is.
-        LoadError: see `FileSystemReader.read_items`.
+        LoadError: see `CheckpointReader.read_items`.
     """
     if optimizer_key in state_dict and any(True for _ in leaves(state_dict[optimizer_key])):
         return _load_megatron(state_dict[optimizer_key], checkpoint, optimizer_key, options)
-    reader = FileSystemReader(checkpoint, options=options)
+    reader = CheckpointReader(checkpoint, options=options)
     index = reader.index
     prefix = optimizer_key + "."
     keys = [key for key in [*index.tensors, *index.objects] if key.startswith(prefix)]

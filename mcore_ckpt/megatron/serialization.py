@@ -62,7 +62,7 @@ from mcore_ckpt.format.metadata_read import (
 )
 from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.format.unpickler import NotRebuiltError
-from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.megatron._joint_calls import (
     identity_of,
     join,
@@ -227,7 +227,7 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
         content = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
         pickled, manifest = split_metadata(content, str(directory / METADATA_FILE))
         if _index_decides(pickled, names):
-            reader = FileSystemReader(directory, options=options)
+            reader = CheckpointReader(directory, options=options)
             manifest = reader.index.manifest
             file = common_file_in_force(with_common_files(storage, names, reader.index), reader.index)
             if file is None and COMMON_STATE_KEY in reader.index.objects:
@@ -251,7 +251,7 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
     return _without_leaked_state(loaded)
 
 
-def common_object(reader: FileSystemReader) -> Any:
+def common_object(reader: CheckpointReader) -> Any:
     """The common state that is an object, as from megatron-core 0.19 on."""
     stored = reader.read_object(COMMON_STATE_KEY)
     return _without_leaked_state(stored[0] if isinstance(stored, list) else stored)

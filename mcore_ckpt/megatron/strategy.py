@@ -1,7 +1,7 @@
 """Megatron's save and load strategies for `torch_dist`: the two stories, from a sharded state dict and back.
 
 save:  sharded_state_dict -> begin_save: main replicas, plan, writing -> commit
-load:  sharded_state_dict -> read requests -> FileSystemReader -> the tensors, in the structure that came in
+load:  sharded_state_dict -> read requests -> CheckpointReader -> the tensors, in the structure that came in
 
 Transformer Engine's quantized tensors are read through a few wide ones at a time. Where optimizer state belongs to the
 layout that saved it, the error says how to convert it.
@@ -34,8 +34,9 @@ from mcore_ckpt.format.index import CheckpointIndex, is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.load.files import ReadStats
 from mcore_ckpt.load.ranges import batches
-from mcore_ckpt.load.reader import FileSystemReader, ranks_that_load_here, read_shards
+from mcore_ckpt.load.reader import CheckpointReader, ranks_that_load_here
 from mcore_ckpt.load.records import replaced_error
+from mcore_ckpt.load.shards import read_shards
 from mcore_ckpt.megatron._joint_calls import (
     Identity,
     check_common,
@@ -250,14 +251,14 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         self.stream_ckpt_dequant = stream_ckpt_dequant
         self.options = LoadOptions.from_environment() if options is None else options
         self.cached_global_metadata = None
-        self._reader: FileSystemReader | None = None
+        self._reader: CheckpointReader | None = None
         # To go back, all ranks have to be told of the damage that one has found.
         self._collective = differences().all_ranks_load or self.options.on_damaged == "go_back"
 
     can_handle_sharded_objects = TorchDistSaveStrategy.can_handle_sharded_objects
 
     @property
-    def reader(self) -> FileSystemReader | None:
+    def reader(self) -> CheckpointReader | None:
         """What has read the last checkpoint, and knows what that has cost (`stats`); None before the first load."""
         return self._reader
 
@@ -278,7 +279,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
             The same structure with tensors and objects in place of their sharded descriptions.
 
         Raises:
-            LoadError (as a `CheckpointingException`, too): see `FileSystemReader.read_items`.
+            LoadError (as a `CheckpointingException`, too): see `CheckpointReader.read_items`.
         """
         _name_unknown(f"{type(self).__name__}.load", unknown)
         joint = joint_load()
@@ -305,7 +306,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         return loaded[0]
 
     @contextlib.contextmanager
-    def _one_save(self, path: Path) -> Iterator[FileSystemReader]:
+    def _one_save(self, path: Path) -> Iterator[CheckpointReader]:
         """A reader of the checkpoint in that directory. Raises at the end if it was replaced meanwhile, and that shows
         in what was read, or if the common state was read of another save.
         """
@@ -336,7 +337,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
             if is_first_rank():
                 _log_load(reader, before, time.monotonic() - started_s)
 
-    def _opened(self, path: Path) -> FileSystemReader:
+    def _opened(self, path: Path) -> CheckpointReader:
         """A reader whose index is read again only when the checkpoint is another one, or has been replaced."""
         reader, call = self._reader, load_in_progress.get()
         if (reader is None or reader.path != path) and call is not None:
@@ -344,12 +345,12 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         is_other = reader is None or (reader.path, reader.options) != (path, self.options)
         if reader is None or is_other or tuple(reader.index_version or ()) != metadata_version(path):
             self._reader = None  # until the index is there
-            reader = FileSystemReader(path, options=self.options)
+            reader = CheckpointReader(path, options=self.options)
             _ = reader.index
         self._reader = reader
         return reader
 
-    def _open(self, checkpoint_dir: _Path) -> FileSystemReader:
+    def _open(self, checkpoint_dir: _Path) -> CheckpointReader:
         return self._opened(directory_to_read(checkpoint_dir, self.options))
 
     @without_modes()
@@ -392,7 +393,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         """Any version of `torch_dist` can be loaded; what cannot be read says so by key."""
 
 
-def _log_load(reader: FileSystemReader, before: ReadStats, took_s: float) -> None:
+def _log_load(reader: CheckpointReader, before: ReadStats, took_s: float) -> None:
     """One line for each load of rank 0."""
     stats = reader.stats
     loaded_bytes, checked = stats.bytes_needed - before.bytes_needed, stats.records_checked - before.records_checked
@@ -422,7 +423,7 @@ def _name_unknown(where: str, arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _load(reader: FileSystemReader, sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
+def _load(reader: CheckpointReader, sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
     """Fill a state dict's tensors, and return it with tensors and objects in place of their descriptions."""
     tensors, sharded_objects = leaves_by_kind(sharded_state_dict)
     plain, quantized = split_quantized(tensors)

@@ -36,7 +36,7 @@ from mcore_ckpt.tools.regrid import as_numbers, carrier
 if TYPE_CHECKING:
     import torch
 
-    from mcore_ckpt.load.reader import FileSystemReader
+    from mcore_ckpt.dcp.reader import FileSystemReader
 
 
 def open_checkpoint(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Checkpoint:
@@ -135,7 +135,7 @@ class Checkpoint(Mapping[str, Any]):
     def reader(self) -> FileSystemReader:
         """A reader of this checkpoint, for many boxes at once or as DCP's storage reader."""
         if self._reader is None:
-            from mcore_ckpt.load.reader import FileSystemReader
+            from mcore_ckpt.dcp.reader import FileSystemReader
 
             self._reader = FileSystemReader(self.path, options=self._options)
             self._reader.read_by(self.index, self._version)

@@ -47,10 +47,10 @@ from safetensors.torch import save_file
 
 from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, read_index
-from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest, stored_dtype
 from mcore_ckpt.megatron.serialization import load_common
 from mcore_ckpt.models.conversions import import_checkpoint

@@ -103,7 +103,7 @@ def _loads(folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
     import mcore_ckpt
-    from mcore_ckpt.load.reader import FileSystemReader
+    from mcore_ckpt.dcp.reader import FileSystemReader
 
     read = FileSystemReader._read
 

@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint

@@ -12,11 +12,11 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format.item_reading import locate_tensor_in
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load import files
-from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
 from tests.support.local_files import flip
 

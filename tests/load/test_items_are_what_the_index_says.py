@@ -12,7 +12,7 @@ import mcore_ckpt
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import CorruptCheckpointError
-from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.dcp.reader import FileSystemReader
 from tests.load.test_reshard_property import own_item
 from tests.support.stored_layouts import StoredTensor, load_box, stock_item, write_checkpoint
 

@@ -19,10 +19,10 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import ChecksumError
 from mcore_ckpt.core.options import LoadOptions
+from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load import files as data_files
-from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage.direct_io import LocalReader
 from tests.support.gloo_ranks import run_ranks

@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from mcore_ckpt import SaveOptions
+from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.load.reader import FileSystemReader
 from tests.support.local_files import drop_cached
 
 # In elements of float32: an item of a few bytes, one below and one beyond what is read with its neighbours.

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from mcore_ckpt.core.options import LoadOptions
-from mcore_ckpt.load.reader import FileSystemReader
+from mcore_ckpt.dcp.reader import FileSystemReader
 
 BENIGN = pickle.dumps({"lr": 1.0}, 2)
 

@@ -26,11 +26,12 @@ from mcore_ckpt.core.errors import (
     MissingKeyError,
     ShapeMismatchError,
 )
+from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.format.index import ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load import files
-from mcore_ckpt.load.reader import FileSystemReader, read_shards
 from mcore_ckpt.load.requests import ReadRequest
+from mcore_ckpt.load.shards import read_shards
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.shards import shard
 from tests.support.stored_layouts import (
@@ -105,7 +106,7 @@ class Dequantizing(DefaultLoadPlanner):
 def test_a_planner_with_buffers_of_its_own_holds_few_of_them_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mcore_ckpt.load.reader._BATCH_BYTES", 4 * MIB)
+    monkeypatch.setattr("mcore_ckpt.dcp.reader._BATCH_BYTES", 4 * MIB)
     state = {f"w{number}": torch.randn(512, 1024) for number in range(12)}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     loaded = {fqn: torch.zeros_like(tensor) for fqn, tensor in state.items()}

@@ -18,8 +18,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mcore_ckpt.dcp.planners import MCoreLoadPlanner
+from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
-from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.tools.checkpoint import open_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.gloo_ranks import run_ranks

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.load import files, ranges, reads
-from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.storage.base import Storage
 from tests.support.stored_layouts import StoredTensor, stock_item, write_checkpoint

@@ -14,8 +14,8 @@ import torch
 import mcore_ckpt
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.format.metadata_read import encode_config
-from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.megatron.serialization import load_common
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.stored_layouts import load_box, whole, write_checkpoint

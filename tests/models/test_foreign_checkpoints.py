@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
+from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.reshard.options import RenameRule
 from mcore_ckpt.tools.checkpoint import open_checkpoint

@@ -25,10 +25,10 @@ from hypothesis import strategies as st
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
+from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest, stored_dtype
 from mcore_ckpt.reshard import conversion
 from mcore_ckpt.reshard.options import PartitionRule, parse_partition_rules

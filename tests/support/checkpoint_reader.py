@@ -149,7 +149,7 @@ def _look(who: Who, directory: str, tensors_only: bool) -> Found:
     plain: int | None = None
     plain_reader: Any = dcp.FileSystemReader
     if who == "ours":
-        from mcore_ckpt.load.reader import FileSystemReader as plain_reader  # noqa: N813
+        from mcore_ckpt.dcp.reader import FileSystemReader as plain_reader  # noqa: N813
     into = {key: torch.zeros_like(value) for key, value in tensors(1).items()}
     try:
         dcp.load(into, storage_reader=plain_reader(directory), no_dist=True)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
 from tests.support.local_files import flip
 

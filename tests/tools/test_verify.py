@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CorruptCheckpointError
+from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.load.reader import FileSystemReader
 from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools import verify
