@@ -13,14 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
 from importlib import import_module
-from typing import Any, Final, TextIO
+from typing import Any, Final, NoReturn, TextIO
 
 from mcore_ckpt.commands._shell import FAILED, INTERNAL, INTERRUPTED, Outcome, document_of
 from mcore_ckpt.core.errors import CheckpointError
+from mcore_ckpt.core.options import tell_unknown_variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +164,25 @@ def _epilog(name: str) -> str:
     return "\n".join(["examples:", *examples, "", _codes(_COMMANDS[name].outcomes)])
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says which command, option or value one that is misspelt is most like."""
+
+    def error(self, message: str) -> NoReturn:
+        import difflib
+
+        known = [word for action in self._actions for word in (*action.option_strings, *(action.choices or ()))]
+        _, _, unknown = message.partition("unrecognized arguments: ")
+        words = [word.partition("=")[0] for word in unknown.split()] or re.findall("invalid choice: '(.+?)'", message)
+        alike = [near for word in words for near in difflib.get_close_matches(word, known, n=1)]
+        super().error(f"{message}; did you mean {', '.join(alike)}?" if alike else message)
+
+
 def make_parser(command: str = "") -> argparse.ArgumentParser:
     """The whole parser; only `command` gets its arguments, since only its module is imported."""
     from mcore_ckpt import __version__
 
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="mcore-ckpt",
         usage="%(prog)s [--version] COMMAND ...",
         description=_overview(),
@@ -180,7 +195,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     added = parser.add_subparsers(
         prog="mcore-ckpt", dest="command", metavar="COMMAND", required=True, help=argparse.SUPPRESS
     )
-    common = argparse.ArgumentParser(add_help=False)
+    common = _Parser(add_help=False)
     output = common.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     output.add_argument("--quiet", "-q", action="store_true", help="no progress bar")
@@ -189,6 +204,7 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
         sentence = one.purpose[0].upper() + one.purpose[1:] + "."
         parents = [] if name == "launch" else [common]
         sub = added.add_parser(name, description=sentence, epilog=_epilog(name), parents=parents, formatter_class=raw)
+        sub.set_defaults(parser=sub)
         if name == command != "launch":
             _function("add", name)(sub)
     return parser
@@ -201,7 +217,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         parser.print_help(sys.stderr)
         return FAILED
-    arguments = parser.parse_args(words)
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    tell_unknown_variables()
     try:
         outcome: Outcome = _function("run", arguments.command)(arguments)
         try:

@@ -9,6 +9,7 @@ go through `local_path`, which refuses URLs: otherwise a folder called `s3:` wou
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -16,7 +17,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path, PosixPath
 from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import OptionError
+
+_logger = logger_of("mcore_ckpt")
 
 _PREFIXES: Final = "KMGT"
 
@@ -326,7 +330,16 @@ class LoadOptions:
 _Options = TypeVar("_Options", SaveOptions, LoadOptions)
 
 
+@functools.cache
+def tell_unknown_variables() -> None:
+    """Warn, once in a process, of `MCORE_CKPT_*` variables that set no option."""
+    for name, alike in unknown_variables().items():
+        _logger.warning("%s sets no option of mcore_ckpt%s", name, f"; {alike} would" if alike else "")
+
+
 def _from_environment(cls: type[_Options], environment: Mapping[str, str] | None, explicit: dict[str, Any]) -> _Options:
+    if environment is None:
+        tell_unknown_variables()
     source = os.environ if environment is None else environment
     values: dict[str, Any] = {}
     for option in fields(cls):
@@ -352,14 +365,14 @@ def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str,
 
     Those of this package's own tests (`MCORE_CKPT_TEST*`) are left out.
     """
-    import difflib  # (half of what importing this module would cost)
-
     source = os.environ if environment is None else environment
     known = {option.name.upper() for cls in (SaveOptions, LoadOptions) for option in fields(cls)}
     unknown: dict[str, str] = {}
     for variable in source:
         name = variable.removeprefix(_ENVIRONMENT_PREFIX)
         if name != variable and name not in known and not name.startswith("TEST"):
+            import difflib  # (half of what importing this module would cost)
+
             alike = difflib.get_close_matches(name, sorted(known), n=1)
             unknown[variable] = _ENVIRONMENT_PREFIX + alike[0] if alike else ""
     return unknown

@@ -17,7 +17,7 @@ from typing import Any, Final
 from mcore_ckpt import __version__
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import UnsupportedMegatronError
-from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, unknown_variables
+from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.megatron import nvrx
 from mcore_ckpt.megatron._fully_parallel import as_agreed, distributing
@@ -72,8 +72,6 @@ def install() -> dict[str, Any]:
         # A value that cannot be is refused here: the first save may be hours away.
         SaveOptions.from_environment()
         LoadOptions.from_environment()
-        for name, alike in unknown_variables().items():
-            logger.warning("%s sets no option of mcore_ckpt%s", name, f"; {alike} would" if alike else "")
         if megatron_version()[:2] > NEWEST_TESTED:
             logger.warning(
                 "megatron-core %s is newer than what this package was tested with (%s to %s); going on, since all "

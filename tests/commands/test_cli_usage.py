@@ -113,6 +113,26 @@ def test_bad_usage_is_2(arguments: list[str], capsys: pytest.CaptureFixture[str]
     assert "usage: mcore-ckpt" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("lst run", "; did you mean list?\n"),
+        ("reshard run new --dryrun --tpp=4", "mcore-ckpt reshard: .*; did you mean --dry-run, --tp?\n"),
+        ("export run new --to safetensor", "mcore-ckpt export: .*; did you mean safetensors?\n"),
+        ("copy run new third", "mcore-ckpt copy: error: unrecognized arguments: third\n"),
+    ],
+    ids=["command", "options", "value", "nothing alike"],
+)
+def test_what_is_misspelt_gets_a_suggestion(arguments: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    assert ended.value.code == 2
+    first, _, last = says.rpartition(".*")
+    *_, said = capsys.readouterr().err.splitlines(keepends=True)
+    assert said.startswith(first)
+    assert said.endswith(last)
+
+
 def test_list_names_what_an_interrupted_conversion_has_left(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

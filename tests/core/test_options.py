@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from mcore_ckpt import LoadOptions, OptionError, SaveOptions
-from mcore_ckpt.core.options import unknown_variables
+from mcore_ckpt.commands.cli import main
+from mcore_ckpt.core.options import tell_unknown_variables, unknown_variables
+from tests.support.kept_log import kept_log
 
 # One text for each field that can be set from the environment, and what it means.
 SAVE_VARIABLES: dict[str, tuple[str, Any]] = {
@@ -103,3 +106,21 @@ def test_a_misspelled_variable_is_found() -> None:
         "MCORE_CKPT_WRITTER": "MCORE_CKPT_WRITER",
         "MCORE_CKPT_XYZZY": "",
     }
+
+
+@pytest.mark.parametrize(
+    "use",
+    [SaveOptions.from_environment, LoadOptions.from_environment, lambda: main(["list", "nowhere"])],
+    ids=["save", "load", "command"],
+)
+def test_whatever_reads_options_tells_of_a_misspelled_variable_once(
+    use: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`install()` and DCP's writer and reader take their options so; a command may take none."""
+    monkeypatch.setenv("MCORE_CKPT_WRITTER", "fork")
+    tell_unknown_variables.cache_clear()
+    with kept_log() as said:
+        for _ in range(2):
+            use()
+    tell_unknown_variables.cache_clear()
+    assert said == ["MCORE_CKPT_WRITTER sets no option of mcore_ckpt; MCORE_CKPT_WRITER would"]
