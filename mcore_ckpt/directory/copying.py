@@ -89,9 +89,9 @@ class JudgedFiles:
         if name not in self._versions:
             self._versions[name] = self._storage.version(name)
 
-    def check(self, name: str) -> None:
-        """Raise `LoadError` if this file, or `.metadata`, is another one by now."""
-        for each in (name, METADATA_FILE):
+    def check(self, name: str | None = None) -> None:
+        """Raise `LoadError` if this file (None: any), or `.metadata`, is another one by now."""
+        for each in tuple(self._versions) if name is None else (name, METADATA_FILE):
             if each in self._versions and self._storage.version(each) != self._versions[each]:
                 raise LoadError(f"{self._storage.path(each)}: was replaced while it was copied from; begin again")
 
@@ -176,8 +176,12 @@ def copy_and_commit(
     found, held = files_of(directory), metadata_of(writes)
     if held != found.metadata:
         accepts(found, held)
-    if held != found.metadata or not waits:
-        check(found)
+    try:
+        if held != found.metadata or not waits:
+            check(found)
+    except LoadError:
+        found.judged.check()  # what was replaced meanwhile is not damaged
+        raise
     writes.ensure()
     commit = Commit.begin(writes)
     try:
@@ -228,6 +232,9 @@ def copy_and_commit(
                 writes.delete(name)
         sync_folders(target, found.others)
         writes.sync()
+    except LoadError:
+        found.judged.check()
+        raise
     finally:
         commit.give_up()
     return sent

@@ -18,7 +18,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -46,9 +46,9 @@ from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
     CONFIG_FILE,
     MAX_CONFIG_BYTES,
-    METADATA_FILE,
     checked_footer,
     encode_config,
+    open_index,
     read_common_file,
     read_config,
     read_index,
@@ -133,6 +133,8 @@ def sync_folders(directory: Path, names: Iterable[str]) -> None:
 
 # A checkpoint without any of its files has a flaw for each; more than these are not shown.
 _MAX_PROBLEMS = 20
+# So often one is looked at that other saves replace meanwhile.
+_LOOKS = 10
 
 
 class Flaw(NamedTuple):
@@ -186,6 +188,17 @@ def directories_of_run(run: str | os.PathLike[str]) -> list[Path]:
 
 def look_at(directory: Path, *, tracked: str | None = None) -> tuple[RunCheckpoint, CheckpointIndex | None]:
     """One checkpoint of a run, and its index, if that can be read. `tracked`: what the tracker file names."""
+    before = None
+    for _ in range(_LOOKS):
+        checkpoint, index = _look_once(directory, tracked)
+        # What was just replaced is not incomplete: two looks at one `.metadata` have to find something.
+        if not checkpoint.problems or checkpoint.saved_at_s == before:
+            return checkpoint, index
+        before = checkpoint.saved_at_s
+    return replace(checkpoint, problems=(f"{directory}: other saves replace it all the time; look again",)), index
+
+
+def _look_once(directory: Path, tracked: str | None) -> tuple[RunCheckpoint, CheckpointIndex | None]:
     storage = storage_at(directory)
     index: CheckpointIndex | None = None
     saved_at_s = None
@@ -193,9 +206,9 @@ def look_at(directory: Path, *, tracked: str | None = None) -> tuple[RunCheckpoi
     newer = drain = None
     try:
         sizes = storage.sizes()
-        index = read_index(directory, strict=False)
-        published = storage.version(METADATA_FILE)
-        saved_at_s = None if published is None else published.modified_ns / 1e9
+        with open_index(directory) as opened:
+            index = read_index(directory, strict=False, opened=opened)
+            saved_at_s = None if opened.version is None else opened.version.modified_ns / 1e9
         drain = _drain_of(directory, index, sizes)
         found = list(itertools.islice(_problems(directory, index, sizes, drain), _MAX_PROBLEMS))
     except NewerFormatError as error:

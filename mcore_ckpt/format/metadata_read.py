@@ -211,7 +211,13 @@ def _not_found(directory: Path, name: str) -> str:
 def read_common_file(storage: Storage, name: str, manifest: Manifest | None) -> bytes:
     """All bytes of the common state's file, compared with the manifest. Raises `LoadError`."""
     expected = None if manifest is None else manifest.files.get(COMMON_FILE)
-    with storage.open_reader(name, direct="off") as reader:
+    try:
+        opened = storage.open_reader(name, direct="off")
+    except CheckpointNotFoundError:
+        if name == COMMON_FILE or expected is None:
+            raise
+        return read_common_file(storage, COMMON_FILE, manifest)  # it has waited under that name, and just got this one
+    with opened as reader:
         if expected is not None and reader.size_bytes != expected.size_bytes:
             raise _other_file(storage, name, expected, f"{reader.size_bytes} bytes")
         if expected is None and reader.size_bytes > MAX_COMMON_BYTES:

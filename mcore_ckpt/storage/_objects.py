@@ -249,7 +249,9 @@ class ObjectStorage(Storage):
 
     # Data files
 
-    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+    def open_writer(
+        self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", resumed: bool = False
+    ) -> RangeWriter:
         # (an object has its name when it is complete, and no writer replaces one)
         return ObjectWriter(self._client, self._key(name), self.path(name), size_bytes)
 

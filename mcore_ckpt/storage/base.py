@@ -58,7 +58,7 @@ class OutcomeUnknownError(SaveError):
 def save_error(what: str, path: str, error: OSError) -> SaveError:
     """What a failed write is told as."""
     code = errno.errorcode.get(error.errno or 0, "no errno")
-    return SaveError(f"{path}: {what} failed: {error.strerror or error} ({code}); {_advice(error.errno)}")
+    return SaveError(f"{path}: {what} failed: {error.strerror or error} ({code}); {advice(error.errno, 'save')}")
 
 
 @contextmanager
@@ -72,16 +72,21 @@ def saving(what: str, path: str) -> Iterator[None]:
         raise save_error(what, path, error) from error
 
 
-def _advice(code: int | None) -> str:
+def advice(code: int | None, what: Literal["save", "read"] = "read") -> str:
+    """What to do about an error of the system, ahead of trying again."""
     if code in (errno.ENOSPC, errno.EDQUOT):
-        return "free space (or raise the quota) and save again"
+        return f"free space (or raise the quota) and {what} again"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "check that this user may write there"
+        return f"check that this user may {'write' if what == 'save' else what} there"
     if code == errno.EEXIST:
         return "files are never overwritten: save under another name, or delete it first"
     if code in (errno.EREMOTEIO, errno.ETIMEDOUT):
-        return "check the store and the network to it, then save again"
-    return "check the device and its file system (dmesg), then save again"
+        return f"check the store and the network to it, then {what} again"
+    if code == errno.ESTALE:
+        return f"another host has replaced or removed it: {what} again"
+    if code == errno.ENOTCONN:
+        return f"the client of this mount has ended: mount it again, then {what} again"
+    return f"check the device and its file system (dmesg), then {what} again"
 
 
 def open_error(path: str, error: OSError) -> LoadError:
@@ -91,7 +96,7 @@ def open_error(path: str, error: OSError) -> LoadError:
             f"{path}: no such file; the path is wrong, or the checkpoint is incomplete or was deleted meanwhile"
         )
     code = errno.errorcode.get(error.errno or 0, "no errno")
-    return LoadError(f"{path}: cannot be opened: {error.strerror or error} ({code})")
+    return LoadError(f"{path}: cannot be opened: {error.strerror or error} ({code}); {advice(error.errno)}")
 
 
 class FileVersion(NamedTuple):
@@ -183,6 +188,14 @@ class RangeWriter(ABC):
         """Close and remove the file, finished or not; neither waits for a `write` that hangs nor closes the file under
         it. Twice is harmless; raises nothing for a file that is gone.
         """
+
+    def sync(self) -> None:
+        """Make what was written durable, where an unfinished file can be resumed. Raises `SaveError`."""
+        return
+
+    def leave(self) -> None:
+        """Close the file unfinished; it stays where it can be resumed, else it is removed."""
+        self.abort()
 
 
 class Storage(ABC):
@@ -287,10 +300,12 @@ class Storage(ABC):
     # Data files
 
     @abstractmethod
-    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+    def open_writer(
+        self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", resumed: bool = False
+    ) -> RangeWriter:
         """Create a file, and missing directories on the way to it, for writing; never touches one that exists (an
-        object store tells when it is written or finished). `size_bytes` are reserved at once. `direct` as in
-        `open_reader`. Raises `SaveError`.
+        object store tells when it is written or finished), unless a writer that was left may have begun it (`resumed`,
+        where that can be). `size_bytes` are reserved at once. `direct` as in `open_reader`. Raises `SaveError`.
         """
 
     @abstractmethod

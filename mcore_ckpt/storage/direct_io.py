@@ -30,17 +30,19 @@ import stat
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.storage._shared import close_read, confirm, look_again, was_there
 from mcore_ckpt.storage.base import (
     ALIGNMENT_BYTES,
     DirectIo,
     FileVersion,
     RangeReader,
     RangeWriter,
+    advice,
     align_up,
     check_name,
     saving,
@@ -273,29 +275,38 @@ class Residency:
 def open_regular(root: str | os.PathLike[str], name: str, flags: int = 0, *, follow_links: bool = False) -> int:
     """The descriptor of a regular file below a directory, which may itself be reached through links; `flags` for
     `os.open`, beyond those for reading. Raises `CorruptCheckpointError` for anything else, and for a link on the way
-    unless `follow_links`, or `OSError`.
+    unless `follow_links`, or `OSError`. It is the file that the server has under that name.
     """
     path = os.path.join(root, check_name(name))
+    return look_again(path, partial(_open_once, path, root, name, flags, follow_links))
+
+
+def _open_once(path: str, root: str | os.PathLike[str], name: str, flags: int, follow_links: bool) -> int:
     with contextlib.ExitStack() as opened:
         entry, folder = path, None
         if "/" in name and not follow_links:
             *folders, entry = name.split("/")
             folder = _open_folder(os.fspath(root), os.O_CLOEXEC)
-            opened.callback(os.close, folder)
+            opened.callback(close_read, folder)
             for part in folders:
                 if stat.S_ISLNK(os.stat(part, dir_fd=folder, follow_symlinks=False).st_mode):
                     raise _link_error(path, f"it lies behind the symbolic link {part!r}")
                 folder = _open_folder(part, os.O_CLOEXEC | os.O_NOFOLLOW, folder)
-                opened.callback(os.close, folder)
+                opened.callback(close_read, folder)
         # It is looked at before it is opened: a pipe would block, and a device may act. (O_NONBLOCK, against the first,
-        # makes file systems that keep files on tape refuse those.)
-        _check_regular(path, os.stat(entry, dir_fd=folder, follow_symlinks=follow_links).st_mode)
-        no_link = 0 if follow_links else os.O_NOFOLLOW
-        fd = os.open(entry, os.O_RDONLY | os.O_CLOEXEC | no_link | flags, dir_fd=folder)
+        # makes file systems that keep files on tape refuse those.) NFS asks the server when it is opened.
+        no_link, seen = 0 if follow_links else os.O_NOFOLLOW, True
+        try:
+            _check_regular(path, os.stat(entry, dir_fd=folder, follow_symlinks=follow_links).st_mode)
+        except FileNotFoundError:
+            flags, seen = flags | os.O_NONBLOCK, False
+        with was_there() if seen else contextlib.nullcontext():
+            fd = os.open(entry, os.O_RDONLY | os.O_CLOEXEC | no_link | flags, dir_fd=folder)
     try:
+        confirm(fd)
         _check_regular(path, os.fstat(fd).st_mode)
     except BaseException:
-        os.close(fd)
+        close_read(fd)
         raise
     return fd
 
@@ -435,7 +446,7 @@ class LocalReader(RangeReader):
             code = errno.errorcode.get(error.errno or 0, "no errno")
             raise LoadError(
                 f"{self.name}: reading bytes [{offset + done}, {offset + len(view)}) failed: "
-                f"{error.strerror or error} ({code}); check the device and its file system (dmesg)"
+                f"{error.strerror or error} ({code}); {advice(error.errno)}"
             ) from error
 
     def scatter(self, offset: int, vectors: int, count: int, nbytes: int) -> bool:
@@ -452,10 +463,13 @@ class LocalReader(RangeReader):
             return False
         return nbytes >= _MIN_DIRECT_BYTES and not self.is_cached(offset, nbytes)
 
+    def _read_at(self, fd: int, view: memoryview, offset: int) -> int:
+        return look_again(self.name, partial(os.preadv, fd, [view], offset))
+
     def _read_buffered(self, fd: int, offset: int, view: memoryview, arrived: _Arrived) -> None:
         done = 0
         while done < len(view):
-            got = os.preadv(fd, [view[done : done + _SLICE_BYTES]], offset + done)
+            got = self._read_at(fd, view[done : done + _SLICE_BYTES], offset + done)
             if got == 0:
                 self._ended_early(offset + done, offset, len(view))
             arrived(view[done : done + got])
@@ -471,7 +485,7 @@ class LocalReader(RangeReader):
                 position, left = offset + done, view[done:]
                 whole_bytes = len(left) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
                 if straight and position % ALIGNMENT_BYTES == 0 and whole_bytes:
-                    got = os.preadv(self._direct(), [left[:whole_bytes]], position)
+                    got = self._read_at(self._direct(), left[:whole_bytes], position)
                     if got == 0:
                         self._ended_early(position, offset, len(view))
                     arrived(left[:got])
@@ -496,7 +510,7 @@ class LocalReader(RangeReader):
         buffer = self._bounce.take()
         try:
             wanted = align_up(min(offset + len(view) - start, len(buffer)))
-            got = os.preadv(self._direct(), [buffer[:wanted]], start) - (offset - start)
+            got = self._read_at(self._direct(), buffer[:wanted], start) - (offset - start)
             if got <= 0:
                 self._ended_early(offset, offset, len(view))
             got = min(got, len(view))
@@ -520,7 +534,7 @@ class LocalReader(RangeReader):
             self._bounce.leave()
         self._fd = self._direct_fd = self._residency = None
         for fd in fds:
-            os.close(fd)
+            close_read(fd)
 
 
 FILE_MODE: Final = 0o666
@@ -534,7 +548,7 @@ _UNSYNCED_WRITES: Final = 2
 class LocalWriter(RangeWriter):
     """A new file. `finish` is for one thread, after the last `write` has returned."""
 
-    def __init__(self, path: str, size_bytes: int | None, direct: DirectIo) -> None:
+    def __init__(self, path: str, size_bytes: int | None, direct: DirectIo, *, resumed: bool = False) -> None:
         self.name = path
         self.direct = False
         self._lock = threading.Lock()
@@ -542,7 +556,7 @@ class LocalWriter(RangeWriter):
         self._unsynced: deque[tuple[int, int]] = deque()
         self._writes_in_progress = 0
         self._aborted = False
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | (0 if resumed else os.O_EXCL) | os.O_CLOEXEC, FILE_MODE)
         self._fd: int | None = fd
         try:
             if direct != "off":
@@ -550,7 +564,7 @@ class LocalWriter(RangeWriter):
             if size_bytes is not None:
                 preallocate(fd, align_up(size_bytes) if self.direct else size_bytes)
         except BaseException:
-            self.abort()
+            (self.leave if resumed else self.abort)()
             raise
 
     def write(self, offset: int, view: memoryview) -> None:
@@ -617,6 +631,15 @@ class LocalWriter(RangeWriter):
                 self._close(suppress=True)
                 raise
             self._close()
+
+    def sync(self) -> None:
+        with saving("making it durable", self.name):
+            for fd in (self._buffered_fd, self._fd):
+                if fd is not None:
+                    os.fsync(fd)
+
+    def leave(self) -> None:
+        self._close(suppress=True)
 
     def _close(self, suppress: bool = False) -> None:
         fds = [fd for fd in (self._buffered_fd, self._fd) if fd is not None]

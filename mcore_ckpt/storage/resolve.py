@@ -13,20 +13,23 @@ import errno
 import fcntl
 import os
 import secrets
-import stat
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import StorePath, local_path, store_url
 from mcore_ckpt.storage import direct_io
+from mcore_ckpt.storage._shared import close_read, look_again, was_there
 from mcore_ckpt.storage.base import (
     DirectIo,
     FileVersion,
     RangeReader,
     RangeWriter,
     Storage,
+    advice,
     check_name,
     open_error,
     save_error,
@@ -36,6 +39,10 @@ from mcore_ckpt.storage.direct_io import FILE_MODE, BouncePool, LocalReader, Loc
 
 # A file system that cannot sync a directory (some FUSE and network ones) answers so; it has no such promise to keep.
 _NO_DIRECTORY_SYNC: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF})
+# What one answers that has no file locks.
+_NO_LOCKS: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+
+_logger = logger_of(__name__)
 
 
 def make_directories(path: str) -> None:
@@ -88,7 +95,7 @@ def sync_directory(path: str) -> None:
         if error.errno not in _NO_DIRECTORY_SYNC:
             raise
     finally:
-        os.close(fd)
+        close_read(fd)
 
 
 def _leads_to(kind: Callable[[], bool]) -> bool:
@@ -145,14 +152,19 @@ class LocalStorage(Storage):
 
     def _listed(self, of: Callable[[os.DirEntry[str]], int | None]) -> dict[str, int]:
         """What `of` says of each entry, by name; None leaves one out."""
-        found: dict[str, int] = {}
-        try:
+
+        def listed() -> dict[str, int]:
+            found: dict[str, int] = {}
             with os.scandir(self.root) as entries:
                 for entry in entries:
                     with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                         value = of(entry)
                         if value is not None:
                             found[entry.name] = value
+            return found
+
+        try:
+            return look_again(os.fspath(self.root), listed)
         except NotADirectoryError as error:
             raise CheckpointNotFoundError(f"{self.root}: is a file, and a directory is expected") from error
         except FileNotFoundError as error:
@@ -161,40 +173,48 @@ class LocalStorage(Storage):
             # Anything else would pass for an empty directory.
             code = errno.errorcode.get(error.errno or 0, "no errno")
             raise LoadError(
-                f"{self.root}: cannot be listed: {error.strerror or error} ({code}); check the device and its file "
-                "system (dmesg)"
+                f"{self.root}: cannot be listed: {error.strerror or error} ({code}); {advice(error.errno)}"
             ) from error
-        return found
 
     @contextlib.contextmanager
     def in_use(self, name: str) -> Iterator[None]:
-        fd = None
-        with contextlib.suppress(OSError, LoadError):
+        def lock() -> int:
             fd = open_regular(self.root, name, follow_links=self._follow_links)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BaseException:
+                close_read(fd)
+                raise
+            return fd
+
+        fd, path = None, self.path(name)
         try:
-            if fd is not None:
-                with contextlib.suppress(OSError):  # a file system without locks, or the file is being removed
-                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fd = look_again(path, lock)
+        except (LoadError, FileNotFoundError, NotADirectoryError):
+            pass  # which the reader of the file is told
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                _logger.warning("%s: no lock on it (%s): while it is read, a `prune` may remove it", path, error)
+        try:
             yield
         finally:
             if fd is not None:
                 with contextlib.suppress(OSError):
                     fcntl.flock(fd, fcntl.LOCK_UN)  # a process forked meanwhile has the descriptor, too
-                os.close(fd)
+                close_read(fd)
 
     def is_in_use(self, name: str) -> bool:
+        fd = None
         try:
             fd = open_regular(self.root, name, os.O_RDWR)  # NFS asks for that
-        except (OSError, LoadError):
-            return False
-        try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
+        except LoadError:
             return False
+        except OSError as error:
+            return error.errno in (errno.EAGAIN, errno.ESTALE)  # another process has it, or it cannot be told
         finally:
-            os.close(fd)
+            if fd is not None:
+                close_read(fd)
         return False
 
     def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
@@ -213,10 +233,12 @@ class LocalStorage(Storage):
         return True
 
     def open_reader(self, name: str, *, direct: DirectIo = "auto") -> RangeReader:
+        path = self.path(name)
         try:
-            return LocalReader(self.root, check_name(name), direct, self._bounce, follow_links=self._follow_links)
+            opened = partial(LocalReader, self.root, name, direct, self._bounce, follow_links=self._follow_links)
+            return look_again(path, opened)
         except OSError as error:
-            raise open_error(self.path(name), error) from error
+            raise open_error(path, error) from error
 
     def _own(self, name: str) -> str:
         """The path of a name that is going to be written or removed: links in folders of its own lead elsewhere."""
@@ -228,11 +250,13 @@ class LocalStorage(Storage):
             folder = os.path.dirname(folder)
         return path
 
-    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
+    def open_writer(
+        self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", resumed: bool = False
+    ) -> RangeWriter:
         path = self._own(name)
         with saving("creating the file", path):
             self._make_folders(name, path)
-            return LocalWriter(path, size_bytes, direct)
+            return LocalWriter(path, size_bytes, direct, resumed=resumed)
 
     def _make_folders(self, name: str, path: str) -> None:
         if "/" in name:
@@ -251,17 +275,22 @@ class LocalStorage(Storage):
 
     def claim(self, name: str, owner: str) -> str:
         path = self.path(name)
-        with saving("claiming the directory (by a symbolic link)", path):
+
+        def claimed() -> str:
             try:
                 os.symlink(owner, path)  # it is there with what it says, or not at all
             except FileExistsError:
-                return os.readlink(path)  # one's own, if over NFS the answer was lost and the request sent again
-        return owner
+                with was_there():
+                    return os.readlink(path)  # one's own, if over NFS the answer was lost and the request sent again
+            return owner
+
+        with saving("claiming the directory (by a symbolic link)", path):
+            return look_again(path, claimed)
 
     def claimed(self, name: str) -> str | None:
         path = self.path(name)
         try:
-            return os.readlink(path)
+            return look_again(path, partial(os.readlink, path))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -275,21 +304,12 @@ class LocalStorage(Storage):
 
     def version(self, name: str) -> FileVersion | None:
         path = self.path(name)
-        flags = os.O_RDONLY | os.O_CLOEXEC | (0 if self._follow_links else os.O_NOFOLLOW)
         try:
-            try:
-                status = os.stat(path, follow_symlinks=self._follow_links)
-            except FileNotFoundError:
-                flags |= os.O_NONBLOCK  # it may be there by now, and a pipe
-            else:
-                if not stat.S_ISREG(status.st_mode):  # a link, or what blocks or acts when it is opened
-                    return FileVersion(status.st_ino, status.st_size, status.st_mtime_ns)
-            # Opened, not asked for by name alone: that is when NFS asks the server.
-            fd = os.open(path, flags)
-            try:
-                status = os.fstat(fd)
-            finally:
-                os.close(fd)
+            fd = open_regular(self.root, name, follow_links=self._follow_links)
+            status = os.fstat(fd)
+            close_read(fd)
+        except CorruptCheckpointError:  # a link, or what blocks or acts when it is opened
+            status = os.stat(path, follow_symlinks=self._follow_links)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:

@@ -9,6 +9,7 @@ On request the optimizer is compared with the model: its float32 weights, rounde
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import os
@@ -16,6 +17,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +25,7 @@ from mcore_ckpt.core.boxes import Box, strides_of
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.progress import Progress
-from mcore_ckpt.directory.in_force import common_file_in_force, with_common_files
+from mcore_ckpt.directory.in_force import common_file_in_force, is_pending, with_common_files
 from mcore_ckpt.directory.iterations import common_state_flaw, is_megatrons, structure_flaws
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
@@ -116,7 +118,13 @@ def verify_checkpoint(
     started = time.monotonic()
     directory = checkpoint_directory(path)
     with in_force(directory):
-        report = _verify(directory, workers, progress, lost_index and storage_at(directory).is_directory())
+        verified = partial(_verify, directory, workers, progress, lost_index and storage_at(directory).is_directory())
+        report = None
+        with contextlib.suppress(CheckpointNotFoundError):
+            report = verified()
+        # The common state may just have got its name.
+        if report is None or any(problem.file and is_pending(problem.file) for problem in report.problems):
+            report = verified()
         if optimizer and report.whole:
             report = _verify_optimizer(report, progress)
     return replace(report, seconds=time.monotonic() - started)

@@ -14,14 +14,17 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.directory import in_force, iterations
 from mcore_ckpt.directory.in_force import pending_name, saves_of
 from mcore_ckpt.directory.index_changes import accept_common_file, remove_tensors
 from mcore_ckpt.directory.iterations import look_at
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config, read_index
+from mcore_ckpt.megatron import serialization
 from mcore_ckpt.megatron.serialization import load_common, save_common
 from mcore_ckpt.models.conversions import import_checkpoint
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.storage.resolve import LocalStorage
+from mcore_ckpt.tools import keys, verify
 from mcore_ckpt.tools.keys import read_plain_state
 from mcore_ckpt.tools.repair import repair_checkpoint
 from mcore_ckpt.tools.verify import verify_checkpoint
@@ -149,3 +152,27 @@ def test_what_is_made_of_a_checkpoint_is_bound_to_its_common_state(
     assert not verify_checkpoint(made).whole
     with pytest.raises(CorruptCheckpointError, match=COMMON_FILE):
         load_common(made)
+
+
+def test_a_common_state_that_is_just_given_its_name_is_not_missing(a: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a save that is published, but was not done when its common state was looked for."""
+    waiting, choose = a / pending_name(next(iter(saves_of(read_index(a))))), in_force.common_file_in_force
+
+    def chosen_and_renamed(*arguments: Any) -> str | None:
+        name = choose(*arguments)
+        if waiting.exists():
+            waiting.rename(a / COMMON_FILE)
+        return name
+
+    for module in (iterations, keys, serialization, verify):
+        monkeypatch.setattr(module, "common_file_in_force", chosen_and_renamed)
+    uses: list[Callable[[], bool]] = [
+        lambda: verify_checkpoint(a).whole,
+        lambda: look_at(a)[0].whole,
+        lambda: bool(load_common(a) == common(1)),
+        lambda: bool(read_plain_state(read_index(a))),
+    ]
+    for use in uses:
+        (a / COMMON_FILE).rename(waiting)
+        assert use()
+        assert not waiting.exists()

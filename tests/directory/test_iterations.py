@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mcore_ckpt import list_run
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
+from mcore_ckpt.directory import iterations
 from mcore_ckpt.directory.in_force import tracked_name
 from mcore_ckpt.format.metadata_read import TRACKER_FILE, encode_config
+from tests.support import stored_saves
 from tests.support.model_like import write_model
 
 
@@ -74,3 +78,27 @@ def test_no_such_run(tmp_path: Path) -> None:
         with pytest.raises(CheckpointNotFoundError):
             list_run(run)
     assert tracked_name(tmp_path) is None
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_what_is_replaced_while_it_is_looked_at_is_not_incomplete(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it was listed, and again after its index was read."""
+    checkpoint, open_index, left = tmp_path / "iter_0000001", iterations.open_index, iter(range(times))
+    stored_saves.save(checkpoint, rows=1)
+
+    @contextlib.contextmanager
+    def replaced(directory: Path) -> Iterator[Any]:
+        is_replaced = next(left, None) is not None
+        if is_replaced:
+            stored_saves.save(checkpoint, rows=1)
+        with open_index(directory) as opened:
+            yield opened
+        if is_replaced:
+            stored_saves.save(checkpoint, rows=1)
+
+    monkeypatch.setattr(iterations, "open_index", replaced)
+    (listed,) = list_run(tmp_path).checkpoints
+    assert listed.checkpoint.whole is (times == 1)
+    assert listed.checkpoint.whole or "other saves replace it all the time" in listed.checkpoint.problems[0]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError, SaveError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, SaveError
+from mcore_ckpt.storage import _shared
 from mcore_ckpt.storage.base import DirectIo
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.local_files import MIB, aligned, cached_pages, has_direct_io, open_fds, random_bytes
@@ -29,6 +34,13 @@ def test_direct_writes_leave_nothing_in_the_page_cache(local: LocalStorage, tmp_
     writer.write(0, aligned(random_bytes(4 * MIB)))
     writer.finish(4 * MIB)
     assert cached_pages(tmp_path / "file") == 0
+
+
+def test_a_file_that_is_resumed_keeps_what_it_holds(local: LocalStorage, tmp_path: Path) -> None:
+    content = bytes(range(256)) * 64
+    (tmp_path / "file").write_bytes(content)
+    local.open_writer("file", size_bytes=len(content), resumed=True).leave()
+    assert (tmp_path / "file").read_bytes()[: len(content)] == content
 
 
 def test_abort_does_not_close_the_file_under_a_write_that_hangs(
@@ -120,3 +132,134 @@ def test_a_file_in_the_way_of_the_directory_is_named(tmp_path: Path) -> None:
         LocalStorage(tmp_path / "file" / "sub").ensure()
     with pytest.raises(CheckpointNotFoundError):
         LocalStorage(tmp_path / "file").read("x")
+
+
+# What a file system that hosts share answers when another host has just replaced or removed a file.
+
+
+@pytest.fixture
+def shared(local: LocalStorage, tmp_path: Path) -> LocalStorage:
+    (tmp_path / "file").write_bytes(b"content")
+    local.claim("link", "note")
+    return local
+
+
+def held_and_seen(storage: LocalStorage) -> bool:
+    with storage.in_use("file"):
+        return storage.is_in_use("file")
+
+
+LOOKS: dict[str, Callable[[LocalStorage], object]] = {
+    "read": lambda storage: storage.read("file"),
+    "version": lambda storage: storage.version("file"),
+    "list": lambda storage: storage.list(),
+    "claimed": lambda storage: storage.claimed("link"),
+    "in use": held_and_seen,
+}
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, call: str, code: int, times: int = 10**6) -> None:
+    """So many times that call of the system fails."""
+    real, left = getattr(os, call), iter(range(times))
+
+    def function(*arguments: Any, **named: Any) -> Any:
+        if next(left, None) is not None:
+            raise OSError(code, os.strerror(code))
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(os, call, function)
+
+
+@pytest.mark.parametrize("call", ["open", "stat", "getxattr", "preadv", "scandir", "readlink"])
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_look_that_is_answered_estale_is_repeated(
+    look: str, call: str, shared: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = LOOKS[look](shared)
+    answers(monkeypatch, call, errno.ESTALE, times=3)
+    assert LOOKS[look](shared) == expected
+
+
+def test_what_a_client_remembers_of_a_name_is_not_taken_for_what_is_there(
+    shared: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it lists the directory, the client takes the name for the old file, of which the server knows nothing."""
+    (tmp_path / "old").write_bytes(b"old")
+    expected, old = [LOOKS[look](shared) for look in ("read", "version")], (tmp_path / "old").stat()
+    real_open, real_list, remembered = os.open, os.listdir, [str(tmp_path / "file")]
+
+    def open_remembered(path: Any, *arguments: Any, **named: Any) -> int:
+        return real_open(tmp_path / "old" if os.fspath(path) in remembered else path, *arguments, **named)
+
+    def ask_server(fd: int, _: str) -> bytes:
+        raise OSError(errno.ENOENT if os.path.samestat(os.fstat(fd), old) else errno.ENODATA, "")
+
+    def list_again(path: Any) -> list[str]:
+        remembered.clear()
+        return real_list(path)
+
+    for name, function in {"open": open_remembered, "getxattr": ask_server, "listdir": list_again}.items():
+        monkeypatch.setattr(os, name, function)
+    for look, before in zip(("read", "version"), expected, strict=True):
+        remembered.append(str(tmp_path / "file"))
+        assert LOOKS[look](shared) == before
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.ENOENT])
+def test_no_close_of_what_was_only_read_fails(code: int, shared: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_close = os.close
+
+    def close(fd: int) -> None:
+        real_close(fd)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "close", close)
+    assert LOOKS["read"](shared) == b"content"
+    assert LOOKS["version"](shared) is not None
+    assert LOOKS["in use"](shared) is True
+    shared.sync()
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [(errno.ESTALE, "another host has replaced or removed it"), (errno.ENOTCONN, "the client of this mount has ended")],
+)
+def test_what_stays_stale_or_has_no_client_is_said_to_be_so(
+    code: int, says: str, shared: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_shared, "_LOOKS_S", 0.1)
+    for call, look in {"scandir": "list", "preadv": "read", "open": "version"}.items():
+        with monkeypatch.context() as failing:
+            answers(failing, call, code)
+            with pytest.raises(LoadError, match=f"{says}.* read again"):
+                LOOKS[look](shared)
+    answers(monkeypatch, "replace", code)
+    with pytest.raises(SaveError, match=f"{says}.* save again"):
+        shared.publish("file", b"new")
+    answers(monkeypatch, "open", errno.ESTALE)
+    assert shared.is_in_use("file")  # what cannot be told is not removed
+
+
+def test_a_lock_that_another_process_has_for_a_moment_is_taken_then(
+    shared: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "file").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        monkeypatch.setattr(_shared.time, "sleep", lambda _: fcntl.flock(other, fcntl.LOCK_UN))
+        assert held_and_seen(shared)
+
+
+@pytest.mark.parametrize(("code", "is_said"), [(errno.ENOLCK, True), (errno.EOPNOTSUPP, False)])
+def test_a_load_without_a_lock_says_so_where_there_are_locks(
+    code: int, is_said: bool, shared: LocalStorage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(code, os.strerror(code))))
+    with caplog.at_level(logging.WARNING, "mcore_ckpt"), shared.in_use("file"):
+        assert ("a `prune` may remove it" in caplog.text) is is_said
+
+
+def test_a_claim_whose_old_link_is_only_remembered_is_made(
+    local: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers(monkeypatch, "symlink", errno.EEXIST, times=1)
+    assert local.claim("link", "note") == local.claimed("link") == "note"

@@ -27,6 +27,7 @@ from mcore_ckpt.directory.commit import Owner
 from mcore_ckpt.directory.copying import file_on_its_way
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.storage.resolve import LocalWriter, storage_at
+from mcore_ckpt.tools import runs
 from tests.support.local_files import contents, data_file, flip
 from tests.support.object_server import ObjectDirectory, S3Directory
 from tests.support.stored_saves import loaded, save, state
@@ -186,6 +187,24 @@ def test_what_is_replaced_while_it_is_copied_makes_no_mix(
     with replacing, pytest.raises(LoadError, match="was replaced while it was copied"):
         copy_checkpoint(source, target)
     assert not (target / ".metadata").exists() if is_first else contents(target) == before
+
+
+@pytest.mark.parametrize("at", ["check_data_files", "read_common_file"])
+def test_what_is_replaced_while_it_is_judged_is_not_called_damaged(at: str, saved: Path, tmp_path: Path) -> None:
+    (saved / "common.pt").write_bytes(b"common state")
+    judge = getattr(runs, at)
+
+    def replaced_first(*arguments: Any) -> Any:
+        save(saved, 2.0)
+        (saved / "common.pt").unlink()
+        return judge(*arguments)
+
+    replacing = mock.patch.object(runs, at, replaced_first)
+    with replacing, pytest.raises(LoadError, match="was replaced while it was copied from; begin again"):
+        copy_checkpoint(saved, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+    copy_checkpoint(saved, tmp_path / "copy")
+    assert loaded(tmp_path / "copy") == 2.0
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
