@@ -38,13 +38,33 @@ def with_versions(content: bytes, layout: str, ranks: Mapping[int, int], version
     """The record of an object, with other versions of it. `ranks`: for each that has one, which; `layout`: of the job,
     under which alone the numbers of ranks mean something.
     """
+    told = json.dumps({"layout": layout, "ranks": dict(ranks)}).encode()
+    return with_members(content, {_RANKS: told, **{f"{_FOLDER}{n}": version for n, version in enumerate(versions)}})
+
+
+def with_members(content: bytes, members: Mapping[str, bytes]) -> bytes:
+    """The record of an object, with further members, which its readers pass by."""
     stream = io.BytesIO(content)
     with zipfile.ZipFile(stream, "a") as archive:
-        # (without a ZipInfo each would have the time of this clock, which may be before what a zip archive can say)
-        archive.writestr(zipfile.ZipInfo(_RANKS), json.dumps({"layout": layout, "ranks": dict(ranks)}))
-        for number, version in enumerate(versions):
-            archive.writestr(zipfile.ZipInfo(f"{_FOLDER}{number}"), version)
+        for name, member in members.items():
+            # (without a ZipInfo each would have the time of this clock, which may be before what a zip archive can say)
+            archive.writestr(zipfile.ZipInfo(name), member)
     return stream.getvalue()
+
+
+def member_of(content: bytes, name: str) -> bytes | None:
+    """A member of the record of an object; None without it. Raises `CorruptCheckpointError`."""
+    if name.encode() not in content:
+        return None
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            if name not in archive.namelist():
+                return None
+            if archive.getinfo(name).file_size > len(content):  # it is packed: what it becomes may be of any size
+                raise zipfile.BadZipFile(f"{archive.getinfo(name).file_size} bytes in a record of {len(content)}")
+            return archive.read(name)
+    except _DAMAGE as error:
+        raise CorruptCheckpointError(f"{name} of an object: {error}") from error
 
 
 def layout_of_versions(content: bytes) -> str | None:

@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -31,6 +31,16 @@ from mcore_ckpt.storage.base import FileVersion, Storage
 from mcore_ckpt.storage.resolve import storage_at
 
 
+class BucketedParameters(Protocol):
+    """What reads the states of parameters that are stored in flat buckets (`load/parameters.py`)."""
+
+    def __contains__(self, key: str) -> bool:
+        """Whether it reads what is requested under that key."""
+
+    def read(self, reader: CheckpointReader, shards: Iterable[Any]) -> None:
+        """Fill the data of `ShardedTensor`s."""
+
+
 class CheckpointReader:
     """Reads a `torch_dist` checkpoint from a directory: exactly the bytes that are requested, and checks them.
 
@@ -46,6 +56,7 @@ class CheckpointReader:
         index_version: of the file that `index` was read from, or that was there when the index was handed over.
         ranks: of this host that load as this one does, as far as the launcher tells; what several of them request is
             read through the page cache (`LoadOptions.page_cache`). 1: no other requests the same.
+        parameters: reads shards that are requested in another form than they are stored in; None: there are none.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, options: LoadOptions | None = None) -> None:
@@ -53,6 +64,7 @@ class CheckpointReader:
         self.options = LoadOptions.from_environment() if options is None else options
         self.stats = ReadStats()
         self.ranks = ranks_that_load_here()
+        self.parameters: BucketedParameters | None = None
         self.forget()
 
     def forget(self, rank: int | None = None) -> None:

@@ -227,13 +227,13 @@ class LoadPlan:
         self._index = index
         self._conversions = conversions
         self._window_bytes = window_bytes
-        self._lookups: dict[str, _ChunkLookup] = {}
+        self._lookups: dict[str, ChunkLookup] = {}
         self._elems: dict[str, tuple[int, int]] = {}  # of each tensor: those that are requested, and all
         self._requests: list[ReadRequest] = []
         self._tensors: list[torch.Tensor] = []  # destinations of `items`
 
     def add(self, requests: Iterable[ReadRequest]) -> None:
-        """Find the stored chunks that hold what is requested, and check it: raises as `FileSystemReader.read_items`."""
+        """Find the stored chunks that hold what is requested, and check it: raises as `CheckpointReader.read_items`."""
         requests = list(requests)
         self._requests += requests
         index = self._index
@@ -258,7 +258,7 @@ class LoadPlan:
             return entry.chunks
         lookup = self._lookups.get(entry.fqn)
         if lookup is None:
-            lookup = self._lookups[entry.fqn] = _ChunkLookup(entry)
+            lookup = self._lookups[entry.fqn] = ChunkLookup(entry.chunks)
         return lookup.overlapping(box)
 
     def _note(self, fqn: str, tensor: torch.Tensor) -> None:
@@ -388,20 +388,20 @@ def check_planned(items: Iterable[ReadItem], state_dict: Mapping[str, Any], stor
                 )
 
 
-class _ChunkLookup:
+class ChunkLookup:
     """The chunks of one tensor that overlap a slice, sorted along the axis in which they differ most: of a regular grid
-    of n along one axis, which is what sharding makes, O(log n) are looked at.
+    of n along one axis, which is what sharding makes, O(log n) are looked at. Of each `offsets` and `sizes` are used.
     """
 
-    def __init__(self, entry: TensorEntry) -> None:
-        axes = range(len(entry.shape))
-        self._axis = max(axes, key=lambda axis: len({chunk.offsets[axis] for chunk in entry.chunks}), default=0)
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        axes = range(len(chunks[0].offsets))
+        self._axis = max(axes, key=lambda axis: len({chunk.offsets[axis] for chunk in chunks}), default=0)
         axis = self._axis
-        self._chunks = sorted(entry.chunks, key=lambda chunk: chunk.offsets[axis])
+        self._chunks = sorted(chunks, key=lambda chunk: chunk.offsets[axis])
         self._starts = [chunk.offsets[axis] for chunk in self._chunks]
-        self._longest = max(chunk.sizes[axis] for chunk in entry.chunks)
+        self._longest = max(chunk.sizes[axis] for chunk in chunks)
 
-    def overlapping(self, box: Box) -> list[StoredChunk]:
+    def overlapping(self, box: Box) -> list[Any]:
         """Chunks that may overlap `box`, and few others."""
         start = box.offsets[self._axis]
         first = bisect.bisect_left(self._starts, start - self._longest + 1)

@@ -50,6 +50,10 @@ def read_shards(reader: CheckpointReader, shards: Iterable[Any]) -> None:
     CPU. Raises as `CheckpointReader.read_items`.
     """
     with reader.conversions.of_one_load():
+        if (parameters := reader.parameters) is not None:
+            shards = list(shards)
+            parameters.read(reader, [shard for shard in shards if shard.key in parameters])
+            shards = [shard for shard in shards if shard.key not in parameters]
         direct, spread = _requests(reader, shards)
         reader.read_items(direct)
         _read_spread(reader, spread)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -38,6 +39,7 @@ from mcore_ckpt.core.ranks import RankGroup, carrying, coordination_group, reach
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import Manifest, shown_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_common_file
+from mcore_ckpt.load.parameters import BucketReads
 from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.load.records import replaced_error
 from mcore_ckpt.megatron._versions import CHECKPOINTING, MegatronErrors, differences, megatron_module, own_version
@@ -59,16 +61,19 @@ class JointLoad:
         group: the ranks.
         is_distributed: Megatron's fully parallel wrapper distributes the reads, so each byte is read by one rank.
         last: the last exchange of this package that the load is known to make.
+        asks_for_buckets: a rank asks for the state of a distributed optimizer.
     """
 
     group: RankGroup
     is_distributed: bool
     last: _Exchange
+    asks_for_buckets: bool = False
     _is_over: bool = False
 
     def sync(self) -> None:
         """Come together ahead of a gather of Megatron's. Raises on all ranks what one has raised before."""
-        self.group.run_merged("load", lambda: None, lambda _, __: None, lambda _: None, wrap=LoadError)
+        ask = self.asks_for_buckets
+        self.asks_for_buckets = self.group.run_merged("load", lambda: ask, operator.or_, bool, wrap=LoadError)
         self.has_made("sync")
 
     def has_made(self, exchange: _Exchange) -> None:
@@ -90,12 +95,16 @@ class LoadCall:
         options: as the strategy has them.
         common: which save the common state was read of; None before.
         reader: what has decoded the index for that.
+        buckets: what reads the parameters of flat buckets, where the job divides its model otherwise.
+        change_common: makes of the stored common state the one that Megatron gets; None: it gets that.
     """
 
     joint: JointLoad | None
     options: LoadOptions
     common: Identity | None = None
     reader: CheckpointReader | None = None
+    buckets: BucketReads | None = None
+    change_common: Callable[[Any], Any] | None = None
 
 
 load_in_progress: ContextVar[LoadCall | None] = ContextVar("load_in_progress", default=None)
@@ -104,6 +113,11 @@ load_in_progress: ContextVar[LoadCall | None] = ContextVar("load_in_progress", d
 def joint_load() -> JointLoad | None:
     """The load in progress, if all ranks have come to it, and that is known."""
     return None if (call := load_in_progress.get()) is None else call.joint
+
+
+def parameters_in_buckets() -> BucketReads | None:
+    """What reads the parameters of flat buckets for the load in progress, where the job divides its model otherwise."""
+    return None if (call := load_in_progress.get()) is None else call.buckets
 
 
 @contextmanager
@@ -121,13 +135,16 @@ def one_load(joint: JointLoad | None, options: LoadOptions) -> Iterator[None]:
         load_in_progress.reset(token)
 
 
-def join(options: LoadOptions, goes_back: bool, arguments: dict[str, Any]) -> JointLoad | None:
+def join(
+    options: LoadOptions, goes_back: bool, arguments: dict[str, Any], asks_for_buckets: bool = False
+) -> JointLoad | None:
     """Come together with the other ranks, if they load together; None if ranks may load alone.
 
     Args:
         options: of this rank.
         goes_back: it goes back to an older checkpoint if this one is damaged, and has not begun to.
         arguments: of Megatron's `load` after the directory, by name.
+        asks_for_buckets: this rank asks for the state of a distributed optimizer.
 
     Raises:
         OptionError: on all ranks, if their options differ.
@@ -147,7 +164,8 @@ def join(options: LoadOptions, goes_back: bool, arguments: dict[str, Any]) -> Jo
         last = "check" if validates else "sync"
     if is_ours(strategy):
         last = "load"
-    joint = JointLoad(group, is_wrapped and dist.get_world_size(strategy.parallelization_group) > 1, last)
+    is_distributed = is_wrapped and dist.get_world_size(strategy.parallelization_group) > 1
+    joint = JointLoad(group, is_distributed, last, asks_for_buckets)
     # Ranks that go back or certify otherwise exchange other things, and one alone would wait for ever.
     with carrying({"on_damaged": "go_back" if goes_back else "raise", "certify": options.certify}):
         joint.sync()
@@ -425,6 +443,15 @@ def note_common(source: Identity, reader: CheckpointReader | None = None) -> Non
     """The common state was read, by that reader if the index was decoded, and is of that save."""
     if (call := load_in_progress.get()) is not None:
         call.common, call.reader = source, reader
+
+
+def opened_reader(directory: Path, options: LoadOptions, version: tuple[int, ...]) -> CheckpointReader:
+    """A reader of that version of a checkpoint: the one of the load in progress, if it has one."""
+    call = load_in_progress.get()
+    known = None if call is None else call.reader
+    if known is not None and known.path == directory and tuple(known.index_version or ()) == version:
+        return known
+    return CheckpointReader(directory, options=options)
 
 
 def check_common(directory: Path, source: Identity, index: CheckpointIndex) -> None:

@@ -258,6 +258,20 @@ def parallel_layout() -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes)
 
 
+def parallel_sizes() -> tuple[int, int] | None:
+    """Tensor and pipeline parallel size of the job; None before its groups are made."""
+    groups: Any = sys.modules.get("megatron.core.parallel_state")
+    if groups is None or not groups.model_parallel_is_initialized():
+        return None
+    return groups.get_tensor_model_parallel_world_size(), groups.get_pipeline_model_parallel_world_size()
+
+
+def parameter_group_identifiers() -> tuple[str, ...]:
+    """What parameter groups of an optimizer are known by in this version."""
+    keys: tuple[str, ...] = import_module("megatron.core.optimizer.optimizer").param_group_identifier_keys
+    return keys
+
+
 def own_version(_: str, content: bytes) -> bytes:
     """Of the record of an object, that of the version which this rank has saved, or of the main one."""
     return version_of(content, parallel_layout(), dist.get_rank() if dist.is_initialized() else 0)

@@ -43,8 +43,9 @@ from mcore_ckpt.core.fingerprints import part_of
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.core.process import Outcome, collector_paused
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
-from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, is_extra_state, is_flat_bucket
+from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, TensorEntry, is_extra_state, is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
+from mcore_ckpt.format.parameter_table import GROUP_OBJECT, stored_tables, tensors_of_buckets
 from mcore_ckpt.format.versions import layout_of_versions
 from mcore_ckpt.load.checks import global_shape
 from mcore_ckpt.load.ranges import batches
@@ -154,6 +155,7 @@ class _Found(NamedTuple):
     unlike: frozenset[str] = frozenset()  # tensors of which a rank holds something in another form than is stored
     lacking: frozenset[str] = frozenset()  # what is stored in the common state, and a rank has not
     groups: Mapping[str, bool] = {}  # parameter groups that are stored, and whether a rank holds them
+    stored: tuple[int, int] = (0, 0)  # how many tensors and objects are
 
     def merged(self, other: _Found) -> _Found:
         """Of both; ranks of `self` are lower."""
@@ -167,6 +169,7 @@ class _Found(NamedTuple):
             self.unlike | other.unlike,
             self.lacking | other.lacking,
             {**self.groups, **other.groups, **{name: True for name, is_held in self.groups.items() if is_held}},
+            self.stored,
         )
 
     @property
@@ -190,6 +193,7 @@ def certify(
     options: LoadOptions | None = None,
     reasons: Sequence[str] = (),
     reader: CheckpointReader | None = None,
+    handed_out: Callable[[Any], Any] | None = None,
 ) -> Certificate:
     """Compare what the ranks hold with a checkpoint; all ranks of the group call it together, after the load.
 
@@ -202,6 +206,7 @@ def certify(
         options: `certify` of them says what is compared, and what becomes of differences; None: of the environment.
         reasons: why parts of the checkpoint were not loaded, for the log.
         reader: what it was loaded by, and has its index, or that of an older one; None: `checkpoint_dir` is read again.
+        handed_out: what the load has made of the common state that is stored; None: it has changed nothing.
 
     Returns:
         What was compared; nothing where `options.certify` is `"off"`. Rank 0 logs it, as a warning if something
@@ -237,15 +242,18 @@ def certify(
     def compare() -> _Found:
         state = sharded_state_dict() if callable(sharded_state_dict) else sharded_state_dict
         chosen = partial(_chosen, options, reader.index)
-        compared.update((name, number) for number, name in enumerate(chosen(reader.index.tensors)))
+        stored, objects_stored = _as_loaded(reader)
+        compared.update((name, number) for number, name in enumerate(chosen(stored)))
         if any(map(is_flat_bucket, compared)):
             _fill_padding([state], reader, compared)
         tensors, objects = leaves_by_kind(state)
-        found = _of_tensors(tensors, reader.index, compared, group.rank, _tells_shifted(optimizer), shards)
+        shifted = reader.parameters is None and _tells_shifted(optimizer)
+        found = _of_tensors(tensors, stored, reader.index, compared, group.rank, shifted, shards)
         common = None
         with contextlib.suppress(CheckpointNotFoundError):
             is_object = COMMON_STATE_KEY in reader.index.objects
             common = common_object(reader) if is_object else load_common(directory, reader.options)
+            common = common if handed_out is None else handed_out(common)
         found.counts["without common"] = int(group.rank == 0 and common is None)
         state, common = (one if isinstance(one, dict) else {} for one in (state, common))
         ignored = _SCHEDULED if getattr(state.get("args"), "override_opt_param_scheduler", False) else ()
@@ -260,6 +268,7 @@ def certify(
         absent = {one.unique_key for one in objects if not is_extra_state(one.unique_key)}
         return found._replace(
             differences=tuple(others[:_SHOWN]),
+            stored=(len(stored), objects_stored),
             objects=_bits(key in mains for key in reader.index.objects),
             absent=found.absent | absent.difference(reader.index.objects),
             lacking=lacking | samples,
@@ -295,9 +304,9 @@ def _certificate(
     elsewise, groups = found.unlike | found.partial, [name for name, is_held in found.groups.items() if not is_held]
     tensors = len(chosen.keys() - held - elsewise) - counts["shifted"]
     rerun = sum(key.startswith(_RERUN) and not found.objects >> n & 1 for n, key in enumerate(index.objects))
-    objects = len(index.objects.keys() - {COMMON_STATE_KEY}) - found.objects.bit_count() - counts["rewritten"] - rerun
+    objects = found.stored[1] - found.objects.bit_count() - counts["rewritten"] - rerun
     left = (
-        (len(index.tensors) - len(chosen), "tensor", f"one in {_SAMPLE} is"),
+        (found.stored[0] - len(chosen), "tensor", f"one in {_SAMPLE} is"),
         (len(found.unlike), "tensor", "of another dtype, shape or class"),
         (len(found.partial), "tensor", f"that ranks do not hold once and whole: {_listed(found.partial)}"),
         (counts["shifted"], "tensor", "of an optimizer of several buckets, which Megatron-Core tells shifted"),
@@ -351,8 +360,20 @@ def _fill_padding(state: Any, reader: CheckpointReader, chosen: Collection[str])
                 _fill_padding(value, reader, chosen)
 
 
+def _as_loaded(reader: CheckpointReader) -> tuple[Mapping[str, TensorEntry], int]:
+    """The tensors that are stored, or that were loaded of flat buckets in their place; and how many objects are."""
+    index, objects = reader.index, reader.index.objects.keys() - {COMMON_STATE_KEY}
+    if reader.parameters is None:
+        return index.tensors, len(objects)
+    forms = tensors_of_buckets(index, stored_tables(index, reader.object_bytes))
+    of_buckets = {key: TensorEntry(key, *form, ()) for key, form in forms.items()}
+    others = {key: entry for key, entry in index.tensors.items() if not is_flat_bucket(key)}
+    return {**others, **of_buckets}, sum(GROUP_OBJECT.fullmatch(key) is None for key in objects)
+
+
 def _of_tensors(
     tensors: Sequence[Any],
+    stored_as: Mapping[str, TensorEntry],
     index: CheckpointIndex,
     chosen: Mapping[str, int],
     rank: int,
@@ -364,11 +385,11 @@ def _of_tensors(
     """
     counts, unlike, residues, held = Counter[str](), set(), list[tuple[str, _Residue]](), bytearray(len(chosen))
     keys = [shard.key for shard in tensors]  # of tens of thousands most are not chosen: no loop of Python's over these
-    absent = frozenset(set(keys).difference(index.tensors))
+    absent = frozenset(set(keys).difference(stored_as))
     for shard, number in zip(tensors, map(chosen.get, keys), strict=True):
         if number is None or shard.data is None:
             continue
-        entry = index.tensors[shard.key]
+        entry = stored_as[shard.key]
         stretch = getattr(shard, "flattened_range", None)
         is_first = is_main_replica(shard) and not any(shard.global_offset) and not (stretch and stretch.start)
         is_first = is_first and not (0 in shard.local_shape and math.prod(shard.global_shape))

@@ -130,7 +130,7 @@ def _warn_of_patched_methods() -> None:
 
 def _replace_all() -> None:
     # Here and not above: importing the strategies needs megatron-core, importing the name `install` must not.
-    from mcore_ckpt.megatron.resume import certify_training
+    from mcore_ckpt.megatron.resume import change_when_imported
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy, register_in_megatron
 
     # Name in the contract -> what makes the replacement, of Megatron's own.
@@ -167,7 +167,7 @@ def _replace_all() -> None:
         if owner is not None:
             attribute = name.name.rpartition(".")[2]
             patches.replace(owner, attribute, replacements[str(name)](getattr(owner, attribute)))
-    certify_training()
+    change_when_imported()
     if nvrx.is_installed() and (core := nvrx.core()) is not None:
         nvrx.served(core.AsyncCallsQueue)
     serve_with_numpy_2(patches)

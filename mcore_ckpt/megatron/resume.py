@@ -18,19 +18,23 @@ from mcore_ckpt.core.errors import CheckpointError, LoadError
 from mcore_ckpt.core.ranks import without_modes
 from mcore_ckpt.megatron._joint_calls import metadata_version
 from mcore_ckpt.megatron._versions import patches
+from mcore_ckpt.megatron.flat_buckets import OPTIMIZER, change_optimizer
+from mcore_ckpt.megatron.other_division import FLAT_BUCKETS, SHARDING_TYPE, with_own_ranges
 from mcore_ckpt.megatron.serialization import TRAINING, noted_of_resume, tell_uncertified
 
 
-def certify_training() -> None:
-    """Let Megatron-LM's `load_checkpoint` end with a certificate, now or when its module has been imported."""
-    _certify_module()
+def change_when_imported() -> None:
+    """Let Megatron-LM's `load_checkpoint` end with a certificate, and the distributed optimizer say what lies where in
+    its buckets: now, or when their modules have been imported.
+    """
+    _change_modules()
     if _AfterImport not in sys.meta_path:
         sys.meta_path.insert(0, _AfterImport)
 
 
 class _AfterImport:
-    """Finds nothing by itself. Asked for the module, it changes that when it has been imported; where another finder
-    was asked first, it does so at the next import of any module.
+    """Finds nothing by itself. Asked for one of the modules, it changes that when it has been imported; where another
+    finder was asked first, it does so at the next import of any module.
     """
 
     @classmethod
@@ -38,8 +42,8 @@ class _AfterImport:
         """As of `importlib.abc.MetaPathFinder`."""
         if not patches.replaced():
             return None
-        _certify_module()
-        if name != TRAINING:
+        _change_modules()
+        if name not in (TRAINING, OPTIMIZER):
             return None
         others = (getattr(finder, "find_spec", None) for finder in sys.meta_path[sys.meta_path.index(cls) + 1 :])
         spec = next(filter(None, (find(name, path, target) for find in others if find)), None)
@@ -48,10 +52,15 @@ class _AfterImport:
 
             def execute_and_change(module: ModuleType) -> None:
                 execute(module)
-                _certify_module()
+                _change_modules()
 
             loader.exec_module = execute_and_change
         return spec
+
+
+def _change_modules() -> None:
+    _certify_module()
+    change_optimizer()
 
 
 def _certify_module() -> None:
@@ -113,7 +122,7 @@ def _certify_resume(
     given, job = call.arguments, call.arguments["args"]
     flags = [name for name in ("finetune", "no_load_optim", "no_load_rng") if getattr(job, name)]
     reasons = [f"--{name.replace('_', '-')}" for name in flags]
-    reader = noted.get("reader")
+    reader, handed_out = noted.get("reader"), noted["call"].change_common
     has_random = reader is None or any("rng_state/" in key for key in reader.index.objects)
     if given["rng_state"] is None and has_random and not reasons:
         reasons.append("random states of another layout")
@@ -124,6 +133,9 @@ def _certify_resume(
             given["rng_state"] = stock["get_rng_state"](*again, **named)
         # As for a save: on its way to a load, an optimizer gives itself states of zeros.
         given["optim_sd_kwargs"] = {**(given["optim_sd_kwargs"] or {}), "is_loading": False}
+        if handed_out is not None:  # nor is anything gathered: each rank has its own ranges
+            metadata = {**(given["optim_sd_kwargs"].get("metadata") or {}), SHARDING_TYPE: FLAT_BUCKETS}
+            given["optim_sd_kwargs"]["metadata"] = metadata
         if given["rerun_state"]:  # a rerun is pending
             machine = sys.modules[TRAINING].get_rerun_state_machine()
             given["rerun_state"] = machine.state_dict(None, job.ckpt_format, force=True)
@@ -136,9 +148,9 @@ def _certify_resume(
             raise LoadError(f"{directory} was replaced while it was loaded")
         if job.finetune or directory.name == "release" or getattr(job, "override_ckpt_iteration", None) is not None:
             del state["args"], state["iteration"]
-        return state
+        return state if handed_out is None else with_own_ranges(state)
 
-    known = {"options": options, "reasons": reasons, "reader": reader}
+    known = {"options": options, "reasons": reasons, "reader": reader, "handed_out": handed_out}
     try:
         certify(make_state, directory, optimizer, process_group=process_group, **known)
     except CheckpointError as error:

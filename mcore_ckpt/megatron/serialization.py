@@ -65,16 +65,19 @@ from mcore_ckpt.format.unpickler import NotRebuiltError
 from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.megatron._joint_calls import (
     identity_of,
+    is_ours,
     join,
     load_in_progress,
     metadata_version,
     note_common,
     one_load,
     one_save,
+    opened_reader,
     save_call,
     unwrapped,
 )
 from mcore_ckpt.megatron._versions import MegatronErrors, is_first_rank, megatron_module, patches
+from mcore_ckpt.megatron.other_division import declared_reshardable, has_flat_state, under_this_division
 from mcore_ckpt.save.commit import give_up_forgotten_saves, saves_in_progress
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
@@ -227,7 +230,7 @@ def _load_common(directory: Path, options: LoadOptions, version: tuple[int, ...]
         content = read_small_file(directory, METADATA_FILE, MAX_METADATA_BYTES)
         pickled, manifest = split_metadata(content, str(directory / METADATA_FILE))
         if _index_decides(pickled, names):
-            reader = CheckpointReader(directory, options=options)
+            reader = opened_reader(directory, options, version)
             manifest = reader.index.manifest
             file = common_file_in_force(with_common_files(storage, names, reader.index), reader.index)
             if file is None and COMMON_STATE_KEY in reader.index.objects:
@@ -329,14 +332,20 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             if noted_of_resume.get() is None and options.certify != "off":
                 _name_uncertified(directory, options)
             goes_back = options.on_damaged == "go_back" and load_in_progress.get() is None
-            joint = join(options, goes_back, arguments)
+            asks_for_buckets = is_ours(arguments.get("sharded_strategy")) and has_flat_state(sharded_state_dict)
+            joint = join(options, goes_back, arguments, asks_for_buckets)
 
             def read(read_directory: Any) -> Any:
                 with storage_at(read_directory).in_use(METADATA_FILE), one_load(joint, options):
                     if (noted := noted_of_resume.get()) is not None:
                         path = checkpoint_path(read_directory)
                         noted["load"] = path, metadata_version(path), options, arguments.get("process_group")
-                    return stock(sharded_state_dict, read_directory, *args, **kwargs)
+                    state = sharded_state_dict
+                    if asks_for_buckets or (joint is not None and joint.asks_for_buckets):
+                        state = under_this_division(state, checkpoint_path(read_directory))
+                    if noted is not None:
+                        noted["call"] = load_in_progress.get()
+                    return stock(state, read_directory, *args, **kwargs)
 
             if not goes_back:
                 return read(checkpoint_dir)
@@ -386,7 +395,12 @@ def load_common_in_place(checkpoint_dir: Any) -> Any:
     """The common state of the checkpoint that is read in the place of the named one."""
     call = load_in_progress.get()
     with MegatronErrors():
-        return load_common(directory_to_read(checkpoint_dir), None if call is None else call.options)
+        directory = directory_to_read(checkpoint_dir)
+        common = load_common(directory, None if call is None else call.options)
+        if call is not None and call.change_common is not None:
+            return call.change_common(common)
+        is_resume = call is None and noted_of_resume.get() is not None
+        return declared_reshardable(common, directory) if is_resume else common
 
 
 def load_common_state_dict(checkpoint_dir: Any) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,9 +28,9 @@ from mcore_ckpt.core.errors import KindMismatchError, LoadError, OptionError, St
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host
 from mcore_ckpt.core.process import run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
-from mcore_ckpt.directory.in_force import iteration_of
-from mcore_ckpt.format.index import CheckpointIndex, is_flat_bucket
+from mcore_ckpt.format.index import is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
+from mcore_ckpt.format.parameter_table import GROUP_OBJECT, stored_tables, tensors_of_buckets
 from mcore_ckpt.load.files import ReadStats
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import CheckpointReader, ranks_that_load_here
@@ -46,6 +45,7 @@ from mcore_ckpt.megatron._joint_calls import (
     load_in_progress,
     metadata_version,
     noted_validation,
+    parameters_in_buckets,
 )
 from mcore_ckpt.megatron._versions import (
     TESTED_VERSIONS,
@@ -62,6 +62,7 @@ from mcore_ckpt.megatron._versions import (
     strategy_base,
 )
 from mcore_ckpt.megatron.nvrx import async_request_class
+from mcore_ckpt.megatron.other_division import advice_on_buckets
 from mcore_ckpt.megatron.serialization import directory_to_read, noted_of_resume
 from mcore_ckpt.save.buckets import check_hint
 from mcore_ckpt.save.commit import SaveTransaction
@@ -294,6 +295,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
                 if (noted := noted_of_resume.get()) is not None:
                     noted["reader"] = reader
                 reader.ranks = 1 if joint is not None and joint.is_distributed else ranks_that_load_here()
+                reader.parameters = parameters_in_buckets()
                 loaded.append(_load(reader, sharded_state_dict))
             return {identity_of(reader.index.manifest, ()): group.rank}
 
@@ -357,10 +359,14 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
     def load_tensors_metadata(self, checkpoint_dir: _Path, metadata: Any = None) -> dict[str, Any]:
         """What tensors the checkpoint holds: key -> Megatron `ShardedTensor` of the global shape, without data."""
         with MegatronErrors():
-            index = self._open(checkpoint_dir).index
+            index = (reader := self._open(checkpoint_dir)).index
+            tensors = {key: (entry.dtype, entry.shape) for key, entry in index.tensors.items()}
+            if parameters_in_buckets() is not None:
+                tensors = {key: form for key, form in tensors.items() if not is_flat_bucket(key)}
+                tensors |= tensors_of_buckets(index, stored_tables(index, reader.object_bytes))
             found = {}
-            for key, entry in index.tensors.items():
-                stored = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+            for key, (dtype, shape) in tensors.items():
+                stored = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
                 found[key] = sharded_tensor_of(key, index.original_shape(key), stored)
             return found
 
@@ -369,9 +375,10 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         """What tensors and objects the checkpoint holds, as `load_tensors_metadata`; objects by their unique key."""
         with MegatronErrors():
             sharded_object = mapping().ShardedObject
-            objects = {
-                key: sharded_object.empty_from_unique_key(key) for key in self._open(checkpoint_dir).index.objects
-            }
+            keys: Iterable[str] = self._open(checkpoint_dir).index.objects
+            if parameters_in_buckets() is not None:  # what a group of ranks has stored with its buckets, they stand for
+                keys = [key for key in keys if GROUP_OBJECT.fullmatch(key) is None]
+            objects = {key: sharded_object.empty_from_unique_key(key) for key in keys}
             return {**objects, **self.load_tensors_metadata(checkpoint_dir)}
 
     @without_modes()
@@ -434,26 +441,22 @@ def _load(reader: CheckpointReader, sharded_state_dict: dict[str, Any]) -> dict[
             keys = (leaf.unique_key for leaf in sharded_objects)
             objects = _ObjectsInTurn(reader.read_objects(keys, own_version))
     except LoadError as error:
-        error.args = (f"{error}{_advice_on(reader.path, reader.index, tensors)}",)
+        error.args = (f"{error}{_advice_on(reader, tensors, sharded_objects)}",)
         raise
     loaded: dict[str, Any] = filled(sharded_state_dict, objects.of)
     return loaded
 
 
-def _advice_on(checkpoint: Path, index: CheckpointIndex, shards: Iterable[Any]) -> str:
-    """What a load's error says, too, if flat buckets were requested of another layout than the stored; or nothing."""
-    stored = index.tensors
+def _advice_on(reader: CheckpointReader, shards: Iterable[Any], objects: Iterable[Any]) -> str:
+    """What a load's error says, too, if the state of another layout than the stored was requested; or nothing."""
+    stored = reader.index.tensors
     wanted = {shard.key: tuple(shard.global_shape) for shard in shards if is_flat_bucket(shard.key)}
-    if all(key in stored and stored[key].shape == shape for key, shape in wanted.items()):
-        return ""
-    step, layout = iteration_of(checkpoint.name), "fully_reshardable"
-    run = str(checkpoint if step is None else checkpoint.parent)
-    name, chosen = ("", "") if step is None else (f"/iter_{step:07d}", f" --ckpt-step {step}")
-    words = shlex.join(["mcore-ckpt", "reshard", run + name, f"{run}-{layout}{name}", "--optimizer-layout", layout])
-    return (
-        ". The optimizer's state is flat buckets (dp_reshardable) of the TP, PP and EP that saved it. Convert it, for "
-        f"any layout: {words}; then --load {shlex.quote(f'{run}-{layout}')}{chosen}"
-    )
+    if not all(key in stored and stored[key].shape == shape for key, shape in wanted.items()):
+        return advice_on_buckets(reader.path)
+    keys = {leaf.unique_key for leaf in objects if leaf.key.endswith("rng_state")} - reader.index.objects.keys()
+    if keys and any("rng_state/" in key for key in reader.index.objects):
+        return ". Random states are stored for another division of the ranks, and cannot follow: add --no-load-rng"
+    return ""
 
 
 class _ObjectsInTurn:

@@ -5,12 +5,14 @@
     -> fully_reshardable (from 0.15 on)        a tensor of the parameter's own shape for each state
 
 As with models, the target is a view: its tensors are slices of what is stored, and no element is computed. Which slice
-of a bucket is which parameter, `parameter_orders` tells. The checkpoint's own elements confirm it: the optimizer's
-copy of a parameter, rounded to the model's dtype, is the model's parameter.
+of a bucket is which parameter, the table says that was saved with it. Where there is none, as in older checkpoints,
+`parameter_orders` tells, and the checkpoint's own elements confirm it: the optimizer's copy of a parameter, rounded to
+the model's dtype, is the model's parameter.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import operator
@@ -20,8 +22,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
+from mcore_ckpt.core.errors import CorruptCheckpointError, MissingKeyError, OptionError
 from mcore_ckpt.format.index import COMMON_STATE_KEY, CheckpointIndex, TensorEntry
+from mcore_ckpt.format.parameter_table import (
+    BUCKET,
+    GROUP_OBJECT,
+    SIZES_OF_BUCKETS,
+    STATE_KEY,
+    dense_slices,
+    stored_tables,
+)
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE
 from mcore_ckpt.reshard.parameter_orders import FlatParameter, ParameterBox, parameter_orders, places_in_buckets
 from mcore_ckpt.reshard.view import Part, TensorView, as_stored
@@ -30,15 +40,6 @@ from mcore_ckpt.tools.keys import is_optimizer_key, optimizer_layout, read_objec
 from mcore_ckpt.tools.payloads import StoredPayloads, read_box
 from mcore_ckpt.tools.regrid import cast_floats
 
-_BUCKET = re.compile(
-    r"(?P<chained>chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)"
-    r"\.dtype_(?P<dtype>.+)\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"
-)
-_GROUP_OBJECT = re.compile(
-    r"(?P<chained>chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<name>\w+)/shard_0_1"
-)
-_STATE_KEY = re.compile(r"(?P<prefix>(?:chained_\d+\.)?optimizer\.state\.)(?P<state>[^.]+)\.(?P<key>.+)")
-_BUCKET_SIZES = ("per_bucket_numel", "per_bucket_numel_unpadded")
 _ELEMENTS_COMPARED = 64
 _MAIN_PARAMETER = "param"
 # Members of a state that differ in nothing else: Megatron 0.15 and later call the first one the second.
@@ -86,7 +87,7 @@ def _from_stretches(index: CheckpointIndex, common: Mapping[str, Any]) -> Conver
     views: dict[str, TensorView] = {}
     changed = 0
     for key, entry in index.tensors.items():
-        found = _STATE_KEY.fullmatch(key)
+        found = STATE_KEY.fullmatch(key)
         name = key
         if found is not None and found["state"] == _OLD_MAIN_PARAMETER:
             name = f"{found['prefix']}{_MAIN_PARAMETER}.{found['key']}"
@@ -130,12 +131,55 @@ _Buffers = dict[tuple[str, int], dict[int, dict[str, list[str]]]]
 
 def _from_buckets(payloads: StoredPayloads, common: Mapping[str, Any]) -> ConvertedOptimizer:
     index = payloads.index
+    found = _from_tables(index, common)
+    shapes, sources = _from_model(payloads, common) if found is None else found
+    views = {key: as_stored(entry) for key, entry in index.tensors.items() if not BUCKET.fullmatch(key)}
+    count = len(index.tensors) - len(views)
+    views |= {key: TensorView(shapes[key], tuple(parts)) for key, parts in sources.items()}
+    group_objects = {key: match for key in index.objects if (match := GROUP_OBJECT.fullmatch(key))}
+    objects, common_file = _with_layout(index, common, _shared_state(index, group_objects))
+    kept = tuple(key for key in index.objects if key not in objects and key not in group_objects)
+    note = (
+        f"optimizer: {count} flat buckets become {len(sources)} tensors of the parameters' shapes ({FULLY_RESHARDABLE})"
+    )
+    how = "the order of parameters is that of the model that megatron-core builds from the stored arguments"
+    return ConvertedOptimizer(views, kept, objects, common_file, (note,) if found is not None else (note, how))
+
+
+_Sources = tuple[dict[str, tuple[int, ...]], dict[str, list[Part]]]
+"""Shape and parts of each tensor, by key."""
+
+
+def _from_tables(index: CheckpointIndex, common: Mapping[str, Any]) -> _Sources | None:
+    """As the tables of parameters say that were saved with the buckets; None if one has none."""
+    content = common.get("content_metadata")
+    avoid_prefix = isinstance(content, dict) and bool(content.get("chained_optim_avoid_prefix"))
+    shapes: dict[str, tuple[int, ...]] = {}
+    sources: dict[str, list[Part]] = {}
+    with contextlib.suppress(MissingKeyError):
+        for table in stored_tables(index, lambda key: read_object(index, index.objects[key])):
+            for region in table.regions():
+                bucket = table.buckets[region.bucket]
+                array = Box((0,), (table.sizes[region.bucket],))
+                prefix = "" if avoid_prefix else bucket.partition("optimizer.")[0]
+                for state in table.states[region.bucket] if not region.is_copy else ():
+                    key = f"{prefix}optimizer.state.{state}.{region.key}"
+                    if shapes.setdefault(key, region.form.shape) != region.form.shape:
+                        raise CorruptCheckpointError(f"{index.path}: tables of parameters have two shapes of {key}")
+                    parts = (Part(box, f"{bucket}.{state}", array, flat=at) for box, at in dense_slices(region))
+                    sources.setdefault(key, []).extend(parts)
+        return shapes, sources
+    return None
+
+
+def _from_model(payloads: StoredPayloads, common: Mapping[str, Any]) -> _Sources:
+    """As the model has them that megatron-core builds from the stored arguments."""
+    index = payloads.index
     content = common.get("content_metadata")
     content = content if isinstance(content, dict) else {}
     arguments = common.get("args")
     orders = parameter_orders(arguments if isinstance(arguments, dict) else {}, content)
     buffers = _buffers(index)
-    views = {key: as_stored(entry) for key, entry in index.tensors.items() if not _BUCKET.fullmatch(key)}
     _compare_model(index, itertools.chain.from_iterable(orders.values()))
     avoid_prefix = bool(content.get("chained_optim_avoid_prefix"))
     sources: dict[str, list[Part]] = {}
@@ -173,23 +217,15 @@ def _from_buckets(payloads: StoredPayloads, common: Mapping[str, Any]) -> Conver
             f"{index.path}: no buckets are stored for group {missing[0][1]} of the ranks that the stored arguments "
             f"name, and {len(missing) - 1} more. Nothing was written"
         )
-    views |= {key: TensorView(shapes[key], tuple(parts)) for key, parts in sources.items()}
-    group_objects = {key: found for key in index.objects if (found := _GROUP_OBJECT.fullmatch(key))}
-    objects, common_file = _with_layout(index, common, _shared_state(index, group_objects))
-    kept = tuple(key for key in index.objects if key not in objects and key not in group_objects)
-    note = (
-        f"optimizer: {len(index.tensors.keys() - views.keys())} flat buckets become "
-        f"{len(sources)} tensors of the parameters' shapes ({FULLY_RESHARDABLE})"
-    )
-    return ConvertedOptimizer(views, kept, objects, common_file, (note,))
+    return shapes, sources
 
 
 def _buffers(index: CheckpointIndex) -> _Buffers:
     found: dict[tuple[str, int, int, str], dict[int, str]] = {}
     for key in index.tensors:
-        match = _BUCKET.fullmatch(key)
+        match = BUCKET.fullmatch(key)
         if match is not None:
-            of = match["chained"] or "", int(match["group"]), int(match["buffer"]), match["state"]
+            of = match["chained"] or "", int(match["number"]), int(match["buffer"]), match["state"]
             found.setdefault(of, {})[int(match["bucket"])] = key
     buffers: _Buffers = {}
     for (chained, group, number, state), buckets in sorted(found.items()):
@@ -264,7 +300,7 @@ def _shared_state(index: CheckpointIndex, objects: Mapping[str, re.Match[str]]) 
     """What is no tensor of the optimizer's state, by prefix and name: the first group's, as a save would keep it."""
     found: dict[str, dict[str, Any]] = {}
     for key, match in objects.items():
-        if int(match["group"]) == 0 and match["name"] not in _BUCKET_SIZES:
+        if int(match["number"]) == 0 and match["name"] not in SIZES_OF_BUCKETS:
             value = unwrapped(decode_state(read_object(index, index.objects[key]), key))
             found.setdefault(match["chained"] or "", {})[match["name"]] = value
     return found

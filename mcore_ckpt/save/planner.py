@@ -30,13 +30,14 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import Outcome
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_write import MetadataEncoder
+from mcore_ckpt.format.versions import with_members
 from mcore_ckpt.image.layout import TensorSpec
 from mcore_ckpt.image.manifest import GlobalPlan
 from mcore_ckpt.save.buckets import RankLayout, lay_out_rank
 from mcore_ckpt.save.versions import Digests, differing, digests_of, keep_versions, merged
 from mcore_ckpt.state.plan_check import Accesses, check_saves
 from mcore_ckpt.state.plans import decoded_plans
-from mcore_ckpt.state.shards import StoredForm, main_replicas, noted_shapes, stored_form
+from mcore_ckpt.state.shards import StoredForm, main_replicas, noted_shapes, record_members, stored_form
 from mcore_ckpt.state.torch_classes import (
     PLAIN,
     check_memory,
@@ -78,13 +79,14 @@ NOTHING: Final = Described((), [], [], ())
 
 class RankState(NamedTuple):
     """One rank's part of a save: tensors (detached, unless they are read by address), objects by key in serialized
-    form, and the tensors as the checkpoint will know them; and the objects that another rank saves.
+    form, and the tensors as the checkpoint will know them; the objects that another rank saves; and digests of both.
     """
 
     tensors: list[torch.Tensor]
     objects: list[tuple[str, memoryview]]
     described: Described
-    replicas: Sequence[tuple[str, memoryview]] = ()
+    replicas: Sequence[tuple[str, memoryview]]
+    digests: Digests
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -115,7 +117,13 @@ def collect(sharded_state_dict: Any, known: Described) -> RankState:
     if 0 in described.pointers:
         pairs = zip(tensors, described.pointers, strict=True)
         tensors = [tensor if pointer else tensor.detach() for tensor, pointer in pairs]
-    return RankState(tensors, serialized[0], described, serialized[1])
+    digests = digests_of([*serialized[0], *serialized[1]])
+    members = {leaf.unique_key: found for leaf in sharded_objects if (found := record_members(leaf))}
+    objects = [
+        (key, memoryview(with_members(bytes(content), members[key])) if key in members else content)
+        for key, content in serialized[0]
+    ]
+    return RankState(tensors, objects, described, serialized[1], digests)
 
 
 def _serialized(sharded_objects: Sequence[Any]) -> list[tuple[str, memoryview]]:
@@ -386,7 +394,7 @@ def propose(state: RankState, structure: Structure, group: RankGroup, request: S
         second_tiers=frozenset([request.options.drain_to]),
         common=frozenset([common]),
         names=frozenset([request.directory.absolute().name]),
-        objects=digests_of([*state.objects, *state.replicas]),
+        objects=state.digests,
     )
 
 

@@ -61,6 +61,12 @@ def is_main(replica_id: Any) -> bool:
     return not any(replica_id)
 
 
+def record_members(leaf: Any) -> Mapping[str, bytes]:
+    """What else the record of a sharded object has, by name, where it is stored."""
+    found: Mapping[str, bytes] = getattr(leaf, "record_members", {})
+    return found
+
+
 def box_sizes(shard: Any) -> tuple[int, ...]:
     """Sizes of the box that a shard fills in its global tensor; raises `PlanError` for a slice of a flattened one."""
     if getattr(shard, "flattened_range", None) is not None:

@@ -62,6 +62,7 @@ class Checkpoint:
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)  # their pickles
     sealed: bool = False
+    regions: list[Region] = field(default_factory=list)  # of parameters in flat buckets
 
 
 class Chunk(NamedTuple):
@@ -195,6 +196,76 @@ def object_pickle(item: bytes, what: str) -> bytes:
     need("data.pkl" in records, f"{what}: no data.pkl")
     need(records.get("byteorder", b"little") == b"little", f"{what}: byte order")
     return records["data.pkl"]
+
+
+# --- the table of parameters of flat buckets
+
+FLAT_MAGIC, FLAT_HOLDER = b"\x89mckFLAT", "per_bucket_numel/shard_0_1"
+
+
+class Region(NamedTuple):
+    bucket: str  # its key without the state
+    parameter: str
+    shape: tuple[int, ...]  # of the parameter
+    offsets: tuple[int, ...]  # of the slice, as the sizes
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+    is_copy: bool
+
+    @property
+    def elements(self) -> np.ndarray:
+        """Which elements of the bucket it is, in the slice's shape."""
+        found = np.full(self.sizes, self.first, np.int64)
+        for axis, (size, stride) in enumerate(zip(self.sizes, self.strides, strict=True)):
+            found += (np.arange(size) * stride).reshape([-1 if n == axis else 1 for n in range(len(self.sizes))])
+        return found
+
+
+def parameter_regions(item: bytes, group: str, stored: dict[str, int]) -> list[Region] | None:
+    """What the record of the object that holds it says of the buckets of a group; `stored`: their lengths."""
+    records = {name.partition("/")[2]: content for name, content in zip_records(item).items()}
+    if "mcore_ckpt/parameters" not in records:
+        return None
+    what = f"parameters of {group}"
+    head = Cursor(records["mcore_ckpt/parameters"], what)
+    need(head.take(8) == FLAT_MAGIC and head.numbers(4, 1) == [1], f"{what}: version")
+    (length,) = head.numbers(8, 1)
+    need(length <= 1 << 28, f"{what}: {length} bytes")
+    cursor = Cursor(inflate(head.data[head.at :], length), what)
+    buckets, form_count, count, words, axes_of_all, alignment, longest = cursor.numbers(8, 7)
+    need(count <= 2_000_000, f"{what}: {count} regions")
+    lengths, numbers = cursor.numbers(8, buckets), iter(cursor.numbers(8, words))
+    forms = []
+    for _ in range(form_count):
+        axes = next(numbers, 0)
+        forms.append(tuple(tuple(itertools.islice(numbers, axes)) for _ in range(3)))
+        need(len({*map(len, forms[-1])}) == 1, f"{what}: a form")
+    need(next(numbers, None) is None, f"{what}: forms")
+    offsets, firsts = iter(cursor.numbers(8, axes_of_all)), cursor.numbers(8, count)
+    owners, of_forms, copies = (cursor.numbers(4, count) for _ in range(3))
+    names = cursor.names(cursor.numbers(4, buckets + count))
+    cursor.end()
+    need(dict(zip([group + name for name in names[:buckets]], lengths, strict=True)) == stored, f"{what}: buckets")
+    found, taken = [], [np.zeros(length, np.int8) for length in lengths]
+    for key, owner, form, first, copy in zip(names[buckets:], owners, of_forms, firsts, copies, strict=True):
+        need(owner < buckets and form < form_count and copy < 2, f"{what}: a region")
+        shape, sizes, strides = forms[form]
+        at = tuple(itertools.islice(offsets, len(shape)))
+        need(all(n > 0 and o + n <= all_ for o, n, all_ in zip(at, sizes, shape, strict=True)), f"{what}: a slice")
+        region = Region(group + names[owner], key, shape, at, sizes, strides, first, bool(copy))
+        elements = region.elements
+        need(elements.max() < lengths[owner], f"{what}: {key} leaves its bucket")
+        np.add.at(taken[owner], elements.ravel(), 1)
+        found.append(region)
+    need(next(offsets, None) is None, f"{what}: offsets")
+    for bucket in taken:
+        need(bucket.max() == 1, f"{what}: two regions in one another")
+        edges = np.flatnonzero(np.diff(np.concatenate([[1], bucket, [1]])))
+        for start, stop in edges.reshape(-1, 2).tolist():
+            is_aligned = stop == len(bucket) or stop % alignment == 0
+            need(stop - start <= longest and is_aligned, f"{what}: elements [{start}, {stop}) of no parameter")
+    return found
 
 
 # --- data files
@@ -520,6 +591,14 @@ def read_checkpoint(directory: str | Path) -> Checkpoint:
             if sums:
                 check_sums(item, zlib.crc32(item), sums.items[number], None, key)
             result.objects[key] = object_pickle(item, key)
+            if key.endswith(FLAT_HOLDER):
+                group = key.removesuffix(FLAT_HOLDER)
+                flat = {
+                    name.rpartition(".")[0]: meta.shape[0]
+                    for name, meta in entries.items()
+                    if meta is not None and name.startswith(f"{group}gbuf_idx_")
+                }
+                result.regions += parameter_regions(item, group, flat) or []
             continue
         array, todo = np.zeros(entry.shape, DTYPES[entry.dtype]), np.ones(entry.shape, bool)
         for offsets, sizes in entry.boxes:
@@ -552,6 +631,12 @@ def read_checkpoint(directory: str | Path) -> Checkpoint:
         known = None if program.count(b"mcore_data") else fingerprints[key]
         need(known in (None, zlib.crc32(array.tobytes())), f"{key}: fingerprint")
         result.tensors[key] = array
+    tiled: dict[str, np.ndarray] = {}
+    for region in (one for one in result.regions if not one.is_copy):
+        counts = tiled.setdefault(region.parameter, np.zeros(region.shape, np.int8))
+        need(counts.shape == region.shape, f"{region.parameter}: two shapes")
+        counts[tuple(slice(o, o + n) for o, n in zip(region.offsets, region.sizes, strict=True))] += 1
+    need(all((counts == 1).all() for counts in tiled.values()), "parameters of flat buckets: slices do not tile one")
     for name, spans in used.items():
         spans.sort()
         apart = all(start + length <= later for (start, length), (later, _) in itertools.pairwise(spans))

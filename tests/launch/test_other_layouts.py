@@ -77,9 +77,38 @@ def test_flat_buckets_go_on_when_they_are_made_reshardable(launches: Path) -> No
     assert elsewhere.losses == pytest.approx(later, rel=1e-4)  # bfloat16, added in another order
 
 
-def test_optimizer_state_of_another_tensor_parallel_size_is_refused(launches: Path) -> None:
-    """`dp_reshardable`, the default of the launch, cannot change it; ours says so as stock does, and trains nothing."""
-    _, checkpoints = trained("ours", DATA_PARALLEL, launches)
+# Saved under, resumed under; what replaces arguments there. Both have tied embeddings.
+DIVISIONS = {
+    "tp2-pp2-to-half": (4, (_TP, "2", _PP, "2"), 2, ()),
+    "virtual-stages": (2, (_PP, "2", "--num-layers-per-virtual-pipeline-stage", "1"), 2, (_TP, "2")),
+    "experts-1-to-2": (2, (), 2, ("--expert-model-parallel-size", "2", "--no-load-rng")),
+    "experts-2-to-1": (2, ("--expert-model-parallel-size", "2"), 2, ("--no-load-rng",)),
+}
+_EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --disable-bias-linear".split()
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_what_is_saved_by_default_resumes_under_any_division(name: str, launches: Path) -> None:
+    ranks, saved, resuming, layout = DIVISIONS[name]
+    experts = _EXPERTS if name.startswith("experts") else []
+    arguments = [*_NO_DROPOUT, *experts, "--use-distributed-optimizer", "--swiglu"]
+    place = launches / f"any-{name}"
+    saving = ["--save", str(place / "saved"), "--save-interval", "3"]
+    never_stopped = launch("ours", ranks, [*arguments, *saved, *saving], place / "run")
+    later = {iteration: loss for iteration, loss in never_stopped.losses.items() if iteration > 3}
+    loading = ["--load", str(place / "saved"), "--ckpt-step", "3"]
+    on = launch("ours", resuming, [*arguments, *layout, *loading], place / "on")
+    assert on.losses == pytest.approx(later, rel=2e-6)  # added in another order
+    (line,) = [line for line in on.log.splitlines() if "resumed from iter_0000003" in line]
+    assert " as saved: " in line
+    if not experts:
+        refused = launch("stock", resuming, [*arguments, *layout, *loading], place / "stock", expected_exit=None)
+        assert "(TP, PP) mismatch after resume" in refused.log
+
+
+def test_flat_buckets_without_tables_are_refused_with_the_command_that_converts_them(launches: Path) -> None:
+    """Of Megatron-Core itself, under another tensor parallel size; ours says so as stock does, and trains nothing."""
+    _, checkpoints = trained("stock", DATA_PARALLEL, launches)
     for side in SIDES:
         arguments = [*command_line(side, DATA_PARALLEL), _TP, "2", "--load", str(checkpoints), "--ckpt-step", "3"]
         refused = launch(side, 2, arguments, launches / f"refused-{side}", expected_exit=None)

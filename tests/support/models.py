@@ -142,7 +142,11 @@ def build_training(
     """
     pretend_cuda()
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -213,6 +217,8 @@ def build_training(
         overlap_grad_reduce=bucket_elements is not None,
         bucket_size=bucket_elements,
     )
+    if bucket_elements is not None:  # reductions that overlap with the backward pass have to end before the step
+        config.finalize_model_grads_func = finalize_model_grads
     model = [DistributedDataParallel(config=config, ddp_config=ddp_config, module=chunk)]
     optimizer_config = OptimizerConfig(
         optimizer="adam",

@@ -1,0 +1,217 @@
+"""The optimizer's state of single parameters, read from flat buckets by the tables that were saved with them.
+
+    tables of all groups  ->  where each slice of a parameter lies  ->  covering reads  ->  strided copies
+
+`dp_reshardable` stores buckets; under a division of the model other than that of the save, ranks ask for slices of
+`optimizer.state.<state>.<parameter>`. A slice is intersected with the stored ones. What it has in common with one of
+them is a strided slice of a bucket, which is read in runs of at most 16 MiB, with what lies between where its own runs
+are short; dense ones go to their destination, others through at most 64 MiB of staging buffers.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from mcore_ckpt.core.boxes import Box, covers, intersect, relative, strides_of
+from mcore_ckpt.core.errors import CorruptCheckpointError, MissingKeyError, ShapeMismatchError
+from mcore_ckpt.format.parameter_table import STATE_KEY, extent_of, stored_tables
+from mcore_ckpt.load.placement import FEW_CHUNKS, narrow
+from mcore_ckpt.load.ranges import batches
+from mcore_ckpt.load.reader import CheckpointReader
+from mcore_ckpt.load.requests import ChunkLookup, ReadRequest
+from mcore_ckpt.state.shards import local_box
+
+_READ_BYTES: Final = 16 * 1024 * 1024
+_STAGED_BYTES: Final = 64 * 1024 * 1024
+# Runs that are shorter are read with what lies between them.
+_RUN_ELEMS: Final = 16 * 1024
+_MAIN_PARAMETER: Final = "param"
+# What Megatron to 0.14 called it.
+_STATE_NAMES: Final = {"fp32_param": _MAIN_PARAMETER}
+
+
+class _Part(NamedTuple):
+    """A stored slice of a parameter."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    bucket: str  # key without the state
+    first: int  # element of the bucket
+    strides: tuple[int, ...]  # in it
+
+    @property
+    def slice(self) -> Box:
+        """The slice of the parameter."""
+        return Box(self.offsets, self.sizes)
+
+
+@dataclass(slots=True)
+class _Parameter:
+    shape: tuple[int, ...]
+    parts: list[_Part] = field(default_factory=list)
+    lookup: ChunkLookup | None = None
+
+    def overlapping(self, box: Box) -> Sequence[_Part]:
+        """Parts that may overlap a slice."""
+        if len(self.parts) <= FEW_CHUNKS:
+            return self.parts
+        self.lookup = self.lookup or ChunkLookup(self.parts)
+        return self.lookup.overlapping(box)
+
+
+class _Read(NamedTuple):
+    """A run of a bucket, and what of it goes where."""
+
+    key: str
+    first: int
+    elems: int
+    strides: tuple[int, ...]
+    target: torch.Tensor
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the run is what goes there, in its order."""
+        sizes = tuple(self.target.shape)
+        in_order = zip(sizes, self.strides, strides_of(sizes), strict=True)
+        is_run = all(size == 1 or stride == dense for size, stride, dense in in_order)
+        return is_run and self.target.is_contiguous()
+
+    @property
+    def staged_bytes(self) -> int:
+        """Of the staging buffer that it needs."""
+        return 0 if self.is_dense else self.elems * self.target.element_size()
+
+
+class BucketReads:
+    """Parameters of a checkpoint whose optimizer state is flat buckets, for loads under any division of the model.
+
+    Args:
+        reader: of the checkpoint.
+        keys: of the parameters that are requested; no others are kept.
+
+    Raises:
+        CorruptCheckpointError: a table is damaged, or what they say together: stored slices overlap or leave gaps.
+        MissingKeyError: there is no table of a bucket.
+    """
+
+    def __init__(self, reader: CheckpointReader, keys: Collection[str]) -> None:
+        self._index = reader.index
+        self._parameters: dict[str, _Parameter] = {}
+        requested = dict.fromkeys(keys)
+        for table in stored_tables(reader.index, reader.object_bytes):
+            for region in table.regions(requested):
+                known = self._parameters.setdefault(region.key, _Parameter(region.form.shape))
+                if known.shape != region.form.shape:
+                    raise CorruptCheckpointError(
+                        f"{reader.path}: {region.key} has the shape {list(known.shape)} in one table of parameters, "
+                        f"{list(region.form.shape)} in that of {table.buckets[region.bucket]}"
+                    )
+                if not region.is_copy:
+                    (_, sizes, strides), bucket = region.form, table.buckets[region.bucket]
+                    known.parts.append(_Part(region.offsets, sizes, bucket, region.first, strides))
+        for key, parameter in self._parameters.items():
+            problem = covers(parameter.shape, [part.slice for part in parameter.parts])
+            if problem:
+                where = sorted({part.bucket for part in parameter.parts})[:3]
+                raise CorruptCheckpointError(
+                    f"{reader.path}: the tables of parameters of {', '.join(where)} do not make up {key}: {problem}. "
+                    "One is of another save, or damaged; load another copy or an earlier checkpoint"
+                )
+
+    def __contains__(self, key: str) -> bool:
+        """Whether that is the key of a state of a parameter that the buckets have, and no tensor is stored under it."""
+        return key not in self._index.tensors and self._found(key) is not None
+
+    def _found(self, key: str) -> tuple[str, _Parameter] | None:
+        match = STATE_KEY.fullmatch(key)
+        parameter = None if match is None else self._parameters.get(match["key"])
+        if match is None or parameter is None:
+            return None
+        return _STATE_NAMES.get(match["state"], match["state"]), parameter
+
+    def check(self, shards: Iterable[Any]) -> None:
+        """Raise unless all that these `ShardedTensor`s ask for is in the buckets: `MissingKeyError`: a parameter or a
+        state is not. `ShapeMismatchError`: a parameter of another shape is.
+        """
+        for shard in shards:
+            found = self._found(shard.key)
+            if found is not None:
+                self._check(shard, *found)
+            elif shard.key not in self._index.tensors:
+                raise MissingKeyError(
+                    f"{shard.key}: the optimizer's flat buckets of {self._index.path} have no such parameter; it was "
+                    "frozen in the job that saved them, or is new in this one"
+                )
+
+    def _check(self, shard: Any, state: str, parameter: _Parameter) -> None:
+        shape = tuple(shard.global_shape)
+        if shape != parameter.shape and not (shard.allow_shape_mismatch and len(shape) == len(parameter.shape)):
+            raise ShapeMismatchError(
+                f"{shard.key}: the checkpoint {self._index.path} has the parameter in the shape "
+                f"{list(parameter.shape)}, expected {list(shape)}"
+            )
+        for bucket in {part.bucket for part in parameter.parts}:
+            if f"{bucket}.{state}" not in self._index.tensors:
+                raise MissingKeyError(f"{shard.key}: {bucket} of {self._index.path} has no {state!r}")
+
+    def _of_shard(self, shard: Any, state: str, parameter: _Parameter) -> Iterator[_Read]:
+        requested = Box(tuple(shard.global_offset), local_box(shard))
+        self._check(shard, state, parameter)
+        if shard.data is None:
+            shard.init_data("cpu")
+        data = shard.data.detach().view(requested.sizes)
+        if tuple(shard.global_shape) != parameter.shape:
+            data.zero_()
+        for part in parameter.overlapping(requested):
+            share = intersect(part.slice, requested)
+            if share is None:
+                continue
+            inside = relative(share, part.offsets).offsets
+            first = part.first + sum(map(operator.mul, inside, part.strides))
+            yield from _covering(
+                f"{part.bucket}.{state}", first, part.strides, narrow(data, relative(share, requested.offsets))
+            )
+
+    def read(self, reader: CheckpointReader, shards: Iterable[Any]) -> None:
+        """Fill the data of `ShardedTensor`s, in the order of the buckets. Raises as `check` and `read_items`."""
+        found: list[_Read] = []
+        for shard in shards:
+            if (asked := self._found(shard.key)) is not None:
+                found += self._of_shard(shard, *asked)
+        found.sort(key=operator.attrgetter("key", "first"))
+        with torch.no_grad():
+            for batch in batches(found, operator.attrgetter("staged_bytes"), _STAGED_BYTES):
+                requests = []
+                for read in batch:
+                    shape = self._index.tensors[read.key].shape
+                    to = read.target.view(-1) if read.is_dense else torch.empty(read.elems, dtype=read.target.dtype)
+                    requests.append(ReadRequest(read.key, to, (read.first,), (read.elems,), shape))
+                reader.read_items(requests)
+                for read, request in zip(batch, requests, strict=True):
+                    if not read.is_dense:
+                        read.target.copy_(torch.as_strided(request.tensor, read.target.shape, read.strides))
+
+
+def _covering(key: str, first: int, strides: tuple[int, ...], target: torch.Tensor) -> Iterator[_Read]:
+    """Reads of at most 16 MiB that cover a strided slice of a bucket; what has long runs is read run by run."""
+    sizes = tuple(target.shape)
+    count = extent_of(sizes, strides)
+    longest = 1
+    for size, stride in sorted(zip(sizes, strides, strict=True), key=operator.itemgetter(1)):
+        if size > 1 and stride == longest:
+            longest *= size
+    is_dense = count <= 4 * math.prod(sizes) or longest < _RUN_ELEMS
+    if (count * target.element_size() <= _READ_BYTES and is_dense) or math.prod(sizes) == 1:
+        yield _Read(key, first, count, strides, target)
+        return
+    axis = max((a for a, size in enumerate(sizes) if size > 1), key=lambda a: (strides[a], sizes[a]))
+    half = sizes[axis] // 2
+    yield from _covering(key, first, strides, target.narrow(axis, 0, half))
+    rest = target.narrow(axis, half, sizes[axis] - half)
+    yield from _covering(key, first + half * strides[axis], strides, rest)

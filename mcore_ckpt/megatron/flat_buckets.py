@@ -1,0 +1,318 @@
+"""The flat buckets of this job's distributed optimizers, in Megatron's `dp_reshardable`: what lies where in them.
+
+A save of buckets stores with each group of ranks which elements are which slice of which parameter
+(`format/parameter_table.py`), so that a later job finds them under any division of the model. At a load each rank asks
+for its own range of each parameter, and gets it in the optimizer's own memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from mcore_ckpt.core.boxes import Box, flat_boxes, intersect, relative, strides_of
+from mcore_ckpt.core.console import logger_of
+from mcore_ckpt.core.errors import PlanError
+from mcore_ckpt.format.parameter_table import TABLE_HOLDER, TABLE_MEMBER, Form, Region, encode_parameters
+from mcore_ckpt.load.placement import narrow
+from mcore_ckpt.megatron._versions import mapping, patches
+from mcore_ckpt.state.shards import is_main, is_main_replica, leaves
+
+_logger = logger_of("mcore_ckpt")
+
+OWN_RANGES: Final = "mcore_ckpt_own_ranges"
+"""Key in `param_state` of what `set_own_ranges` needs, where each rank asks for its own ranges."""
+OPTIMIZER: Final = "megatron.core.optimizer.distrib_optimizer"
+
+
+def change_optimizer() -> None:
+    """Let saves of flat buckets store what lies where in them, and loads ask for a rank's own ranges alone, if the
+    optimizer's module has been imported.
+    """
+    optimizer = getattr(sys.modules.get(OPTIMIZER), "DistributedOptimizer", None)
+    for name, replacement in _REPLACEMENTS.items():
+        if name in getattr(optimizer, "__dict__", ()) and f"{OPTIMIZER}.DistributedOptimizer.{name}" not in (
+            patches.replaced()
+        ):
+            patches.replace(optimizer, name, replacement(vars(optimizer)[name]))
+
+
+class _Tabulated(NamedTuple):
+    described: tuple[list[Any], ...]  # what the table follows from, as far as it may change in a job
+    table: bytes | None
+
+
+_Tables = WeakKeyDictionary[Any, _Tabulated]
+"""The table of each optimizer, as it was made last."""
+
+
+def _with_table(stock: Any) -> Any:
+    known: _Tables = WeakKeyDictionary()
+
+    @functools.wraps(stock)
+    def sharded_param_state_dp_reshardable(
+        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
+    ) -> Any:
+        state = stock(self, model_sharded_state_dict, is_loading, metadata)
+        holder = state[TABLE_HOLDER]
+        holder.job_buckets = JobBuckets(self, model_sharded_state_dict, known)
+        if not is_loading and is_main_replica(holder) and (table := holder.job_buckets.table()) is not None:
+            holder.record_members = {TABLE_MEMBER: table}
+        return state
+
+    return sharded_param_state_dp_reshardable
+
+
+def _asking_for_own_ranges(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def sharded_param_state_fully_reshardable(
+        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
+    ) -> Any:
+        if is_loading:
+            try:
+                return JobBuckets(self, model_sharded_state_dict, WeakKeyDictionary()).own_ranges()
+            except PlanError as error:
+                _logger.debug("each rank asks for the state of its whole model-parallel rank: %s", error)
+        return stock(self, model_sharded_state_dict, is_loading, metadata)
+
+    return sharded_param_state_fully_reshardable
+
+
+def _setting_own_ranges(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def load_parameter_state_from_fully_reshardable(self: Any, state_dict: Any) -> None:
+        if OWN_RANGES in state_dict:
+            _set_own_ranges(self, state_dict)
+        else:
+            stock(self, state_dict)
+
+    return load_parameter_state_from_fully_reshardable
+
+
+class _OwnParameter(NamedTuple):
+    """A parameter of which this rank's optimizer has a range: its states, and what is loaded into each, in order."""
+
+    parameter: Any
+    states: dict[str, Any]
+    parts: dict[str, list[torch.Tensor]]
+
+
+@torch.no_grad()
+def _set_own_ranges(optimizer: Any, loaded: dict[Any, Any]) -> None:
+    """Let the optimizer take its states, in whose memory most of them are already."""
+    for number, (parameter, states, parts) in enumerate(loaded[OWN_RANGES]):
+        for state, of_state in parts.items():
+            for n, part in enumerate(of_state):
+                found = loaded[number][state][n]
+                if found.data_ptr() != part.data_ptr():  # as a fully parallel load hands it over
+                    part.copy_(found.view(part.shape))
+        optimizer._set_main_param_and_optimizer_states(parameter, states)  # noqa: SLF001
+    # An offloaded optimizer has copies.
+    if (sync := getattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers", None)) is not None:
+        sync()
+
+
+_REPLACEMENTS: Final[dict[str, Callable[[Any], Any]]] = {
+    "sharded_param_state_dp_reshardable": _with_table,  # from 0.14 on
+    "sharded_param_state_fully_reshardable": _asking_for_own_ranges,  # from 0.15 on, as the next one
+    "load_parameter_state_from_fully_reshardable": _setting_own_ranges,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class JobBuckets:
+    """The flat buckets of one optimizer, and the sharded state dict of its model."""
+
+    optimizer: Any
+    model: Any
+    _known: _Tables
+
+    def table(self) -> bytes | None:
+        """Which elements are which parameters', made again if the model's state dict has changed; None, and a warning,
+        where that cannot be told.
+        """
+        try:
+            entries = self._entries()
+            described = (
+                [entry.key for entry in entries],
+                [entry.replica_id for entry in entries],
+                [getattr(entry, "global_offset", None) for entry in entries],
+                [getattr(entry, "global_shape", None) for entry in entries],
+            )
+            known = self._known.get(self.optimizer)
+            if known is not None and known.described == described:
+                return known.table
+            self._known[self.optimizer] = _Tabulated(described, None)
+            table = encode_parameters(self._buckets(), list(self._regions(entries)))
+            self._known[self.optimizer] = _Tabulated(described, table)
+            return table
+        except Exception as error:  # noqa: BLE001 (a save never fails for it)
+            _logger.warning(
+                "the optimizer's flat buckets (dp_reshardable) are without a table of their parameters, so a "
+                "checkpoint of them loads under the same division of the model alone: %s",
+                error,
+            )
+            return None
+
+    def own_ranges(self) -> dict[Any, Any]:
+        """What `fully_reshardable` asks for, but of each parameter the range alone that this rank's optimizer has, in
+        its memory. `PlanError`: a parameter is not made of slices that could be asked for.
+        """
+        entries = {id(row[2]): entry for row, entry in zip(self._parameters(), self._entries(), strict=True)}
+        instance = getattr(self.optimizer, "distributed_optimizer_instance_id", 0)
+        state: dict[Any, Any] = {}
+        own: list[_OwnParameter] = []
+        for ranges in self.optimizer.gbuf_ranges:
+            for bucket in (bucket for buckets in ranges.values() for bucket in buckets):
+                for parameter, held in bucket["param_map"].items():
+                    start, stop = held["param"].start, held["param"].end
+                    states = self.optimizer._get_main_param_and_optimizer_states(parameter)  # noqa: SLF001
+                    entry, shape = entries[id(parameter)], tuple(parameter.shape)
+                    found = _OwnParameter(parameter, states, {})
+                    asked: dict[str, dict[int, Any]] = {}
+                    slices = list(_slices_of_range(entry, shape, start, stop))
+                    for name, values in states.items():
+                        if not isinstance(values, torch.Tensor) or values.numel() != stop - start or name == "step":
+                            continue
+                        shards = [_shard_of(name, one, values.detach().view(-1), instance) for one in slices]
+                        asked[name], found.parts[name] = dict(enumerate(shards)), [shard.data for shard in shards]
+                    state[len(own)] = asked
+                    own.append(found)
+        return {**state, OWN_RANGES: mapping().LocalNonpersistentObject(own)}
+
+    def _parameters(self) -> Iterator[tuple[int, int, Any, int, int]]:
+        """Number of the buffer and of the bucket, parameter, and its first and last element in the bucket."""
+        for number, buffer in enumerate(self.optimizer.buffers):
+            for parameter, (start, end, bucket) in buffer.param_index_map.items():
+                begin = buffer.buckets[bucket].offset
+                yield number, bucket, parameter, start - begin, end - begin
+
+    def _entries(self) -> list[Any]:
+        """Of each parameter, its entry in the model's sharded state dict."""
+        kinds = mapping()
+        found: list[Any] = []
+        _collect(self.model.values(), (kinds.ShardedTensor, kinds.ShardedTensorFactory), found)
+        of_data = {id(entry.data): entry for entry in found}
+        entries = []
+        for *_, parameter, _, _ in self._parameters():
+            entry = of_data.get(id(parameter))
+            if entry is None:
+                raise PlanError(
+                    f"the model's sharded state dict has no entry for a parameter of shape {list(parameter.shape)}; "
+                    "was it made with keep_vars=False, or a part of the model left out?"
+                )
+            entries.append(entry)
+        return entries
+
+    def _buckets(self) -> list[tuple[str, int]]:
+        return [
+            (f"gbuf_idx_{number}.dtype_{dtype}.bucket_idx_{bucket}", buffer.buckets[bucket].numel_unpadded)
+            for number, (buffer, ranges) in enumerate(
+                zip(self.optimizer.buffers, self.optimizer.gbuf_ranges, strict=True)
+            )
+            for dtype in ranges
+            for bucket in range(len(buffer.buckets))
+        ]
+
+    def _regions(self, entries: Iterable[Any]) -> Iterator[Region]:
+        begins = [0]
+        for buffer in self.optimizer.buffers:
+            begins.append(begins[-1] + len(buffer.buckets))
+        for entry, (buffer, bucket, parameter, first, end) in zip(entries, self._parameters(), strict=True):
+            if end - first != parameter.numel():
+                raise PlanError(f"{entry.key}: {parameter.numel()} elements are in {end - first} of a bucket")
+            for leaf, begin, strides in _leaves(entry, tuple(parameter.shape)):
+                prepended, shape = leaf.prepend_axis_num, tuple(leaf.global_shape)
+                form = Form(shape, (1,) * prepended + tuple(leaf.local_shape), (0,) * prepended + strides)
+                if 0 not in form.sizes:
+                    is_copy, offsets = not is_main(leaf.replica_id), tuple(leaf.global_offset)
+                    yield Region(begins[buffer] + bucket, leaf.key, form, offsets, first + begin, is_copy)
+
+
+def _collect(values: Iterable[Any], kinds: tuple[type, ...], found: list[Any]) -> None:
+    for value in values:
+        if type(value) in kinds:
+            found.append(value)
+        elif isinstance(value, dict):
+            _collect(value.values(), kinds, found)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, kinds, found)
+
+
+def _leaves(entry: Any, shape: tuple[int, ...]) -> list[tuple[Any, int, tuple[int, ...]]]:
+    """What is stored of a parameter of that shape, with the parameter's element that is its first, and strides there.
+
+    What a factory makes of a parameter is found by letting it build on a tensor without memory: the slices are views.
+    """
+    if hasattr(entry, "local_shape"):
+        return [(entry, 0, strides_of(tuple(entry.local_shape)))]
+    base = torch.empty(shape, device="meta")
+    found = list(leaves(replace(entry, data=base).build()))
+    for leaf in found:
+        if leaf.data is not base and leaf.data._base is not base:  # noqa: SLF001
+            raise PlanError(f"{leaf.key}: its factory copies the parameter, so where its elements lie is not known")
+    if sum(leaf.data.numel() for leaf in found) != base.numel():
+        raise PlanError(f"{entry.key}: its factory makes other elements of it than it has")
+    return [(leaf, leaf.data.storage_offset(), tuple(leaf.data.stride())) for leaf in found]
+
+
+class _OwnSlice(NamedTuple):
+    """A slice of what is stored of a parameter, in a range of the flattened parameter."""
+
+    leaf: Any
+    offsets: tuple[int, ...]  # in the stored tensor, without prepended axes
+    first: int  # of the block that it lies in, in elements of the range
+    block: Box  # of the flattened parameter
+    inside: Box  # of the block
+
+
+def _slices_of_range(entry: Any, shape: tuple[int, ...], start: int, stop: int) -> Iterator[_OwnSlice]:
+    strides = strides_of(shape)
+    of_entry = []
+    for leaf, first, leaf_strides in _leaves(entry, shape):
+        if len(leaf_strides) != len(strides) or any(
+            size > 1 and own != whole for size, own, whole in zip(leaf.local_shape, leaf_strides, strides, strict=True)
+        ):
+            raise PlanError(f"{leaf.key}: its factory reshapes the parameter")
+        offsets = []
+        for stride in strides:
+            offsets.append(first // stride)
+            first %= stride
+        of_entry.append((leaf, Box(tuple(offsets), tuple(leaf.local_shape))))
+    first = 0
+    for block in flat_boxes(shape, start, stop):
+        for leaf, box in of_entry:
+            share = intersect(block, box)
+            if share is not None:
+                stored = leaf.global_offset[leaf.prepend_axis_num :]
+                offsets_there = tuple(map(operator.add, stored, relative(share, box.offsets).offsets))
+                yield _OwnSlice(leaf, offsets_there, first, block, relative(share, block.offsets))
+        first += math.prod(block.sizes)
+
+
+def _shard_of(state: str, own: _OwnSlice, values: torch.Tensor, instance: int) -> Any:
+    leaf, prepended = own.leaf, own.leaf.prepend_axis_num
+    block = values[own.first : own.first + math.prod(own.block.sizes)].view(own.block.sizes)
+    part = narrow(block, own.inside)
+    replica = leaf.replica_id
+    return mapping().ShardedTensor(
+        key=f"optimizer.state.{state}.{leaf.key}",
+        data=part,
+        dtype=part.dtype,
+        local_shape=tuple(part.shape),
+        global_shape=tuple(leaf.global_shape),
+        global_offset=(*leaf.global_offset[:prepended], *own.offsets),
+        axis_fragmentations=None,
+        # (the last is that of the data-parallel rank, and each has another range)
+        replica_id=instance if isinstance(replica, int) else (*replica[:-1], instance),
+        prepend_axis_num=prepended,
+        allow_shape_mismatch=leaf.allow_shape_mismatch,
+    )

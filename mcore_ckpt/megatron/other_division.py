@@ -1,0 +1,256 @@
+"""A load of flat buckets (`dp_reshardable`) by a job that divides its model otherwise than the one that saved them.
+
+Whether it does, the tables of parameters tell (`format/parameter_table.py`): those of the job's own buckets are
+compared with the stored ones. If all are the same, nothing is changed. Otherwise each rank asks for its own ranges of
+the parameters in the place of its buckets, and Megatron gets the common state of a `fully_reshardable` checkpoint.
+
+Megatron-LM's `load_checkpoint` refuses flat buckets under another TP and PP before it asks for anything. It reads the
+common state for that, so it gets one that says `fully_reshardable` then, and asks in that layout.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from mcore_ckpt.core.console import logger_of
+from mcore_ckpt.core.errors import LoadError, MissingKeyError
+from mcore_ckpt.core.ranks import RankGroup
+from mcore_ckpt.directory.in_force import iteration_of
+from mcore_ckpt.format.parameter_table import (
+    GROUP_OBJECT,
+    SIZES_OF_BUCKETS,
+    STATE_KEY,
+    TABLE_HOLDER,
+    TABLE_MEMBER,
+    ParameterTable,
+    flat_buckets,
+    table_holders,
+)
+from mcore_ckpt.format.versions import member_of
+from mcore_ckpt.load.parameters import BucketReads
+from mcore_ckpt.load.reader import CheckpointReader
+from mcore_ckpt.megatron._joint_calls import LoadCall, load_in_progress, metadata_version, opened_reader
+from mcore_ckpt.megatron._versions import is_first_rank, parallel_sizes, parameter_group_identifiers
+from mcore_ckpt.megatron.flat_buckets import OWN_RANGES, JobBuckets
+from mcore_ckpt.state.shards import is_main_replica, is_sharded_object, leaves_by_kind
+
+_logger = logger_of("mcore_ckpt")
+
+FLAT_BUCKETS: Final = "dp_reshardable"
+_HANDED_OUT: Final = "fully_reshardable"
+SHARDING_TYPE: Final = "distrib_optim_sharding_type"
+
+
+def _parts(state: Any) -> dict[int | None, dict[Any, Any]]:
+    """What each of the chained optimizers asks for, by its number; None for the only one. Others are left out."""
+    optimizer = state.get("optimizer") if isinstance(state, dict) else None
+    if not isinstance(optimizer, dict):
+        return {}
+    numbered = {None: optimizer} if "param_state" in optimizer else optimizer
+    return {number: part for number, part in numbered.items() if isinstance(part, dict) and "param_state" in part}
+
+
+def _job_buckets(part: Mapping[Any, Any]) -> JobBuckets | None:
+    holder = part["param_state"].get(TABLE_HOLDER) if isinstance(part["param_state"], dict) else None
+    return getattr(holder, "job_buckets", None)
+
+
+def has_flat_state(state: Any) -> bool:
+    """Whether a sharded state dict asks for what may be stored as flat buckets."""
+    return any(
+        _job_buckets(part) is not None or OWN_RANGES in (part["param_state"] or ()) for part in _parts(state).values()
+    )
+
+
+class _Compared(NamedTuple):
+    """Of one rank or several: whether buckets are others than the stored ones, and the groups whose tables were
+    compared.
+    """
+
+    differs: bool
+    groups: frozenset[str] = frozenset()
+
+    def merged(self, other: _Compared) -> _Compared:
+        """Of both."""
+        return _Compared(self.differs or other.differs, self.groups | other.groups)
+
+
+def under_this_division(state: Any, directory: Path) -> Any:
+    """Within a load, the sharded state dict as it is asked for of that checkpoint; all ranks that load together call
+    this. What is damaged of a table is raised on all of them, before anything is filled.
+    """
+    call = load_in_progress.get()
+    assert call is not None
+    group = RankGroup(None) if call.joint is None else call.joint.group
+    opened: list[CheckpointReader] = []
+
+    def compare() -> _Compared:
+        call.reader = opened_reader(directory, call.options, metadata_version(directory))
+        opened.append(call.reader)
+        return _compared(call.reader, state, is_alone=call.joint is None)
+
+    def conclude(found: _Compared) -> bool:
+        stored = frozenset(flat_buckets(opened[0].index))
+        return found.differs or (call.joint is not None and found.groups not in (frozenset(), stored))
+
+    what = "compare the optimizer's flat buckets"
+    if not group.run_merged(what, compare, _Compared.merged, conclude, wrap=LoadError):
+        return state
+    changed: list[Any] = []
+    group.run_merged(
+        "find parameters in the optimizer's flat buckets",
+        lambda: changed.append(_asked_for(state, opened[0], call)),
+        lambda *_: None,
+        lambda _: None,
+        wrap=LoadError,
+    )
+    return changed[0]
+
+
+def _compared(reader: CheckpointReader, state: Any, *, is_alone: bool) -> _Compared:
+    stored, holders = flat_buckets(reader.index), table_holders(reader.index)
+    compared = set()
+    for part in _parts(state).values() if stored else ():
+        job = _job_buckets(part)
+        if job is None:
+            return _Compared(OWN_RANGES in (part["param_state"] or ()))
+        holder = part["param_state"][TABLE_HOLDER]
+        if not (is_alone or is_main_replica(holder)) or (own := job.table()) is None:
+            continue
+        group = holder.unique_key.removesuffix(f"{TABLE_HOLDER}/shard_0_1")
+        nearest = group if group in holders else min(holders, default="")
+        record = reader.object_bytes(holders[nearest]) if nearest else b""
+        if (content := member_of(record, TABLE_MEMBER)) is None:
+            continue  # of an older version, or of other programs: loads under the same division alone
+        compared.add(group)
+        if group != nearest:
+            return _Compared(True)
+        if content != own:
+            where = f"{reader.path}: the table of parameters of {group}"
+            table = ParameterTable(content, where, group, stored.get(group, {}))
+            if not table.is_as(ParameterTable(own, "the job's own table")):
+                return _Compared(True)
+    return _Compared(False, frozenset(compared))
+
+
+def with_own_ranges(state: Any) -> Any:
+    """A sharded state dict with this rank's ranges of parameters in the place of its flat buckets, and the settings of
+    each optimizer, which are sharded with buckets, as what all ranks have alike.
+    """
+    parts = _parts(state)
+    changed: dict[int | None, Any] = {}
+    for number, part in parts.items():
+        changed[number] = part
+        if (job := _job_buckets(part)) is not None:
+            settings = {name: value.data if is_sharded_object(value) else value for name, value in part.items()}
+            changed[number] = {**settings, "param_state": job.own_ranges(), "param_state_sharding_type": _HANDED_OUT}
+    return {**state, "optimizer": changed.get(None, changed)} if parts else state
+
+
+def _asked_for(state: Any, reader: CheckpointReader, call: LoadCall) -> Any:
+    changed = with_own_ranges(state)
+    parts = _parts(changed)
+    shards = leaves_by_kind([part["param_state"] for part in parts.values()])[0]
+    found = [STATE_KEY.fullmatch(shard.key) for shard in shards]
+    try:
+        buckets = BucketReads(reader, {match["key"] for match in found if match is not None})
+    except MissingKeyError as error:
+        error.args = (f"{error}{advice_on_buckets(reader.path)}",)
+        raise
+    buckets.check(shards)
+    call.buckets, call.change_common = buckets, partial(_handed_out, reader=reader, chained=[*parts])
+    return changed
+
+
+def advice_on_buckets(checkpoint: Path) -> str:
+    """How flat buckets without tables are loaded under another layout than that of the save."""
+    step, layout = iteration_of(checkpoint.name), _HANDED_OUT
+    run = str(checkpoint if step is None else checkpoint.parent)
+    name, chosen = ("", "") if step is None else (f"/iter_{step:07d}", f" --ckpt-step {step}")
+    words = shlex.join(["mcore-ckpt", "reshard", run + name, f"{run}-{layout}{name}", "--optimizer-layout", layout])
+    return (
+        ". The optimizer's state is flat buckets (dp_reshardable) of the TP, PP and EP that saved it, without tables "
+        "of their parameters, which a save by this package adds: save it again so under that layout. Or convert it, "
+        f"for any layout: {words}; then --load {shlex.quote(f'{run}-{layout}')}{chosen}"
+    )
+
+
+# --- the common state
+
+
+def declared_reshardable(common: Any, directory: Path) -> Any:
+    """The common state of a checkpoint for Megatron-LM, which refuses flat buckets under another TP and PP: one that
+    says `fully_reshardable`, if these differ and there are tables; else as it is.
+    """
+    content = common.get("content_metadata") if isinstance(common, dict) else None
+    if not isinstance(content, dict) or content.get(SHARDING_TYPE) != FLAT_BUCKETS:
+        return common
+    saved = [getattr(common.get("args"), f"{name}_model_parallel_size", None) for name in ("tensor", "pipeline")]
+    if parallel_sizes() in (None, tuple(saved)):
+        return common
+    reader = CheckpointReader(directory)
+    holders = table_holders(reader.index).values()
+    if not any(member_of(reader.object_bytes(key), TABLE_MEMBER) for key in sorted(holders)[:1]):
+        if is_first_rank():  # what Megatron-LM raises names an option that does not help
+            _logger.warning("%s was saved under another TP or PP%s", directory, advice_on_buckets(directory))
+        return common
+    return {**common, "content_metadata": _reshardable(content)}
+
+
+def _reshardable(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {**content, SHARDING_TYPE: _HANDED_OUT, "distrib_optim_fully_reshardable_mem_efficient": False}
+
+
+def _handed_out(common: Any, *, reader: CheckpointReader, chained: Sequence[int | None]) -> Any:
+    """The common state as that of a `fully_reshardable` checkpoint of a job with these optimizers: settings that each
+    group of ranks has stored belong to it there.
+    """
+    if not isinstance(common, dict):
+        return common
+    objects = {key: match for key in reader.index.objects if (match := GROUP_OBJECT.fullmatch(key)) is not None}
+    wanted = {key: match for key, match in objects.items() if match["name"] not in SIZES_OF_BUCKETS}
+    stored: dict[str, list[dict[str, Any]]] = {}  # of each optimizer, what each group of ranks has of it
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in reader.read_objects(wanted).items():
+        match = wanted[key]
+        of_group = groups.setdefault(match["group"], {})
+        if not of_group:
+            stored.setdefault(match["chained"] or "", []).append(of_group)
+        of_group[match["name"]] = value[0] if isinstance(value, list) else value
+    parts = [of_groups for _, of_groups in sorted(stored.items())]
+    is_regrouped = len(parts) != len(chained)
+    made: dict[int | None, dict[str, Any]] = {}
+    for position, number in enumerate(chained):
+        own = parts[min(position, len(parts) - 1)]
+        described = itertools.chain.from_iterable(parts) if is_regrouped else own
+        settings = _parameter_groups(described, for_experts=is_regrouped)
+        part = copy.deepcopy(own[0])
+        if isinstance(part.get("optimizer"), dict):
+            part["optimizer"]["param_groups"] = settings
+        made[number] = {**part, "param_state_sharding_type": _HANDED_OUT}
+    optimizer = made.get(None, made)
+    content = common.get("content_metadata") or {}
+    return {**common, "optimizer": optimizer, "content_metadata": _reshardable(content)}
+
+
+def _parameter_groups(stored: Iterable[Mapping[str, Any]], *, for_experts: bool) -> list[dict[str, Any]]:
+    """Parameter groups that any group of ranks has stored, each once, by what Megatron knows them by. `for_experts`:
+    each as one of experts and as one of others, since the chained optimizers are divided otherwise.
+    """
+    known_by = parameter_group_identifiers()
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for of_group in stored:
+        for settings in (of_group.get("optimizer") or {}).get("param_groups", ()):
+            for is_expert in (False, True) if for_experts and "is_expert_parallel" in settings else (None,):
+                changed = copy.deepcopy(settings)
+                if is_expert is not None:
+                    changed["is_expert_parallel"] = is_expert
+                name = tuple(repr(changed.get(key, changed.get(f"pre_{key}"))) for key in known_by)
+                found.setdefault(name, changed)
+    return list(found.values())
