@@ -27,8 +27,8 @@ from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.fingerprints import part_of_run
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.format.integrity import DATA_SUFFIX, NO_SAVE_ID, ManifestFile, with_id
-from mcore_ckpt.image.layout import TensorSpec, WrittenFile, lay_out_file
-from mcore_ckpt.save.buckets import WriteBucket, fill_bucket, split_buckets
+from mcore_ckpt.image.layout import TensorSpec, WriteBucket, WrittenFile, fill_bucket, lay_out_file
+from mcore_ckpt.save.buckets import split_buckets
 from mcore_ckpt.save.staging import write_in_process
 from mcore_ckpt.state.torch_classes import ItemSums, check_memory, dtype_name
 from mcore_ckpt.storage.resolve import storage_at

@@ -192,31 +192,6 @@ def inner_blocks(payload_bytes: int) -> int:
     return max(0, (payload_bytes - 1) // BLOCK_BYTES)
 
 
-class RunningSum:
-    """The CRC-32 of a payload that comes front to back, and `blocks`: what it was at each block boundary that something
-    has come behind of.
-    """
-
-    __slots__ = ("_nbytes", "blocks", "crc32")
-
-    def __init__(self) -> None:
-        self.crc32 = 0
-        self.blocks: list[int] = []
-        self._nbytes = 0
-
-    def feed(self, view: memoryview) -> None:
-        """The next bytes."""
-        at = 0
-        while at < len(view):
-            inside = self._nbytes % BLOCK_BYTES
-            if self._nbytes and not inside:
-                self.blocks.append(self.crc32)
-            taken = min(len(view) - at, BLOCK_BYTES - inside)
-            self.crc32 = crc32(view[at : at + taken], self.crc32)
-            self._nbytes += taken
-            at += taken
-
-
 def newer_error(where: str, version: int, expected: int) -> NewerFormatError:
     """The error to raise for a footer or manifest of a later version."""
     return NewerFormatError(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -53,13 +53,6 @@ class TensorTemplate:
     alignment: int  # the payload starts on a multiple of this in the file (see `place`)
     item_bytes: int  # size of the whole item
 
-    def tail_with(self, payload_crc32: int) -> bytes:
-        """The tail of an item whose payload has that CRC-32."""
-        tail = bytearray(self.tail)
-        for position in self.crc_positions:
-            tail[position : position + 4] = payload_crc32.to_bytes(4, "little")
-        return bytes(tail)
-
 
 def element_bytes(dtype: str) -> int:
     """Bytes of one element of `dtype` (torch's name without `torch.`); raises `UnsupportedDtypeError`."""
@@ -89,7 +82,6 @@ _UTF8 = 0x0800
 _UTF8_AND_DESCRIPTOR = 0x0808  # sizes and CRC of the payload follow it
 
 _PICKLE_NAME = b"archive/data.pkl"
-_CONSTANTS = ((b"archive/version", b"3\n"), (b"archive/byteorder", b"little"))
 
 
 def _local_header(name: bytes, version: int, flags: int, crc: int, size: int, extra_bytes: int = 0) -> bytes:
@@ -122,6 +114,19 @@ def _end_records(count: int, directory_bytes: int, directory_at: int, zip64: boo
         + END64_LOCATOR.pack(_LOCATOR_MARK, 0, directory_at + directory_bytes, 1)
         + END.pack(_END_MARK, 0, 0, short, short, min(directory_bytes, _MAX_32), _MAX_32, 0)
     )
+
+
+def _constant(name: bytes, content: bytes) -> tuple[tuple[bytes, int, int, int, int], bytes]:
+    """A record that is the same in all archives: what the headers say of it, and its bytes."""
+    fields = (name, _VERSION_20, _UTF8, zlib.crc32(content), len(content))
+    return fields, _local_header(*fields) + content
+
+
+_CONSTANTS = (_constant(b"archive/version", b"3\n"), _constant(b"archive/byteorder", b"little"))
+_CONSTANT_RECORDS = b"".join(record for _, record in _CONSTANTS)
+
+# Where a CRC-32 stands in a data descriptor, and in an entry of the directory.
+_DESCRIPTOR_CRC, _CENTRAL_CRC = 4, 16
 
 
 # ---------------------------------------------------------------------------------------------------------- archives
@@ -189,9 +194,16 @@ class ArchiveLayout:
         """What is around the payload of a storage."""
         return PayloadFrame.of(number, self._storage_bytes[number], self.offsets[number])
 
-    def end(self, crcs: Sequence[int]) -> bytes:
-        """The file behind the last storage, for payloads that have these CRC-32s."""
-        directory = [_central_entry(*self._pickle, 0)]
+    def crc_positions(self) -> Iterator[tuple[int, int]]:
+        """Where the CRC-32 of each storage stands in the file: in its descriptor, and in the directory."""
+        at = self._end_at + len(_CONSTANT_RECORDS) + len(_central_entry(*self._pickle, 0))
+        entries = self._entries([0] * len(self._storage_bytes))
+        for number, (nbytes, offset, entry) in enumerate(zip(self._storage_bytes, self.offsets, entries, strict=True)):
+            yield offset + len(self.frame(number).head) + nbytes + _DESCRIPTOR_CRC, at + _CENTRAL_CRC
+            at += len(entry)
+
+    def _entries(self, crcs: Sequence[int]) -> Iterator[bytes]:
+        """The directory's entries of the storages."""
         for number, (nbytes, offset, crc) in enumerate(zip(self._storage_bytes, self.offsets, crcs, strict=True)):
             values = [nbytes, nbytes] if nbytes >= _ZIP64_FROM_BYTES else []
             size = _MAX_32 if values else nbytes
@@ -199,16 +211,18 @@ class ArchiveLayout:
                 values.append(offset)
             version, extra = (_VERSION_45, _zip64_extra(*values)) if values else (_VERSION_20, b"")
             entry = _payload_name(number), version, _UTF8_AND_DESCRIPTOR, crc, size
-            directory.append(_central_entry(*entry, min(offset, _MAX_32), extra))
-        content = b""
-        for name, record in _CONSTANTS:
-            fields = (name, _VERSION_20, _UTF8, zlib.crc32(record), len(record))
-            at = self._end_at + len(content)
+            yield _central_entry(*entry, min(offset, _MAX_32), extra)
+
+    def end(self, crcs: Sequence[int]) -> bytes:
+        """The file behind the last storage, for payloads that have these CRC-32s."""
+        directory = [_central_entry(*self._pickle, 0), *self._entries(crcs)]
+        at = self._end_at
+        for fields, record in _CONSTANTS:
             place = (_MAX_32, _zip64_extra(at)) if self._zip64 else (at, b"")
             directory.append(_central_entry(*fields, *place))
-            content += _local_header(*fields) + record
+            at += len(record)
         listed = b"".join(directory)
-        return content + listed + _end_records(len(directory), len(listed), self._end_at + len(content), self._zip64)
+        return _CONSTANT_RECORDS + listed + _end_records(len(directory), len(listed), at, self._zip64)
 
 
 def _payload_name(number: int) -> bytes:
@@ -216,11 +230,6 @@ def _payload_name(number: int) -> bytes:
 
 
 # ---------------------------------------------------------------------------------------------------------- templates
-
-# Where the payload's CRC-32 stands in the tail: in the data descriptor, and in the second entry of the directory.
-_DESCRIPTOR_CRC, _CENTRAL_CRC = 4, 16
-_SECOND_ENTRY_AT = sum(LOCAL_HEADER.size + len(name) + len(content) for name, content in _CONSTANTS)
-_SECOND_ENTRY_AT += DIRECTORY_ENTRY.size + len(_PICKLE_NAME)
 
 
 # 4096 templates take about 5 MB; more would eat into what a save is allowed to take.
@@ -236,9 +245,9 @@ def tensor_template(dtype: str, shape: tuple[int, ...]) -> TensorTemplate:
         raise ValueError(f"shape {list(shape)} of a {dtype} tensor: expected sizes >= 0 and less than 2**63 bytes")
     layout = ArchiveLayout(tensor_pickle(dtype, shape, element_count), (payload_bytes,))
     frame = layout.frame(0)
-    descriptor = frame.tail_with(0)
-    crc_positions = (_DESCRIPTOR_CRC, len(descriptor) + _SECOND_ENTRY_AT + _CENTRAL_CRC)
     alignment = PAGE_BYTES if payload_bytes >= LARGE_TENSOR_BYTES else ITEM_ALIGNMENT
-    head, tail = layout.begin + frame.head, descriptor + layout.end((0,))
+    head, tail = layout.begin + frame.head, frame.tail_with(0) + layout.end((0,))
+    (positions,) = layout.crc_positions()
+    crc_positions = tuple(position - len(head) - payload_bytes for position in positions)
     item_bytes = len(head) + payload_bytes + len(tail)
     return TensorTemplate(head, payload_bytes, tail, crc_positions, alignment, item_bytes)

@@ -15,12 +15,16 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mcore_ckpt.core.boxes import Stretch
+from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.format.integrity import BLOCK_BYTES, FooterPlan, TableColumns, inner_blocks
 from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes, place, tensor_template
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +87,6 @@ class Window(NamedTuple):
 
     start: int
     stop: int
-
-
-def plan_windows(size_bytes: int, window_bytes: int = 8 * 1024 * 1024) -> Iterator[Window]:
-    """Cut a file into windows of `window_bytes`, in file order; the last may be shorter."""
-    for start in range(0, size_bytes, window_bytes):
-        yield Window(start, min(start + window_bytes, size_bytes))
 
 
 Fill = Callable[[Window, memoryview], None]
@@ -220,16 +218,6 @@ def _strided(specs: Sequence[TensorSpec]) -> Iterator[tuple[int, Stretch]]:
             yield number, stretch
 
 
-def footer_plan(
-    specs: Sequence[TensorSpec],
-    item_offsets: Iterable[int],
-    item_bytes: Iterable[int],
-    object_keys: Sequence[str],
-) -> FooterPlan:
-    """The integrity footer of a file that holds these tensors, in its order, and objects of these keys."""
-    return FooterPlan.of(_table_columns(specs, item_offsets, item_bytes, object_keys))
-
-
 def _table_columns(
     specs: Sequence[TensorSpec],
     item_offsets: Iterable[int],
@@ -248,3 +236,49 @@ def _table_columns(
         array("q", list(places)),
         object_keys,
     )
+
+
+class WriteBucket(NamedTuple):
+    """What one save writes into one file: serialized objects, and apart from them tensors."""
+
+    layout: BucketLayout  # of the file
+    file: PlannedFile  # the same for its writer
+    bytes_data: tuple[memoryview, ...]  # the serialized objects
+    offsets: tuple[int, ...]  # where each of them lies in the file, in bytes
+    footer: bytes  # the integrity footer
+    tensor_data: Sequence[torch.Tensor]  # detached, in the order of the file; none, if payloads come by themselves
+    pointers: Sequence[int] | None = None  # address of each tensor in host memory, 0 if unknown; None: not looked for
+
+    def around(self, number: int) -> bytes:
+        """The file's bytes between payload `number - 1` and payload `number`, with zeros for checksums."""
+        layout, image = self.layout, self.layout.image
+        if number:
+            before = layout.templates[number - 1].tail
+            position = image.payload_offsets[number - 1] + image.payload_lengths[number - 1] + len(before)
+        else:
+            before, position = self._region(), layout.region_bytes
+        if number == len(layout.templates):
+            return before + bytes(layout.footer_offset - position) + self.footer
+        return before + bytes(layout.item_offsets[number] - position) + layout.templates[number].head
+
+    def _region(self) -> bytes:
+        region = bytearray(self.layout.region_bytes)
+        for offset, data in zip(self.offsets, self.bytes_data, strict=True):
+            region[offset : offset + len(data)] = data
+        return bytes(region)
+
+
+def fill_bucket(
+    layout: BucketLayout,
+    name: str,
+    save_id: bytes,
+    bytes_data: Sequence[memoryview],
+    tensor_data: Sequence[torch.Tensor] = (),
+    pointers: Sequence[int] | None = None,
+) -> WriteBucket:
+    """The bucket of one save in a file of this layout and name, closed with its integrity footer."""
+    lengths = [len(data) for data in bytes_data]
+    offsets = place_objects(lengths)
+    footer, table_crc32 = layout.footer.fill(save_id, layout.image.size_bytes, zip(offsets, lengths, strict=True))
+    file = PlannedFile(name, layout.image, table_crc32, array("I", map(crc32, bytes_data)))
+    return WriteBucket(layout, file, tuple(bytes_data), tuple(offsets), footer, tensor_data, pointers)

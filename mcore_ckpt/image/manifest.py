@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any
@@ -25,7 +25,7 @@ from mcore_ckpt.format.index import (
     TensorEntry,
     of_different_offsets,
 )
-from mcore_ckpt.format.integrity import NO_FINGERPRINT, Manifest, ManifestFile, with_id
+from mcore_ckpt.format.integrity import NO_FINGERPRINT, Manifest, ManifestFile
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.metadata_write import ChunkFactors, MetadataEncoder
@@ -104,20 +104,20 @@ def chunk_factors(index: CheckpointIndex) -> ChunkFactors:
     return ChunkFactors(factors, firsts)
 
 
-def metadata_of_save(
-    plan: GlobalPlan,
+def metadata_of(
     encoder: MetadataEncoder,
     objects: Sequence[tuple[ObjectEntry, ...]],
-    files: Sequence[tuple[WrittenFile, ...]],
+    files: Sequence[Sequence[WrittenFile]],
     *,
     save_id: bytes,
     storage_meta: dict[str, Any],
     common: ManifestFile | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> bytes:
     """The content of `.metadata`. Raises `PlanError` if two ranks have written objects of one key.
 
     `objects` are index entries of each rank's objects, file by file; `files` each rank's files, in the order of its
-    plan.
+    plan. `names`: new names for files of the plan.
     """
     entries: dict[str, ObjectEntry] = {}
     for rank, of_rank in enumerate(objects):
@@ -126,12 +126,8 @@ def metadata_of_save(
                 raise PlanError(f"{entry.fqn}: rank {rank} writes an object that another rank has written, too")
             entries[entry.fqn] = entry
     written = list(chain.from_iterable(files))
-    return encoder.encode(
-        entries,
-        files={name: with_id(name, save_id) for name, _ in plan.files},
-        storage_meta=storage_meta,
-        manifest=_manifest(save_id, written, encoder, common),
-    )
+    manifest = _manifest(save_id, written, encoder, common)
+    return encoder.encode(entries, files=names, storage_meta=storage_meta, manifest=manifest)
 
 
 def _manifest(

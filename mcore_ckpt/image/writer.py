@@ -18,12 +18,13 @@ finished ones included, since a save is published as a whole or not at all.
 
 from __future__ import annotations
 
+import heapq
 import os
 import struct
 import threading
 import time
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,8 +34,8 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import WriteTimeoutError
 from mcore_ckpt.core.process import Crew
 from mcore_ckpt.format.integrity import BLOCK_BYTES
-from mcore_ckpt.image.layout import Fill, PlannedFile, Window, WrittenFile, plan_windows
-from mcore_ckpt.storage.base import RangeWriter, Storage, align_up
+from mcore_ckpt.image.layout import Fill, PlannedFile, Window, WrittenFile
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeWriter, Storage, align_up
 from mcore_ckpt.storage.direct_io import aligned_buffer, copy_bytes
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class _Checksums:
         self._partial = 0
         self._stretches = dict(image.strided)
         self._strided = _strided_sums() if image.strided else None
-        self._late: list[tuple[int, bytes]] = []  # (file offset, bytes) to patch in windows to come
+        self._late: list[tuple[int, bytes]] = []  # (file offset, bytes) to patch in windows to come; a heap
 
     def advance(self, view: memoryview, base: int, stop: int) -> None:
         """Sum all payload bytes before file offset `stop`, and patch what is complete: those bytes are final then.
@@ -174,57 +175,154 @@ class _Checksums:
                 f"{self._name}: the CRC-32 of payload {item}, which ends at byte {end}, cannot lie at byte "
                 f"{position} of a file of {image.size_bytes}"
             )
-        self._late.append((position, _CRC.pack(value)))
+        heapq.heappush(self._late, (position, _CRC.pack(value)))
         self._patch_late(view, base)
 
     def _patch_late(self, view: memoryview, base: int) -> None:
         stop = base + len(view)
-        waiting = []
-        for position, content in self._late:
-            inside = content[: max(0, stop - position)]
+        while self._late and self._late[0][0] < stop:
+            position, content = heapq.heappop(self._late)
+            inside = content[: stop - position]
             view[position - base : position - base + len(inside)] = inside
             if len(inside) < len(content):
-                waiting.append((position + len(inside), content[len(inside) :]))
-        self._late = waiting
+                heapq.heappush(self._late, (stop, content[len(inside) :]))
 
 
-class _File:
-    """One file in progress, and what it took. Times of writing are summed over threads, in seconds."""
+class ImageStream:
+    """One file in progress: its image is set front to back, and each window of it is written when it is full.
 
-    def __init__(self, writer: RangeWriter, planned: PlannedFile) -> None:
+    A caller that has all bytes of a file gives them by `fill`. A caller that has payloads, of many files in turn, gives
+    them by `feed`: then `around(n)` are the bytes between payload `n - 1` and payload `n`, with zeros for checksums.
+    Times of writing are summed over threads, in seconds.
+    """
+
+    def __init__(
+        self,
+        images: ImageWriter,
+        writer: RangeWriter,
+        planned: PlannedFile,
+        around: Callable[[int], bytes | memoryview] | None,
+    ) -> None:
         self.writer = writer
         self.planned = planned
         self.size_bytes = planned.image.size_bytes
-        self.checksums = _Checksums(planned)
+        self.buffer: memoryview | None = None  # the window that is being set
         self.write_s = self.fsync_s = 0.0
-        self.pending = 0  # pieces
+        self.pending = 0  # pieces that have been handed over, and are not written
         self.closed = False
         self.finished = False
+        self._images = images
+        self._around = around
+        self._checksums = _Checksums(planned)
+        self._payload = 0  # number of the payload that is fed
+        self._position = 0  # of the next byte to be set
+        self._handed_over = 0  # where the bytes begin that have not been handed over
+        self._base = self._stop = 0  # of the window
+
+    def fill(self, fill: Fill) -> None:
+        """Have `fill(window, view)` set each window: all bytes of `view`, since the buffer has been used before."""
+        while self._position < self.size_bytes:
+            view = self._space()
+            fill(Window(self._position, self._stop), view)
+            self._advance(len(view))
+
+    def feed(self, content: memoryview) -> None:
+        """Set the next bytes of the payloads, which are copied."""
+        self._images.used(self)
+        while len(content):
+            end = self._next_payload_end()
+            assert end is not None, "more bytes than the payloads have"
+            part = content[: end - self._position]
+            self._append(part)
+            content = content[len(part) :]
+
+    def close(self) -> None:
+        """All payloads have been fed: set what is behind them. The file is finished when all of it is written."""
+        if self._around is not None:
+            end = self._next_payload_end()
+            assert end is None, "a payload lacks bytes"
+            self._append(self._around(self._payload))
+        assert self._position == self.size_bytes
+        self._images.close(self)
+
+    def release(self) -> None:
+        """Have the bytes written that are set, and give the window's buffer up."""
+        buffer, self.buffer = self.buffer, None
+        assert buffer is not None
+        begin, self._handed_over = self._handed_over, self._position
+        self._images.hand_over(self, buffer, self._base, begin, self._position)
+
+    def _next_payload_end(self) -> int | None:
+        """Set what is before the next payload that lacks bytes. Returns where that ends; None: there is none left."""
+        offsets, lengths = self.planned.image.payload_offsets, self.planned.image.payload_lengths
+        while self._payload < len(offsets):
+            start = offsets[self._payload]
+            if self._position < start:
+                assert self._around is not None
+                self._append(self._around(self._payload))
+            if self._position < start + lengths[self._payload]:
+                return start + lengths[self._payload]
+            self._payload += 1
+        return None
+
+    def _append(self, content: bytes | memoryview) -> None:
+        view = memoryview(content)
+        while len(view):
+            space = self._space()[: len(view)]
+            copy_bytes(space, view[: len(space)])
+            self._advance(len(space))
+            view = view[len(space) :]
+
+    def _space(self) -> memoryview:
+        """The part of the window that is not set; begins a window if there is none."""
+        if self.buffer is None:
+            self.buffer = self._images.lend(self)
+            # Buffer and file are aligned together, so that whole pages can be written from where they lie.
+            self._base = self._handed_over // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+            self._stop = min(self._base + len(self.buffer), self.size_bytes)
+        return self.buffer[self._position - self._base : self._stop - self._base]
+
+    def _advance(self, nbytes: int) -> None:
+        assert self.buffer is not None
+        self._position += nbytes
+        view = self.buffer[: self._position - self._base]
+        self._checksums.advance(view, self._base, self._position)
+        if self._position == self._stop:
+            self.release()
 
     def result(self) -> WrittenFile:
+        """What became of the file, when it is finished."""
         planned = self.planned
         return WrittenFile(
             name=planned.name,
             size_bytes=self.size_bytes,
             table_crc32=planned.table_crc32,
             object_crcs=planned.object_crcs,
-            crcs=self.checksums.crcs,
+            crcs=self._checksums.crcs,
             long_payloads=planned.image.long_payloads,
             inner_blocks=planned.image.inner_blocks,
-            blocks=self.checksums.blocks,
-            parts=self.checksums.parts(),
+            blocks=self._checksums.blocks,
+            parts=self._checksums.parts(),
             write_s=self.write_s,
             fsync_s=self.fsync_s,
         )
 
 
-class ImageWriter:
-    """Writes images one after the other through one crew of threads, as one job: all of them or none.
+def _page_cuts(start: int, stop: int) -> list[tuple[int, int]]:
+    """A ragged beginning, whole pages, a ragged end."""
+    first, last = align_up(start), stop // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    if first >= last:
+        return [(start, stop)] if start < stop else []
+    return [(a, b) for a, b in ((start, first), (first, last), (last, stop)) if a < b]
 
-    A context manager. Inside, `write_windows` returns when all pieces of its image have been submitted, so that the
-    next one's first pieces follow without a gap. On leaving, all files are finished and
-    `results` is complete. If anything fails, on any thread, all files of the job are removed and the first error is
-    raised.
+
+class ImageWriter:
+    """Writes images through one crew of threads, as one job: all of them or none.
+
+    A context manager, for one caller. Images may be set one after the other, so that the next one's first windows
+    follow without a gap, or in turn; when all buffers are held then, the stream that was idle longest releases its own.
+    On leaving, all files are finished and `results` is complete, in the order in which they were opened. If anything
+    fails, on any thread, all files of the job are removed and the first error is raised.
 
     Args:
         pool: buffers, of the size of one write, a multiple of 4096; keep them between saves.
@@ -253,58 +351,77 @@ class ImageWriter:
         self._pool = pool
         self._on_written = on_written
         self._deadline_s = deadline_s
-        self._files: list[_File] = []
+        self._files: list[ImageStream] = []
+        self._setting: OrderedDict[int, ImageStream] = OrderedDict()  # those with a buffer, by number, last used last
         self._lock = threading.Lock()  # of what the threads count
 
-    def write_windows(self, writer: RangeWriter, planned: PlannedFile, fill: Fill) -> None:
-        """Write an image that never lies in memory as a whole: `fill(window, view)` puts each window's bytes into
-        `view`, all of them (the buffer has been used before), in file order, on this thread.
-        """
-        file = _File(writer, planned)
-        self._files.append(file)
-        pool = self._pool
-        for window in plan_windows(file.size_bytes, pool.window_bytes):
-            buffer = self._crew.wait_for(pool.take)
-            assert buffer is not None
-            try:
-                view = buffer[: window.stop - window.start]
-                fill(window, view)
-                file.checksums.advance(view, window.start, window.stop)
-            except BaseException:
-                pool.give_back(buffer)
-                raise
-            # Padded to whole blocks for O_DIRECT; the file is cut to its size when it is finished.
-            with self._lock:
-                file.pending += 1
-            piece = buffer[: align_up(len(view))]
-            self._crew.submit(partial(self._write, file, window.start, piece), partial(pool.give_back, buffer))
-        with self._lock:
-            file.closed = True
-            written = not file.pending
-        if written:
-            self._crew.submit(partial(self._finish, file))
+    def open(
+        self, writer: RangeWriter, planned: PlannedFile, around: Callable[[int], bytes | memoryview] | None = None
+    ) -> ImageStream:
+        """Begin a file; arguments as of `ImageStream`."""
+        self._files.append(ImageStream(self, writer, planned, around))
+        return self._files[-1]
 
-    def _write(self, file: _File, offset: int, piece: memoryview) -> None:
+    def write_windows(self, writer: RangeWriter, planned: PlannedFile, fill: Fill) -> None:
+        """Write an image whose windows `fill` sets, on this thread."""
+        stream = self.open(writer, planned)
+        stream.fill(fill)
+        stream.close()
+
+    def lend(self, stream: ImageStream) -> memoryview:
+        """A buffer for a stream that has none."""
+        if len(self._setting) == self._pool.windows:
+            next(iter(self._setting.values())).release()
+        buffer = self._crew.wait_for(self._pool.take)
+        assert buffer is not None
+        self._setting[id(stream)] = stream
+        return buffer
+
+    def used(self, stream: ImageStream) -> None:
+        """A stream is being fed."""
+        if stream.buffer is not None:
+            self._setting.move_to_end(id(stream))
+
+    def hand_over(self, stream: ImageStream, buffer: memoryview, base: int, start: int, stop: int) -> None:
+        """Have bytes `[start, stop)` of a file written from a buffer that begins at `base`."""
+        del self._setting[id(stream)]
+        if stop == stream.size_bytes:
+            stop = align_up(stop)  # whole blocks, for O_DIRECT; the file is cut to its size when it is finished
+        with self._lock:
+            stream.pending += 1
+        work = partial(self._write, stream, buffer, base, start, stop)
+        self._crew.submit(work, partial(self._pool.give_back, buffer))
+
+    def close(self, stream: ImageStream) -> None:
+        """All of a file has been handed over."""
+        with self._lock:
+            stream.closed = True
+            written = not stream.pending
+        if written:
+            self._crew.submit(partial(self._finish, stream))
+
+    def _write(self, stream: ImageStream, buffer: memoryview, base: int, start: int, stop: int) -> None:
         started = time.perf_counter()
-        file.writer.write(offset, piece)
+        for first, last in _page_cuts(start - base, stop - base):
+            stream.writer.write(base + first, buffer[first:last])
         took_s = time.perf_counter() - started
         if self._on_written is not None:
             self._on_written()
         with self._lock:
-            file.write_s += took_s
-            file.pending -= 1
-            written = file.closed and not file.pending
+            stream.write_s += took_s
+            stream.pending -= 1
+            written = stream.closed and not stream.pending
         if written:  # a task of its own, so that the buffer of this one is free during the fsync
-            self._crew.submit(partial(self._finish, file), first=True)
+            self._crew.submit(partial(self._finish, stream), first=True)
 
-    def _finish(self, file: _File) -> None:
+    def _finish(self, stream: ImageStream) -> None:
         started = time.perf_counter()
-        file.writer.finish(file.size_bytes)
-        file.fsync_s = time.perf_counter() - started
-        file.finished = True
+        stream.writer.finish(stream.size_bytes)
+        stream.fsync_s = time.perf_counter() - started
+        stream.finished = True
 
     def _stuck(self) -> WriteTimeoutError:
-        names = ", ".join(file.writer.name for file in self._files if not file.finished)
+        names = ", ".join(stream.writer.name for stream in self._files if not stream.finished)
         return WriteTimeoutError(
             f"{names}: no write has ended for {self._deadline_s} s (write_deadline_s); the device or the network "
             "file system hangs, or the deadline is too short for it"
@@ -317,11 +434,14 @@ class ImageWriter:
         try:
             self._crew.__exit__(kind, error, traceback)
         finally:
+            for stream in self._setting.values():
+                assert stream.buffer is not None
+                self._pool.give_back(stream.buffer)
             if error is not None or self._crew.failed:
-                for file in self._files:
-                    file.writer.abort()
+                for stream in self._files:
+                    stream.writer.abort()
         if error is None:
-            self.results = [file.result() for file in self._files]
+            self.results = [stream.result() for stream in self._files]
 
 
 # Pools that no job uses at the moment, all of the size that was used last: a save then allocates nothing. One that

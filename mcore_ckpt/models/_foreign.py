@@ -34,7 +34,7 @@ from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan,
 from mcore_ckpt.reshard.options import PartitionRule
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, make_plan
-from mcore_ckpt.reshard.target_files import TargetFiles
+from mcore_ckpt.reshard.target_directory import Target
 from mcore_ckpt.reshard.view import TensorView, ViewPayloads
 from mcore_ckpt.reshard.weight_files import encode_state
 from mcore_ckpt.tools.keys import read_plain_object
@@ -377,7 +377,7 @@ def import_conversion(
         allow_whole=options.allow_whole or not is_asked,
     )
 
-    def carry(target: TargetFiles) -> None:
+    def carry(target: Target) -> None:
         target.put(CONFIG_FILE, encode_config())
         target.put(COMMON_FILE, common({entry.dtype for entry in index.tensors.values()}))
 

@@ -62,7 +62,7 @@ from mcore_ckpt.reshard.partition import (
     split_half,
 )
 from mcore_ckpt.reshard.plan import target_dtype, token_count
-from mcore_ckpt.reshard.target_files import TargetFiles
+from mcore_ckpt.reshard.target_directory import Target
 from mcore_ckpt.reshard.view import DerivedPayloads, Part, RegroupedPayloads, TensorView, ViewPayloads, cast_payloads
 from mcore_ckpt.reshard.weight_files import Exported, encode_state, plan_safetensors
 from mcore_ckpt.storage.resolve import storage_at
@@ -167,7 +167,7 @@ def export_model(index: CheckpointIndex, options: ExportOptions) -> Conversion:
     return Conversion(
         payloads=payloads,
         source=files,
-        plan=plan_safetensors(tensors, options.max_shard_bytes, options.workers),
+        plan=plan_safetensors(tensors, options.max_shard_bytes),
         keys=lambda: _rows(relation, lambda key: entries[key].dtype),
         report=ConversionReport(
             format="hf",
@@ -253,7 +253,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _write_model_files(
-    target: TargetFiles, given: Mapping[str, Any], tensors: list[Exported], options: ExportOptions
+    target: Target, given: Mapping[str, Any], tensors: list[Exported], options: ExportOptions
 ) -> None:
     """What else belongs to the weights; `config.json` last, since nothing is loaded without it."""
     # What most elements are: norms and routers may be kept in another.

@@ -169,9 +169,9 @@ def _export_tensors(
     else:
         exported = [Exported(name, entry) for name, entry in tensors.items()]
         if kind == "torch":
-            plan = plan_torch_files(exported, payloads.index, options.max_shard_bytes, options.workers)
+            plan = plan_torch_files(exported, options.max_shard_bytes)
         else:
-            plan = plan_safetensors(exported, options.max_shard_bytes, options.workers)
+            plan = plan_safetensors(exported, options.max_shard_bytes)
     return Conversion(
         payloads=payloads,
         source=SourceFiles(index, names),

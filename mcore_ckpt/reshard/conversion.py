@@ -19,13 +19,13 @@ from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError
 from mcore_ckpt.core.progress import Progress
 from mcore_ckpt.directory.index_changes import bind_common_file
+from mcore_ckpt.directory.iterations import sync_folders
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index
 from mcore_ckpt.reshard.copying import check_all, write_all
 from mcore_ckpt.reshard.options import ConversionOptions, flag_of
-from mcore_ckpt.reshard.plan import TargetPlan, target_dtype
-from mcore_ckpt.reshard.target_directory import begun_work, target_folder
-from mcore_ckpt.reshard.target_files import TargetFiles
+from mcore_ckpt.reshard.plan import TargetPlan, refuse_other_fingerprints, target_dtype
+from mcore_ckpt.reshard.target_directory import Target, begun_work, target_folder
 from mcore_ckpt.reshard.view import cast_payloads
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayloads
@@ -171,7 +171,7 @@ class Conversion:
     plan: TargetPlan  # of the target
     keys: Callable[[], Iterable[KeyPlan]]  # rows, one after another, for showing
     report: ConversionReport  # what is known before anything is written
-    carry: Callable[[TargetFiles], None] = lambda _: None  # adds what is no tensor
+    carry: Callable[[Target], None] = lambda _: None  # adds what is no tensor
     carried: Sequence[str] = ()  # names of the files that `carry` may add
 
 
@@ -186,14 +186,13 @@ def run_conversion(
         else:
             written = _write(conversion, places.target, options, progress)
             places.finish()
-    moves = list(plan.moves)
     return replace(
         conversion.report,
         source=str(places.source),
         target=str(places.target),
-        tensors=len(moves),
+        tensors=plan.tensors,
         payload_bytes=plan.payload_bytes,
-        chunks=sum(len(move.slots) for move in moves),
+        chunks=plan.chunks,
         **written,
     )
 
@@ -217,34 +216,35 @@ def _write(conversion: Conversion, target: Path, options: ConversionOptions, pro
     payloads, plan, source = conversion.payloads, conversion.plan, conversion.source
     named = [] if plan.index_file is None else [plan.index_file[0]]
     with target_folder(target, _fingerprint(conversion, options), restart=options.restart) as made:
-        files, folder, journal = made.files, made.files.folder, made.journal
-        resumed = bool(journal.written)
+        resumed = bool(made.journal.written)
         made.note((*plan.sizes, *conversion.carried, *named))
-        files.begin(plan.sizes)
-        started, total = time.monotonic(), plan.payload_bytes
+        made.reserve(plan.sizes)
+        started, total, workers = time.monotonic(), plan.payload_bytes, options.workers
         try:
             with Progress("copy", total, shown=progress) as bar:
                 memory_bytes = max(_MIN_BUFFER_BYTES, (options.memory_bytes - _BASE_BYTES) // 2)
-                write_all(plan, payloads, files, journal, memory_bytes=memory_bytes, advance=bar.advance)
+                write_all(plan, payloads, made, workers=workers, memory_bytes=memory_bytes, advance=bar.advance)
             payloads.check_rest()
         except LoadError:
             source.refuse_changes()  # what looks damaged may be of two saves
             raise
-        content = plan.finish(files, journal, payloads, is_compared=options.verify)
-        files.finish()
+        content = plan.metadata(made.journal)
         copied = time.monotonic()
         verified = content is not None and options.verify
-        if verified and content is not None:
-            written = parse_index(content, str(folder))
-            with Progress("verify", total, shown=progress) as bar:
-                check_all(plan, payloads, written, journal, workers=options.workers, advance=bar.advance)
+        if content is not None:
+            written = parse_index(content, str(made.folder))
+            refuse_other_fingerprints(plan, payloads.index, written)
+            if verified:
+                with Progress("verify", total, shown=progress) as bar:
+                    check_all(plan, payloads, written, made.journal.crcs, workers=workers, advance=bar.advance)
         checked = time.monotonic()
         try:
-            conversion.carry(files)
+            conversion.carry(made)
         finally:
             source.refuse_changes()
+        sync_folders(made.folder, (*plan.sizes, *conversion.carried))
         if content is not None:
-            made.publish(METADATA_FILE, bind_common_file(content, folder))
+            made.publish(METADATA_FILE, bind_common_file(content, made.folder))
         elif plan.index_file is not None:
             made.publish(*plan.index_file)
     return {

@@ -1,27 +1,21 @@
-"""The bytes of a plan: read, checked, written to the slots of its files, and compared with the source.
+"""The bytes of a plan: read, checked, fed to the images of its files, and compared with the source.
 
-Each worker takes its tensors one by one from the payloads to its files. Payloads pass through bounded buffers and are
-summed on both sides: what is read is compared with its stored CRC-32, what is written gets its CRC-32 into its slot.
-After every gibibyte or so, and when it is interrupted, a worker makes its files durable and records in the journal how
-far it has come.
+A conversion writes as a save does (`image/writer.py`); its ranks are imaginary, and the source is where they get their
+payloads from. A worker takes one part of the plan after the other. It goes through the source once, and feeds all files
+of the part in turn. When they are complete and durable, it notes them in the journal: a run that resumes another
+compares them with that note, and writes again what is not there.
 
 A tensor passes slab by slab (`tools.regrid`), so every chunk is read front to back, and what is read next is known
 before it begins: threads read it into a bounded number of buffers (`read_ahead`). What does not lie plainly in a file
 is computed when its turn comes.
 
-A run that resumes another compares what lies in the slots with what the journal says of them, and writes the tensor
-again where that is not there.
-
 The comparison does not read the source again. The target is read back and divided again into the chunks of the source.
 Each must have the CRC-32 that is stored with the source's chunk, or where none is stored, the one that the writer
-found. So one pass over the target checks data and layout, from the target's own index. It also sums up tensors whose
-chunks are columns, and compares them with the stored fingerprints; the checksums of chunks tell all other ones
-(`plan.py`).
+found. So one pass over the target checks data and layout, from the target's own index.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import resource
 from collections import deque
@@ -29,24 +23,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
-from mcore_ckpt.core.boxes import Box, Stretch, relative, runs
-from mcore_ckpt.core.crc import crc32, crc32_combine
-from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError
-from mcore_ckpt.core.fingerprints import StridedSums, part_of_run
+from mcore_ckpt.core.boxes import Box, relative, runs
+from mcore_ckpt.core.crc import crc32
+from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.process import Crew, Task, in_parallel
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
-from mcore_ckpt.format.integrity import RunningSum
 from mcore_ckpt.format.item_layout import element_bytes
-from mcore_ckpt.load.checks import global_shape, stretch_of
-from mcore_ckpt.load.files import OpenFiles, padded_range
+from mcore_ckpt.image.layout import PlannedFile
+from mcore_ckpt.image.writer import ImageWriter, WindowPool
+from mcore_ckpt.load.files import padded_range
 from mcore_ckpt.load.records import item_name
-from mcore_ckpt.reshard.plan import TargetPlan, TensorMove, another_fingerprint, in_shares, source_sums
-from mcore_ckpt.reshard.target_files import FileStream, Journal, Streams, Sums, TargetFiles, Written
+from mcore_ckpt.reshard.plan import Part, TargetPlan, in_shares
+from mcore_ckpt.reshard.target_directory import Target
 from mcore_ckpt.reshard.view import check_sum
 from mcore_ckpt.storage import direct_io
-from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeWriter, align_up
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, RangeWriter, align_up
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads
 from mcore_ckpt.tools.regrid import SLAB_BYTES, Block, assembled, blocks, slabs_of
 
@@ -57,11 +50,16 @@ _BUFFER_BYTES: Final = SLAB_BYTES + 3 * ALIGNMENT_BYTES * (SLAB_BYTES // _MIN_PA
 
 
 class Division(NamedTuple):
-    """A tensor on its way: the chunks of `entry` are read, and divided into `targets`, block by block."""
+    """A part of a tensor on its way: chunks of `entry` are read, and divided into `targets`, as `block` says."""
 
     entry: TensorEntry
     targets: Sequence[Box]
-    blocks: Sequence[Block]
+    block: Block
+
+    @property
+    def payload_bytes(self) -> int:
+        """Length of all targets of the block."""
+        return sum(math.prod(self.targets[n].sizes) for n in self.block.targets) * element_bytes(self.entry.dtype)
 
 
 class Read(NamedTuple):
@@ -99,17 +97,16 @@ Ahead = Iterator[tuple[Step, list[memoryview]]]
 
 
 def _steps(payloads: StoredPayloads, divisions: Iterable[Division]) -> Iterator[Step]:
-    for entry, targets, found in divisions:
-        sources = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+    for entry, targets, block in divisions:
+        sources = {n: Box(entry.chunks[n].offsets, entry.chunks[n].sizes) for n in block.sources}
         elem_bytes = element_bytes(entry.dtype)
-        for block in found:
-            located = {n: payloads.locate(entry, entry.chunks[n]) for n in block.sources}
-            for slab in slabs_of(block, sources, targets, elem_bytes):
-                reads = []
-                for n, part in slab.sources:
-                    first = runs(sources[n].sizes, relative(part, sources[n].offsets), elem_bytes).first_byte
-                    reads.append(Read(n, part, located[n], first, math.prod(part.sizes) * elem_bytes))
-                yield Step(reads, slab.targets, located, elem_bytes, slab.is_last)
+        located = {n: payloads.locate(entry, entry.chunks[n]) for n in block.sources}
+        for slab in slabs_of(block, sources, targets, elem_bytes):
+            reads = []
+            for n, part in slab.sources:
+                first = runs(sources[n].sizes, relative(part, sources[n].offsets), elem_bytes).first_byte
+                reads.append(Read(n, part, located[n], first, math.prod(part.sizes) * elem_bytes))
+            yield Step(reads, slab.targets, located, elem_bytes, slab.is_last)
 
 
 def _batches(steps: Iterable[Step]) -> Iterator[list[Step]]:
@@ -173,92 +170,67 @@ def _read_files(payloads: StoredPayloads, batch: Sequence[Step], buffer: memoryv
     return views
 
 
-# From this size on, a second sum of the same bytes is cheaper derived from the first than computed.
-_MIN_COMBINED_BYTES: Final = 512 * 1024
+Feeds = Mapping[int, Callable[[memoryview], None]]
+"""By position of a target what takes its bytes, front to back."""
 
 
-class Sink(Protocol):
-    """Where the bytes of one target go, front to back; `crc32` is that of what has come."""
-
-    crc32: int
-
-    def feed(self, view: memoryview, /) -> None:
-        """The next bytes."""
-
-
-def move_block(ahead: Ahead, sinks: Mapping[int, Sink]) -> Iterator[tuple[int, StoredPayload, int]]:
+def move_block(ahead: Ahead, feeds: Feeds) -> Iterator[tuple[int, StoredPayload, int]]:
     """Give the targets of one block their elements; then position, payload and CRC-32 of each source."""
     crcs: dict[int, int] = {}
     for step, contents in ahead:
         found = list(zip(step.reads, contents, strict=True))
-        summed = set()
-        for number, part in step.targets:
-            sink = sinks[number]
-            same = next(((read.number, content) for read, content in found if read.part == part), None)
-            if same is None:
-                sink.feed(assembled(part, step.elem_bytes, [(read.part, content) for read, content in found]))
-                continue
-            source, content = same
-            before = sink.crc32
-            sink.feed(content)
-            if len(content) >= _MIN_COMBINED_BYTES:
-                # From another beginning the same bytes lead to another sum, by what became of the difference.
-                crcs[source] = crc32_combine(before ^ crcs.get(source, 0), sink.crc32, len(content))
-                summed.add(source)
         for read, content in found:
-            if read.number not in summed:
-                crcs[read.number] = crc32(content, crcs.get(read.number, 0))
+            crcs[read.number] = crc32(content, crcs.get(read.number, 0))
+        for number, part in step.targets:
+            same = next((content for read, content in found if read.part == part), None)
+            if same is None:
+                same = assembled(part, step.elem_bytes, [(read.part, content) for read, content in found])
+            feeds[number](same)
         if step.is_last:
             return ((n, payload, crcs.get(n, 0)) for n, payload in step.located.items())
     raise AssertionError("a block has a last slab")
 
 
-_SYNC_BYTES: Final = 1024**3
-# In flight at once.
+# Writes in flight at once.
 _WRITES: Final = 2
 _MIN_BUFFER_BYTES: Final = 256 * 1024
 _MAX_BUFFER_BYTES: Final = 8 * 1024 * 1024
 # Of one worker: what is read ahead takes 16 MiB of it, or half of that.
 _MUCH_MEMORY_BYTES: Final = 96 * 1024 * 1024
-_MAX_PADDING_BYTES: Final = 64 * 1024
 # File descriptors for all but the target's data files.
 _OTHER_FILES: Final = 256
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Run:
     """What all workers share."""
 
-    plan: TargetPlan
     payloads: StoredPayloads
-    files: TargetFiles
-    journal: Journal
-    there: OpenFiles  # the target's files as they are
-    memory_bytes: int
-    advance: Callable[[int], None]
+    target: Target
+    memory_bytes: int  # of each worker
+    keeps_crcs: bool  # of the source's chunks that have none stored
+    advance: Callable[[int], None]  # called with payload bytes that were written
     crew: Crew
 
 
 def write_all(
     plan: TargetPlan,
     payloads: StoredPayloads,
-    files: TargetFiles,
-    journal: Journal,
+    target: Target,
     *,
+    workers: int,
     memory_bytes: int,
     advance: Callable[[int], None],
 ) -> None:
-    """Write all slots and blobs that the journal does not have as done, with `memory_bytes` of buffers; `advance` is
-    called with payload bytes that were written.
+    """Write all files of a target that are not there yet, with `memory_bytes` of buffers; `advance` is called with
+    payload bytes that were written.
     """
-    workers = [w for w in range(len(plan.work)) if plan.work[w] or (plan.blobs and not w)]
-    _allow_open_files(2 * len(plan.sizes) + _OTHER_FILES + sum(1 for _ in Path("/proc/self/fd").iterdir()))
-    memory_bytes //= max(1, len(workers))
-    there = OpenFiles(files.storage, "auto", None)
-    with contextlib.closing(there), Crew(max(1, len(workers)), "mcore_ckpt-target") as crew:
-        run = _Run(plan, payloads, files, journal, there, memory_bytes, advance, crew)
-        for number in workers:
-            crew.submit(_Worker(run, number).work)
+    most = max((len(part.files) for part in plan.parts), default=0)
+    _allow_open_files(2 * workers * most + _OTHER_FILES + sum(1 for _ in Path("/proc/self/fd").iterdir()))
+    with Crew(workers, "mcore_ckpt-target") as crew:
+        run = _Run(payloads, target, memory_bytes // workers, plan.index is not None, advance, crew)
+        for part in plan.parts:
+            crew.submit(partial(_work_on, run, part))
 
 
 def _allow_open_files(count: int) -> None:
@@ -269,154 +241,45 @@ def _allow_open_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-class _SlotSink(RunningSum):
-    """A slot's elements on their way into its file; sums them."""
-
-    __slots__ = ("stream",)
-
-    def __init__(self, stream: FileStream) -> None:
-        super().__init__()
-        self.stream = stream
-
-    def feed(self, view: memoryview) -> None:
-        super().feed(view)
-        self.stream.write(view)
+Prepared = tuple[PlannedFile, Callable[[int], bytes]]
+"""A file for its writer, and what stands around its payloads."""
 
 
-class _Worker:
-    """One worker, in its own thread."""
+def _work_on(run: _Run, part: Part) -> None:
+    prepared = [file.prepare(run.payloads, run.target.journal.save_id) for file in part.files]
+    if all(_is_there(run.target, file) for file in prepared):
+        run.advance(part.payload_bytes)
+    else:
+        _write(run, part, prepared)
 
-    def __init__(self, run: _Run, number: int) -> None:
-        self._run = run
-        self._number = number
-        self._moves = run.plan.work[number]
-        self._files: set[str] = set()
-        self._mains: dict[str, FileStream] = {}
-        self._written: dict[str, Written] = {}
-        self._unsynced_bytes = 0
-        self._fills_gaps = run.plan.filled_gaps
 
-    def work(self) -> None:
-        """Write all that is not there yet."""
-        run = self._run
-        left = []
-        for move in self._moves:
-            if self._is_there(move):
-                run.advance(move.payload_bytes)
-                self._fills_gaps = False  # it may lie in one
-            else:
-                left.append(move)
-        files = run.plan.files_at_once or len({slot.file for move in self._moves for slot in move.slots}) + 1
-        buffer_bytes, count = _buffers(run.memory_bytes, files)
-        ahead_buffers = 4 if run.memory_bytes >= _MUCH_MEMORY_BYTES else 2
-        with Crew(_WRITES, "mcore_ckpt-write") as crew, Crew(_READS, "mcore_ckpt-ahead") as readers:
-            streams = Streams(crew, buffer_bytes, count)
-            if not self._number:
-                self._write_blobs(streams)
-            divisions = (Division(move.entry, [slot.slice for slot in move.slots], move.blocks) for move in left)
-            ahead = read_ahead(run.payloads, divisions, readers, ahead_buffers)
-            for move in left:
-                if run.crew.failed:
-                    break
-                self._write_tensor(streams, ahead, move)
-                if self._unsynced_bytes >= _SYNC_BYTES:
-                    self._sync(streams)
-            self._sync(streams)
-
-    def _is_there(self, move: TensorMove) -> bool:
-        """Whether an earlier run has written a tensor, and its slots hold what that run has noted."""
-        known = self._run.journal.written.get(move.key)
-        if known is None:
-            return False
-        window = memoryview(bytearray(min(SLAB_BYTES, move.payload_bytes)))
-        sums: list[Sums] = []
-        try:
-            for number, slot in enumerate(move.slots):
-                frame, found = self._run.plan.frame(move, number), RunningSum()
-                left = math.prod(slot.slice.sizes) * element_bytes(move.entry.dtype)
-                at = slot.offset + len(frame.head)
-                with self._run.there.reader(slot.file) as reader:
-                    is_same = reader.read(slot.offset, len(frame.head)) == frame.head
-                    while left:
-                        view = window[:left]
-                        reader.read_into(at, view)
-                        found.feed(view)
-                        at, left = at + len(view), left - len(view)
-                    tail = frame.tail_with(found.crc32)
-                    if not is_same or reader.read(at, len(tail)) != tail:
-                        return False
-                sums.append((found.crc32, found.blocks))
-        except LoadError:
-            return False
-        return sums == known.sums
-
-    def _sync(self, streams: Streams) -> None:
-        streams.flush()
-        streams.crew.drain()
-        for name in self._files:
-            self._file(name).sync()
-        self._run.journal.record(self._written)
-        self._written = {}
-        self._unsynced_bytes = 0
-
-    def _main(self, streams: Streams, name: str, position: int) -> FileStream:
-        """The stream of a file, at a position; short gaps are filled, if they may be, so that writes stay large."""
-        stream = self._mains.get(name)
-        if stream is None:
-            stream = self._mains[name] = streams.open(self._file(name), position)
-        elif self._fills_gaps and 0 <= position - stream.position <= _MAX_PADDING_BYTES:
-            stream.write(bytes(position - stream.position))
-        else:
-            stream.seek(position)
-        return stream
-
-    def _file(self, name: str) -> RangeWriter:
-        self._files.add(name)
-        return self._run.files.open(name)
-
-    def _write_blobs(self, streams: Streams) -> None:
-        for blob in self._run.plan.blobs:
-            stream = self._main(streams, blob.file, blob.offset)
-            content = blob.content
-            stream.write(content if isinstance(content, bytes) else self._run.payloads.object_bytes(content))
-
-    def _write_tensor(self, streams: Streams, ahead: Ahead, move: TensorMove) -> None:
-        run, entry = self._run, move.entry
-        crcs = [0] * len(entry.chunks)
-        sums: list[Sums] = [(0, [])] * len(move.slots)
-        keep_crcs = False
-        empty = set(range(len(move.slots)))
-        for block in move.blocks:
-            sinks: dict[int, _SlotSink] = {}
-            used: set[str] = set()
-            for number in block.targets:
-                name, offset, _ = move.slots[number]
-                # A file's second slot in the same block is written next to the first: its stream is for this block.
-                is_second = name in used
-                stream = streams.open(self._file(name), offset) if is_second else self._main(streams, name, offset)
-                used.add(name)
-                stream.write(run.plan.frame(move, number).head)
-                sinks[number] = _SlotSink(stream)
-            for n, payload, value in move_block(ahead, sinks):
+def _write(run: _Run, part: Part, prepared: Sequence[Prepared]) -> None:
+    """Write the files of a part; each byte of the source is read once."""
+    payloads = run.payloads
+    crcs: list[tuple[str, int, int]] = []
+    ahead_buffers = 4 if run.memory_bytes >= _MUCH_MEMORY_BYTES else 2
+    pool = WindowPool(*_buffers(run.memory_bytes, len(prepared)))
+    with Crew(_READS, "mcore_ckpt-ahead") as readers, ImageWriter(pool, io_threads=_WRITES) as images:
+        streams = {
+            planned.name: images.open(run.target.new_file(planned.name, planned.image.size_bytes), planned, around)
+            for planned, around in prepared
+        }
+        divisions = (Division(move.entry, [slot.slice for slot in move.slots], move.block) for move in part.moves)
+        ahead = read_ahead(payloads, divisions, readers, ahead_buffers)
+        for move in part.moves:
+            if run.crew.failed:
+                raise SaveError("another part has failed")  # which has told its error
+            for n, payload, value in move_block(
+                ahead, {number: streams[slot.file].feed for number, slot in enumerate(move.slots)}
+            ):
                 check_sum(payload, value)
-                crcs[n] = value
-                keep_crcs |= payload.crc32 is None
-                run.payloads.was_read(entry, entry.chunks[n], value)
-            for number, sink in sinks.items():
-                sums[number] = (sink.crc32, sink.blocks)
-                sink.stream.write(run.plan.frame(move, number).tail_with(sink.crc32))
-                main = self._mains[move.slots[number].file]
-                if sink.stream is not main:
-                    sink.stream.flush()
-                    main.seek(sink.stream.position)
-            empty -= sinks.keys()
-        for number in sorted(empty):
-            frame = run.plan.frame(move, number)
-            name, offset, _ = move.slots[number]
-            self._main(streams, name, offset).write(frame.head + frame.tail_with(0))
-        self._written[move.key] = Written(sums, crcs if keep_crcs and run.plan.index is not None else None)
-        run.advance(move.payload_bytes)
-        self._unsynced_bytes += move.payload_bytes
+                payloads.was_read(move.entry, move.entry.chunks[n], value)
+                if payload.crc32 is None and run.keeps_crcs:
+                    crcs.append((move.key, n, value))
+            run.advance(move.payload_bytes)
+        for stream in streams.values():
+            stream.close()
+    run.target.journal.record(images.results, crcs)
 
 
 def _buffers(memory_bytes: int, streams: int) -> tuple[int, int]:
@@ -426,118 +289,113 @@ def _buffers(memory_bytes: int, streams: int) -> tuple[int, int]:
     return size, max(4, min(wanted, memory_bytes // size))
 
 
+class _Compared(RangeWriter):
+    """In place of a file's writer: whatever would be written has to be there."""
+
+    direct = False
+
+    def __init__(self, reader: RangeReader) -> None:
+        self.name, self._reader = reader.name, reader
+
+    def write(self, offset: int, view: memoryview) -> None:
+        nbytes = min(len(view), self._reader.size_bytes - offset)
+        if self._reader.read(offset, nbytes) != view[:nbytes]:
+            raise SaveError(f"{self.name}: bytes [{offset}, {offset + nbytes}) are not what was written")
+
+    def finish(self, size_bytes: int) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+def _is_there(target: Target, prepared: Prepared) -> bool:
+    """Whether an earlier run has written a file, and it holds what that run has noted."""
+    planned, around = prepared
+    known, image = target.journal.written.get(planned.name), planned.image
+    if known is None:
+        return False
+    window = memoryview(bytearray(SLAB_BYTES))
+    try:
+        with target.storage.open_reader(planned.name) as reader, ImageWriter(WindowPool()) as images:
+            if reader.size_bytes != image.size_bytes:
+                return False
+            stream = images.open(_Compared(reader), planned, around)
+            for start, nbytes in zip(image.payload_offsets, image.payload_lengths, strict=True):
+                for at in range(0, nbytes, SLAB_BYTES):
+                    view = window[: min(SLAB_BYTES, nbytes - at)]
+                    reader.read_into(start + at, view)
+                    stream.feed(view)
+            stream.close()
+    except (LoadError, SaveError):
+        return False
+    return images.results[0].crcs == known.crcs
+
+
 def check_all(
     plan: TargetPlan,
     payloads: StoredPayloads,
     target: CheckpointIndex,
-    journal: Journal,
+    crcs: Mapping[tuple[str, int], int],
     *,
     workers: int,
     advance: Callable[[int], None],
 ) -> None:
     """Compare a target, whose path is where the files lie now, with its source; raises `ChecksumError` or
-    `CorruptCheckpointError`. `advance` is called with payload bytes that have been compared.
+    `CorruptCheckpointError`. `crcs`: of chunks of the source that have none stored, by the target's key and position.
+    `advance` is called with payload bytes that have been compared.
     """
+    sources = {move.key: move.entry for part in plan.parts for move in part.moves}
+    divisions = []
+    for key, source in sources.items():
+        entry = target.tensors[key]
+        stored, divided = ([Box(chunk.offsets, chunk.sizes) for chunk in one.chunks] for one in (entry, source))
+        divisions += [Division(entry, divided, block) for block in blocks(stored, divided)]
+    divisions.sort(key=lambda division: division.entry.chunks[division.block.sources[0]].item[:2])
+
+    def expected(key: str, number: int) -> int | None:
+        chunk = sources[key].chunks[number]
+        return crcs.get((key, number), payloads.locate(sources[key], chunk).crc32)
+
     with StoredPayloads(target) as written:
 
-        def check(moves: Sequence[TensorMove]) -> None:
-            divisions = []
-            for move in moves:
-                entry = target.tensors[move.key]
-                stored = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-                divisions.append(Division(entry, move.source_boxes, list(blocks(stored, move.source_boxes))))
+        def check(share: Sequence[Division]) -> None:
             with Crew(_READS, "mcore_ckpt-ahead") as crew:
-                ahead = read_ahead(written, divisions, crew, 4)
-                for move, division in zip(moves, divisions, strict=True):
-                    _check_tensor(move, division, ahead, source_sums(move, journal, payloads), payloads.index, target)
-                    advance(move.payload_bytes)
+                ahead = read_ahead(written, share, crew, 4)
+                for division in share:
+                    _check_block(division, ahead, expected)
+                    advance(division.payload_bytes)
 
-        everything = sorted(plan.moves, key=lambda move: move.slots[:1])
-        in_parallel(in_shares(everything, lambda move: move.payload_bytes, workers), check, workers)
-        for fqn, entry in target.objects.items():  # objects keep their keys
-            if written.object_bytes(entry) != payloads.object_bytes(payloads.index.objects[fqn]):
+        in_parallel(in_shares(divisions, lambda division: division.payload_bytes, workers), check, workers)
+        for fqn, other in target.objects.items():  # objects keep their keys
+            if written.object_bytes(other) != payloads.object_bytes(payloads.index.objects[fqn]):
                 raise CorruptCheckpointError(
-                    f"{item_name(fqn, entry.item)}: differs from the source's item; check the device, then run the "
+                    f"{item_name(fqn, other.item)}: differs from the source's item; check the device, then run the "
                     "command again"
                 )
 
 
-def _check_tensor(
-    move: TensorMove,
-    division: Division,
-    ahead: Ahead,
-    expected: Sequence[int | None],
-    source: CheckpointIndex,
-    target: CheckpointIndex,
-) -> None:
-    entry = division.entry
-    sums = _sums_of_columns(move, entry, source, target)
-    for block in division.blocks:
-        sinks: dict[int, Sink] = {n: RunningSum() if sums is None else sums.sink(n) for n in block.targets}
-        for _, payload, value in move_block(ahead, sinks):
-            if payload.crc32 != value:
-                raise _wrong(payload.where, payload.crc32, value)
-        for n, sink in sinks.items():
-            if sink.crc32 != (expected[n] or 0):
-                where = f"{entry.fqn}: the source's chunk at {list(division.targets[n].offsets)}, put together from the"
-                raise _wrong(f"{where} target", expected[n], sink.crc32)
-    known = target.fingerprints.get(move.key)
-    if sums is not None and known is not None:
-        total = sums.fingerprint([crc or 0 for crc in expected])
-        if total != known:
-            raise another_fingerprint(move.key, total, known)
+class _Sum:
+    """The CRC-32 of what is fed."""
 
-
-class _ColumnSums:
-    """The fingerprint of a tensor, from its chunks as they are divided in the source."""
-
-    def __init__(self, stretches: Sequence[Stretch]) -> None:
-        self._stretches = stretches
-        self._strided = StridedSums()
-
-    def sink(self, number: int) -> Sink:
-        """For the chunk of that number."""
-        stretch = self._stretches[number]
-        return _StridedSink(self._strided, number, stretch) if _is_strided(stretch) else RunningSum()
-
-    def fingerprint(self, crcs: Sequence[int]) -> int:
-        """Of the tensor, when all chunks have come, whose CRC-32s are these."""
-        total = 0
-        for part in self._strided.finish().values():
-            total ^= part
-        for crc, stretch in zip(crcs, self._stretches, strict=True):
-            total ^= part_of_run(crc, stretch) or 0
-        return total
-
-
-class _StridedSink:
-    """Sums rows, too."""
-
-    def __init__(self, sums: StridedSums, number: int, stretch: Stretch) -> None:
+    def __init__(self) -> None:
         self.crc32 = 0
-        self._sums, self._number, self._stretch, self._done = sums, number, stretch, 0
 
     def feed(self, view: memoryview) -> None:
-        self.crc32 = self._sums.feed(self._number, self._stretch, view, self._done, self.crc32)[-1]
-        self._done += len(view)
+        self.crc32 = crc32(view, self.crc32)
 
 
-def _is_strided(stretch: Stretch) -> bool:
-    return stretch.elems > 0 and stretch.bytes_behind() is None
-
-
-def _sums_of_columns(
-    move: TensorMove, entry: TensorEntry, source: CheckpointIndex, target: CheckpointIndex
-) -> _ColumnSums | None:
-    """Where neither chunks of the source nor of the target tell the fingerprint of a tensor that has one."""
-    if move.key not in target.fingerprints:
-        return None
-    shape = global_shape(target, entry)
-    if not any(_is_strided(stretch_of(entry, chunk, shape)) for chunk in entry.chunks):
-        return None
-    shape = global_shape(source, move.entry)
-    stretches = [stretch_of(move.entry, chunk, shape) for chunk in move.entry.chunks]
-    return _ColumnSums(stretches) if any(map(_is_strided, stretches)) else None
+def _check_block(division: Division, ahead: Ahead, expected: Callable[[str, int], int | None]) -> None:
+    key = division.entry.fqn
+    sums = {number: _Sum() for number in division.block.targets}
+    for _, payload, value in move_block(ahead, {number: one.feed for number, one in sums.items()}):
+        if payload.crc32 != value:
+            raise _wrong(payload.where, payload.crc32, value)
+    for number, one in sums.items():
+        crc = expected(key, number)
+        if one.crc32 != (crc or 0):
+            at = list(division.targets[number].offsets)
+            raise _wrong(f"{key}: the source's chunk at {at}, put together from the target", crc, one.crc32)
 
 
 def _wrong(where: str, expected: int | None, got: int) -> ChecksumError:

@@ -180,7 +180,7 @@ class ConversionOptions:
         None, "convert the model's floating-point tensors: bf16, fp16, fp32, or torch's names", metavar="TYPE"
     )
     drop_optimizer: bool = option(False, "leave the optimizer's state out")
-    workers: int = option(2, "threads, tensors in progress at once, and files of each rank", metavar="N")
+    workers: int = option(2, "threads, each of which writes files of its own", metavar="N")
     memory_bytes: int = option(1024**3, "memory to stay within (default: 1GiB)", flag="--memory", metavar="SIZE")
     verify: bool = option(True, "compare DST with SRC by checksum before it appears, if DST is a checkpoint")
     restart: bool = option(False, "throw away what an interrupted run has left, instead of resuming it")

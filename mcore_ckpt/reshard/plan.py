@@ -1,13 +1,10 @@
 """What is going to be written, decided before a byte moves: pure, from the index of the source alone.
 
-    tensors -> partition -> target chunks -> owning rank -> files and offsets
-    slot:      head | the slice's elements, C order | tail, which may hold their CRC-32
+    tensors -> partition -> target chunks -> owning rank -> files, laid out as those of a save
 
-A planner decides all slots; `weight_files` has those of other formats. Formats differ in where slots lie and what
-frames them; the writer is one for all.
-
-In a `torch_dist` checkpoint every rank has one data file for each worker, `__{rank}_{worker}.distcp`. A worker writes
-its files front to back, so items lie in them in the order in which the worker takes its tensors.
+A conversion is a number of imaginary ranks. A planner decides which slices of which tensors lie in which file, in which
+order; `weight_files` does so for other formats. The files of one part of the work are written together, front to back,
+in the order of the moves.
 """
 
 from __future__ import annotations
@@ -15,182 +12,180 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import operator
 import re
-import secrets
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.boxes import Box, bounding
 from mcore_ckpt.core.console import counted
-from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, OptionError
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry, parse_object_key
-from mcore_ckpt.format.integrity import NO_FINGERPRINT, SAVE_ID_BYTES, FooterPlan, Manifest, ManifestFile, shown_id
-from mcore_ckpt.format.item_layout import TensorTemplate, element_bytes, place, tensor_template
-from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.image.layout import TensorSpec, footer_plan
-from mcore_ckpt.load.checks import fingerprint_from_sums
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredItem, TensorEntry, parse_object_key
+from mcore_ckpt.format.integrity import TableColumns, data_file_name, shown_id
+from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.format.metadata_write import MetadataEncoder
+from mcore_ckpt.image.layout import (
+    BucketLayout,
+    FileImage,
+    PlannedFile,
+    TensorSpec,
+    fill_bucket,
+    lay_out_file,
+    place_objects,
+)
+from mcore_ckpt.image.manifest import chunk_factors, index_tensors, metadata_of
+from mcore_ckpt.load.checks import global_shape
 from mcore_ckpt.reshard.partition import Partition, Partitioner, divide, divides, expert_of
-from mcore_ckpt.reshard.target_files import Journal, TargetFiles
-from mcore_ckpt.storage.base import align_up
+from mcore_ckpt.reshard.target_directory import Journal
+from mcore_ckpt.state.plans import LocalPlan
 from mcore_ckpt.tools.keys import data_file_rank, is_optimizer_key, layer_number, model_key, stacked_axes
 from mcore_ckpt.tools.payloads import StoredPayloads
-from mcore_ckpt.tools.regrid import Block, blocks
+from mcore_ckpt.tools.regrid import SLAB_BYTES, Block, blocks
 
 _T = TypeVar("_T")
 
 
-class Frame(Protocol):
-    """What stands around the elements in a slot."""
-
-    @property
-    def head(self) -> bytes:
-        """Before the elements."""
-
-    def tail_with(self, payload_crc32: int, /) -> bytes:
-        """Behind elements that have this CRC-32."""
-
-
-class _Bare:
-    head = b""
-
-    def tail_with(self, _: int) -> bytes:
-        return b""
-
-
-BARE: Frame = _Bare()
-"""Nothing around the elements."""
-
-
 class Slot(NamedTuple):
-    """Where a slice of a tensor goes: `offset` in the file is that of the slot's head."""
+    """A slice of a tensor in a file of the target, where it is the next payload."""
 
     file: str
-    offset: int
     slice: Box
 
 
-class Blob(NamedTuple):
-    """Bytes that are no tensor's: given here, or those of a stored object."""
+class Move(NamedTuple):
+    """Chunks of a stored tensor, by position, and slots that get all of their elements, and no others.
 
-    file: str
-    offset: int
-    content: bytes | ObjectEntry
-
-
-@dataclass(frozen=True, slots=True)
-class TensorMove:
-    """One tensor: `entry` is that of the payloads, `key` the target's; its slots hold every element once.
-
-    `blocks` are the positions of source chunks and slots that belong together.
+    `entry` is that of the payloads, `key` the target's.
     """
 
     entry: TensorEntry
     key: str
-    slots: tuple[Slot, ...]
-    blocks: tuple[Block, ...]
+    sources: list[int]
+    slots: Sequence[Slot]
 
     @property
-    def source_boxes(self) -> list[Box]:
-        """The source's chunks, in the order of its index."""
-        return [Box(chunk.offsets, chunk.sizes) for chunk in self.entry.chunks]
+    def block(self) -> Block:
+        """The same, with the slots by position."""
+        return Block(self.sources, list(range(len(self.slots))))
 
     @property
     def payload_bytes(self) -> int:
-        """Of all elements."""
-        return _payload_bytes(self.entry)
+        """Length of all slots."""
+        return sum(math.prod(slot.slice.sizes) for slot in self.slots) * element_bytes(self.entry.dtype)
 
 
-def _payload_bytes(entry: TensorEntry) -> int:
-    return math.prod(entry.shape) * element_bytes(entry.dtype)
+class TargetFile(Protocol):
+    """A file of the target, laid out."""
+
+    @property
+    def name(self) -> str:
+        """In the target's directory."""
+
+    @property
+    def image(self) -> FileImage:
+        """Where its payloads are."""
+
+    def prepare(self, payloads: StoredPayloads, save_id: bytes, /) -> tuple[PlannedFile, Callable[[int], bytes]]:
+        """The file for its writer, and what stands around its payloads (see `ImageStream`). Raises `LoadError`."""
+
+    def identity(self) -> bytes:
+        """Tells from others of this name what stands around its payloads."""
 
 
-def all_in_one(entry: TensorEntry, key: str, file: str, offset: int) -> TensorMove:
-    """A tensor that gets one slot for all of it."""
+class Part(NamedTuple):
+    """What a worker writes at a stretch: files that belong to this part alone, and moves in their order."""
+
+    files: Sequence[TargetFile]
+    moves: Sequence[Move]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Length of all payloads."""
+        return sum(move.payload_bytes for move in self.moves)
+
+
+def all_in_one(entry: TensorEntry, key: str, file: str) -> list[Move]:
+    """A tensor that gets one slot for all of it; no move, if it is empty."""
     everything = Box((0,) * len(entry.shape), entry.shape)
     sources = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-    return TensorMove(entry, key, (Slot(file, offset, everything),), tuple(blocks(sources, [everything])))
+    return [Move(entry, key, block.sources, (Slot(file, everything),)) for block in blocks(sources, [everything])]
 
 
-def in_shares(items: Sequence[_T], size: Callable[[_T], int], workers: int) -> tuple[tuple[_T, ...], ...]:
-    """Items in their order, for workers of about the same number of bytes: one reads while another arranges."""
+def in_shares(items: Sequence[_T], size: Callable[[_T], int], count: int) -> tuple[tuple[_T, ...], ...]:
+    """Items in their order, in shares of about the same number of bytes."""
     total, done = sum(map(size, items)), 0
-    shares: tuple[list[_T], ...] = tuple([] for _ in range(workers))
+    shares: tuple[list[_T], ...] = tuple([] for _ in range(count))
     for item in items:
-        shares[min(workers - 1, done * workers // max(1, total))].append(item)
+        shares[min(count - 1, done * count // max(1, total))].append(item)
         done += size(item)
     return tuple(map(tuple, shares))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetPlan:
-    """Everything that is written; a format is a subclass."""
+    """Everything that is written."""
 
-    work: tuple[tuple[TensorMove, ...], ...]  # `work[w]` are the tensors of worker `w`, in its order
-    blobs: tuple[Blob, ...]  # written by the first worker, before its tensors
-    sizes: Mapping[str, int]  # length of each file
-    files_at_once: int | None = None  # between how many files a worker alternates; None: all
-    filled_gaps: bool = False  # the bytes between the slots of a file are unused, and may be filled with zeros
-    index: CheckpointIndex | None = None  # of the target, for formats that are read back and compared
+    parts: tuple[Part, ...]
+    tensors: int
+    chunks: int
+    index: CheckpointIndex | None = None  # of a target with `.metadata`
+    order: array[int] | None = None  # for each chunk of the index, its payload's number among those of all files
     index_file: tuple[str, bytes] | None = None  # without `.metadata`: name and content of what is written last
 
-    def frame(self, move: TensorMove, number: int) -> Frame:
-        """What is around the elements of one of a tensor's slots."""
-        return BARE
-
-    def finish(
-        self, files: TargetFiles, journal: Journal, payloads: StoredPayloads, *, is_compared: bool
-    ) -> bytes | None:
-        """Write durably what depends on checksums; returns the content of `.metadata`, if the format has one.
-        `is_compared`: the target is compared with the source before it appears.
-        """
-        return None
-
     @property
-    def moves(self) -> Iterator[TensorMove]:
-        """All tensors."""
-        return (move for moves in self.work for move in moves)
+    def sizes(self) -> dict[str, int]:
+        """Length of each file."""
+        return {file.name: file.image.size_bytes for part in self.parts for file in part.files}
 
     @property
     def payload_bytes(self) -> int:
-        """Of all tensors."""
-        return sum(move.payload_bytes for move in self.moves)
+        """Length of all payloads."""
+        return sum(part.payload_bytes for part in self.parts)
+
+    def metadata(self, journal: Journal) -> bytes | None:
+        """The content of `.metadata`, if the format has one, when all files have been written."""
+        if self.index is None:
+            return None
+        # Another checkpoint than the source, and than other targets of the source: of another save.
+        meta = {**(self.index.storage_meta or {}), "save_id": shown_id(journal.save_id)}
+        return metadata_of(
+            MetadataEncoder(self.index, self.order, chunk_factors(self.index)),
+            [tuple(self.index.objects.values())],
+            [[journal.written[name] for name in self.sizes]],
+            save_id=journal.save_id,
+            storage_meta=meta,
+        )
 
     def fingerprint(self) -> str:
-        """Of everything that the target's bytes depend on but the source's."""
-        found = hashlib.sha256(json.dumps(dict(self.sizes), sort_keys=True).encode())
-        for worker in self.work:
-            found.update(b"worker")
-            for move in worker:
-                found.update(f"{move.entry} {move.key} {move.slots}\n".encode("utf-8", "surrogatepass"))
-        for blob in self.blobs:
-            content = blob.content if isinstance(blob.content, bytes) else repr(blob.content).encode()
-            found.update(f"{blob.file} {blob.offset}\n".encode("utf-8", "surrogatepass") + content)
+        """What all bytes of the target depend on but the source's, summed up."""
+        found = hashlib.sha256(json.dumps(self.sizes, sort_keys=True).encode())
+        for part in self.parts:
+            for file in part.files:
+                found.update(file.identity())
+            for move in part.moves:
+                found.update(f"{move}\n".encode("utf-8", "surrogatepass"))
         return found.hexdigest()
 
 
-def source_sums(move: TensorMove, journal: Journal, payloads: StoredPayloads) -> Sequence[int | None]:
-    """The CRC-32s of a tensor's chunks in the source: stored, or as they were read."""
-    found = journal.written[move.key].crcs
-    return [payloads.locate(move.entry, chunk).crc32 for chunk in move.entry.chunks] if found is None else found
+def refuse_other_fingerprints(plan: TargetPlan, source: CheckpointIndex, target: CheckpointIndex) -> None:
+    """Raise `ChecksumError` for a tensor that is not what the source says it is."""
+    for key, stored in {move.key: move.entry.fqn for part in plan.parts for move in part.moves}.items():
+        known, found = source.fingerprints.get(stored), target.fingerprints.get(key)
+        if known is not None and found is not None and known != found:
+            raise ChecksumError(
+                f"{key}: what was written has the fingerprint {found:08x}, the source says {known:08x}: its chunks are "
+                "not where they were when it was saved. Compare it with another copy (`mcore-ckpt verify --state`)"
+            )
 
 
-def another_fingerprint(key: str, found: int, known: int) -> ChecksumError:
-    """The error for a tensor that is not what the source says it is."""
-    return ChecksumError(
-        f"{key}: what was written has the fingerprint {found:08x}, the source says {known:08x}: its chunks are not "
-        "where they were when it was saved. Compare it with another copy (`mcore-ckpt verify --state`)"
-    )
-
-
-# Objects come first in a file; a little room behind them keeps tensors on pages of their own.
-_PAGE_BYTES = 4096
-# What a tensor costs besides its bytes: many small ones are not to end up with one worker.
-_TENSOR_BYTES = 64 * 1024
+# A worker makes the files of so many bytes complete before it begins others, so that a run that ends early can be
+# resumed there. Each rank may have so many files.
+_PART_BYTES = 4 * 1024**3
+_MOST_PARTS = 32
+# What a chunk costs besides its bytes: many small ones are not to end up with one worker.
+_CHUNK_BYTES = 64 * 1024
 
 
 class DividedTensor(NamedTuple):
@@ -203,144 +198,150 @@ class DividedTensor(NamedTuple):
     partition: Partition = Partition(None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TorchDistPlan(TargetPlan):
-    index: CheckpointIndex
-    footers: Mapping[str, FooterPlan]
+class _DataFile(NamedTuple):
+    """A file of an imaginary rank."""
 
-    def frame(self, move: TensorMove, number: int) -> TensorTemplate:
-        return tensor_template(move.entry.dtype, move.slots[number].slice.sizes)
+    layout: BucketLayout
+    objects: tuple[ObjectEntry, ...]  # in the source
 
-    def finish(self, files: TargetFiles, journal: Journal, payloads: StoredPayloads, *, is_compared: bool) -> bytes:
-        """As `TargetPlan.finish`: the footers of the data files, and `.metadata` with its manifest."""
-        save_id = secrets.token_bytes(SAVE_ID_BYTES)
-        objects: dict[str, list[tuple[int, int]]] = {file: [] for file in self.sizes}
-        for stored in self.index.objects.values():
-            objects[stored.item.file].append((stored.item.offset, stored.item.length))
-        listed = {}
-        for name, size_bytes in sorted(self.sizes.items()):
-            end, table_crc = self.footers[name].fill(save_id, size_bytes, sorted(objects[name]))
-            files.write_end(name, end)
-            listed[name] = ManifestFile(size_bytes, table_crc, save_id)
-        sums = [known for key in self.index.tensors for known in journal.written[key].sums]
-        crcs = array("I", [crc for crc, _ in sums])
-        crcs.extend(crc32(payloads.object_bytes(payloads.index.objects[key])) for key in self.index.objects)
-        running = [(number, sums_of) for number, (_, sums_of) in enumerate(sums) if sums_of]
-        manifest = Manifest(
-            save_id,
-            listed,
-            crcs,
-            array("Q", [number for number, _ in running]),
-            array("I", [len(sums_of) for _, sums_of in running]),
-            array("I", chain.from_iterable(sums_of for _, sums_of in running)),
-            fingerprints=self._fingerprints(journal, payloads, is_compared),
-        )
-        # Another checkpoint than the source, and than other targets of the source: of another save.
-        meta = {**(self.index.storage_meta or {}), "save_id": shown_id(save_id)}
-        return encode_metadata(self.index, storage_meta=meta, manifest=manifest)
+    @property
+    def name(self) -> str:
+        return self.layout.file_name
 
-    def _fingerprints(self, journal: Journal, payloads: StoredPayloads, is_compared: bool) -> array[int]:
-        """Those of the target's tensors: stored with the source, and told by sums of the target or of the source. Where
-        both are there, they have to agree. Where no sums tell, of columns, the comparison sums up what was written;
-        without one, what the source says is not passed on.
-        """
-        fingerprints = {}
-        for move in self.moves:
-            entry = self.index.tensors[move.key]
-            told = fingerprint_from_sums(self.index, entry, [crc for crc, _ in journal.written[move.key].sums])
-            if told is None:
-                told = fingerprint_from_sums(payloads.index, move.entry, source_sums(move, journal, payloads))
-            known = payloads.index.fingerprints.get(move.entry.fqn)
-            if known is not None and told is not None and known != told:
-                raise another_fingerprint(move.key, told, known)
-            fingerprints[move.key] = known if told is None and is_compared else told
-        found = (fingerprints[key] for key in self.index.tensors)
-        return array("q", [NO_FINGERPRINT if value is None else value for value in found])
+    @property
+    def image(self) -> FileImage:
+        return self.layout.image
+
+    def prepare(self, payloads: StoredPayloads, save_id: bytes) -> tuple[PlannedFile, Callable[[int], bytes]]:
+        objects = [memoryview(payloads.object_bytes(entry)) for entry in self.objects]
+        bucket = fill_bucket(self.layout, self.name, save_id, objects)
+        return bucket.file, bucket.around
+
+    def identity(self) -> bytes:
+        return f"{self.name} {self.objects}\n".encode("utf-8", "surrogatepass")
+
+
+class _Contents:
+    """What the files of one part of the work are to hold."""
+
+    def __init__(self, source: CheckpointIndex, number: int, parts: int) -> None:
+        self._source, self._number, self._parts = source, number, parts
+        self.specs: dict[str, list[TensorSpec]] = {}
+        self.objects: dict[str, list[ObjectEntry]] = {}
+
+    def file_of(self, rank: int, again: int = 0) -> str:
+        """The name of a rank's file, or of one more for what does not come `again` in the order of the first."""
+        return data_file_name(rank, self._number + self._parts * again)
+
+    def add(self, tensor: DividedTensor, target: int, file: str) -> Slot:
+        """Put a slice of a tensor behind what a file holds."""
+        entry, box = tensor.entry, tensor.slices[target]
+        nbytes = math.prod(box.sizes) * element_bytes(entry.dtype)
+        own_shape = self._source.original_shape(entry.fqn)
+        spec = TensorSpec(tensor.key, entry.dtype, entry.shape, box.offsets, box.sizes, nbytes, own_shape)
+        self.specs.setdefault(file, []).append(spec)
+        return Slot(file, box)
+
+    def move(self, tensor: DividedTensor, block: Block) -> Move:
+        """Put the slices of a block where they come in order, slab by slab (`tools.regrid`)."""
+        around = bounding([tensor.slices[target] for target in block.targets])
+        is_one_slab = math.prod(around.sizes) * element_bytes(tensor.entry.dtype) <= SLAB_BYTES
+        last: dict[str, Box] = {}
+        slots = []
+        for target in block.targets:
+            box, rank = tensor.slices[target], tensor.ranks[target]
+            files = (self.file_of(rank, again) for again in range(len(block.targets)))
+            file = next(name for name in files if name not in last or is_one_slab or _is_behind(box, last[name]))
+            last[file] = box
+            slots.append(self.add(tensor, target, file))
+        return Move(tensor.entry, tensor.key, block.sources, slots)
+
+    def lay_out(self) -> Iterator[tuple[_DataFile, TableColumns]]:
+        """The files."""
+        for name in sorted(self.specs.keys() | self.objects.keys()):
+            objects = self.objects.get(name, ())
+            layout, columns = lay_out_file(
+                name, self.specs.get(name, ()), [one.fqn for one in objects], [one.item.length for one in objects]
+            )
+            yield _DataFile(layout, tuple(objects)), columns
+
+
+def _is_behind(box: Box, other: Box) -> bool:
+    """Whether all elements of a box come behind all of the other, in C order."""
+    for offset, size, other_offset, other_size in zip(*box, *other, strict=True):
+        if offset >= other_offset + other_size:
+            return True
+        if size != 1 or other_size != 1:
+            return False
+    return False
 
 
 def plan_torch_dist(
     index: CheckpointIndex, tensors: Sequence[DividedTensor], objects: Iterable[tuple[ObjectEntry, int]], workers: int
 ) -> TargetPlan:
-    """Give each target chunk its slot, and each object (with its rank) its place; objects are copied as they are.
+    """Plan what imaginary ranks would save. Objects, each with its rank, are copied as they are.
 
-    `tensors` come in the order of the target's index. Each rank has `workers` files.
+    Blocks of tensors are taken in the order of the source, in parts; each rank has a file for each part.
     """
-    sizes: dict[str, int] = {}
-    blobs: list[Blob] = []
+    found, empty = [], []
+    for tensor in tensors:
+        global_shape(index, tensor.entry)  # refuses one that cannot be
+        of_tensor = list(blocks([Box(chunk.offsets, chunk.sizes) for chunk in tensor.entry.chunks], tensor.slices))
+        found += [(tensor, block) for block in of_tensor]
+        empty += [(tensor, n) for n in set(range(len(tensor.slices))).difference(*(b.targets for b in of_tensor))]
+    found.sort(key=lambda one: one[0].entry.chunks[one[1].sources[0]].item[:2])
+    nbytes = sum(_cost(one) for one in found)
+    number = max(workers, min(_MOST_PARTS, nbytes // _PART_BYTES))
+    contents = [_Contents(index, n, number) for n in range(number)]
     for entry, rank in objects:
-        file = f"__{rank}_0.distcp"
-        blobs.append(Blob(file, align_up(sizes.get(file, 0), 64), entry))
-        sizes[file] = blobs[-1].offset + entry.item.length
-    sizes = {file: align_up(size, _PAGE_BYTES) for file, size in sizes.items()}
-    in_source = sorted(tensors, key=lambda tensor: [chunk.item[:2] for chunk in tensor.entry.chunks[:1]])
-    shares = in_shares(in_source, lambda tensor: _payload_bytes(tensor.entry) + _TENSOR_BYTES, workers)
-    work = [[_lay_out(tensor, worker, sizes) for tensor in share] for worker, share in enumerate(shares)]
-    moves = {move.entry.fqn: move for worker in work for move in worker}
-    keys = {tensor.entry.fqn: tensor.key for tensor in tensors}
-    stored = {}
-    for blob in blobs:
-        assert isinstance(blob.content, ObjectEntry)
-        item = StoredItem(blob.file, blob.offset, blob.content.item.length)
-        stored[blob.content.fqn] = ObjectEntry(blob.content.fqn, item)
-    target = replace(
-        CheckpointIndex(index.path, {tensor.key: _target_entry(moves[tensor.entry.fqn]) for tensor in tensors}, stored),
-        planner_data=index.planner_data,
-        mcore_data={keys[fqn]: data for fqn, data in index.mcore_data.items() if fqn in keys},
-        storage_meta=index.storage_meta,
-        version=index.version,
-    )
-    footers = _footers(target, sizes)
-    return _TorchDistPlan(
-        work=tuple(map(tuple, work)),
-        blobs=tuple(blobs),
-        sizes={file: size + footers[file].size_bytes for file, size in sizes.items()},
-        filled_gaps=True,
+        contents[0].objects.setdefault(contents[0].file_of(rank), []).append(entry)
+    for tensor, n in empty:
+        contents[0].add(tensor, n, contents[0].file_of(tensor.ranks[n]))
+    moves = [
+        [of_part.move(*one) for one in share]
+        for of_part, share in zip(contents, in_shares(found, _cost, number), strict=True)
+    ]
+    files = [list(of_part.lay_out()) for of_part in contents]
+    parts = [Part([file for file, _ in some], its) for some, its in zip(files, moves, strict=True) if some]
+    target, order = _index_of(index, tensors, list(chain.from_iterable(files)))
+    return TargetPlan(
+        parts=tuple(parts),
+        tensors=len(tensors),
+        chunks=sum(len(tensor.slices) for tensor in tensors),
         index=target,
-        footers=footers,
+        order=order,
     )
 
 
-def _lay_out(tensor: DividedTensor, worker: int, sizes: dict[str, int]) -> TensorMove:
-    """Give each target chunk its place, in the order in which it is going to be written."""
-    entry, key, slices, ranks, _ = tensor
-    found = tuple(blocks([Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks], slices))
-    slots: list[Slot] = [Slot(f"__{rank}_{worker}.distcp", 0, part) for rank, part in zip(ranks, slices, strict=True)]
-    in_blocks = [target for block in found for target in block.targets]
-    for target in (*in_blocks, *sorted(set(range(len(slices))) - set(in_blocks))):
-        template = tensor_template(entry.dtype, slices[target].sizes)
-        file = slots[target].file
-        slots[target] = slots[target]._replace(offset=place(sizes.get(file, 0), template))
-        sizes[file] = slots[target].offset + template.item_bytes
-    return TensorMove(entry, key, tuple(slots), found)
+def _cost(one: tuple[DividedTensor, Block]) -> int:
+    tensor, (_, targets) = one
+    nbytes = sum(math.prod(tensor.slices[n].sizes) for n in targets) * element_bytes(tensor.entry.dtype)
+    return nbytes + _CHUNK_BYTES * len(targets)
 
 
-def _target_entry(move: TensorMove) -> TensorEntry:
-    dtype = move.entry.dtype
-    chunks = tuple(
-        StoredChunk(part.offsets, part.sizes, StoredItem(file, offset, tensor_template(dtype, part.sizes).item_bytes))
-        for file, offset, part in move.slots
-    )
-    return TensorEntry(move.key, dtype, move.entry.shape, chunks, move.entry.requires_grad)
-
-
-def _footers(target: CheckpointIndex, files: Iterable[str]) -> dict[str, FooterPlan]:
-    """The integrity footer of each target file."""
-    tensors: dict[str, list[tuple[int, int, TensorSpec]]] = {file: [] for file in files}
-    objects: dict[str, list[tuple[int, str]]] = {file: [] for file in tensors}
-    for fqn, entry in target.tensors.items():
-        for offsets, sizes, item in entry.chunks:
-            nbytes = math.prod(sizes) * element_bytes(entry.dtype)
-            spec = TensorSpec(fqn, entry.dtype, entry.shape, offsets, sizes, nbytes)
-            tensors[item.file].append((item.offset, item.length, spec))
-    for fqn, stored in target.objects.items():
-        objects[stored.item.file].append((stored.item.offset, fqn))
-    footers = {}
-    for file, rows in tensors.items():
-        rows.sort(key=operator.itemgetter(0))
-        starts, lengths = [row[0] for row in rows], [row[1] for row in rows]
-        keys = [fqn for _, fqn in sorted(objects[file])]
-        footers[file] = footer_plan([row[2] for row in rows], starts, lengths, keys)
-    return footers
+def _index_of(
+    source: CheckpointIndex, tensors: Iterable[DividedTensor], files: Sequence[tuple[_DataFile, TableColumns]]
+) -> tuple[CheckpointIndex, array[int]]:
+    """The index of the target, and the order of its chunks."""
+    plan = LocalPlan.of((file.name, file.image.size_bytes, columns) for file, columns in files)
+    entries, order = index_tensors([plan])
+    for tensor in tensors:
+        entries[tensor.key] = entries[tensor.key]._replace(requires_grad=tensor.entry.requires_grad)
+    objects = {}
+    for file, _ in files:
+        lengths = [entry.item.length for entry in file.objects]
+        for entry, offset, length in zip(file.objects, place_objects(lengths), lengths, strict=True):
+            objects[entry.fqn] = ObjectEntry(entry.fqn, StoredItem(file.name, offset, length))
+    keys = {tensor.entry.fqn: tensor.key for tensor in tensors}
+    return CheckpointIndex(
+        source.path,
+        entries,
+        objects,
+        planner_data=source.planner_data,
+        mcore_data={keys[fqn]: data for fqn, data in source.mcore_data.items() if fqn in keys},
+        storage_meta=source.storage_meta,
+        version=source.version,
+    ), order
 
 
 _FLOATING = ("float64", "float32", "float16", "bfloat16")
@@ -507,9 +508,9 @@ def make_plan(
     rename: Mapping[str, str] | None = None,
     allow_whole: bool = True,
 ) -> ReshardPlan:
-    """Plan the complete target. `keys` and `object_keys` are what is carried, `workers` the files of each rank,
-    `rename` new keys of tensors; others stay. Without `allow_whole` raises `OptionError` for what is not divided as
-    `layout` asks.
+    """Plan the complete target. `keys` and `object_keys` are what is carried, `workers` the least files of each
+    rank, `rename` new keys of tensors; others stay. Without `allow_whole` raises `OptionError` for what is not divided
+    as `layout` asks.
     """
     owners = _Owners(index, layout)
     vocabulary = padded_vocabulary(arguments or {}, layout.tp)
@@ -517,10 +518,10 @@ def make_plan(
     for fqn in index.tensors if keys is None else keys:
         entry = index.tensors[fqn]
         partition = partitioner.decide(fqn)
-        count = layout.expert_tp if partition.expert else layout.tp
-        if count == 1:  # nothing is divided, so nothing depends on the axis
+        ranks_of_axis = layout.expert_tp if partition.expert else layout.tp
+        if ranks_of_axis == 1:  # nothing is divided, so nothing depends on the axis
             partition = replace(partition, guess=False)
-        slices = tuple(divide(fqn, entry.shape, partition, count, vocabulary))
+        slices = tuple(divide(fqn, entry.shape, partition, ranks_of_axis, vocabulary))
         ranks = tuple(owners.of_chunks(entry, partition, slices))
         decisions.append(DividedTensor(entry, (rename or {}).get(fqn, fqn), slices, ranks, partition))
     undivided = tuple(_undivided(decisions, owners, layout, vocabulary))

@@ -45,8 +45,7 @@ from mcore_ckpt.reshard.conversion import (
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, PartitionRule, ReshardOptions
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import ReshardPlan, TargetLayout, make_plan
-from mcore_ckpt.reshard.target_directory import refuse_target
-from mcore_ckpt.reshard.target_files import TargetFiles
+from mcore_ckpt.reshard.target_directory import Target, refuse_target
 from mcore_ckpt.reshard.view import ViewPayloads
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import index_version
@@ -104,7 +103,7 @@ def reshard_checkpoint(
         optimizer_layout: give the optimizer's state this layout, which loads under any division of the model.
         dtype: convert the model's floating-point tensors: `bf16`, `fp16`, `fp32`, or torch's names.
         drop_optimizer: leave the optimizer's state out.
-        workers: threads, tensors in progress at once, and files of each rank.
+        workers: threads, each of which writes files of its own; so each rank has as many files, or more.
         memory_bytes: memory to stay within; also as text, such as `512MiB`.
         verify: compare the target with the source by checksum before it appears.
         restart: throw away what an interrupted run has left, instead of resuming it.
@@ -168,7 +167,7 @@ def plan_reshard(directory: Path, options: ReshardOptions) -> tuple[Conversion, 
         report=ConversionReport(
             format="torch_dist",
             target_layout=str(plan),
-            objects=len(plan.target.blobs),
+            objects=len(plan.target.index.objects if plan.target.index else ()),
             guesses=plan.guesses,
             notes=(*plan.notes, *(() if converted is None else converted.notes)),
         ),
@@ -285,7 +284,7 @@ def _sidecar_files(index: CheckpointIndex) -> list[str]:
 
 
 def _carry_sidecars(
-    index: CheckpointIndex, sidecars: Iterable[str], target: TargetFiles, common_content: bytes | None = None
+    index: CheckpointIndex, sidecars: Iterable[str], target: Target, common_content: bytes | None = None
 ) -> None:
     """Copy what lies next to the data and stays valid: common state, `metadata.json`, and `_sidecar_files`.
     `common_content` replaces the content of `common.pt`.
@@ -295,7 +294,7 @@ def _carry_sidecars(
     common = common_file_in_force(with_common_files(source, source.list(), index), index)
     for name in sidecars:
         with source.open_reader(name, direct="off") as given:
-            copy_stream(given, target.new_file(name, given.size_bytes))
+            copy_stream(given, target.new_file(name, given.size_bytes, direct="off"))
     if common is not None:
         content = read_common_file(source, common, index.manifest)
         check_file(source, common)

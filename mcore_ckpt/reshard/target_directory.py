@@ -1,62 +1,113 @@
 """A target's directory: it appears by one rename, when everything in it is complete, and replaces nothing.
 
     TARGET.partial            the files, while they are written
-    TARGET.partial.journal    which tensors are durable there; the lock on it shows that a run is at work
+    TARGET.partial.journal    which files are durable there; the lock on it shows that a run is at work
     TARGET                    a rename of the folder, which fails where there is something already
 
 A run locks the journal before it makes the folder, and removes the journal after the rename. So a folder whose journal
 is not locked belongs to a run that has ended. The next run resumes it, if it is the same work, or removes it.
 
-In an object store, where nothing can be renamed, the files are written at their place, next to the note of a save.
-None appears before all bytes of all of them are there; then they do one by one, and last the file that names the others
-or without which they are not read: `.metadata`, the index of several safetensors or torch files, `config.json`. A run
-says the names of its files in its note before it makes the first. What a run that was killed has left is removed
-by the next one, which begins again. Files that no run has noted are of others, and stay.
+In an object store, where nothing can be renamed, the files are written at their place, next to the note of a save. Each
+appears when it is complete, and last the file that names the others or without which they are not read: `.metadata`,
+the index of several safetensors or torch files, `config.json`. A run says the names of its files in its note before it
+makes the first. What a run that was killed has left is removed by the next one, which begins again: nothing is resumed
+there, and the journal is kept in memory only. Files that no run has noted are of others, and stay.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    OptionError,
-    SaveError,
-)
+from mcore_ckpt.core.crc import crc32
+from mcore_ckpt.core.errors import CheckpointError, CheckpointExistsError, OptionError, SaveError
 from mcore_ckpt.core.options import PARTIAL
 from mcore_ckpt.directory.commit import Commit, Owner, is_note, note_name, notes
 from mcore_ckpt.directory.iterations import files_below
-from mcore_ckpt.format.metadata_read import METADATA_FILE
-from mcore_ckpt.reshard.target_files import FileJournal, Journal, TargetFiles
-from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.format.integrity import SAVE_ID_BYTES
+from mcore_ckpt.format.metadata_read import METADATA_FILE, read_small_file
+from mcore_ckpt.image.layout import WrittenFile
+from mcore_ckpt.storage.base import DirectIo, RangeWriter, Storage
 from mcore_ckpt.storage.resolve import lies_in, path_in_file_system, storage_at
-
-_logger = logger_of(__name__)
 
 # In the note in a store: files of the target that is being made there.
 _NOTED: Final = "target"
 _EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 
 
+class Journal:
+    """What is durable of a target: its files by name. `save_id` is that of the target.
+
+    Of chunks of the source that store no CRC-32, by the target's key and position of the chunk, `crcs` has what was
+    read.
+    """
+
+    def __init__(self) -> None:
+        self.save_id = secrets.token_bytes(SAVE_ID_BYTES)
+        self.written: dict[str, WrittenFile] = {}
+        self.crcs: dict[tuple[str, int], int] = {}
+        self._lock = threading.Lock()
+
+    def record(self, files: Iterable[WrittenFile], crcs: Iterable[tuple[str, int, int]]) -> None:
+        """These files are durable; any number of threads may say so."""
+        with self._lock:
+            self.written.update({file.name: file for file in files})
+            self.crcs.update({(key, number): crc for key, number, crc in crcs})
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A target that is being written."""
 
-    files: TargetFiles
+    folder: Path
+    storage: Storage
     journal: Journal  # how far the files are
     publish: Callable[[str, bytes], None]  # puts the file that comes after all others; raises `SaveError`
-    note: Callable[[Sequence[str]], None]  # the names of all files but `.metadata`, before the first is made
+    note: Callable[[Sequence[str]], None] = lambda _: None  # names of all files but `.metadata`, before the first
+
+    def reserve(self, sizes: Mapping[str, int]) -> None:
+        """Which files there will be, of these lengths; raises `SaveError` if there is no room for those that lack."""
+        if self.storage.is_store:
+            return
+        lacking = sizes.keys() - self.journal.written.keys()
+        for name in lacking:
+            self.storage.delete(name)  # an earlier run may have begun it
+        needed_bytes = sum(sizes[name] for name in lacking)
+        stat = os.statvfs(self.folder)
+        free = stat.f_bavail * stat.f_frsize
+        if free < needed_bytes:
+            raise SaveError(
+                f"{self.folder}: {needed_bytes} bytes are needed, {free} are free: free space, or choose another disk"
+            )
+
+    def new_file(self, name: str, size_bytes: int, direct: DirectIo = "auto") -> RangeWriter:
+        """Begin a file, in place of one that an earlier run has left; raises `SaveError`."""
+        if not self.storage.is_store:
+            self.storage.delete(name)
+        return self.storage.open_writer(name, size_bytes=size_bytes, direct=direct)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Make a small file, durably; raises `SaveError`."""
+        writer = self.new_file(name, len(content), direct="off")
+        try:
+            writer.write(0, memoryview(content))
+            writer.finish(len(content))
+        except BaseException:
+            writer.abort()
+            raise
 
 
 def refuse_target(source: Path, target: Path) -> None:
@@ -138,8 +189,7 @@ def _renamed(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]:
         own = folder.stat()
         kept = False
         try:
-            with contextlib.closing(TargetFiles(folder, resumable=True)) as files:
-                yield Target(files, journal, publish, lambda _: None)
+            yield Target(folder, storage_at(folder), journal, publish)
             storage_at(folder).sync()
             _appear(folder, own, target)
         except CheckpointError as error:
@@ -170,9 +220,9 @@ def _in_place(target: Path, fingerprint: str, restart: bool) -> Iterator[Target]
     commit = Commit.begin(storage, {_NOTED: []})
     try:
         _clear(target, commit)
-        making = _Making(commit, TargetFiles(target, resumable=False))
+        making = _Making(commit, target)
         try:
-            yield Target(making.files, Journal(), making.publish, making.note)
+            yield Target(target, storage, Journal(), making.publish, making.note)
         except BaseException:
             making.give_up()
             raise
@@ -197,7 +247,7 @@ class _Making:
     """What a run makes at its place in a store."""
 
     commit: Commit
-    files: TargetFiles
+    target: Path
     noted: list[str] = field(default_factory=list)
     last: list[str] = field(default_factory=list)  # the file that comes after all others, once it is on its way
 
@@ -212,7 +262,7 @@ class _Making:
         if name == METADATA_FILE:
             self.commit.publish(content, needed=self.noted)
         elif self.commit.storage.replace_if(name, content, None) is None:
-            raise _exists(self.files.folder)
+            raise _exists(self.target)
 
     def give_up(self) -> None:
         """Remove what was made, unless the last file is there, or may yet appear."""
@@ -220,7 +270,6 @@ class _Making:
         try:
             if self.commit.is_undecided or any(storage.version(name) is not None for name in self.last):
                 return
-            self.files.close()
             _remove_files(storage, self.noted)
         except CheckpointError:
             self.commit.leave()  # the next run removes what is left
@@ -299,3 +348,113 @@ def _appear(folder: Path, own: os.stat_result, target: Path) -> None:
             raise _exists(target) from error
         raise SaveError(f"{folder}: complete, but cannot be renamed to {target}: {error.strerror}") from error
     storage_at(target.parent).sync()
+
+
+# A line for each part of the work, of some bytes for each tensor and MiB.
+_MAX_BYTES: Final = 1024**3
+_NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+# On file systems without locks, a journal that was written to within this time may be that of a run at work.
+_FRESH_S: Final = 24 * 3600.0
+
+
+class FileJournal(Journal):
+    """Lines of JSON behind their CRC-32: the fingerprint of the plan, so that a later run resumes only the same work,
+    and the save's id, then what was recorded. A torn line is the end. The lock (flock) on the file is the sign of life
+    of a run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.fingerprint = ""
+        self.is_new = not path.exists()
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise SaveError(f"{path}: cannot be opened: {error.strerror}") from error
+        try:
+            self._take_lock()
+            self._read()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _take_lock(self) -> None:
+        problem = ""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(self._fd).st_nlink == 0:
+                problem = "has just finished there; run this one again"
+        except OSError as error:
+            age_s = time.time() - os.fstat(self._fd).st_mtime
+            if error.errno not in _NO_LOCKS:
+                problem = "is at work there; wait for it, or end it"
+            elif not self.is_new and age_s < _FRESH_S:
+                problem = (
+                    f"may be at work there: it was written {age_s / 60:.0f} minutes ago, and this file system has no "
+                    "locks that would tell. If none is, remove this file and the folder next to it, or wait for a day"
+                )
+        if problem:
+            raise SaveError(f"another command is making this target: {self.path}: a command {problem}")
+
+    def _read(self) -> None:
+        nbytes = 0
+        for line in read_small_file(self.path.parent, self.path.name, _MAX_BYTES).splitlines(keepends=True):
+            if _framed(line[_SUM_BYTES:]) != line:
+                break
+            found = json.loads(line[_SUM_BYTES:])
+            if nbytes:
+                super().record(map(_written, found[0]), found[1])
+            else:
+                self.fingerprint, self.save_id = found[0], bytes.fromhex(found[1])
+            nbytes += len(line)
+        os.ftruncate(self._fd, nbytes)
+
+    def begin(self, fingerprint: str) -> None:
+        """Forget what was written, and name the plan."""
+        self.fingerprint, self.written, self.crcs = fingerprint, {}, {}
+        os.ftruncate(self._fd, 0)
+        self._append([fingerprint, self.save_id.hex()])
+
+    def record(self, files: Iterable[WrittenFile], crcs: Iterable[tuple[str, int, int]]) -> None:
+        files, crcs = list(files), list(crcs)
+        super().record(files, crcs)
+        self._append([list(map(_row, files)), crcs])
+
+    def remove(self) -> None:
+        """Remove the file; the lock stays until it is closed."""
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+
+    def _append(self, content: Any) -> None:
+        left = _framed(json.dumps(content).encode() + b"\n")
+        try:
+            with self._lock:
+                while left:
+                    left = left[os.write(self._fd, left) :]
+                os.fsync(self._fd)
+        except OSError as error:
+            raise SaveError(f"{self.path}: the journal cannot be written: {error}") from error
+
+    def close(self) -> None:
+        """Give the lock up."""
+        os.close(self._fd)
+
+
+_SUM_BYTES: Final = 9
+
+
+def _framed(text: bytes) -> bytes:
+    return b"%08x " % crc32(text) + text
+
+
+def _row(file: WrittenFile) -> list[Any]:
+    columns = file.object_crcs, file.crcs, file.long_payloads, file.inner_blocks, file.blocks
+    return [file.name, file.size_bytes, file.table_crc32, *map(list, columns), file.parts]
+
+
+def _written(row: list[Any]) -> WrittenFile:
+    name, size_bytes, table_crc32, *columns, parts = row
+    objects, crcs, long_payloads, counts, inner = (array("I", column) for column in columns)
+    strided = tuple((number, part) for number, part in parts)
+    return WrittenFile(name, size_bytes, table_crc32, objects, crcs, long_payloads, counts, inner, strided)

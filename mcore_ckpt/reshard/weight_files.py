@@ -17,8 +17,10 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import pickle
 from argparse import Namespace
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,14 +28,14 @@ from typing import Any, Final, NamedTuple
 
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
-from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
+from mcore_ckpt.format.index import TensorEntry
 from mcore_ckpt.format.item_layout import ArchiveLayout, element_bytes
 from mcore_ckpt.format.safe_pickle import MEGATRON_CLASSES
 from mcore_ckpt.format.state_file import StateRecord, read_state_file
 from mcore_ckpt.format.tensor_pickle import DTYPES, FileTensor, contiguous_strides, dtype_entry
 from mcore_ckpt.format.unpickler import Opaque
-from mcore_ckpt.reshard.plan import Blob, Frame, TargetPlan, TensorMove, all_in_one, in_shares
-from mcore_ckpt.reshard.target_files import Journal, TargetFiles
+from mcore_ckpt.image.layout import FileImage, PlannedFile
+from mcore_ckpt.reshard.plan import Part, TargetPlan, all_in_one
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.regrid import as_numbers
 
@@ -119,22 +121,35 @@ def weight_map(shards: Mapping[str, Sequence[Exported]]) -> bytes:
     return json.dumps(document, indent=2).encode() + b"\n"
 
 
-def plan_safetensors(tensors: Sequence[Exported], most_bytes: int, workers: int) -> TargetPlan:
+class _WeightFile(NamedTuple):
+    """A file of others, with what stands around its payloads."""
+
+    name: str
+    image: FileImage
+    runs: Sequence[bytes]
+
+    def prepare(self, payloads: StoredPayloads, save_id: bytes) -> tuple[PlannedFile, Callable[[int], bytes]]:
+        return PlannedFile(self.name, self.image), self.runs.__getitem__
+
+    def identity(self) -> bytes:
+        return b"".join((os.fsencode(self.name), *self.runs))
+
+
+def plan_safetensors(tensors: Sequence[Exported], most_bytes: int) -> TargetPlan:
     """Where each tensor goes; no file has more than `most_bytes`, unless one tensor is larger."""
     shards = shard_names(tensors, most_bytes, "model", "safetensors")
-    moves: list[TensorMove] = []
-    blobs, sizes = [], {}
+    parts = []
     for file, shard in shards.items():
         described = [(tensor.name, tensor.entry.dtype, tensor.shape) for tensor in shard]
         header, starts = safetensors_header(described, {"format": "pt"})
-        blobs.append(Blob(file, 0, header))
-        sizes[file] = len(header) + sum(tensor.nbytes for tensor in shard)
-        moves += [all_in_one(tensor.entry, tensor.name, file, starts[tensor.name]) for tensor in shard]
+        lengths = array("q", [tensor.nbytes for tensor in shard])
+        image = FileImage(len(header) + sum(lengths), array("q", starts.values()), lengths, array("q"))
+        moves = [move for tensor in shard for move in all_in_one(tensor.entry, tensor.name, file)]
+        parts.append(Part([_WeightFile(file, image, [header, *[b""] * len(shard)])], moves))
     return TargetPlan(
-        work=in_shares(moves, lambda move: move.payload_bytes, workers),
-        blobs=tuple(blobs),
-        sizes=sizes,
-        files_at_once=1,
+        parts=tuple(parts),
+        tensors=len(tensors),
+        chunks=len(tensors),
         index_file=("model.safetensors.index.json", weight_map(shards)) if len(shards) > 1 else None,
     )
 
@@ -245,16 +260,9 @@ def pickle_state(value: Any) -> tuple[bytes, list[SavedTensor]]:
 
 def encode_state(value: Any) -> bytes:
     """What `torch.save(value)` would write, the elements of its tensors given; raises `TypeError` as `pickle_state`."""
-    pickled, tensors = pickle_state(value)
-    layout = ArchiveLayout(pickled, [tensor.nbytes for tensor in tensors])
-    content = bytearray(layout.begin)
-    crcs = []
-    for number, tensor in enumerate(tensors):
-        assert isinstance(tensor.content, bytes), "its elements are not in memory"
-        crcs.append(crc32(tensor.content))
-        frame = layout.frame(number)
-        content += frame.head + tensor.content + frame.tail_with(crcs[-1])
-    return bytes(content + layout.end(crcs))
+    file, fed = _lay_out_state("", value)
+    assert not fed, "elements that are not in memory"
+    return file.runs[0]
 
 
 def decode_state(content: bytes, where: str) -> Any:
@@ -311,68 +319,42 @@ def taken_over(value: Any, read: Callable[[int, int], bytes], where: str, record
     return take(value)
 
 
-@dataclass(frozen=True, slots=True)
-class _Archive:
-    """One file: its layout, and of each tensor its CRC-32, or the key of the move that writes it."""
-
-    layout: ArchiveLayout
-    sums: tuple[int | str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TorchPlan(TargetPlan):
-    archives: Mapping[str, _Archive]
-
-    def frame(self, move: TensorMove, number: int) -> Frame:
-        return self.archives[move.slots[number].file].layout.frame(int(move.key.rpartition(" ")[2]))
-
-    def finish(self, files: TargetFiles, journal: Journal, payloads: StoredPayloads, *, is_compared: bool) -> None:
-        for name, archive in self.archives.items():
-            crcs = [known if isinstance(known, int) else journal.written[known].sums[0][0] for known in archive.sums]
-            files.write_end(name, archive.layout.end(crcs))
-
-
-def plan_state_files(
-    states: Mapping[str, Any], index: CheckpointIndex, workers: int, index_file: tuple[str, bytes] | None = None
-) -> TargetPlan:
-    """Where each tensor of some state dicts, by file name, goes; `SavedTensor`s name keys of `index`."""
-    moves: list[TensorMove] = []
-    blobs: list[Blob] = []
-    sizes: dict[str, int] = {}
-    archives: dict[str, _Archive] = {}
-    for file, state in states.items():
-        pickled, tensors = pickle_state(state)
-        layout = ArchiveLayout(pickled, [tensor.nbytes for tensor in tensors])
-        blobs.append(Blob(file, 0, layout.begin))
-        sums: list[int | str] = []
-        for number, (tensor, offset) in enumerate(zip(tensors, layout.offsets, strict=True)):
-            if isinstance(tensor.content, bytes):
-                crc, frame = crc32(tensor.content), layout.frame(number)
-                sums.append(crc)
-                blobs.append(Blob(file, offset, frame.head + tensor.content + frame.tail_with(crc)))
-            else:
-                sums.append(f"{file} {number}")
-                moves.append(all_in_one(index.tensors[tensor.content], f"{file} {number}", file, offset))
-        sizes[file] = layout.size_bytes
-        archives[file] = _Archive(layout, tuple(sums))
-    return _TorchPlan(
-        work=in_shares(moves, lambda move: move.payload_bytes, workers),
-        blobs=tuple(blobs),
-        sizes=sizes,
-        files_at_once=1,
-        archives=archives,
-        index_file=index_file,
-    )
+def _lay_out_state(name: str, state: Any) -> tuple[_WeightFile, list[SavedTensor]]:
+    """The file of a state dict, and its tensors whose elements are not in memory, in the order of their payloads."""
+    pickled, tensors = pickle_state(state)
+    layout = ArchiveLayout(pickled, [tensor.nbytes for tensor in tensors])
+    runs, run, fed = [], bytearray(layout.begin), []
+    columns = array("q"), array("q"), array("q")  # of the image: offsets and lengths of payloads, places of CRC-32s
+    crcs = []
+    for number, (tensor, positions) in enumerate(zip(tensors, layout.crc_positions(), strict=True)):
+        frame = layout.frame(number)
+        run += frame.head
+        crcs.append(crc32(tensor.content) if isinstance(tensor.content, bytes) else 0)
+        if isinstance(tensor.content, bytes):
+            run += tensor.content
+        else:
+            columns[0].append(layout.offsets[number] + len(frame.head))
+            columns[1].append(tensor.nbytes)
+            columns[2].extend(positions)
+            fed.append(tensor)
+            runs.append(bytes(run))
+            run = bytearray()
+        run += frame.tail_with(crcs[-1])
+    runs.append(bytes(run + layout.end(crcs)))
+    return _WeightFile(name, FileImage(layout.size_bytes, *columns), runs), fed
 
 
-def plan_torch_files(
-    tensors: Sequence[Exported], index: CheckpointIndex, most_bytes: int, workers: int = 2
-) -> TargetPlan:
+def plan_torch_files(tensors: Sequence[Exported], most_bytes: int) -> TargetPlan:
     """As `plan_safetensors`, in files `pytorch_model...bin`, each with a dict of tensors by name."""
     shards = shard_names(tensors, most_bytes, "pytorch_model", "bin")
-    states = {
-        file: {tensor.name: SavedTensor(tensor.entry.dtype, tensor.shape, tensor.entry.fqn) for tensor in shard}
-        for file, shard in shards.items()
-    }
-    index_file = ("pytorch_model.bin.index.json", weight_map(shards)) if len(shards) > 1 else None
-    return plan_state_files(states, index, workers, index_file)
+    parts = []
+    for name, shard in shards.items():
+        state = {tensor.name: SavedTensor(tensor.entry.dtype, tensor.shape, tensor.name) for tensor in shard}
+        file, _ = _lay_out_state(name, state)
+        parts.append(Part([file], [move for tensor in shard for move in all_in_one(tensor.entry, tensor.name, name)]))
+    return TargetPlan(
+        parts=tuple(parts),
+        tensors=len(tensors),
+        chunks=len(tensors),
+        index_file=("pytorch_model.bin.index.json", weight_map(shards)) if len(shards) > 1 else None,
+    )

@@ -9,16 +9,14 @@ and the integrity footer.
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.index import ObjectEntry, StoredItem, file_name_problem
 from mcore_ckpt.format.integrity import data_file_name, with_id
-from mcore_ckpt.image.layout import BucketLayout, PlannedFile, TensorSpec, lay_out_file, objects_end, place_objects
+from mcore_ckpt.image.layout import BucketLayout, TensorSpec, WriteBucket, fill_bucket, lay_out_file, objects_end
 from mcore_ckpt.state.plans import LocalPlan
 
 if TYPE_CHECKING:
@@ -74,34 +72,6 @@ def split_buckets(
         chosen = [indices for indices in balance(sizes, thread_count) if indices]
         buckets += [(prefix, [members[position] for position in indices]) for indices in chosen]
     return buckets
-
-
-class WriteBucket(NamedTuple):
-    """What one save writes into one file: serialized objects, and apart from them tensors."""
-
-    layout: BucketLayout  # of the file
-    file: PlannedFile  # the same for its writer
-    bytes_data: tuple[memoryview, ...]  # the serialized objects
-    offsets: tuple[int, ...]  # where each of them lies in the file, in bytes
-    footer: bytes  # the integrity footer
-    tensor_data: Sequence[torch.Tensor]  # detached, in the order of the file
-    pointers: Sequence[int] | None = None  # address of each tensor in host memory, 0 if unknown; None: not looked for
-
-
-def fill_bucket(
-    layout: BucketLayout,
-    name: str,
-    save_id: bytes,
-    bytes_data: Sequence[memoryview],
-    tensor_data: Sequence[torch.Tensor],
-    pointers: Sequence[int] | None = None,
-) -> WriteBucket:
-    """The bucket of one save in a file of this layout and name, closed with its integrity footer."""
-    lengths = [len(data) for data in bytes_data]
-    offsets = place_objects(lengths)
-    footer, table_crc32 = layout.footer.fill(save_id, layout.image.size_bytes, zip(offsets, lengths, strict=True))
-    file = PlannedFile(name, layout.image, table_crc32, array("I", map(crc32, bytes_data)))
-    return WriteBucket(layout, file, tuple(bytes_data), tuple(offsets), footer, tensor_data, pointers)
 
 
 @dataclass(frozen=True, slots=True)

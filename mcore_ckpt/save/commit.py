@@ -3,7 +3,7 @@
     results    every rank waits for its files, and compares what was written with its plan
     gather     the coordinator gets the results of all, or every rank raises the same error
     compare    replicas that ranks hold with what is written, if the options say so
-    describe   the coordinator makes `.metadata` of plan and results (`metadata_of_save`)
+    describe   the coordinator makes `.metadata` of plan and results (`metadata_of`)
     publish    the coordinator puts that in force; what it replaces is removed
 
 A save that fails leaves nothing: each rank removes its files when all know that nothing was published. What a save took
@@ -34,7 +34,7 @@ from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry
 from mcore_ckpt.format.integrity import ManifestFile, id_in_names, shown_id, with_id
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.image.layout import PlannedFile, WrittenFile, check_results
-from mcore_ckpt.image.manifest import metadata_of_save
+from mcore_ckpt.image.manifest import metadata_of
 from mcore_ckpt.save.jobs import Job, JobResult
 from mcore_ckpt.save.planner import SavePlan, SaveRequest
 from mcore_ckpt.save.report import Span, log_save, write_trace
@@ -356,14 +356,14 @@ class SaveTransaction:
         objects = [written.objects for written in gathered]
         common = any(entry.fqn == COMMON_STATE_KEY for of_rank in objects for entry in of_rank)
         planned.encoder = planned.encoder or planned.plan.encoder()
-        content = metadata_of_save(
-            planned.plan,
+        content = metadata_of(
             planned.encoder,
             objects,
             [written.files for written in gathered],
             save_id=save_id,
             storage_meta={"checkpoint_id": self.what, "save_id": shown_id(save_id)},
             common=self._directory.common_file(has_common_state=common),
+            names={name: with_id(name, save_id) for name, _ in planned.plan.files},
         )
         return _Described(content, common)
 

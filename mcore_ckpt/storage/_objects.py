@@ -249,9 +249,7 @@ class ObjectStorage(Storage):
 
     # Data files
 
-    def open_writer(
-        self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", resumed: bool = False
-    ) -> RangeWriter:
+    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
         # (an object has its name when it is complete, and no writer replaces one)
         return ObjectWriter(self._client, self._key(name), self.path(name), size_bytes)
 

@@ -189,14 +189,6 @@ class RangeWriter(ABC):
         it. Twice is harmless; raises nothing for a file that is gone.
         """
 
-    def sync(self) -> None:
-        """Make what was written durable, where an unfinished file can be resumed. Raises `SaveError`."""
-        return
-
-    def leave(self) -> None:
-        """Close the file unfinished; it stays where it can be resumed, else it is removed."""
-        self.abort()
-
 
 class Storage(ABC):
     """One directory of files. All names are relative to it."""
@@ -300,12 +292,10 @@ class Storage(ABC):
     # Data files
 
     @abstractmethod
-    def open_writer(
-        self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", resumed: bool = False
-    ) -> RangeWriter:
+    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
         """Create a file, and missing directories on the way to it, for writing; never touches one that exists (an
-        object store tells when it is written or finished), unless a writer that was left may have begun it (`resumed`,
-        where that can be). `size_bytes` are reserved at once. `direct` as in `open_reader`. Raises `SaveError`.
+        object store tells when it is written or finished). `size_bytes` are reserved at once. `direct` as in
+        `open_reader`. Raises `SaveError`.
         """
 
     @abstractmethod

@@ -548,7 +548,7 @@ _UNSYNCED_WRITES: Final = 2
 class LocalWriter(RangeWriter):
     """A new file. `finish` is for one thread, after the last `write` has returned."""
 
-    def __init__(self, path: str, size_bytes: int | None, direct: DirectIo, *, resumed: bool = False) -> None:
+    def __init__(self, path: str, size_bytes: int | None, direct: DirectIo) -> None:
         self.name = path
         self.direct = False
         self._lock = threading.Lock()
@@ -556,7 +556,7 @@ class LocalWriter(RangeWriter):
         self._unsynced: deque[tuple[int, int]] = deque()
         self._writes_in_progress = 0
         self._aborted = False
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | (0 if resumed else os.O_EXCL) | os.O_CLOEXEC, FILE_MODE)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
         self._fd: int | None = fd
         try:
             if direct != "off":
@@ -564,7 +564,7 @@ class LocalWriter(RangeWriter):
             if size_bytes is not None:
                 preallocate(fd, align_up(size_bytes) if self.direct else size_bytes)
         except BaseException:
-            (self.leave if resumed else self.abort)()
+            self.abort()
             raise
 
     def write(self, offset: int, view: memoryview) -> None:
@@ -631,15 +631,6 @@ class LocalWriter(RangeWriter):
                 self._close(suppress=True)
                 raise
             self._close()
-
-    def sync(self) -> None:
-        with saving("making it durable", self.name):
-            for fd in (self._buffered_fd, self._fd):
-                if fd is not None:
-                    os.fsync(fd)
-
-    def leave(self) -> None:
-        self._close(suppress=True)
 
     def _close(self, suppress: bool = False) -> None:
         fds = [fd for fd in (self._buffered_fd, self._fd) if fd is not None]

@@ -250,13 +250,11 @@ class LocalStorage(Storage):
             folder = os.path.dirname(folder)
         return path
 
-    def open_writer(
-        self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto", resumed: bool = False
-    ) -> RangeWriter:
+    def open_writer(self, name: str, *, size_bytes: int | None = None, direct: DirectIo = "auto") -> RangeWriter:
         path = self._own(name)
         with saving("creating the file", path):
             self._make_folders(name, path)
-            return LocalWriter(path, size_bytes, direct, resumed=resumed)
+            return LocalWriter(path, size_bytes, direct)
 
     def _make_folders(self, name: str, path: str) -> None:
         if "/" in name:

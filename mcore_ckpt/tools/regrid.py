@@ -12,7 +12,7 @@ numpy floats, and back; numpy has no bfloat16 and no 8-bit floats. Conversions r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -192,7 +192,7 @@ class Slab(NamedTuple):
     is_last: bool  # of its block
 
 
-def slabs_of(block: Block, sources: Sequence[Box], targets: Sequence[Box], elem_bytes: int) -> Iterator[Slab]:
+def slabs_of(block: Block, sources: Mapping[int, Box], targets: Sequence[Box], elem_bytes: int) -> Iterator[Slab]:
     """A block in parts of at most `SLAB_BYTES`, in C order."""
     found = list(slabs(bounding([targets[n] for n in block.targets]), elem_bytes))
     for number, slab in enumerate(found, 1):

@@ -30,7 +30,7 @@ from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.requests import ReadRequest, stored_dtype
-from mcore_ckpt.reshard import conversion
+from mcore_ckpt.reshard import conversion, plan
 from mcore_ckpt.reshard.options import PartitionRule, parse_partition_rules
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.keys import data_file_rank
@@ -339,18 +339,6 @@ class TestInterruption:
         assert_same(read_all(tmp_path / "t"), big)
         assert verify_checkpoint(tmp_path / "t").whole
 
-    def test_what_lies_between_two_that_are_written_again_stays(self, tmp_path: Path) -> None:
-        """Short gaps between tensors are filled, but not over what is there."""
-        tensors = {f"decoder.layers.0.x{n:02}.weight": torch.randn(32, 32) for n in range(40)}
-        write_model(tmp_path / "s", tensors=tensors)
-        self.interrupt(tmp_path)
-        for file in sorted((tmp_path / "t.partial").glob("*.distcp")):
-            for part in (3, 5):
-                flip(file, file.stat().st_size * part // 8)
-        assert reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=1, pp=1, verify=False).resumed
-        assert_same(read_all(tmp_path / "t"), tensors)
-        assert verify_checkpoint(tmp_path / "t").whole
-
     @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT], ids=lambda stop: stop.name)
     def test_a_process_that_is_stopped(
         self,
@@ -358,13 +346,15 @@ class TestInterruption:
         big: dict[str, torch.Tensor],
         stop: signal.Signals,
         capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        monkeypatch.setattr(plan, "_PART_BYTES", 4 * 1024**2)
         code = (
-            "import sys, time\nfrom mcore_ckpt.reshard import copying\n"
-            "copying._SYNC_BYTES = 4 * 1024**2\n"
-            "original = copying._Worker._write_tensor\n"
-            "def slow(*given):\n    time.sleep(0.05)\n    original(*given)\n"
-            "copying._Worker._write_tensor = slow\n"
+            "import sys, time\nfrom mcore_ckpt.reshard import copying, plan\n"
+            f"plan._PART_BYTES = {plan._PART_BYTES}\n"
+            "original = copying._write\n"
+            "def slow(*given):\n    time.sleep(0.2)\n    original(*given)\n"
+            "copying._write = slow\n"
             "from mcore_ckpt.commands.cli import main\nsys.exit(main(sys.argv[1:]))"
         )
         arguments = ["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--tp", "1", "--pp", "1"]
@@ -399,11 +389,11 @@ def test_a_target_that_is_not_what_was_written_does_not_appear(
     """A disk that loses a write: nobody notices but the verification."""
     original = conversion.write_all
 
-    def write_and_damage(plan: Any, payloads: object, files: Any, *rest: object, **named: object) -> None:
-        original(plan, payloads, files, *rest, **named)  # type: ignore[arg-type]
-        items = [chunk.item for entry in plan.index.tensors.values() for chunk in entry.chunks]
+    def write_and_damage(planned: Any, payloads: Any, target: Any, **named: Any) -> None:
+        original(planned, payloads, target, **named)
+        items = [chunk.item for entry in planned.index.tensors.values() for chunk in entry.chunks]
         largest = max(items, key=lambda item: item.length)
-        flip(files.folder / largest.file, largest.offset + largest.length // 2)
+        flip(target.folder / largest.file, largest.offset + largest.length // 2)
 
     monkeypatch.setattr(conversion, "write_all", write_and_damage)
     with pytest.raises(CorruptCheckpointError, match="run the command again"):
@@ -470,7 +460,7 @@ def test_a_target_is_another_save_than_its_source(checkpoint: Path, tmp_path: Pa
         index = read_index(into)
         assert index.manifest is not None
         assert (index.storage_meta or {})["save_id"] == index.manifest.save_id.hex()
-        for name in {path.name for path in first.glob("*.distcp")} & {path.name for path in second.glob("*.distcp")}:
+        for name in {chunk.item.file for entry in index.tensors.values() for chunk in entry.chunks}:
             own = (into / name).read_bytes()
             (into / name).write_bytes((other / name).read_bytes())
             assert not verify_checkpoint(into).whole

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import time
+from array import array
 from contextlib import closing
 from pathlib import Path
 from unittest import mock
@@ -13,11 +14,13 @@ from unittest import mock
 import pytest
 
 from mcore_ckpt.core.errors import CheckpointExistsError, CorruptCheckpointError, OptionError, SaveError
-from mcore_ckpt.reshard.target_directory import target_folder
-from mcore_ckpt.reshard.target_files import FileJournal, Written
+from mcore_ckpt.image.layout import WrittenFile
+from mcore_ckpt.reshard.target_directory import FileJournal, target_folder
 
 WORK = "the fingerprint of some work"
-WRITTEN = {"key": Written([(7, [])], None)}
+WRITTEN = WrittenFile(
+    "half", 10, 0, array("I"), array("I", [7]), array("I", [0]), array("I", [1]), array("I", [9]), ((0, 5),)
+)
 
 
 def left_by(target: Path, work: str, *, is_begun: bool = True) -> Path:
@@ -28,7 +31,7 @@ def left_by(target: Path, work: str, *, is_begun: bool = True) -> Path:
     with closing(FileJournal(folder.with_name(f"{folder.name}.journal"))) as journal:
         journal.begin(work)
         if is_begun:
-            journal.record(WRITTEN)
+            journal.record([WRITTEN], [("key", 0, 8)])
     return folder
 
 
@@ -39,9 +42,9 @@ def names(directory: Path) -> list[str]:
 def make(target: Path, work: str = WORK, *, restart: bool = False) -> list[str]:
     """Make a target; returns what was in its folder at first."""
     with target_folder(target, work, restart=restart) as made:
-        found = names(made.files.folder)
+        found = names(made.folder)
         assert bool(found) is bool(made.journal.written)
-        (made.files.folder / "all").write_bytes(b"all of it")
+        (made.folder / "all").write_bytes(b"all of it")
     assert "all" in names(target)
     assert [name for name in names(target.parent) if name.startswith(f"{target.name}.")] == []
     return found
@@ -67,8 +70,8 @@ def test_the_same_work_is_resumed(tmp_path: Path, end: bytes) -> None:
     journal = tmp_path / "t.partial.journal"
     journal.write_bytes(journal.read_bytes() + end)
     with target_folder(tmp_path / "t", WORK) as made:
-        assert made.files.folder == folder
-        assert made.journal.written == WRITTEN
+        assert made.folder == folder
+        assert (made.journal.written, made.journal.crcs) == ({"half": WRITTEN}, {("key", 0): 8})
     assert names(tmp_path / "t") == ["half"]
 
 
@@ -95,7 +98,7 @@ def test_what_no_command_has_left_is_left_alone(tmp_path: Path) -> None:
 
 def test_the_second_run_is_refused_while_the_first_is_at_work(tmp_path: Path) -> None:
     with target_folder(tmp_path / "t", WORK) as made:
-        made.journal.record(WRITTEN)
+        made.journal.record([WRITTEN], [("key", 0, 8)])
         for restart in (False, True):
             with pytest.raises(SaveError, match="another command is making this target"):
                 make(tmp_path / "t", restart=restart)
@@ -121,8 +124,8 @@ def test_a_folder_that_is_not_the_runs_own_does_not_appear(tmp_path: Path) -> No
 def test_what_is_done_stays_if_it_can_be_resumed(tmp_path: Path, error: BaseException) -> None:
     def end_early() -> None:
         with target_folder(tmp_path / "t", WORK) as made:
-            (made.files.folder / "half").write_bytes(b"half")
-            made.journal.record(WRITTEN)
+            (made.folder / "half").write_bytes(b"half")
+            made.journal.record([WRITTEN], [("key", 0, 8)])
             raise error
 
     with pytest.raises(type(error)):
@@ -136,7 +139,7 @@ def test_what_is_done_stays_if_it_can_be_resumed(tmp_path: Path, error: BaseExce
 def test_what_appears_meanwhile_is_not_replaced(tmp_path: Path, kind: str) -> None:
     def be_overtaken() -> None:
         with target_folder(tmp_path / "t", WORK) as made:
-            made.journal.record(WRITTEN)
+            made.journal.record([WRITTEN], [("key", 0, 8)])
             if kind == "file":
                 (tmp_path / "t").write_text("somebody's")
             else:

@@ -39,7 +39,7 @@ def write(target: Path, most_bytes: int = 1 << 40) -> None:
     (source / "elements").write_bytes(content)
     payloads = FilePayloads(source, ranges)
     exported = [Exported(name, entry) for name, entry in payloads.index.tensors.items()]
-    plan = plan_torch_files(exported, payloads.index, most_bytes)
+    plan = plan_torch_files(exported, most_bytes)
     report = ConversionReport(format="torch")
     conversion = Conversion(
         payloads=payloads, source=SourceFiles(payloads.index), plan=plan, keys=lambda: (), report=report

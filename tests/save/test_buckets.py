@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.image.layout import lay_out_file, place_objects
+from mcore_ckpt.image.layout import fill_bucket, lay_out_file, place_objects
 from mcore_ckpt.image.writer import ImageWriter, WindowPool
-from mcore_ckpt.save.buckets import fill_bucket, lay_out_rank
+from mcore_ckpt.save.buckets import lay_out_rank
 from mcore_ckpt.save.staging import BucketSource, StagingBuffer
 from mcore_ckpt.storage.resolve import LocalStorage
-from tests.support.tensor_specs import specs_of
+from tests.support.tensor_specs import specs_of, tail_with
 
 
 @st.composite
@@ -53,7 +53,7 @@ def source_of(tensors: list[torch.Tensor], objects: list[bytes], *, summed: bool
         expected[offset : offset + len(data)] = data
     for template, offset, tensor in zip(layout.templates, layout.item_offsets, tensors, strict=True):
         content = payload(tensor)
-        item = template.head + content + (template.tail_with(crc32(content)) if summed else template.tail)
+        item = template.head + content + (tail_with(template, crc32(content)) if summed else template.tail)
         expected[offset : offset + len(item)] = item
     places = zip(offsets, map(len, objects), strict=True)
     expected[layout.footer_offset :], _ = layout.footer.fill(SAVE_ID, len(expected), places)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mcore_ckpt import SaveOptions
+from mcore_ckpt.image.layout import WriteBucket
 from mcore_ckpt.save import staging
-from mcore_ckpt.save.buckets import WriteBucket
 from mcore_ckpt.save.staging import BucketSource, DeviceCopies, StagingBuffer, start_writing
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.simulated_device import OnDevice, SimulatedDevices, simulated_devices

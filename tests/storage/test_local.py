@@ -36,13 +36,6 @@ def test_direct_writes_leave_nothing_in_the_page_cache(local: LocalStorage, tmp_
     assert cached_pages(tmp_path / "file") == 0
 
 
-def test_a_file_that_is_resumed_keeps_what_it_holds(local: LocalStorage, tmp_path: Path) -> None:
-    content = bytes(range(256)) * 64
-    (tmp_path / "file").write_bytes(content)
-    local.open_writer("file", size_bytes=len(content), resumed=True).leave()
-    assert (tmp_path / "file").read_bytes()[: len(content)] == content
-
-
 def test_abort_does_not_close_the_file_under_a_write_that_hangs(
     monkeypatch: pytest.MonkeyPatch, local: LocalStorage, tmp_path: Path
 ) -> None:

@@ -9,9 +9,8 @@ import torch
 
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.format.integrity import NO_SAVE_ID
-from mcore_ckpt.format.item_layout import tensor_template
-from mcore_ckpt.image.layout import TensorSpec, lay_out_file
-from mcore_ckpt.save.buckets import WriteBucket, fill_bucket
+from mcore_ckpt.format.item_layout import TensorTemplate, tensor_template
+from mcore_ckpt.image.layout import TensorSpec, WriteBucket, fill_bucket, lay_out_file
 from mcore_ckpt.save.staging import BucketSource
 
 
@@ -40,4 +39,12 @@ def encode_tensor(dtype: str, shape: tuple[int, ...], payload: Any) -> bytes:
     template = tensor_template(dtype, shape)
     payload = memoryview(payload).cast("B")
     assert len(payload) == template.payload_bytes
-    return b"".join((template.head, payload, template.tail_with(crc32(payload))))
+    return b"".join((template.head, payload, tail_with(template, crc32(payload))))
+
+
+def tail_with(template: TensorTemplate, crc: int) -> bytes:
+    """What stands behind a payload that has this CRC-32."""
+    tail = bytearray(template.tail)
+    for position in template.crc_positions:
+        tail[position : position + 4] = crc.to_bytes(4, "little")
+    return bytes(tail)
