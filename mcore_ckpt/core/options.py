@@ -54,6 +54,7 @@ PARTIAL: Final = ".partial"
 
 # Two letters at least; of what has been a `Path`, one of the two slashes is left, and none where nothing comes after.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?:/(/?)|\Z)")
+_NO_TEXT = re.compile(r"[\0-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class StorePath(PosixPath):
@@ -87,7 +88,7 @@ def checkpoint_path(path: str | os.PathLike[str]) -> Path:
     """The path of a checkpoint's directory, as it was given; of a URL one that is shown as that.
 
     Raises:
-        OptionError: it is empty, holds a NUL, or is a URL of a kind that is not supported or that names no bucket.
+        OptionError: it is empty, holds a NUL, or is a URL that is not supported, names no bucket, or is no text.
     """
     url = store_url(path)
     return local_path(path) if url is None else StorePath(url)
@@ -102,7 +103,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     if not text:
         raise OptionError("the path is empty; `.` names the working directory")
     if "\0" in text:
-        raise _has_nul(text)
+        raise OptionError(f"{text!r}: holds a NUL character, which no path may have")
     if scheme is None:
         return Path(text)
     if scheme == "file":
@@ -127,7 +128,7 @@ def is_supported(path: str | os.PathLike[str]) -> bool:
 
 def store_url(path: str | os.PathLike[str]) -> str | None:
     """The URL of a directory in an object store that is supported; None for all else. Raises `OptionError` if it names
-    no bucket, or holds a NUL.
+    no bucket, or holds a control character.
     """
     text = _text(path)
     scheme = _scheme(text)
@@ -138,13 +139,9 @@ def store_url(path: str | os.PathLike[str]) -> str | None:
     if not rest.strip("/") or rest.startswith("///"):
         name = "profile" if scheme == "msc" else "bucket"
         raise OptionError(f"{text}: names no {name}: expected {scheme}://{name}/prefix; nothing was read or written")
-    if "\0" in text:
-        raise _has_nul(text)
+    if _NO_TEXT.search(text):
+        raise OptionError(f"{text!r}: holds a control character, or bytes that are no UTF-8, which no URL may have")
     return f"{scheme}://{rest.lstrip('/')}"
-
-
-def _has_nul(text: str) -> OptionError:
-    return OptionError(f"{text!r}: holds a NUL character, which no path or URL may have")
 
 
 def _text(path: Any) -> str:
@@ -199,10 +196,10 @@ def _at_least(name: str, value: float | None, minimum: float) -> None:
         raise OptionError(f"{name}={value!r}: expected at least {minimum}")
 
 
-def _check_directory(name: str, path: str | None) -> None:
+def _check_directory(name: str, path: str | None, check: Callable[[str], Path] = checkpoint_path) -> None:
     if path is not None:
         try:
-            checkpoint_path(path)
+            check(path)
         except OptionError as error:
             raise OptionError(f"{name}={path!r}: {error}") from None
 
@@ -243,7 +240,7 @@ class SaveOptions:
             all). `"off"` compares none. Each rank sums its own before the call returns, so training waits longer.
             (Replicas of objects are compared by every save, and raise with `"raise"`.)
         trace_path: directory for Chrome trace files, one for each rank and save, to see what a save waits for; None
-            writes none.
+            or "" writes none.
     """
 
     on_existing: Literal["replace", "error"] = "replace"
@@ -267,6 +264,7 @@ class SaveOptions:
         if self.keep_every is not None and self.keep_last is None:
             raise OptionError(f"keep_every={self.keep_every}: without keep_last nothing is removed; set keep_last, too")
         _check_directory("drain_to", self.drain_to)
+        _check_directory("trace_path", self.trace_path or None, local_path)
         _at_least("staging_budget_bytes", self.staging_budget_bytes, _MIB)
         _at_least("write_deadline_s", self.write_deadline_s, 0.001)
         if self.write_deadline_s is not None and self.write_deadline_s > _LONGEST_DEADLINE_S:

@@ -18,6 +18,7 @@ finished ones included, since a save is published as a whole or not at all.
 
 from __future__ import annotations
 
+import errno
 import heapq
 import os
 import struct
@@ -31,7 +32,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import WriteTimeoutError
+from mcore_ckpt.core.errors import SaveError, WriteTimeoutError
 from mcore_ckpt.core.process import Crew
 from mcore_ckpt.format.integrity import BLOCK_BYTES
 from mcore_ckpt.image.layout import Fill, PlannedFile, Window, WrittenFile
@@ -478,22 +479,29 @@ def write_files(
     *,
     on_written: Callable[[], None] | None = None,
     deadline_s: float | None = None,
+    attempts: int = 3,
 ) -> list[WrittenFile]:
     """Write files and make them durable: all, or (with a `SaveError` that names file and errno) none stays. The bytes
-    of each are in memory, or a function puts them into windows.
+    of each are in memory, or a function puts them into windows. They are sent again if a store found them too slow.
     """
-    with (
-        _kept_pool(storage.write_bytes or WINDOW_BYTES, max(_WINDOWS, storage.writes_at_once + 1)) as pool,
-        ImageWriter(
-            pool,
-            io_threads=storage.writes_at_once,
-            on_written=on_written,
-            deadline_s=deadline_s,
-        ) as images,
-    ):
-        for planned, content in files:
-            write_preloaded_data(images, storage, planned, content)
-    return images.results
+    try:
+        with (
+            _kept_pool(storage.write_bytes or WINDOW_BYTES, max(_WINDOWS, storage.writes_at_once + 1)) as pool,
+            ImageWriter(
+                pool,
+                io_threads=storage.writes_at_once,
+                on_written=on_written,
+                deadline_s=deadline_s,
+            ) as images,
+        ):
+            for planned, content in files:
+                write_preloaded_data(images, storage, planned, content)
+        return images.results
+    except SaveError as error:
+        too_slow = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ETIMEDOUT
+        if attempts == 1 or not (too_slow and storage.is_store):
+            raise
+    return write_files(storage, files, on_written=on_written, deadline_s=deadline_s, attempts=attempts - 1)
 
 
 def write_preloaded_data(

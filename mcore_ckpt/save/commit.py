@@ -432,7 +432,7 @@ class SaveTransaction:
 
     def _tell(self, mine: Written, gathered: list[Written] | None) -> None:
         """Write the trace, log a line, have done what comes after a save."""
-        if self._options.trace_path is not None:
+        if self._options.trace_path:
             write_trace(Path(self._options.trace_path), self.what, self._group.rank, self._spans, mine.files)
         if gathered is not None:
             files = [(rank, file) for rank, written in enumerate(gathered) for file in written.files]

@@ -163,13 +163,7 @@ class GcsClient(ObjectClient):
             retry=self._retry,
             **self._waits,
         )
-        return _Upload(self.asked, key, stream)
-
-
-class _Upload(Upload):
-    def abandon(self) -> None:
-        with contextlib.suppress(OSError), self.asked("DELETE", self.key):
-            self.stream.terminate()
+        return Upload(self.asked, key, stream)
 
 
 def _credentials(place: str, endpoint: str) -> Any:

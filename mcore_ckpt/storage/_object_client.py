@@ -7,7 +7,8 @@ names the request, the bucket and the key; it never holds a credential.
     FileExistsError     the condition of a put does not hold: the object is there, or is another version
     PermissionError     the credentials are missing, wrong, or do not allow it
     UndecidedError      a conditional put was given up, and may still be done
-    OSError(EREMOTEIO)  the store has answered with an error, or has not answered in time
+    OSError(EREMOTEIO)  the store has answered with an error, or has not answered in time; there is no such bucket
+    OSError(ETIMEDOUT)  what was sent came too slowly; sent again, it may arrive
 
 **Puts with a condition.** An attempt whose answer was lost may have made the object; the next attempt is then refused
 by what the first has made. So each put has an id, which is an attribute of the object. After a refusal the store is
@@ -18,15 +19,18 @@ from __future__ import annotations
 
 import errno
 import secrets
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 T = TypeVar("T")
 
+# So long the end of an upload that is given up is waited for.
+_REMOVED_WITHIN_S: Final = 2.0
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 10.0
 # How much of a deadline one request has: the rest is for giving up, on the writer's side and on the coordinator's.
@@ -103,8 +107,18 @@ class Upload:
             self.stream.close()
 
     def abandon(self) -> None:
-        """Never make it. The store may keep the parts until a rule of the bucket removes them."""
-        self.stream = None
+        """Never make it, and have the store remove its parts, when what is on its way has been answered: that is not
+        waited for long. If this process ends before, they stay until a rule of the bucket removes them.
+        """
+        remover = threading.Thread(target=self._remove, daemon=True)
+        with suppress(RuntimeError):  # at the interpreter's end
+            remover.start()
+            remover.join(_REMOVED_WITHIN_S)
+
+    def _remove(self) -> None:
+        error = OSError(errno.ECANCELED, "the upload was abandoned")
+        with suppress(OSError), self.asked("DELETE", self.key):
+            self.stream.__exit__(OSError, error, None)
 
 
 class ObjectClient(ABC):
@@ -179,6 +193,11 @@ class ObjectClient(ABC):
             return self._put(key, content, condition, unanswered)
         except FileExistsError:  # what is on its way is refused, too
             raise
+        except FileNotFoundError:
+            if condition:  # what was to be replaced is gone
+                raise
+            text = f"PUT {self.place}/{key}: there is no such bucket; make it, or correct its name"
+            raise OSError(errno.EREMOTEIO, text) from None
         except OSError as error:
             if condition is None or not unanswered:
                 raise

@@ -101,9 +101,11 @@ class ObstoreClient(ObjectClient):
             text = f"{where}: {self._said(error)}; rename or delete that object, which no checkpoint has"
             raise OSError(errno.EINVAL, text) from None
         except (exceptions.BaseError, OSError) as error:  # (of an upload's stream: OSError without errno)
-            is_final = _REFUSED.search(str(error)) and "RequestTimeout" not in str(error)  # (which S3 calls a 400)
-            kind = OSError if is_final else PassingError
-            raise kind(errno.EREMOTEIO, f"{where}: {self._said(error)}") from None
+            text = f"{where}: {self._said(error)}"
+            if "RequestTimeout" in str(error):  # which S3 calls a 400
+                raise PassingError(errno.ETIMEDOUT, text) from None
+            kind = OSError if _REFUSED.search(str(error)) else PassingError
+            raise kind(errno.EREMOTEIO, text) from None
 
     def _said(self, error: BaseException) -> str:
         text = " ".join(str(error).partition("\n\nDebug source")[0].split())

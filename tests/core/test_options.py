@@ -90,6 +90,7 @@ def test_a_bad_variable_is_named(variable: str, text: str, message: str) -> None
         (SaveOptions, {"write_deadline_s": math.nan}, "write_deadline_s=nan: expected at least"),
         (SaveOptions, {"write_deadline_s": math.inf}, "write_deadline_s=inf: expected at most .* None waits for ever"),
         (SaveOptions, {"drain_to": "ftp://host/run"}, "an object store \\(ftp\\) that mcore_ckpt does not know"),
+        (SaveOptions, {"trace_path": "s3://bucket/traces"}, "trace_path=.*a path in a file system is needed here"),
         (SaveOptions, {"keep_every": 5}, "keep_every=5: without keep_last nothing is removed"),
         (LoadOptions, {"page_cache": "yes"}, "page_cache='yes': expected one of 'auto', 'on'"),
     ],

@@ -79,7 +79,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_every_command_refuses_what_names_no_place(
     command: str, here: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for target, said in ((UNKNOWN, "object store"), ("s3://", "names no"), ("a\0b", "NUL")):
+    control = ("s3://bucket/a\nb", "control character")
+    for target, said in ((UNKNOWN, "object store"), ("s3://", "names no"), ("a\0b", "NUL"), control):
         assert main([target if word == "TARGET" else word for word in command.split()]) == 2
         assert said in capsys.readouterr().err
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.directory import publish
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.publish import reserve
+from mcore_ckpt.storage._object_client import ObjectClient
 from mcore_ckpt.storage.resolve import storage_at
 from tests.support.forked import in_child
 from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request, S3Directory
@@ -249,10 +251,40 @@ def test_nothing_waits_longer_than_the_deadline(
 def test_wrong_buckets_and_refusals_are_named_and_final(proxied: Proxy, object_directory: ObjectDirectory) -> None:
     with pytest.raises(LoadError, match=r"://no-such-bucket"):
         storage_at(f"{object_directory.scheme}://no-such-bucket/x").list()
+    with pytest.raises(FAILED, match=r"://no-such-bucket/x.*there is no such bucket; make it, or correct its name"):
+        save(f"{object_directory.scheme}://no-such-bucket/x", 1.0)
     struck = strike(proxied, lambda request: request.makes, Fault("status", status=403), times=99)
     with pytest.raises(SaveError, match=r"403.*EACCES.*check that this user may write there"):
         storage_at(object_directory.url).publish("file", b"x")
     assert len(struck) == 1
+
+
+def _unfinished_uploads(s3_directory: S3Directory) -> int:
+    with urllib.request.urlopen(f"{s3_directory.server}/{s3_directory.bucket}?uploads") as answer:
+        return int(answer.read().count(f"<Key>{s3_directory.prefix}/".encode()))
+
+
+def test_what_came_too_slowly_is_sent_again(s3_directory: S3Directory, proxied_s3: Proxy) -> None:
+    """S3 calls it a 400, which its client does not repeat for a part."""
+    too_slow = Fault("status", status=400, code="RequestTimeout")
+    for chosen in (lambda request: request.part == 2, lambda request: request.makes and not request.query):
+        struck = strike(proxied_s3, chosen, too_slow)
+        save(s3_directory.url, 4.0, rows=1000)
+        assert struck
+        assert loaded(s3_directory.url, rows=1000) == 4.0
+    assert _unfinished_uploads(s3_directory) == 0
+
+
+def test_parts_of_a_save_that_fails_are_removed(
+    s3_directory: S3Directory, proxied_s3: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a part that is refused long before the last one is sent."""
+    monkeypatch.setattr(ObjectClient, "part_bytes", 1024 * 1024)
+    struck = strike(proxied_s3, lambda request: request.part == 2, Fault("status", status=403))
+    with pytest.raises(FAILED, match="403"):
+        save(s3_directory.url, 4.0, rows=1000)
+    assert struck
+    assert _unfinished_uploads(s3_directory) == 0
 
 
 @on_each_kind

@@ -267,6 +267,7 @@ class Fault:
 
     kind: Literal["status", "reset", "lost", "forgotten", "truncated", "stall", "damaged", "pretended"]
     status: int = 503
+    code: str = ""  # what it says of the status; "" for a word of its own
     seconds: float = 0.0
     then: Callable[[], None] = field(default=lambda: None)
 
@@ -345,8 +346,9 @@ class Proxy:
             if kind == "forgotten":
                 self._pass_on(handler, body)
             struck()
-            told = {"error": {"code": fault.status, "message": f"Injected{fault.status}"}}
-            said = f"<Error><Code>Injected{fault.status}</Code></Error>"
+            code = fault.code or f"Injected{fault.status}"
+            told = {"error": {"code": fault.status, "message": code}}
+            said = f"<Error><Code>{code}</Code></Error>"
             return self._answer(handler, fault.status, {}, (json.dumps(told) if request.of_google else said).encode())
         if kind == "pretended":
             struck()
