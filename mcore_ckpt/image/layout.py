@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FileImage:
-    """What has to be known of a file's structure to sum and write it; plain arrays, the same from save to save."""
+    """The structure of a file, as far as its writer needs it; plain arrays, the same from save to save."""
 
     size_bytes: int  # of the file
     payload_offsets: array[int]  # first byte of each payload in the file (`array('q')`), ascending, without overlap
@@ -66,7 +66,7 @@ class PlannedFile:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """What became of one file, with all of its checksums: what its rank sends to the coordinator."""
+    """The result of one file, with all of its checksums: its rank sends it to the coordinator."""
 
     name: str  # of the file
     size_bytes: int  # of the file, as finished
@@ -239,7 +239,7 @@ def _table_columns(
 
 
 class WriteBucket(NamedTuple):
-    """What one save writes into one file: serialized objects, and apart from them tensors."""
+    """The content of one file in one save: serialized objects, and apart from them tensors."""
 
     layout: BucketLayout  # of the file
     file: PlannedFile  # the same for its writer

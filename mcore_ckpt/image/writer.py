@@ -292,7 +292,7 @@ class ImageStream:
             self.release()
 
     def result(self) -> WrittenFile:
-        """What became of the file, when it is finished."""
+        """The result of the file, when it is finished."""
         planned = self.planned
         return WrittenFile(
             name=planned.name,

@@ -183,9 +183,7 @@ def _export_tensors(
 
 def _plan_dcp(index: CheckpointIndex, names: Mapping[str, str], objects: list[str]) -> TargetPlan:
     """A reshard to one rank, under plain keys: each tensor one chunk, and none of Megatron's sidecars or objects."""
-    plan = make_plan(
-        index, TargetLayout(1, 1), Partitioner(index), keys=list(names), object_keys=objects, rename=names
-    ).target
+    plan = make_plan(index, TargetLayout(1, 1), Partitioner(index), keys=names, object_keys=objects).target
     assert plan.index is not None
     keys = (*plan.index.tensors, *plan.index.objects)
     return replace(plan, index=replace(plan.index, planner_data={key: (key,) for key in keys}, mcore_data={}))

@@ -297,7 +297,7 @@ def _compare_elements(payloads: StoredPayloads, bucket: str, first: int, part: P
 
 
 def _shared_state(index: CheckpointIndex, objects: Mapping[str, re.Match[str]]) -> dict[str, dict[str, Any]]:
-    """What is no tensor of the optimizer's state, by prefix and name: the first group's, as a save would keep it."""
+    """The optimizer's state but its tensors, by prefix and name: the first group's, as a save would keep it."""
     found: dict[str, dict[str, Any]] = {}
     for key, match in objects.items():
         if int(match["number"]) == 0 and match["name"] not in SIZES_OF_BUCKETS:

@@ -73,7 +73,7 @@ class SourceFiles:
 
 
 def replaced_error(source: str) -> LoadError:
-    """That a source is not the checkpoint any more that it was at first."""
+    """The error for a source that has been replaced since it was opened."""
     return LoadError(
         f"{source}: another program has replaced the checkpoint, or changed its files, while it was read. What was "
         "read may be of two saves, and the target does not get its name. Run the command again when no job saves "
@@ -115,7 +115,7 @@ class KeyPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport:
-    """What a conversion does, and what it has written.
+    """The result of a conversion, planned or written.
 
     Attributes:
         source, target: directories.
@@ -198,13 +198,13 @@ def run_conversion(
 
 
 def as_begun(options: _Options, target: Path) -> _Options:
-    """The same with as many workers, and so files of each rank, as an interrupted run has begun `target` with."""
+    """Options with the number of workers that an interrupted run has begun `target` with, and so with its files."""
     workers = None if options.restart else begun_work(target).get("--workers")
     return replace(options, workers=workers) if type(workers) is int else options
 
 
 def _fingerprint(conversion: Conversion, options: ConversionOptions) -> str:
-    """What has to be the same for a run to be resumed, by names that tell what is not."""
+    """Everything that has to be equal for a run to be resumed, by names for the message."""
     source, sums = conversion.payloads.storage.location, json.dumps(conversion.source.states, sort_keys=True)
     given = {flag_of(each): getattr(options, each.name) for each in fields(options) if each.name not in _OF_A_RUN}
     named = {"source": f"{source}, files {crc32(sums.encode()):08x}", "format": conversion.report.format, **given}

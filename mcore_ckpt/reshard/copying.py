@@ -203,7 +203,7 @@ _OTHER_FILES: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What all workers share."""
+    """State that all workers share."""
 
     payloads: StoredPayloads
     target: Target

@@ -164,7 +164,7 @@ def flags_of(described: Field[Any]) -> list[str]:
 
 
 def help_of(described: Field[Any]) -> str:
-    """What an option does, and its default."""
+    """The help text of an option, with its default."""
     default, text = described.default, str(described.metadata["text"])
     plain = default is None or default == () or isinstance(default, bool) or "default: " in text
     return text if plain else f"{text} (default: {default})"
@@ -172,7 +172,7 @@ def help_of(described: Field[Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionOptions:
-    """What every conversion takes."""
+    """Options that every conversion takes."""
 
     TAKES: ClassVar[Mapping[str, str]] = {}
 
@@ -212,7 +212,7 @@ class ConversionOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardOptions(ConversionOptions):
-    """What to make of a checkpoint. Without `tp` and `pp` its layout stays."""
+    """Options of a reshard. Without `tp` and `pp` the layout stays."""
 
     tp: int | None = option(None, "tensor parallel size (default: 1, with --pp)", metavar="N")
     pp: int | None = option(None, "pipeline parallel size (default: 1, with --tp)", metavar="N")

@@ -245,7 +245,7 @@ def build_gpt_model(
 
 
 def _activation(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What is between the two matrices of an MLP."""
+    """The activation between the two matrices of an MLP."""
     import torch
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
@@ -376,7 +376,7 @@ _REFUSED = (
 def parameter_orders(
     arguments: Mapping[str, Any], metadata: Mapping[str, Any] | None = None
 ) -> dict[tuple[bool, int], list[list[FlatParameter]]]:
-    """What each group of model-parallel ranks (Megatron's `data_parallel_group_idx`) holds, in the order of its
+    """The parameters of each group of model-parallel ranks (Megatron's `data_parallel_group_idx`), in the order of its
     buffers. Raises `OptionError` or `CorruptCheckpointError` if megatron-core is missing, or builds no such model.
     """
     missing = [name for name in ("num_layers", "hidden_size", "padded_vocab_size") if not arguments.get(name)]
@@ -404,7 +404,7 @@ def parameter_orders(
 
 
 def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of arguments by name, those that are numbers, text, flags, None, and lists of such."""
+    """The arguments, by name, that are numbers, text, flags, None, and lists of such."""
     return {name: value for name, value in values.items() if _is_plain(value)}
 
 
@@ -460,7 +460,7 @@ def _sizes(arguments: Mapping[str, Any]) -> tuple[int, int, int, int]:
 
 
 def _without_cuda() -> None:
-    """What Megatron asks of a GPU while it builds a model is nothing that parameters without elements need."""
+    """Answer for a GPU while Megatron builds a model: parameters without elements need none."""
     import torch
     import torch.distributed as dist
 

@@ -75,7 +75,7 @@ class ExpertName(NamedTuple):
 
 
 def layer_of(name: str) -> LayerName | None:
-    """What a name says about layers; None outside of layers."""
+    """The layer in a name; None outside of layers."""
     if found := _LAYER.fullmatch(name):
         return LayerName(found["before"], int(found["number"]), found["rest"])
     if found := _STACKED.fullmatch(name):
@@ -84,7 +84,7 @@ def layer_of(name: str) -> LayerName | None:
 
 
 def expert_of(name: str) -> ExpertName | None:
-    """What a name says about experts, in any of the four forms; None for everything else."""
+    """The expert in a name, in any of the four forms; None for everything else."""
     found = _EXPERT.fullmatch(name)
     if found is None:
         return None
@@ -105,7 +105,7 @@ def split_half(name: str) -> tuple[str, str]:
 
 
 def prefix_of(keys: Iterable[str]) -> str | None:
-    """What wrappers of the model put before all its keys (`module.` in checkpoints of NeMo); None: no embedding."""
+    """The prefix that wrappers of the model put before all its keys (`module.` of NeMo); None: no embedding."""
     return min((key.removesuffix(EMBEDDING) for key in keys if key.endswith(EMBEDDING)), key=len, default=None)
 
 
@@ -313,7 +313,7 @@ class Partitioner:
         return Partition(axis, rule.parts, expert, "rules")
 
     def _from_grid(self, entry: TensorEntry, expert: bool) -> Partition | None:
-        """What the chunks show: an axis, or, where the others of its kind are divided, that this one is not."""
+        """Decide by the chunks: an axis, or none where the others of its kind are divided and this one is not."""
         group_size = self._group_sizes[expert]
         stacked = stacked_axes(entry.fqn, entry.shape)
         divisions = _divisions(entry, stacked.own)
@@ -348,7 +348,7 @@ class Partitioner:
         return Partition(None, expert=expert, decider="whole", guess=True, note="nothing tells how it is divided")
 
     def _gated_size(self, entry: TensorEntry) -> int | None:
-        """What the second layer of the MLP takes in: half of what a gated first layer puts out."""
+        """Input size of the second layer of the MLP: half of the output size of a gated first layer."""
         key = model_key(entry.fqn)
         second = self._index.tensors.get(re.sub(r"linear_fc1\.(?:weight|bias)", "linear_fc2.weight", key))
         return second.shape[-1] if second is not None and second.shape else None
@@ -434,7 +434,7 @@ def _cut(size: int, parts: int, count: int, padded: int | None) -> list[tuple[in
 
 
 def shard_slices(shape: Sequence[int], axis: int | None, parts: int, count: int, rank: int) -> list[tuple[Box, Box]]:
-    """What one rank has of a tensor that is divided: slices of the rank's shard, and of the tensor that they are.
+    """Slices of one rank's shard of a divided tensor, each with the slice of the tensor that it is.
 
     `axis` is cut into equal `parts`, and each part among `count` ranks. None: each rank has everything.
     """

@@ -1,4 +1,4 @@
-"""What is going to be written, decided before a byte moves: pure, from the index of the source alone.
+"""The plan of a target, decided before a byte moves: pure, from the index of the source alone.
 
     tensors -> partition -> target chunks -> owning rank -> files, laid out as those of a save
 
@@ -95,7 +95,7 @@ class TargetFile(Protocol):
 
 
 class Part(NamedTuple):
-    """What a worker writes at a stretch: files that belong to this part alone, and moves in their order."""
+    """Work that one worker does at a stretch: files that belong to this part alone, and moves in their order."""
 
     files: Sequence[TargetFile]
     moves: Sequence[Move]
@@ -159,7 +159,7 @@ class TargetPlan:
         )
 
     def fingerprint(self) -> str:
-        """What all bytes of the target depend on but the source's, summed up."""
+        """A sum of everything but the source that the target's bytes depend on."""
         found = hashlib.sha256(json.dumps(self.sizes, sort_keys=True).encode())
         for part in self.parts:
             for file in part.files:
@@ -222,7 +222,7 @@ class _DataFile(NamedTuple):
 
 
 class _Contents:
-    """What the files of one part of the work are to hold."""
+    """Tensors and objects of the files of one part of the work, as they are planned."""
 
     def __init__(self, source: CheckpointIndex, number: int, parts: int) -> None:
         self._source, self._number, self._parts = source, number, parts
@@ -501,21 +501,20 @@ def make_plan(
     layout: TargetLayout,
     partitioner: Partitioner,
     *,
-    keys: Iterable[str] | None = None,
+    keys: Mapping[str, str] | None = None,
     object_keys: Iterable[str] | None = None,
     workers: int = 1,
     arguments: Mapping[str, Any] | None = None,
-    rename: Mapping[str, str] | None = None,
     allow_whole: bool = True,
 ) -> ReshardPlan:
-    """Plan the complete target. `keys` and `object_keys` are what is carried, `workers` the least files of each
-    rank, `rename` new keys of tensors; others stay. Without `allow_whole` raises `OptionError` for what is not divided
-    as `layout` asks.
+    """Plan the complete target. `keys` are the tensors that are carried, with their keys there, `object_keys` the
+    objects; `workers` is the least number of files of each rank. Without `allow_whole` raises `OptionError` for what is
+    not divided as `layout` asks.
     """
     owners = _Owners(index, layout)
     vocabulary = padded_vocabulary(arguments or {}, layout.tp)
     decisions = []
-    for fqn in index.tensors if keys is None else keys:
+    for fqn, key in {fqn: fqn for fqn in index.tensors}.items() if keys is None else keys.items():
         entry = index.tensors[fqn]
         partition = partitioner.decide(fqn)
         ranks_of_axis = layout.expert_tp if partition.expert else layout.tp
@@ -523,7 +522,7 @@ def make_plan(
             partition = replace(partition, guess=False)
         slices = tuple(divide(fqn, entry.shape, partition, ranks_of_axis, vocabulary))
         ranks = tuple(owners.of_chunks(entry, partition, slices))
-        decisions.append(DividedTensor(entry, (rename or {}).get(fqn, fqn), slices, ranks, partition))
+        decisions.append(DividedTensor(entry, key, slices, ranks, partition))
     undivided = tuple(_undivided(decisions, owners, layout, vocabulary))
     if undivided and not allow_whole:
         raise OptionError(
@@ -537,7 +536,7 @@ def make_plan(
 
 
 def _uneven(owners: _Owners, layout: TargetLayout, arguments: Mapping[str, Any]) -> Iterator[str]:
-    """What is divided in another way than most jobs do."""
+    """Notes on divisions that most jobs do not have."""
     for prefix, count in owners.layer_counts.items():
         if count % layout.pp:
             yield (
@@ -552,7 +551,7 @@ def _uneven(owners: _Owners, layout: TargetLayout, arguments: Mapping[str, Any])
 def _undivided(
     decisions: Sequence[DividedTensor], owners: _Owners, layout: TargetLayout, vocabulary: int | None
 ) -> Iterator[str]:
-    """What the layout asks to divide, and is not divided."""
+    """Kinds of tensors that the layout asks to divide, and that are not divided."""
     layers, experts = max(owners.layer_counts.values(), default=0), set(owners.expert_counts.values())
     if layers < layout.pp != 1:
         yield f"{layers or 'no'} layers for PP {layout.pp}"

@@ -220,7 +220,7 @@ def _plan(
         index,
         layout,
         partitioner,
-        keys=keys,
+        keys={key: key for key in keys},
         object_keys=objects,
         workers=options.workers,
         arguments=arguments,

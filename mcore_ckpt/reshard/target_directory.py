@@ -49,10 +49,12 @@ _EXISTS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 
 
 class Journal:
-    """What is durable of a target: its files by name. `save_id` is that of the target.
+    """The files of a target that are durable, by name.
 
-    Of chunks of the source that store no CRC-32, by the target's key and position of the chunk, `crcs` has what was
-    read.
+    Attributes:
+        save_id: of the target.
+        written: results of the files.
+        crcs: CRC-32 of each chunk of the source that stores none, by the target's key and the chunk's position.
     """
 
     def __init__(self) -> None:
@@ -244,7 +246,7 @@ def _clear(target: Path, commit: Commit) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Making:
-    """What a run makes at its place in a store."""
+    """The files that a run makes at their place in a store."""
 
     commit: Commit
     target: Path

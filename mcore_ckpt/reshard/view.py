@@ -415,7 +415,7 @@ _COMPLETE_BYTES = 64 * 1024 * 1024
 
 
 class _Gathered(threading.local):
-    """What one thread has gathered last, by name of the view's chunk, and what it was gathered from. Two threads would
+    """The slices that one thread has gathered last, by name of the view's chunk, and their source. Two threads would
     replace each other's.
     """
 
@@ -611,6 +611,6 @@ class FilePayloads(StoredPayloads):
             self._sums.note(self._record(at.file, at.record), at.offset - at.record.start, at.nbytes, value)
 
     def check_rest(self) -> None:
-        """Of records that were read in part, read and compare the rest (padding); raises `ChecksumError`."""
+        """Read and compare the rest (padding) of records that were read in part; raises `ChecksumError`."""
         for _ in self._sums.totals():
             pass

@@ -210,7 +210,7 @@ class _StatePickler(_Pickler):  # type: ignore[misc]
         self._names: dict[str, _Global] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        """What stands for something else."""
+        """How to pickle a value that stands for something else."""
         if isinstance(value, SavedTensor):
             return self._tensor(value)
         if isinstance(value, _Global):
@@ -259,7 +259,7 @@ def pickle_state(value: Any) -> tuple[bytes, list[SavedTensor]]:
 
 
 def encode_state(value: Any) -> bytes:
-    """What `torch.save(value)` would write, the elements of its tensors given; raises `TypeError` as `pickle_state`."""
+    """The bytes that `torch.save(value)` would write, with the elements of its tensors. Raises `TypeError`."""
     file, fed = _lay_out_state("", value)
     assert not fed, "elements that are not in memory"
     return file.runs[0]

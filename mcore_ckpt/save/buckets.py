@@ -1,4 +1,4 @@
-"""What one rank writes in one save: its tensors and objects -> balanced buckets, one file each.
+"""The files of one rank in one save: its tensors and objects -> balanced buckets, one file each.
 
 `lay_out_rank` lays out all that one rank writes. A `RankLayout` depends on the structure of the state only (keys,
 dtypes, shapes, offsets), so it is kept and used again as long as that stays: the second save's planning is free. What a

@@ -21,7 +21,7 @@ from mcore_ckpt.storage.base import Storage, align_up
 
 @dataclass(frozen=True, slots=True)
 class WriterJob:
-    """What a writer process does for one save: all files, or none."""
+    """The work of a writer process for one save: all files, or none."""
 
     storage: Storage  # where to; pickled, so it holds paths and not open files
     files: tuple[PlannedFile, ...]  # what
@@ -33,7 +33,7 @@ class WriterJob:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What became of a job."""
+    """The result of a job."""
 
     files: tuple[WrittenFile, ...]  # in the order of the job
     started_s: float  # when the writer began with it, on the clock of `time.monotonic()`, which all processes share
@@ -92,7 +92,7 @@ class Job:
         """Give the job up: stop it, and remove what it wrote as far as it is not finished."""
 
     def watch(self) -> Callable[..., None]:
-        """What another process of this host calls to wait for the end; it can be pickled."""
+        """A function that another process of this host calls to wait for the end; it can be pickled."""
         return has_ended
 
 

@@ -179,6 +179,20 @@ def test_any_chunks_to_any_layout(
     assert_same(read_all(directory / "t"), {"a.weight": tensor, "b.weight": other})
 
 
+def test_halves_that_are_read_in_turn(tmp_path: Path) -> None:
+    """A file is written front to back. Halves of columns come row by row, so each is in a file of its own."""
+    tensor = torch.randn(64, 32 * 1024)  # of more than one slab
+    write_checkpoint(tmp_path / "s", {"a.weight": whole(tensor)})
+    rules = tuple(parse_partition_rules("^a 1 x2", "r"))
+    reshard_checkpoint(tmp_path / "s", tmp_path / "t", tp=2, pp=1, rules=rules, workers=1)
+    assert_same(read_all(tmp_path / "t"), {"a.weight": tensor})
+    chunks = read_index(tmp_path / "t").tensors["a.weight"].chunks
+    assert sorted(chunk.item.file for chunk in chunks) == [
+        f"__{rank}_{n}.distcp" for rank in range(2) for n in range(2)
+    ]
+    assert verify_checkpoint(tmp_path / "t").whole
+
+
 class TestRefusals:
     def test_flat_optimizer_buckets_stay_in_their_layout_or_are_dropped(self, tmp_path: Path) -> None:
         key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(a, b).bucket_idx_0.exp_avg"
