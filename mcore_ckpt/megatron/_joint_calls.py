@@ -78,7 +78,7 @@ class JointLoad:
 
     def has_made(self, exchange: _Exchange) -> None:
         """Note that all ranks have come to an exchange."""
-        self._is_over = exchange == self.last
+        self._is_over |= exchange == self.last
 
     def tell(self, error: BaseException) -> None:
         """Tell the others what this rank alone has raised, if they still come to an exchange of this package."""
@@ -162,8 +162,8 @@ def join(
     last: _Exchange = "options"
     if validates or gathers:
         last = "check" if validates else "sync"
-    if is_ours(strategy):
-        last = "load"
+    if is_ours(strategy) and getattr(type(unwrapped(strategy)), "load", join).__module__.startswith("mcore_ckpt."):
+        last = "load"  # not where a subclass loads by itself
     is_distributed = is_wrapped and dist.get_world_size(strategy.parallelization_group) > 1
     joint = JointLoad(group, is_distributed, last, asks_for_buckets)
     # Ranks that go back or certify otherwise exchange other things, and one alone would wait for ever.
@@ -198,12 +198,16 @@ def synced_load(stock: Any) -> Any:
         if (joint := joint_load()) is not None:
             joint.sync()
 
+        base = unwrapped(self)
+        base.has_loaded = False
+
         def fill(state: Any, gathered: dict[Any, Any]) -> None:
-            id_of = megatron_module("utils")._sharded_object_id  # noqa: SLF001
-            keys = {id_of(one): one.unique_key for one in leaves(state) if not is_main_replica(one)}
-            stored = unwrapped(self).reader.read_objects(keys.values(), own_version)
-            own = {name: stored[key][0] for name, key in keys.items() if isinstance(stored[key], list)}
-            type(self).fill_in_deferred_sharded_objects(state, {**gathered, **own})
+            if base.has_loaded:  # a subclass may load by itself
+                id_of = megatron_module("utils")._sharded_object_id  # noqa: SLF001
+                keys = {id_of(one): one.unique_key for one in leaves(state) if not is_main_replica(one)}
+                stored = base.reader.read_objects(keys.values(), own_version)
+                gathered |= {name: stored[key][0] for name, key in keys.items() if isinstance(stored[key], list)}
+            type(self).fill_in_deferred_sharded_objects(state, gathered)
 
         self.fill_in_deferred_sharded_objects = fill
         try:

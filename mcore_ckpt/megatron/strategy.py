@@ -235,6 +235,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
     Attributes:
         stream_ckpt_dequant: as the argument. Megatron asks for it.
         cached_global_metadata: None; Megatron's training code hands it on to the save strategy, which plans by itself.
+        has_loaded: `load` has returned, behind a fully parallel wrapper since that was called: not a subclass's own.
     """
 
     def __init__(
@@ -252,6 +253,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         self.stream_ckpt_dequant = stream_ckpt_dequant
         self.options = LoadOptions.from_environment() if options is None else options
         self.cached_global_metadata = None
+        self.has_loaded = False
         self._reader: CheckpointReader | None = None
         # To go back, all ranks have to be told of the damage that one has found.
         self._collective = differences().all_ranks_load or self.options.on_damaged == "go_back"
@@ -305,6 +307,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
             group.run_merged("load", load, lambda first, second: {**second, **first}, check, wrap=LoadError)
             if joint is not None:
                 joint.has_made("load")
+        self.has_loaded = True
         return loaded[0]
 
     @contextlib.contextmanager

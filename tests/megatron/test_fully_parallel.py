@@ -195,6 +195,40 @@ def test_what_fails_on_one_rank_is_raised_on_all_of_all_groups(tmp_path: Path) -
     assert not (tmp_path / "failed" / ".metadata").exists()
 
 
+def _load_by_itself(rank: int, root: Path) -> list[Any]:
+    """What a third-party subclass of the strategy loads, by a `load` of its own, which then fails on one rank."""
+    dc = installed()
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+
+    class Own(TorchDistLoadShardedStrategy):  # type: ignore[misc]
+        def load(self, state: Any, *_: Any) -> Any:
+            if fails and rank == 1:
+                raise ValueError("a mistake of its own")
+            return dict_list_map_outplace(lambda shard: shard.data, state)
+
+    path, found, fails = made(root / "saved"), list[Any](), False
+    dc.save(_state(1.0), path)
+    for strategy in (_wrappers().FullyParallelLoadStrategyWrapper(Own()), Own()):
+        try:
+            loaded = dc.load(_state(7.0), path, strategy)
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append((loaded["norm"][0, 0].item(), loaded["object"]))
+        fails = True
+    dc.save(_state(2.0), path)  # which finds all ranks in step
+    _check(dc.load(_state(None), path, _loading()), 2.0)
+    return found
+
+
+def test_a_strategy_that_loads_by_itself_is_asked_for_nothing_of_this_package(tmp_path: Path) -> None:
+    outcomes = run_megatron_ranks(_load_by_itself, RANKS, tmp_path, deadline_s=DEADLINE_S)
+    loaded = [(7.0, {"part": rank % 2, "fill": 7.0}) for rank in range(RANKS)]
+    failed = ["a mistake of its own" if rank == 1 else loaded[rank] for rank in range(RANKS)]
+    assert outcomes == [list(pair) for pair in zip(loaded, failed, strict=True)]
+
+
 def _distributed_and_compared(rank: int, root: Path) -> list[str]:
     """Replicas are compared with those that other ranks save in their place; then one is another."""
     dc = installed()
