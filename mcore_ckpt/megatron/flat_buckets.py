@@ -141,11 +141,12 @@ class JobBuckets:
         """
         try:
             entries = self._entries()
+            kind = mapping().ShardedTensor  # (others are made by factories, and have keys alone)
             described = (
                 [entry.key for entry in entries],
                 [entry.replica_id for entry in entries],
-                [getattr(entry, "global_offset", None) for entry in entries],
-                [getattr(entry, "global_shape", None) for entry in entries],
+                [entry.global_offset if type(entry) is kind else None for entry in entries],
+                [entry.global_shape if type(entry) is kind else None for entry in entries],
             )
             known = self._known.get(self.optimizer)
             if known is not None and known.described == described:
@@ -200,16 +201,15 @@ class JobBuckets:
         kinds = mapping()
         found: list[Any] = []
         _collect(self.model.values(), (kinds.ShardedTensor, kinds.ShardedTensorFactory), found)
-        of_data = {id(entry.data): entry for entry in found}
-        entries = []
-        for *_, parameter, _, _ in self._parameters():
-            entry = of_data.get(id(parameter))
-            if entry is None:
-                raise PlanError(
-                    f"the model's sharded state dict has no entry for a parameter of shape {list(parameter.shape)}; "
-                    "was it made with keep_vars=False, or a part of the model left out?"
-                )
-            entries.append(entry)
+        of_data = dict(zip(map(id, [entry.data for entry in found]), found, strict=True))
+        parameters = [one for buffer in self.optimizer.buffers for one in buffer.param_index_map]
+        entries = list(map(of_data.get, map(id, parameters)))
+        if type(None) in set(map(type, entries)):
+            shape = list(next(one.shape for one, entry in zip(parameters, entries, strict=True) if entry is None))
+            raise PlanError(
+                f"the model's sharded state dict has no entry for a parameter of shape {shape}; was it made with "
+                "keep_vars=False, or a part of the model left out?"
+            )
         return entries
 
     def _buckets(self) -> list[tuple[str, int]]:
