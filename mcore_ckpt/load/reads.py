@@ -1,6 +1,6 @@
 """A plan carried out: which bytes of which files, read into destination tensors, and checked on the way.
 
-    columns          small items that are requested as they are, all at once (`placement.Columns`)
+    small chunks     those that are requested as they are, all at once (`small.SmallChunks`)
     packed items     small; head and tail included, many in one span; each is located inside the buffer and copied out
     complete items   the payload in parts of at most a window
     slices           the parts of the payload that hold them. Rows with short gaps between them are read gaps included;
@@ -43,20 +43,14 @@ from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.files import OpenFiles, ReadStats, named, naming, padded_range
 from mcore_ckpt.load.placement import (
-    MAX_COLUMN_BYTES,
-    ColumnSpan,
     HostBytes,
     ReadBuffer,
     Want,
     WantedItem,
     alignment_for,
-    cut,
     memory_at,
     narrow,
-    place,
     place_box,
-    scatter,
-    spans_of,
 )
 from mcore_ckpt.load.ranges import (
     CHEAP_GAP_BYTES,
@@ -81,6 +75,7 @@ from mcore_ckpt.load.records import (
     whole_blocks,
 )
 from mcore_ckpt.load.requests import LoadPlan
+from mcore_ckpt.load.small import MAX_SMALL_BYTES, SmallRead, place, scatter
 from mcore_ckpt.state.torch_classes import dtype_name
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, align_up
 
@@ -236,7 +231,7 @@ class Extents:
         """Whether an item is read with its neighbours, head and tail included."""
         item = wanted.chunk.item
         length = item.length
-        if length > MAX_COLUMN_BYTES or length > self._sizes["window_bytes"]:
+        if length > MAX_SMALL_BYTES or length > self._sizes["window_bytes"]:
             return False
         if item.crc32 is not None:
             return True  # all of it is a single block, or less
@@ -410,7 +405,7 @@ class TensorReads:
         self._files = files
         self._ranks = ranks
         self._times_wanted: Mapping[str, int] = {}  # by ranks of this host
-        self._columns_are_shared = False
+        self._small_are_shared = False
         self._located = located
         self._forms: Forms = {}
         self._stats = stats
@@ -430,9 +425,9 @@ class TensorReads:
         self._pinned = any(want.tensor.is_cuda for wanted in items[:64] for want in wanted.wants)
         if self._ranks > 1:
             self._times_wanted = plan.times_wanted(self._ranks)
-            self._columns_are_shared = plan.columns.wanted_by_several(self._ranks)
-        columns = spans_of(plan.columns, **self._sizes)
-        needed_bytes = sum(int(span.items.payloads.sum()) for span in columns)
+            self._small_are_shared = plan.small.wanted_by_several(self._ranks)
+        small = plan.small.reads(**self._sizes)
+        needed_bytes = sum(int(span.rows["payload"].sum()) for span in small)
         self._stats.add(bytes_needed=needed_bytes + sum(wanted.needed_bytes for wanted in items))
         ranged = [(wanted, self._planner.is_packed(wanted)) for wanted in items]
         unlocated = [
@@ -441,10 +436,10 @@ class TensorReads:
             if not packed and own_start(wanted) is None and _kind(wanted) not in self._located
         ]
         in_parallel(unlocated, self._locate, self._threads)
-        spans: Iterator[Span | ColumnSpan] = coalesce(self._extents(ranged), **self._sizes)
+        spans: Iterator[Span | SmallRead] = coalesce(self._extents(ranged), **self._sizes)
         try:
-            in_order = heapq.merge(spans, columns, key=attrgetter("file", "start"))
-            names = {wanted.item.file for wanted, _ in ranged} | {span.file for span in columns}
+            in_order = heapq.merge(spans, small, key=attrgetter("file", "start"))
+            names = {wanted.item.file for wanted, _ in ranged} | {span.file for span in small}
             reads = _opening_ahead(self._streams(in_order), sorted(names), self._files.open_ahead)
             in_parallel(reads, self._read, self._threads)
         finally:
@@ -485,7 +480,7 @@ class TensorReads:
 
     # ---------------------------------------------------------------------------------------------------- reading
 
-    def _streams(self, spans: Iterable[Span | ColumnSpan]) -> Iterator[_Stream]:
+    def _streams(self, spans: Iterable[Span | SmallRead]) -> Iterator[_Stream]:
         """The same, those together that one thread should read in order."""
         for stream_bytes, some in groupby(spans, lambda span: self._files.stream_bytes(self._is_shared(span))):
             yield from batches(some, lambda span: span.stop - span.start, stream_bytes)
@@ -498,9 +493,9 @@ class TensorReads:
         with suppress(LoadError), self._files.reader(read.file):
             pass  # (who reads it tells the error, and what of it was to be read)
 
-    def _read_span(self, span: Span | ColumnSpan) -> None:
-        if isinstance(span, ColumnSpan):
-            self._read_columns(span)
+    def _read_span(self, span: Span | SmallRead) -> None:
+        if isinstance(span, SmallRead):
+            self._read_small(span)
             return
         first = span.extents[0]
         owner = first.owner
@@ -527,21 +522,21 @@ class TensorReads:
                     self._place_part(buffer, extent.start + shift, owner)
         self._stats.add(records_checked=checked)
 
-    def _is_shared(self, span: Span | ColumnSpan) -> bool:
+    def _is_shared(self, span: Span | SmallRead) -> bool:
         """Whether other ranks of this host are about to read the same, as far as the first tensor of a span tells."""
-        if isinstance(span, ColumnSpan):
-            return self._columns_are_shared
+        if isinstance(span, SmallRead):
+            return self._small_are_shared
         first = span.extents[0]
         fqn = (first.owner if isinstance(first.owner, WantedItem) else first.owner.wanted).fqn
         has_gaps = first.wanted_bytes < first.stop - first.start  # which those want that this rank does not
         return self._times_wanted.get(fqn, 0) > (0 if has_gaps else 1)
 
-    def _read_columns(self, span: ColumnSpan) -> None:
+    def _read_small(self, span: SmallRead) -> None:
         start, nbytes, keeps = span.start, span.stop - span.start, self._is_shared(span)
-        with naming(lambda: span.items.wanted()[0].where), self._files.reader(span.file, keeps=keeps) as reader:
+        with naming(lambda: span.wanted()[0].where), self._files.reader(span.file, keeps=keeps) as reader:
             reader.check_range(start, nbytes)
             # What comes out of the page cache is summed while it is in the CPU's.
-            parts = cut(span, _CACHED_BYTES) if reader.is_cached(start, nbytes) else []
+            parts = span.chunks.shorter(span, _CACHED_BYTES) if reader.is_cached(start, nbytes) else []
         with self._files.reader(span.file, keeps=keeps) as reader:
             if not parts:
                 self._read_and_place(reader, span)
@@ -550,24 +545,24 @@ class TensorReads:
                 for part in parts:
                     self._scatter(reader, part)
 
-    def _scatter(self, reader: RangeReader, span: ColumnSpan) -> None:
+    def _scatter(self, reader: RangeReader, span: SmallRead) -> None:
         nbytes = span.stop - span.start
         if scatter(span, reader, self._buffer(nbytes)):
-            self._stats.add(reads=1, bytes_read=nbytes, records_checked=len(span.items.starts))
+            self._stats.add(reads=1, bytes_read=nbytes, records_checked=len(span.rows))
         else:
             self._read_and_place(reader, span)
 
-    def _read_and_place(self, reader: RangeReader, span: ColumnSpan) -> None:
+    def _read_and_place(self, reader: RangeReader, span: SmallRead) -> None:
         buffer = self._buffer(span.stop - span.start)
         start, stop = padded_range(span.start, span.stop, reader.size_bytes)
-        with naming(lambda: span.items.wanted()[0].where):
+        with naming(lambda: span.wanted()[0].where):
             reader.read_into(start, buffer.view[: stop - start])
         self._stats.add(reads=1, bytes_read=stop - start)
         with self._placing:
             if place(span, buffer.view, buffer.address, -start):
-                checked = len(span.items.starts)
+                checked = len(span.rows)
             else:  # each by itself: one of them is damaged, or not as this package writes it
-                checked = sum(self._place_packed(buffer, row.item.offset - start, row) for row in span.items.wanted())
+                checked = sum(self._place_packed(buffer, row.item.offset - start, row) for row in span.wanted())
         self._stats.add(records_checked=checked)
 
     def _read_straight(self, reader: RangeReader, span: Span, read: PartRead) -> None:
@@ -651,7 +646,7 @@ class _Opening(NamedTuple):
     file: str
 
 
-_Stream = list[Span | ColumnSpan]
+_Stream = list[Span | SmallRead]
 
 
 def _opening_ahead(streams: Iterable[_Stream], files: Iterable[str], ahead: int) -> Iterator[_Stream | _Opening]:

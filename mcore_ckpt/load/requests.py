@@ -37,7 +37,6 @@ from mcore_ckpt.core.errors import (
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
 from mcore_ckpt.load.placement import (
     FEW_CHUNKS,
-    Columns,
     Want,
     WantedItem,
     address_of,
@@ -47,6 +46,7 @@ from mcore_ckpt.load.placement import (
     only_box,
 )
 from mcore_ckpt.load.records import missing_key
+from mcore_ckpt.load.small import SmallChunks
 from mcore_ckpt.state.shards import local_chunks
 from mcore_ckpt.state.torch_classes import dtype_name, torch_dtype
 
@@ -217,12 +217,12 @@ def stored_dtype(entry: TensorEntry) -> torch.dtype:
 
 
 class LoadPlan:
-    """What one load reads, and where it goes: `columns` of small items that are copied as they are, and all other
+    """What one load reads, and where it goes: `small` chunks that are copied as they are, and all other
     `items`, by file, offset and key.
     """
 
     def __init__(self, index: CheckpointIndex, conversions: DtypeConversions, window_bytes: int) -> None:
-        self.columns = Columns(index, window_bytes)
+        self.small = SmallChunks(index, window_bytes)
         self.items: dict[tuple[str, int, str], WantedItem] = {}
         self._index = index
         self._conversions = conversions
@@ -237,7 +237,7 @@ class LoadPlan:
         requests = list(requests)
         self._requests += requests
         index = self._index
-        for request in self.columns.take(requests):
+        for request in self.small.take(requests):
             fqn, tensor, offsets, sizes = request[:4]
             entry = index.tensors.get(fqn) or tensor_entry(fqn, index)
             dtype = self._dtype_of(entry, tensor)
@@ -284,8 +284,8 @@ class LoadPlan:
         """
         ranges = [found for tensor in self._tensors if (found := memory_of(tensor)) is not None]
         starts, stops = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
-        of_columns = self.columns.memory()
-        if not may_overlap(np.append(starts, of_columns[0]), np.append(stops, of_columns[1])):
+        of_small = self.small.memory()
+        if not may_overlap(np.append(starts, of_small[0]), np.append(stops, of_small[1])):
             return [self]
         shared = overlapping(self._requests)
         if not shared:

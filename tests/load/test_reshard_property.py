@@ -69,7 +69,7 @@ def thresholds(draw: st.DrawFn) -> list[tuple[object, str, int]]:
         (Storage, "reads_at_once", draw(st.sampled_from([1, 2, 3]))),
         (files, "WINDOW_BYTES", draw(st.sampled_from([64, 200, 4096, 1 << 23]))),
         (files, "MAX_GAP_BYTES", draw(st.sampled_from([0, 8, 100, 262_144]))),
-        (reads, "MAX_COLUMN_BYTES", draw(st.sampled_from([0, 2000, 1 << 20]))),
+        (reads, "MAX_SMALL_BYTES", draw(st.sampled_from([0, 2000, 1 << 20]))),
         (reads, "_STRAIGHT_BYTES", draw(st.sampled_from([1, 64, 1 << 20]))),
         (reads, "CHEAP_GAP_BYTES", cheap_gap_bytes),
         (ranges, "CHEAP_GAP_BYTES", cheap_gap_bytes),
