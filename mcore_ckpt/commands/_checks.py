@@ -169,6 +169,9 @@ def verified(
         )
     if report.problems and not other and not any(problem.kind in ("index", "optimizer") for problem in report.problems):
         lines.append(f"with a copy of this save: mcore-ckpt repair {one_line(report.path)} --from COPY")
+    if report.refused:
+        held = "; ".join(_some([one_line(f"{name} in {key}") for name, key in report.refused.items()]))
+        lines.append(f"loads need MCORE_CKPT_ALLOWED_CLASSES={one_line(','.join(report.refused))}: it holds {held}")
     verdict = "valid" if report.whole else f"DAMAGED, {counted(len(report.problems), 'problem')}"
     lines.append(
         f"{one_line(report.path)}: {verdict}: {counted(report.items, 'item')}, {counted(report.records, 'checksum')}, "

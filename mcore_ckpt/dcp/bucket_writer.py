@@ -27,6 +27,7 @@ from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.fingerprints import part_of_run
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.format.integrity import DATA_SUFFIX, NO_SAVE_ID, ManifestFile, with_id
+from mcore_ckpt.format.safe_pickle import warn_of_refused
 from mcore_ckpt.image.layout import TensorSpec, WriteBucket, WrittenFile, fill_bucket, lay_out_file
 from mcore_ckpt.save.buckets import split_buckets
 from mcore_ckpt.save.staging import write_in_process
@@ -187,6 +188,8 @@ def _to_write(bucket: ItemBucket) -> tuple[WriteBucket, list[WriteResult]]:
     """The same bucket without DCP's items, and the results of all its items when it is written."""
     name = Path(bucket.path).name
     blobs = [(item, memoryview(data.getvalue())) for item, data in bucket.data.bytes_data]
+    for item, blob in blobs:
+        warn_of_refused(item.index.fqn, blob)
     specs = [_spec(item, tensor) for item, tensor in bucket.data.tensor_data]
     layout, _ = lay_out_file(name, specs, [item.index.fqn for item, _ in blobs], [len(blob) for _, blob in blobs])
     tensors = [_plain(tensor) for _, tensor in bucket.data.tensor_data]

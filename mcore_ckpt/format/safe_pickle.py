@@ -27,6 +27,8 @@ import sys
 import types
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Final
 
 from mcore_ckpt.core.console import logger_of
@@ -40,7 +42,16 @@ from mcore_ckpt.format.tensor_pickle import (
     described,
     stored_storage,
 )
-from mcore_ckpt.format.unpickler import Maker, NotRebuiltError, Rules, check_hashable, rebuilding, unpickle
+from mcore_ckpt.format.unpickler import (
+    Maker,
+    NotRebuiltError,
+    Rules,
+    check_hashable,
+    name_in_python_3,
+    names_in,
+    rebuilding,
+    unpickle,
+)
 from mcore_ckpt.format.zip_records import Archive, ItemBytes
 
 # ------------------------------------------------------------------------------------------------ the standard library
@@ -550,6 +561,53 @@ def load_object(
             f"{where}: cannot be read as a torch.save container of plain data ({type(error).__name__}: {reason:.300}). "
             "The bytes are damaged or incomplete; restore them from another copy, or load an earlier checkpoint."
         ) from error
+
+
+# In torch's pickles a name ends so, and the module before it as the other. (Newlines are rare, and found fast.)
+_NAME: Final = re.compile(rb"\n([\w.\x80-\xff]+)\n[qr]")
+_MODULE: Final = re.compile(rb"c([\w.\x80-\xff]+)\Z")
+_NEXT_RECORD: Final = re.compile(rb"PK\x03\x04")
+
+
+def refused_classes(content: bytes | memoryview, where: str) -> list[str]:
+    """Names in what `torch.save` wrote that a load refuses. The pickle is followed only if it seems to have one."""
+    following = _NEXT_RECORD.search(content, 1)
+    for name in _NAME.finditer(content, 0, following.start() if following else len(content)):
+        module = _MODULE.search(content, max(0, name.start() - 200), name.start())
+        if module and _is_refused(name_in_python_3(*(part[1].decode(errors="replace") for part in (module, name)))):
+            with suppress(Exception):  # what is damaged is told elsewhere
+                names = names_in(plain_content(archive_of(bytes(content), where), "data.pkl"))
+                return sorted(filter(_is_refused, names))
+            break
+    return []
+
+
+@lru_cache(maxsize=4096)
+def _is_refused(full_name: str) -> bool:
+    if "torch" not in sys.modules and full_name.startswith("torch.") and full_name.count(".") == 1:
+        return False  # a dtype or the like, for which torch is not imported
+    try:
+        ObjectRules(import_classes=False).named(full_name)
+    except KeyError:
+        return True
+    return False
+
+
+_looked_at: Final[set[object]] = set()
+
+
+def warn_of_refused(key: str, content: bytes | memoryview) -> None:
+    """Before an object is saved: warn, once of each class, if loads will refuse it."""
+    if (seen := (key, len(content))) in _looked_at:
+        return
+    for name in {*refused_classes(content, key)} - _looked_at:
+        _logger.warning(
+            "%s: holds %s, which is not among the classes that stored objects may contain: loads refuse it without "
+            "MCORE_CKPT_ALLOWED_CLASSES=%s. Save plain values instead, or set that in the jobs that load",
+            *(key, name, name),
+        )
+        _looked_at.add(name)
+    _looked_at.add(seen)
 
 
 def archive_of(content: bytes, where: str) -> Archive:

@@ -276,11 +276,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for a name; protocols up to 2 have those of Python 2."""
-        if self._has_names_of_2:
-            if (module, name) in NAME_MAPPING:
-                module, name = NAME_MAPPING[module, name]
-            module = IMPORT_MAPPING.get(module, module)
-        full_name = f"{module}.{name}"
+        full_name = name_in_python_3(module, name) if self._has_names_of_2 else f"{module}.{name}"
         return self.kinds.setdefault(full_name, opaque_kind(full_name))
 
     def persistent_load(self, reference: Any) -> _Reference:
@@ -313,6 +309,20 @@ class Rules:
     def referred(self, reference: Any) -> Any:
         """The value of a persistent id."""
         return "<storage>"
+
+
+def name_in_python_3(module: str, name: str) -> str:
+    """The full name of what pickles of protocols up to 2 call as Python 2 did."""
+    module, name = NAME_MAPPING.get((module, name), (module, name))
+    return f"{IMPORT_MAPPING.get(module, module)}.{name}"
+
+
+def names_in(data: bytes) -> Iterable[str]:
+    """All names that a pickle holds. Raises as `unpickle`, or anything else."""
+    check_opcodes(data)
+    unpickler = _Unpickler(data)
+    unpickler.load()
+    return unpickler.kinds
 
 
 def unpickle(data: bytes, rules: Rules, where: str) -> Any:

@@ -30,6 +30,7 @@ from mcore_ckpt.format.metadata_read import (
     parse_index,
     read_small_file,
 )
+from mcore_ckpt.format.safe_pickle import refused_classes
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.files import OpenFiles, named
 from mcore_ckpt.load.ranges import Extent, Span, coalesce
@@ -47,6 +48,8 @@ from mcore_ckpt.storage.direct_io import aligned_buffer
 _WINDOW_BYTES = 8 * 1024 * 1024
 _MAX_GAP_BYTES = 256 * 1024
 _WORKERS = 2
+# A larger object, which would be read at once, is not searched for classes.
+_MAX_OBJECT_BYTES = 1024**3
 
 
 class _ReadInto(Protocol):
@@ -241,6 +244,7 @@ class ItemChecker:
 
     def __init__(self, storage: Storage) -> None:
         self.problems: list[tuple[str, Problem]] = []
+        self.refused: dict[str, str] = {}  # classes that loads refuse, each with the first key that has it
         self.items = self.records = self.read_bytes = self.unchecked = 0
         self._files = OpenFiles(storage, "auto", None)
         self._lock = threading.Lock()
@@ -277,6 +281,10 @@ class ItemChecker:
                 inside = None if view is None else view[item.offset - span.start :][: item.length]
                 try:
                     checked = check_item(check, reader, inside, self._buffer, self._forms)
+                    if check.entry is None and item.length <= _MAX_OBJECT_BYTES:
+                        content = reader.read(item.offset, item.length) if inside is None else inside
+                        for name in refused_classes(content, check.where):
+                            self.refused.setdefault(name, check.fqn)
                 except ChecksumError as error:
                     self._found(check, item_problem("checksum", check, str(error)))
                 except LoadError as error:

@@ -60,7 +60,7 @@ from mcore_ckpt.format.metadata_read import (
     read_index,
     read_small_file,
 )
-from mcore_ckpt.format.safe_pickle import load_object
+from mcore_ckpt.format.safe_pickle import load_object, warn_of_refused
 from mcore_ckpt.format.unpickler import NotRebuiltError
 from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.megatron._joint_calls import (
@@ -154,6 +154,7 @@ def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.Path
     def write(_: None) -> None:
         storage, content = storage_at(checkpoint_dir), io.BytesIO()
         torch.save(common_state_dict, content)
+        warn_of_refused(COMMON_FILE, content.getvalue())
         reserve(storage, content.getvalue())
 
     if (call := save_call()) is not None:

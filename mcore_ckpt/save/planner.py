@@ -30,6 +30,7 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import Outcome
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.format.metadata_write import MetadataEncoder
+from mcore_ckpt.format.safe_pickle import warn_of_refused
 from mcore_ckpt.format.versions import with_members
 from mcore_ckpt.image.layout import TensorSpec
 from mcore_ckpt.image.manifest import GlobalPlan
@@ -117,6 +118,8 @@ def collect(sharded_state_dict: Any, known: Described) -> RankState:
     if 0 in described.pointers:
         pairs = zip(tensors, described.pointers, strict=True)
         tensors = [tensor if pointer else tensor.detach() for tensor, pointer in pairs]
+    for key, content in serialized[0]:
+        warn_of_refused(key, content)
     digests = digests_of([*serialized[0], *serialized[1]])
     members = {leaf.unique_key: found for leaf in sharded_objects if (found := record_members(leaf))}
     objects = [

@@ -15,8 +15,8 @@ import operator
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,6 +72,7 @@ class VerifyReport:
         unchecked: items whose bytes carry no CRC-32.
         would_repair: files that a dry run of `repair_checkpoint` would put back.
         unmatched: after `repair_checkpoint`: problems for which the copy has nothing with the right checksums.
+        refused: classes that loads refuse unless `allowed_classes` has them, each with one of the keys that hold it.
         compared: tensors of the model that the optimizer's were compared with; None: it was not asked for.
     """
 
@@ -86,6 +87,7 @@ class VerifyReport:
     compared: int | None = None
     would_repair: tuple[str, ...] = ()
     unmatched: tuple[Problem, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def whole(self) -> bool:
@@ -178,6 +180,7 @@ def verify_index(index: CheckpointIndex, *, workers: int = 2, progress: bool | N
         read_bytes=checker.read_bytes,
         seconds=time.monotonic() - started,
         unchecked=checker.unchecked,
+        refused=dict(sorted(checker.refused.items())),
     )
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, UnsafePickleError
-from mcore_ckpt.format.safe_pickle import load_object
+from mcore_ckpt.format.safe_pickle import load_object, refused_classes
 from mcore_ckpt.format.state_file import read_plain
 from tests.support.stored_layouts import rewritten
 from tests.support.stored_layouts import stock_item as saved
@@ -56,6 +56,19 @@ def test_plain_values_come_back(value: object) -> None:
     loaded = load_object(saved([value]))
     assert loaded == [value]
     assert type(loaded[0]) is type(value)
+    assert refused_classes(saved([value]), "it") == []
+
+
+@pytest.mark.parametrize("value", [Plain, Plain(1), {"a": [torch.ones(3), Plain(1)]}, ["cposix\nsystem\nq", Plain]])
+def test_what_a_load_will_refuse_is_found_before(value: object) -> None:
+    (name,) = refused_classes(saved([value]), "it")
+    with pytest.raises(UnsafePickleError, match=name):
+        load_object(saved([value]))
+    load_object(saved([value]), [name])
+
+
+def test_words_that_look_like_names_are_none() -> None:
+    assert refused_classes(saved(["cposix\nsystem\nq", {"cos\n": 1}]), "it") == []
 
 
 def test_named_tuples_of_megatron_come_back_and_nest_no_deeper_than_keys_may() -> None:

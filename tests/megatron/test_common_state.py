@@ -37,6 +37,7 @@ from mcore_ckpt.save import transaction
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.forked import in_child
 from tests.support.gloo_ranks import run_megatron_ranks
+from tests.support.kept_log import kept_log
 
 QUIET = SaveOptions()
 
@@ -214,3 +215,17 @@ def objects_named_as_the_common_state(rank: int, directory: Path) -> None:
 
 def test_an_object_named_like_the_common_state_does_not_take_its_place(tmp_path: Path) -> None:
     run_megatron_ranks(objects_named_as_the_common_state, 2, tmp_path)
+
+
+class Custom:
+    """A class of a training script."""
+
+
+def _with_a_class(directory: Path) -> None:
+    with kept_log() as said:
+        dist_checkpointing.save({**state(1), "args": {"kind": Custom}}, str(directory))
+    assert [text for text in said if f"{__name__}.Custom" in text and "loads refuse it" in text]
+
+
+def test_a_class_that_loads_refuse_is_told_when_it_is_saved() -> None:
+    in_child(in_a_launch, _with_a_class)

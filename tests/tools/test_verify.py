@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CorruptCheckpointError
 from mcore_ckpt.dcp.reader import FileSystemReader
+from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
@@ -54,6 +55,26 @@ def test_a_whole_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str]
     assert report.unchecked == 0
     assert main(["verify", str(checkpoint)]) == 0
     assert "valid" in capsys.readouterr().out
+
+
+class Custom:
+    """A class of a training script."""
+
+
+def test_classes_that_loads_refuse_are_told_by_the_save_and_by_verify(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"{__name__}.Custom"
+    for iteration in (1, 2):
+        state = {"w": torch.ones(3), "extra": {"kind": Custom}, "more": [Custom()]}
+        dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path / str(iteration)), no_dist=True)
+    (told,) = [text for text in caplog.messages if name in text]
+    assert told.startswith(("extra", "more"))
+    report = verify_checkpoint(tmp_path / "1")
+    assert report.whole
+    assert list(report.refused) == [name]
+    assert main(["verify", str(tmp_path / "1")]) == 0
+    assert f"loads need MCORE_CKPT_ALLOWED_CLASSES={name}: it holds {name} in " in capsys.readouterr().out
 
 
 def test_every_byte_of_an_item_counts(tmp_path: Path) -> None:
