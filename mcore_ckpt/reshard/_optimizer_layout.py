@@ -343,4 +343,5 @@ def _with_layout(
 
 def _laid_out(optimizer: Any, shared: Mapping[str, Any]) -> dict[str, Any]:
     part = {**optimizer} if isinstance(optimizer, dict) else {}
+    part.pop("param_state", None)  # lists that older jobs left there next to flat buckets, and no load can merge
     return {**shared, **part, "param_state_sharding_type": FULLY_RESHARDABLE}

@@ -32,6 +32,8 @@ TENSOR_RANKS = 2
 GROUP = "optimizer.distributed.dp_group_idx_{}"
 BUFFER = GROUP + ".gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_{}.{}"
 SETTINGS = {"param_groups": [{"lr": 0.25, "betas": (0.9, 0.95), "step": 7, "wd_mult": 1.0}]}
+# What an older job has left of each parameter, by buffer, dtypes and bucket.
+LEAKED = {0: {(torch.bfloat16, torch.float32): [[{"step": 7}, {"step": 7}], [{"step": 7}]]}}
 SCALER = {"scale": torch.full((1,), 512.0), "growth_tracker": 3}
 
 
@@ -109,7 +111,7 @@ def saved_with_buckets(path: Path, swap: bool = False) -> Saved:
         "args": Namespace(tensor_model_parallel_size=2, pipeline_model_parallel_size=1, swiglu=True),
         "iteration": 7,
         "weights": torch.ones(3),
-        "optimizer": {"param_state_sharding_type": "dp_reshardable"},
+        "optimizer": {"param_state_sharding_type": "dp_reshardable", "param_state": LEAKED},
         "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True},
     }
     torch.save(common, path / "common.pt")
