@@ -322,7 +322,7 @@ class Commit:
     def say(self, noted: Mapping[str, Any]) -> None:
         """Say more in the note."""
         self.owner = replace(self.owner, noted=noted)
-        if not self.storage.overwrite(self._note, 0, self.owner.encode(), is_end=True):
+        if not self.storage.overwrite(self._note, self.owner.encode()):
             raise self._lost()
 
     def prepare(self) -> None:
@@ -428,7 +428,7 @@ class Commit:
         storage = self.storage
         listed, claim = list[str](), self._note  # nothing to remove, after an error
         try:
-            if not storage.overwrite(self._note, 0, metadata, is_end=True):
+            if not storage.overwrite(self._note, metadata):
                 raise self._lost()
             self._own = _identity(storage, self._note)
             storage.sync(parents=self.base is None)  # (the directory may be new)

@@ -253,17 +253,12 @@ class ObjectStorage(Storage):
         # (an object has its name when it is complete, and no writer replaces one)
         return ObjectWriter(self._client, self._key(name), self.path(name), size_bytes)
 
-    def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
+    def overwrite(self, name: str, content: bytes) -> bool:
         with self._saving("writing it", name) as key:
-            try:
-                state, old = self._content(key)
-            except OSError as error:
-                if error.errno == errno.ENOENT:
-                    return False
-                raise
-            end = b"" if is_end else old[offset + len(content) :]
-            self._client.put(key, old[:offset] + content + end, state.version)
-            return True
+            state = self._client.head(key)
+            if state is not None:
+                self._client.put(key, content, state.version)
+        return state is not None
 
     # Small files
 

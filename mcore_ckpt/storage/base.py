@@ -299,9 +299,9 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
-        """Change bytes of a file in place, durably, and with `is_end` cut the file behind them; False if there is no
-        regular file of that name. Raises `SaveError`.
+    def overwrite(self, name: str, content: bytes) -> bool:
+        """Replace the content of a file in place, durably; False if there is no regular file of that name. Raises
+        `SaveError`.
         """
 
     # Small files

@@ -217,16 +217,15 @@ class LocalStorage(Storage):
                 close_read(fd)
         return False
 
-    def overwrite(self, name: str, offset: int, content: bytes, *, is_end: bool = False) -> bool:
-        with saving(f"writing bytes [{offset}, {offset + len(content)})", self.path(name)):
+    def overwrite(self, name: str, content: bytes) -> bool:
+        with saving(f"writing bytes [0, {len(content)})", self.path(name)):
             try:
                 fd = open_regular(self.root, name, os.O_RDWR)
             except (CorruptCheckpointError, FileNotFoundError):
                 return False
             try:
-                direct_io.write_all(fd, memoryview(content), offset)
-                if is_end:
-                    os.ftruncate(fd, offset + len(content))
+                direct_io.write_all(fd, memoryview(content), 0)
+                os.ftruncate(fd, len(content))
                 os.fsync(fd)
             finally:
                 os.close(fd)

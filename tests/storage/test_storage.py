@@ -274,13 +274,13 @@ class StorageConformance(ABC):
         assert storage.replace_if("file", b"three", first) is None
         assert self.get(directory, "file") == b"two"
 
-    def test_bytes_are_changed_in_place(self, storage: Storage, directory: Path) -> None:
+    @pytest.mark.parametrize("content", [b"longer than it was", b"end", b""])
+    def test_a_file_is_overwritten(self, content: bytes, storage: Storage, directory: Path) -> None:
         self.put(directory, "file", b"0123456789")
-        assert storage.overwrite("file", 2, b"xx")
-        assert self.get(directory, "file") == b"01xx456789"
-        assert storage.overwrite("file", 3, b"end", is_end=True)
-        assert self.get(directory, "file") == b"01xend"
-        assert not storage.overwrite("missing", 0, b"x")
+        assert storage.overwrite("file", content)
+        assert self.get(directory, "file") == content
+        assert not storage.overwrite("missing", b"x")
+        assert storage.version("missing") is None
 
     def test_move_and_delete(self, storage: Storage, directory: Path) -> None:
         self.put(directory, "a", b"a")
