@@ -235,6 +235,7 @@ def run_copy(arguments: argparse.Namespace) -> Outcome:
     )
     if report.kept:
         text += f"; {len(report.kept)} were there already"
+    text += "".join(f"\nnot copied: {one_line(name)}, in the run's directory" for name in report.left_out)
     return Outcome(report, text)
 
 

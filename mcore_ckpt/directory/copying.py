@@ -60,7 +60,7 @@ from mcore_ckpt.storage.base import FileVersion, RangeReader, RangeWriter, Stora
 from mcore_ckpt.storage.direct_io import aligned_buffer
 from mcore_ckpt.storage.resolve import storage_at
 
-_OF_THIS_PACKAGE: Final = ".mcore_ckpt_"
+OF_THIS_PACKAGE: Final = ".mcore_ckpt_"
 # A file on its way, under a name of its own, where it could be read before it is complete.
 _ON_ITS_WAY: Final = re.compile(r"\.(?P<of>.+)\.[0-9a-f]{16}\.tmp")
 _PIECE_BYTES: Final = 8 * 1024 * 1024
@@ -308,7 +308,7 @@ def own_files(directory: Path) -> list[str]:
     return [
         name
         for name in storage_at(directory).list()
-        if name in data or name == METADATA_FILE or not (_is_left_out(name) or name.startswith(_OF_THIS_PACKAGE))
+        if name in data or name == METADATA_FILE or not (_is_left_out(name) or name.startswith(OF_THIS_PACKAGE))
     ]
 
 

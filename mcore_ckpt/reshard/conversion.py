@@ -190,6 +190,7 @@ def run_conversion(
         conversion.report,
         source=str(places.source),
         target=str(places.target),
+        left_out=(*conversion.report.left_out, *(f"{name}, in the run's directory" for name in places.left_out)),
         tensors=plan.tensors,
         payload_bytes=plan.payload_bytes,
         chunks=plan.chunks,

@@ -28,7 +28,7 @@ from mcore_ckpt.core.errors import (
     OptionError,
 )
 from mcore_ckpt.core.options import PARTIAL, checkpoint_path
-from mcore_ckpt.directory.copying import CheckpointFiles, copy_and_commit, files_of, refuse_others
+from mcore_ckpt.directory.copying import OF_THIS_PACKAGE, CheckpointFiles, copy_and_commit, files_of, refuse_others
 from mcore_ckpt.directory.in_force import RELEASE, is_checkpoint_name, iteration_of, tracked_name
 from mcore_ckpt.directory.iterations import (
     FOLDERS_OF_MEGATRON,
@@ -127,6 +127,7 @@ class Places:
     source: Path
     target: Path
     context: Path | None = None  # NeMo's description of the model in the source, which goes next to the target
+    left_out: tuple[str, ...] = ()  # names in the run that is read, which are of none of its checkpoints
 
     def finish(self) -> None:
         """Add what lies next to the target, which is complete. Raises `LoadError` and `SaveError`."""
@@ -152,11 +153,18 @@ def places_of(source: str | os.PathLike[str], target: str | os.PathLike[str], *,
     if found == given:
         return Places(found, taken)
     if found.name != NEMO_WEIGHTS:
-        return Places(found, taken / found.name)
+        return Places(found, taken / found.name, left_out=_next_to_checkpoints(given))
     if not same_format:
         return Places(found, taken)
     context = given / NEMO_CONTEXT if NEMO_CONTEXT in storage_at(given, follow_links=True).folders() else None
     return Places(found, taken / NEMO_WEIGHTS, context)
+
+
+def _next_to_checkpoints(run: Path) -> tuple[str, ...]:
+    """What lies in a run's directory but checkpoints, those that are being made or removed, and the tracker file."""
+    storage = storage_at(run)
+    names = sorted({*storage.list(), *storage.folders()} - {TRACKER_FILE})
+    return tuple(n for n in names if not (is_checkpoint_name(n.partition(PARTIAL)[0]) or n.startswith(OF_THIS_PACKAGE)))
 
 
 def copy_stream(given: RangeReader, writer: RangeWriter) -> None:
@@ -191,6 +199,7 @@ class CopyReport:
         kept: names of those that were there already, with the same content.
         copied_bytes: that were sent.
         seconds: it took.
+        left_out: names in a run that is read, which are of none of its checkpoints, and are not copied.
     """
 
     source: str
@@ -199,6 +208,7 @@ class CopyReport:
     kept: tuple[str, ...]
     copied_bytes: int
     seconds: float
+    left_out: tuple[str, ...] = ()
 
 
 def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> CopyReport:
@@ -248,6 +258,7 @@ def copy_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[st
         tuple(sent.kept),
         sent.nbytes,
         time.monotonic() - started_s,
+        places.left_out,
     )
 
 

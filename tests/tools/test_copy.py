@@ -276,6 +276,26 @@ def test_other_checkpoints_of_a_run_are_no_part_of_the_copy(saved: Path, tmp_pat
     assert copy_checkpoint(saved, tmp_path / "run").copied == (".metadata",)
 
 
+def test_what_lies_next_to_the_checkpoints_of_a_run_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    save(run / "iter_0000001")
+    (run / "latest_checkpointed_iteration.txt").write_text("1")
+    (run / "latest_train_state.pt").write_bytes(b"of the framework")
+    for folder in ("dataloader", "iter_0000002", "iter_0000003.partial", ".mcore_ckpt_removed.x"):
+        (run / folder).mkdir()
+    (run / "iter_0000003.partial.journal").touch()
+    names = ["dataloader", "latest_train_state.pt"]
+    assert main(["copy", str(run), str(tmp_path / "copy")]) == 0
+    said = capsys.readouterr().out.splitlines()[1:]
+    assert said == [f"not copied: {name}, in the run's directory" for name in names]
+    assert main(["reshard", str(run), str(tmp_path / "made"), "--tp", "1", "--allow-whole"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
+    assert said == [f"left out: {name}, in the run's directory" for name in names]
+    assert copy_checkpoint(run / "iter_0000001", tmp_path / "one").left_out == ()
+
+
 def test_another_checkpoint_is_not_replaced(saved: Path, tmp_path: Path) -> None:
     save(tmp_path / "other", 2.0)
     with pytest.raises(CheckpointExistsError, match="there is another checkpoint already"):
