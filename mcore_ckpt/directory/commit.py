@@ -61,8 +61,11 @@ from mcore_ckpt.core.errors import (
     NewerFormatError,
     SaveError,
 )
+from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel, run_concurrently
+from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.directory.in_force import index_files, is_pending, noted_saves, pending_name, read_in_force, saves_of
+from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import Identity, data_file_of, identity_of
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
@@ -609,15 +612,17 @@ def _end_of_claims(
 
 
 def _check_complete(storage: Storage, note: str, claim: str) -> None:
-    """Raise `SaveError` unless a note with a claim is an index whose data files are there, as a save leaves them that
-    is killed behind its claim. A copy of its directory may lack them.
+    """Raise `SaveError` unless a note with a claim is an index whose data files are complete, as a save leaves them
+    that is killed behind its claim. A copy of its directory may lack some, or end within one.
     """
     try:
         index = parse_index(storage.read(note), storage.location, name=note)
-        # (With a second tier, each node may have a disk of its own under this path, and the files of its own ranks.)
-        has_tier = saves_of(index).intersection(noted_saves(storage.list()))
-        wanted = () if has_tier else index_files(index)
-        problem = next((f"{name} is missing" for name in wanted if storage.version(name) is None), None)
+        wanted: Collection[str] = index_files(index)
+        for save in saves_of(index).intersection(noted_saves(storage.list())):
+            # With a second tier, each node may have a disk of its own under this path, and the files of its own ranks.
+            own = DrainNote.read(checkpoint_path(storage.location), save).files
+            wanted = wanted if own is None else own
+        problem = next(filter(None, (_flaw(storage, name, index) for name in wanted)), None)
     except CheckpointNotFoundError:
         return  # published or withdrawn meanwhile
     except NewerFormatError:
@@ -629,6 +634,16 @@ def _check_complete(storage: Storage, note: str, claim: str) -> None:
             f"{storage}: a save was killed here while it was published, and its files are not complete: {problem}. If "
             f"this directory is a copy, delete {claim} and {note}; the checkpoint that is here stays as it is"
         )
+
+
+def _flaw(storage: Storage, name: str, index: CheckpointIndex) -> str | None:
+    """Why a data file is not as its save has left it, as far as its length tells."""
+    version, listed = storage.version(name), None if index.manifest is None else index.manifest.files.get(name)
+    if version is None:
+        return f"{name} is missing"
+    if listed is None or listed.size_bytes == version.size_bytes:
+        return None
+    return f"{name} has {version.size_bytes} bytes, expected {listed.size_bytes}"
 
 
 def _publish(storage: Storage, save: str, identity: Identity, base: Identity | None) -> bool:

@@ -17,9 +17,11 @@ import pytest
 from mcore_ckpt import LoadError, SaveError, SaveOptions
 from mcore_ckpt.directory import commit as commit_module
 from mcore_ckpt.directory.commit import CLAIM, NOTE, Commit, Owner, note_name, seems_gone
+from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.directory.index_changes import accept_common_file, remove_tensors
 from mcore_ckpt.directory.publish import Target, discard, open_target, publish, reserve
-from mcore_ckpt.format.metadata_read import COMMON_FILE, METADATA_FILE, read_index
+from mcore_ckpt.format.integrity import data_file_of
+from mcore_ckpt.format.metadata_read import COMMON_FILE, DRAIN_FILE, METADATA_FILE, read_index
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.directory import commit_model
 from tests.directory.test_publish import file_of, save, sealed
@@ -141,7 +143,7 @@ def test_a_tool_that_is_stopped_changes_nothing_of_the_save_after_it(
     check_holds(tmp_path, other[0], b"other")
 
 
-@pytest.mark.parametrize("way", ["without data", "links followed"])
+@pytest.mark.parametrize("way", ["without data", "cut data", "without data of a first tier", "links followed"])
 def test_a_copy_of_a_directory_where_a_save_was_killed_is_not_completed(way: str, tmp_path: Path) -> None:
     """Neither loses the checkpoint that is there; each is told what to delete, and saves then."""
     path, copied = tmp_path / "run", tmp_path / "copy"
@@ -153,11 +155,14 @@ def test_a_copy_of_a_directory_where_a_save_was_killed_is_not_completed(way: str
         save_on(LocalStorage(path), b"killed")
 
     assert exit_code(fork(killed)) == 3
-    shutil.copytree(path, copied, symlinks=way == "without data")
-    if way == "without data":
-        for name in names(copied):
-            if name.endswith(".distcp") and name != first:
-                (copied / name).unlink()
+    shutil.copytree(path, copied, symlinks=way != "links followed")
+    (data,) = (copied / name for name in names(path) if name.endswith(".distcp") and name != first)
+    if way == "without data of a first tier":
+        DrainNote(data_file_of(data.name).save, str(tmp_path / "second")).write(copied)
+    if way == "cut data":
+        os.truncate(data, 3)
+    elif way != "links followed":
+        data.unlink()
     with pytest.raises((SaveError, LoadError), match=r"(?i)cop(y|ied).*delete") as told:
         save_on(LocalStorage(copied), b"next")
     assert set(read_index(copied).tensors) == {first}
@@ -165,7 +170,7 @@ def test_a_copy_of_a_directory_where_a_save_was_killed_is_not_completed(way: str
     (claim,) = (name for name in names(copied) if name.startswith(CLAIM))
     assert claim in str(told.value)
     for name in names(copied):
-        if name.startswith((NOTE, CLAIM)):
+        if name.startswith((NOTE, CLAIM, DRAIN_FILE)):
             (copied / name).unlink()
     check_holds(copied, save_on(LocalStorage(copied), b"next"), b"next")
     check_holds(path, save_on(LocalStorage(path), b"next"), b"next")
