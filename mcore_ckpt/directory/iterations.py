@@ -39,6 +39,7 @@ from mcore_ckpt.directory.in_force import (
 from mcore_ckpt.format.index import (
     COMMON_STATE_KEY,
     CheckpointIndex,
+    ObjectEntry,
     StoredItem,
     parse_object_key,
 )
@@ -54,6 +55,8 @@ from mcore_ckpt.format.metadata_read import (
     read_index,
     read_small_file,
 )
+from mcore_ckpt.format.safe_pickle import archive_of
+from mcore_ckpt.format.state_file import read_plain
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 
@@ -259,12 +262,16 @@ def _problems(
         yield flaw
     yield from (flaw.message for flaw in structure_flaws(index, megatron=megatron))
     storage = storage_at(directory)
+    links = storage.links()
     if megatron:
         there = with_common_files(storage, sizes, index)
         flaw = common_state_flaw(directory, index, there) or _common_size_flaw(storage, index, there)
         if flaw:
             yield flaw
     for file, needed in files.items():
+        if file in links:
+            yield f"{storage.path(file)}: is a symbolic link, which no load follows; expected a regular file"
+            continue
         size = sizes.get(file)
         if size is None:
             try:
@@ -290,15 +297,27 @@ def flaw_of_files(directory: Path) -> str | None:
     def check(name: str) -> None:
         with storage.open_reader(name) as reader:
             checked_footer(index, name, reader)
+            if common is None and state is not None and state.item.file == name:
+                _check_object(state, reader.read(state.item.offset, state.item.length))
 
     try:
         index, names = read_index(directory), storage.list()
         if (common := common_file_in_force(names, index)) is not None:
             read_common_file(storage, common, index.manifest)
+        state = index.objects.get(COMMON_STATE_KEY)
         in_parallel(_files_here(index, _drain_of(directory, index, names)), check, storage.asks_at_once)
     except LoadError as error:
         return " ".join(str(error).split())
     return None
+
+
+def _check_object(entry: ObjectEntry, content: bytes) -> None:
+    """Raise `LoadError` if an object cannot be read, or a checksum in it is not that of its bytes."""
+    where = f"{entry.fqn} ({entry.item.file})"
+    read_plain(content, where)
+    archive = archive_of(content, where)
+    for record in archive.records.values():
+        archive.content(record)
 
 
 def _common_size_flaw(storage: Storage, index: CheckpointIndex, names: Iterable[str]) -> str | None:

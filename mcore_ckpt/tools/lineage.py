@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from mcore_ckpt.core.errors import CheckpointNotFoundError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError
 from mcore_ckpt.directory.iterations import directories_of_run, look_at
 from mcore_ckpt.format.index import CheckpointIndex, is_extra_state, is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
@@ -75,7 +75,7 @@ def lineage_of_run(run: str | os.PathLike[str]) -> LineageReport:
 
     Raises:
         CheckpointNotFoundError: there are no two complete ones.
-        LoadError: an object cannot be read.
+        LoadError: the run cannot be listed.
     """
     looked = [look_at(directory) for directory in directories_of_run(run)]
     indexes = [(one.name, index) for one, index in looked if one.whole and one.iteration is not None and index]
@@ -93,7 +93,14 @@ def lineage_of_run(run: str | os.PathLike[str]) -> LineageReport:
             found.setdefault((key, what), Departure(name, key, what))
     for name, index in indexes:
         for key, entry in index.objects.items():
-            if not is_extra_state(key) and layout_of_versions(read_object(index, entry)) is not None:
+            if is_extra_state(key):
+                continue
+            try:
+                content = read_object(index, entry)
+            except LoadError as error:  # each of them is named
+                found[name, key] = Departure(name, key, f"cannot be read: {error}")
+                continue
+            if layout_of_versions(content) is not None:
                 found.setdefault((key, _VERSIONS), Departure(name, key, _VERSIONS))
     unknown = sum(one.crc is None for _, state in states for one in state.values())
     departures = sorted(found.values(), key=lambda one: order[one.checkpoint])

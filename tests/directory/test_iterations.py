@@ -46,14 +46,19 @@ def test_checkpoints_by_iteration_and_what_the_tracker_names(tmp_path: Path) -> 
         assert checkpoint.saved_at_s == (checkpoint.path / ".metadata").stat().st_mtime_ns / 1e9
 
 
+def _linked(path: Path) -> None:
+    path.symlink_to(path.rename(path.with_name("elsewhere")))
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
         (lambda path: (path / ".metadata").write_bytes(b"\x80\x04K\x01."), "metadata"),
         (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp: the index names this file"),
         (lambda path: os.truncate(path / "__0_0.distcp", 100), "__0_0.distcp: ends at byte 100"),
+        (lambda path: _linked(path / "__0_0.distcp"), "__0_0.distcp: is a symbolic link"),
     ],
-    ids=["index", "no file", "cut file"],
+    ids=["index", "no file", "cut file", "linked file"],
 )
 def test_what_is_not_whole(tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
     write_iteration(tmp_path, "iter_0000001")

@@ -14,6 +14,7 @@ from mcore_ckpt import SaveOptions, TorchDistSaveStrategy
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.tools.lineage import lineage_of_run
 from tests.support.gloo_ranks import run_megatron_ranks
+from tests.support.local_files import flip
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
@@ -112,6 +113,19 @@ def test_a_save_whose_ranks_held_other_objects_is_named(tmp_path: Path) -> None:
     run_megatron_ranks(save_versions, 2, tmp_path)
     key = "kept/shard_0_1"
     assert (2, key, "ranks that claim to hold replicas hold other objects") in named(tmp_path)
+
+
+def test_a_damaged_object_does_not_hide_what_else_left_its_lineage(tmp_path: Path) -> None:
+    kept = {"kept state": {"a": "to be damaged"}}
+    save(tmp_path, state(1, **kept), state(2, **kept), state(3, **{MOMENT: None}))
+    for number in (1, 2):
+        for file in (tmp_path / f"iter_{number:07d}").glob("*.distcp"):
+            if (at := file.read_bytes().find(b"to be damaged")) >= 0:
+                flip(file, at)
+    damaged, also, gone = named(tmp_path)
+    assert [damaged[:2], also[:2]] == [(1, "kept/shard_0_1"), (2, "kept/shard_0_1")]
+    assert damaged[2].startswith("cannot be read: kept/shard_0_1")
+    assert gone == (3, MOMENT, "disappears")
 
 
 def test_each_checkpoint_of_a_run_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,7 @@ from tests.support.faulty_storage import Faults, FaultyStorage
 from tests.support.local_files import flip
 from tests.support.model_like import write_model
 from tests.support.object_server import ObjectDirectory
+from tests.support.stored_layouts import whole, write_checkpoint
 from tests.support.stored_saves import loaded
 from tests.support.stored_saves import save as save_rows
 
@@ -185,6 +186,22 @@ def test_a_complete_checkpoint_stays_where_the_newest_has_lost_a_part_of_a_file(
     assert main(["prune", str(tmp_path), "--keep-last", "1", "--yes"]) == 0
     assert "1 of 3 checkpoints removed" in capsys.readouterr().out
     assert loaded(tmp_path / name_of(200), rows=1) == 200.0
+
+
+def test_a_complete_checkpoint_stays_where_the_newest_has_a_damaged_common_state(tmp_path: Path) -> None:
+    for iteration in (100, 200):
+        path = tmp_path / name_of(iteration)
+        path.mkdir()
+        write_checkpoint(path, {"w": whole(torch.ones(4))}, {"common_state/shard_0_1": [{"args": "of the job"}]})
+        (path / "metadata.json").write_bytes(encode_config())
+        for file in path.iterdir():
+            os.utime(file, (time.time() - 9000 + iteration,) * 2)
+    assert going(prune_run(tmp_path, keep_last=1)) == [100]
+    (data,) = (file for file in path.iterdir() if b"of the job" in file.read_bytes())
+    times = (data.stat().st_atime, data.stat().st_mtime)
+    flip(data, data.read_bytes().index(b"of the job"))
+    os.utime(data, times)
+    assert going(prune_run(tmp_path, keep_last=1)) == []
 
 
 def test_other_files_and_directories_stay(run: Path) -> None:
