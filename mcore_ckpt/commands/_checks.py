@@ -97,11 +97,11 @@ def _with_state(verdict: Outcome, arguments: argparse.Namespace) -> Outcome:
     )
     model, optimizer = model_and_optimizer(found)
     document["state"] = {"total": str(found), "model": str(model), "optimizer": str(optimizer), "not_as_saved": others}
-    text = f"{verdict.text}\nstate {found}: model {model} ({len(model.tensors or ())} tensors), "
+    text = f"{verdict.text}\nstate {found}: model {model} ({counted(len(model.tensors or ()), 'tensor')}), "
     text += f"optimizer {optimizer} ({len(optimizer.tensors or ())})"
     if others:
         named = ", ".join(others[:_SHOWN]) + (", ..." if len(others) > _SHOWN else "")
-        text += f"\nNOT AS SAVED: {len(others)} tensors have another fingerprint than was stored with them: {named}"
+        text += f"\nNOT AS SAVED: another fingerprint than was stored with {counted(len(others), 'tensor')}: {named}"
         return Outcome(document, text, DIFFERS)
     return Outcome(document, text, DONE)
 
@@ -176,7 +176,7 @@ def verified(
     lines.append(
         f"{one_line(report.path)}: {verdict}: {counted(report.items, 'item')}, {counted(report.records, 'checksum')}, "
         f"{human_bytes(report.read_bytes)}{human_rate(report.read_bytes, report.seconds)}"
-        + (f"; {report.unchecked} items carry no checksum" if report.unchecked else "")
+        + (f"; without a checksum: {counted(report.unchecked, 'item')}" if report.unchecked else "")
     )
     if optimizer:
         lines.append(

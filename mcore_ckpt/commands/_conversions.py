@@ -55,9 +55,9 @@ def plan_outcome(report: ConversionReport) -> Outcome:
     header += ["decided by", "note"] if decided else []
     layouts = " as ".join(layout for layout in (report.source_layout, report.target_layout) if layout)
     what = ": ".join(part for part in (report.family or report.format, layouts) if part)
-    objects = f" and {report.objects} objects" if report.objects else ""
+    objects = f" and {counted(report.objects, 'object')}" if report.objects else ""
     guesses = f", {report.guesses} by a guess" if decided else ""
-    said = f"{what}: {report.tensors} tensors{objects}{guesses}; nothing was written"
+    said = f"{what}: {counted(report.tensors, 'tensor')}{objects}{guesses}; nothing was written"
     return Outcome(report, "\n".join([table(header, rows), "", said, *notes_of(report)]))
 
 
@@ -126,7 +126,8 @@ def run_reshard(arguments: argparse.Namespace) -> Outcome:
         return plan_outcome(report)
     guesses = f", {report.guesses} of them by a guess (see --dry-run)" if report.guesses else ""
     text = (
-        f"{report.target}: {report.target_layout}, {report.tensors} tensors{guesses} in {report.chunks} chunks, "
+        f"{report.target}: {report.target_layout}, {counted(report.tensors, 'tensor')}{guesses} in "
+        f"{counted(report.chunks, 'chunk')}, "
         f"{counted(len(report.files), 'file')}, {human_bytes(report.file_bytes)}\n"
         f"{'resumed, ' if report.resumed else ''}copied in {report.copy_s:.1f} s, "
         + (f"compared with the source in {report.verify_s:.1f} s" if report.verified else "not verified")

@@ -59,7 +59,7 @@ def run_list(arguments: argparse.Namespace) -> Outcome:
             state += f", {_drained(found.drain)}"
         rows.append(
             (
-                found.name,
+                found.name or str(found.path),
                 state,
                 human_bytes(found.size_bytes),
                 None if age_s is None else human_age(age_s),
@@ -69,7 +69,8 @@ def run_list(arguments: argparse.Namespace) -> Outcome:
         )
         if found.drain is not None and found.drain.error:
             notes.append(one_line(f"{found.name}: {found.drain.error}"))
-        notes += [one_line(f"{found.name}: {reason}") for reason in (*found.problems[:1], found.newer) if reason]
+        remedy = found.drain.remedy if found.drain is not None and found.problems else ""
+        notes += [one_line(f"{found.name}: {each}") for each in (*found.problems[:1], found.newer, remedy) if each]
         documents.append(document_of(found, name=found.name, whole=found.whole, layout=listed.layout))
     whole = sum(listed.checkpoint.whole for listed in report.checkpoints)
     total_bytes = sum(listed.checkpoint.size_bytes for listed in report.checkpoints)
@@ -77,7 +78,8 @@ def run_list(arguments: argparse.Namespace) -> Outcome:
         f"{name}: not complete: a conversion makes it, or has been interrupted; the command that made it resumes it"
         for name in report.unfinished
     ]
-    lines = [table(("checkpoint", "state", "size", "age", "layout", ""), rows, right=(2, 3)), *notes]
+    shown = table(("checkpoint", "state", "size", "age", "layout", ""), rows, right=(2, 3))
+    lines = [shown, *notes] if rows else notes
     if report.tracker_problem:
         lines.append(f"tracker: {report.tracker_problem}")
     lines.append(f"{report.path}: {counted(len(rows), 'checkpoint')}, {whole} complete, {human_bytes(total_bytes)}")
@@ -128,7 +130,7 @@ def _inspected(directory: Path, arguments: argparse.Namespace) -> Outcome:
     if arguments.tensors is not None:
         tensors = list(inspection.tensor_rows(index, arguments.tensors))
         total = human_bytes(sum(row.payload_bytes for row in tensors))
-        return Outcome({"tensors": tensors}, f"{_tensor_table(tensors)}\n{len(tensors)} tensors, {total}")
+        return Outcome({"tensors": tensors}, f"{_tensor_table(tensors)}\n{counted(len(tensors), 'tensor')}, {total}")
     if arguments.items is not None:
         items = inspection.describe_items(index, arguments.items)
         total = human_bytes(sum(row.stop - row.start for row in items))
@@ -216,7 +218,7 @@ def add_cat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("key", metavar="KEY", help="of a tensor or an object; a part that only one key has will do")
     parser.add_argument("--slice", metavar="SLICE", help="of a tensor, as in numpy: '0:4, :' or '..., -1'")
     parser.add_argument("--head", type=int, default=10, metavar="N", help="elements to show (default: 10)")
-    parser.add_argument("--stats", action="store_true", help="read the whole tensor: min, max, mean, std, norm, NaNs")
+    parser.add_argument("--stats", action="store_true", help="min, max, mean, std, norm, NaNs of tensor or slice")
 
 
 def run_cat(arguments: argparse.Namespace) -> Outcome:
@@ -281,11 +283,12 @@ def _tensor(checkpoint: Checkpoint, tensor: LazyTensor, arguments: argparse.Name
         "shape": tensor.shape,
         "chunks": len(tensor.chunks),
     }
-    size = f"{human_bytes(tensor.nbytes)} in {len(tensor.chunks)} chunks"
+    size = f"{human_bytes(tensor.nbytes)} in {counted(len(tensor.chunks), 'chunk')}"
     lines = [f"{one_line(tensor.fqn)}: {tensor.dtype} {numbers(tensor.shape)}, {size}"]
     try:
         if arguments.stats:
-            stats = tensor_stats(checkpoint.payloads, checkpoint.index.tensors[tensor.fqn])
+            part = None if index is None else tensor.numpy(index)
+            stats = tensor_stats(checkpoint.payloads, checkpoint.index.tensors[tensor.fqn], part)
             document["stats"] = _stats(stats)
             lines.append("  ".join(f"{name} {value}" for name, value in _stats(stats).items()))
         values = _head(tensor, index, arguments.head)
@@ -395,7 +398,7 @@ def run_diff(arguments: argparse.Namespace) -> Outcome:
         header = ("key", "what", "max abs", "max rel", "differing", "NaN/inf mismatches", "NaNs A/B")
         lines += ["", table(header, map(_row, shown[:limit]), right=(2, 3, 4, 5, 6))]
     if len(shown) > limit:
-        lines.append(f"... and {len(shown) - limit} more tensors (--all lists them)")
+        lines.append(f"... and {counted(len(shown) - limit, 'more tensor')} (--all lists them)")
     if any(is_flat_bucket(tensor.fqn) and not tensor.same for tensor in report.tensors):
         lines.append(_FLAT_BUCKETS)
     same = sum(tensor.same for tensor in report.tensors)
@@ -425,8 +428,8 @@ def _lineage(arguments: argparse.Namespace) -> Outcome:
     if len(report.departures) > limit:
         lines.append(f"... and {len(report.departures) - limit} more (--all lists them)")
     verdict = counted(len(report.departures), "departure") if report.departures else "nothing left its lineage"
-    lines.append(f"{one_line(report.path)}: {verdict} in {len(report.checkpoints)} checkpoints")
-    lines[-1] += f"; {report.unknown} values without a fingerprint" if report.unknown else ""
+    lines.append(f"{one_line(report.path)}: {verdict} in {counted(len(report.checkpoints), 'checkpoint')}")
+    lines[-1] += f"; {counted(report.unknown, 'value')} without a fingerprint" if report.unknown else ""
     return Outcome(document_of(report), "\n".join(lines), DIFFERS if report.departures else DONE)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -86,19 +87,20 @@ def _cell(value: object) -> str:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> str:
     """Columns as wide as their widest cell, with `-` for None; `right` names those that are aligned to the right. On a
-    terminal that is too narrow for them, the cells of each row stand below its first.
+    terminal that is too narrow for them, the other cells of each row stand below its first.
     """
     cells = [[one_line(_cell(cell)) for cell in row] for row in rows]
     widths = [
         max(len(header[n]), *(len(row[n]) for row in cells)) if cells else len(header[n]) for n in range(len(header))
     ]
-    if is_terminal(sys.stdout) and sum(widths) + 2 * (len(widths) - 1) > shutil.get_terminal_size().columns:
-        return "\n".join(
-            "\n    ".join(
-                [first, *(f"{name} {cell}".strip() for name, cell in zip(header[1:], others, strict=True) if cell)]
-            )
-            for first, *others in cells
-        )
+    columns = shutil.get_terminal_size().columns
+    if is_terminal(sys.stdout) and sum(widths) + 2 * (len(widths) - 1) > columns:
+        lines, wrapper = [], textwrap.TextWrapper(columns - 4, break_long_words=False, break_on_hyphens=False)
+        for first, *others in cells:
+            named = (f"{name} {cell}".strip() for name, cell in zip(header[1:], others, strict=True) if cell)
+            together = "; ".join(text.replace(" ", "\xa0") for text in named)  # no cell is broken
+            lines += [first, *(f"    {line}".replace("\xa0", " ") for line in wrapper.wrap(together))]
+        return "\n".join(lines)
     to_the_right = set(right)
 
     def line(row: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.core.errors import CheckpointError, CorruptCheckpointError
-from mcore_ckpt.core.options import is_supported
+from mcore_ckpt.core.options import checkpoint_path, is_supported
 from mcore_ckpt.directory.in_force import is_in_force, noted_saves
 from mcore_ckpt.format.metadata_read import DRAIN_FILE, METADATA_FILE, read_small_file
 from mcore_ckpt.storage.base import Storage
@@ -38,6 +38,14 @@ class DrainNote:
     def name(self) -> str:
         """Of its file."""
         return f"{DRAIN_FILE}.{self.save}"
+
+    @property
+    def remedy(self) -> str:
+        """What to do where files are lost here; empty unless the second tier has been committed from here."""
+        if not (self.done and self.commits) or self.error:
+            return ""
+        run = checkpoint_path(self.to).parent
+        return f"the second tier has a copy, {self.to}: with MCORE_CKPT_DRAIN_TO={run} a load reads missing files there"
 
     def write(self, directory: Path) -> None:
         """Write it durably, over an earlier one of the same save. Raises `SaveError`."""

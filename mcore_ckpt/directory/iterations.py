@@ -185,7 +185,10 @@ def directories_of_run(run: str | os.PathLike[str]) -> list[Path]:
     """As `iteration_directories`. Raises `CheckpointNotFoundError` if there are none."""
     found = iteration_directories(run)
     if not found:
-        raise CheckpointNotFoundError(f"{run}: no checkpoints in it: expected directories such as iter_0000100")
+        folders = sorted(storage_at(run).folders())
+        runs = ", ".join(name for name in folders if iteration_directories(checkpoint_path(run) / name))
+        more = f"; those in it that hold some: {runs}" if runs else ""
+        raise CheckpointNotFoundError(f"{run}: no checkpoints in it: expected directories such as iter_0000100{more}")
     return found
 
 

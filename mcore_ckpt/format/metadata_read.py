@@ -15,6 +15,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import IF_DAMAGED, CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import checkpoint_path
@@ -187,20 +188,20 @@ def _not_found(directory: Path, name: str) -> str:
         return f"{error}; check the path of the checkpoint"
     if any(other.startswith(INCOMPLETE_MARKER) for other in names):
         return f"{directory}: holds no {name}: a save into it was interrupted. Load an earlier checkpoint."
-    iterations = [n for n in folders if n.startswith("iter_") and storage.exists(f"{n}/{METADATA_FILE}")]
-    if iterations:
-        return (
-            f"{directory}: holds no {name} itself, but checkpoints of {len(iterations)} iterations; "
-            f"give one of them, for example {directory / iterations[-1]}"
-        )
     if storage.exists(f"{NEMO_WEIGHTS}/{METADATA_FILE}"):
         return f"{directory}: holds no {name} itself; NeMo keeps the checkpoint in {directory / NEMO_WEIGHTS}: use that"
+    inner = [n for n in sorted(folders) if storage.exists(f"{n}/{METADATA_FILE}")]
+    if inner:
+        return (
+            f"{directory}: holds no {name} itself, but {counted(len(inner), 'checkpoint')}; give one of them, for "
+            f"example {directory / inner[-1]}"
+        )
     ranks = sorted(int(found[1]) for n in names if (found := _METADATA_OF_RANK.fullmatch(n)))
     if ranks:
         return (
-            f"{directory}: holds no {name}, but the checkpoints of {len(ranks)} single ranks ({ranks[0]} to "
+            f"{directory}: holds no {name}, but the checkpoints of {counted(len(ranks), 'single rank')} ({ranks[0]} to "
             f"{ranks[-1]}): it was saved by `dcp.save(use_collectives=False)`. Each rank can load only what it saved: "
-            f"use `dcp.load` on {len(ranks)} ranks, under the layout of the save"
+            f"use `dcp.load` on {counted(len(ranks), 'rank')}, under the layout of the save"
         )
     return (
         f"{directory}: holds no {name}, so there is no finished checkpoint in it. The save did not finish, "

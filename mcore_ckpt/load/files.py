@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from mcore_ckpt.core.errors import LoadError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import PageCache
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import tells_save
@@ -222,15 +222,18 @@ def padded_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:
     return start // ALIGNMENT_BYTES * ALIGNMENT_BYTES, max(stop, min(align_up(stop), file_bytes))
 
 
-def named(error: LoadError, where: str) -> LoadError:
-    """The same error; it names `where` it happened, if it does not yet."""
-    return error if where in str(error) else type(error)(f"{where}: {error}")
+def named(error: LoadError, where: str, remedy: str = "") -> LoadError:
+    """The same error; it names `where` it happened, if it does not yet, and the `remedy`, if there is one."""
+    text = str(error) if where in str(error) else f"{where}: {error}"
+    text += f"; {remedy}" if remedy and remedy not in text else ""
+    return error if text == str(error) else type(error)(text)
 
 
 @contextmanager
-def naming(where: Callable[[], str]) -> Iterator[None]:
-    """Errors of the block are `named`."""
+def naming(where: Callable[[], str], remedy: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Errors of the block are `named`; a remedy is that of lost and damaged files."""
     try:
         yield
     except LoadError as error:
-        raise named(error, where()) from error
+        is_lost = isinstance(error, CheckpointNotFoundError | CorruptCheckpointError)
+        raise named(error, where(), remedy() if is_lost else "") from error

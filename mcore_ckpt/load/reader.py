@@ -15,10 +15,11 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from mcore_ckpt.core.errors import KindMismatchError
+from mcore_ckpt.core.errors import KindMismatchError, LoadError
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path, ranks_of_this_host
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import without_modes
+from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry
 from mcore_ckpt.format.metadata_read import METADATA_FILE, open_index, read_index
 from mcore_ckpt.format.safe_pickle import load_object
@@ -161,7 +162,7 @@ class CheckpointReader:
             self._read(plan)
 
     def _read(self, plan: LoadPlan) -> None:
-        with naming(self._where):
+        with naming(self._where, self._remedy):
             for turn in plan.turns():
                 with self._opened() as files:
                     TensorReads(files, self._located, self.stats, self._decoder, self.index, self.ranks).run(turn)
@@ -169,6 +170,13 @@ class CheckpointReader:
     def _where(self) -> str:
         """The directory of the data files, as messages name it."""
         return str(self._files if isinstance(self._files, NearestFiles) else self.path)
+
+    def _remedy(self) -> str:
+        """Where else files may be that are missing, unless the options name it."""
+        with contextlib.suppress(LoadError, OSError):
+            if self.options.drain_to is None and (note := DrainNote.in_force(self.path)) is not None:
+                return note.remedy
+        return ""
 
     @without_modes()
     def object_bytes(self, fqn: str) -> bytes:
@@ -181,7 +189,7 @@ class CheckpointReader:
         return next(self._object_contents([self._object_entry(fqn)]))[1]
 
     def _object_contents(self, entries: Iterable[ObjectEntry]) -> Iterator[tuple[ObjectEntry, bytes]]:
-        with naming(self._where):
+        with naming(self._where, self._remedy):
             yield from self._decoder.object_contents(entries)
 
     @without_modes()

@@ -17,6 +17,7 @@ from pathlib import PurePath
 import numpy as np
 
 from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.crc import crc32, crc32_combine
 from mcore_ckpt.core.errors import IF_DAMAGED, ChecksumError, CorruptCheckpointError, LoadError, MissingKeyError
 from mcore_ckpt.core.options import checkpoint_path
@@ -83,7 +84,7 @@ def missing_key(fqn: str, where: str, keys: Iterable[str]) -> MissingKeyError:
 
     known = list(keys)
     close = difflib.get_close_matches(fqn, known[:5000], n=3, cutoff=0.6)
-    hint = f"similar keys: {', '.join(close)}" if close else f"it has {len(known)} keys, none of them similar"
+    hint = f"similar keys: {', '.join(close)}" if close else f"none of its {counted(len(known), 'key')} is similar"
     return MissingKeyError(f"{fqn}: {where} has no such key; {hint}")
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import ReadItem
 
 from mcore_ckpt.core.boxes import Box, covers, intersect, relative
-from mcore_ckpt.core.console import logger_of
+from mcore_ckpt.core.console import counted, logger_of
 from mcore_ckpt.core.errors import (
     CorruptCheckpointError,
     DtypeMismatchError,
@@ -103,7 +103,7 @@ class DtypeConversions:
             pairs.append(f"{len(keys)} from {dtype_name(stored)} to {dtype_name(requested)} ({', '.join(some)})")
         count = len({key for keys in self._keys.values() for key in keys})
         text = (
-            f"{self._path}: {count} tensors are converted to the dtypes of their destinations: {'; '.join(pairs)}."
+            f"{self._path}: {counted(count, 'tensor')} converted to the destination's dtype: {'; '.join(pairs)}."
             ' LoadOptions(on_dtype_mismatch="raise") refuses'
         )
         if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:

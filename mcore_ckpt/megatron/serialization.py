@@ -425,8 +425,13 @@ def config_in_place(stock: Any) -> Any:
             directory = directory_to_read(checkpoint_dir)
             found = read_config(directory)
         if found is None:
-            if is_first_rank() and (lost := _lost_config(directory)):
-                _logger.warning("%s", lost)
+            if is_first_rank() and metadata_version(directory) and not _is_of_another_format(directory):
+                _logger.warning(
+                    "%s: missing, so that Megatron takes %s for no checkpoint of its own; `mcore-ckpt repair --from` "
+                    "restores it from a copy",
+                    CONFIG_FILE,
+                    directory,
+                )
             return None
         values = {
             "sharded_backend": found.backend,
@@ -440,17 +445,6 @@ def config_in_place(stock: Any) -> Any:
         )
 
     return maybe_load_config
-
-
-def _lost_config(directory: Path) -> str | None:
-    """Why Megatron takes a directory for no checkpoint of its own, if one is there."""
-    from mcore_ckpt.directory.iterations import is_megatrons
-
-    try:
-        names = storage_at(directory).list()
-        return is_megatrons(directory, read_index(directory, strict=False), names)[1]
-    except (LoadError, OSError):
-        return None
 
 
 def _damage(error: BaseException | None) -> str | None:

@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
+from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import is_note
@@ -234,7 +235,7 @@ def _rows(plan: ReshardPlan) -> Iterator[KeyPlan]:
         how = "whole" if partition.axis is None else f"axis {partition.axis}" + (" x2" if partition.parts == 2 else "")
         if partition.boxes is not None:
             how = "as stored"
-        transform = f"{how}, {len(entry.chunks)} -> {len(one.slices)} chunks"
+        transform = f"{how}, {len(entry.chunks)} -> {counted(len(one.slices), 'chunk')}"
         reason = partition.decider, partition.guess, partition.note
         yield KeyPlan(entry.fqn, 1, transform, one.key, entry.shape, entry.dtype, *reason)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from mcore_ckpt.core.console import line_level, logger_of
+from mcore_ckpt.core.console import counted, line_level, logger_of
 from mcore_ckpt.image.layout import WrittenFile
 
 _logger = logger_of(__name__)
@@ -47,7 +47,7 @@ def log_line(what: str, took_s: Mapping[str, float], files: Sequence[tuple[int, 
     synchronous = " (a synchronous save)" if "write" in took_s else ""
     rate = f" at {size_gb / took_s['writing']:.2f} GB/s" if took_s["writing"] else ""
     return (
-        f"saved {size_gb:.3f} GB in {len(files)} files to {what}: training waited {took_s['waited']:.3f} s"
+        f"saved {size_gb:.3f} GB in {counted(len(files), 'file')} to {what}: training waited {took_s['waited']:.3f} s"
         f"{synchronous}, files durable after {took_s['durable']:.3f} s{rate}, published after "
         f"{took_s['published']:.3f} s ({phases}){straggler}"
     )

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.errors import CorruptCheckpointError, KindMismatchError, LoadError, MissingKeyError
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, TensorEntry
@@ -108,7 +109,8 @@ class Checkpoint(Mapping[str, Any]):
         return len(self.index.tensors) + len(self.index.objects)
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self.path}: {len(self.index.tensors)} tensors, {len(self.index.objects)} objects>"
+        tensors, objects = counted(len(self.index.tensors), "tensor"), counted(len(self.index.objects), "object")
+        return f"<Checkpoint {self.path}: {tensors}, {objects}>"
 
     @property
     def files(self) -> list[FileRow]:
@@ -209,7 +211,7 @@ class LazyTensor:
         self.chunks: tuple[StoredChunk, ...] = entry.chunks
 
     def __repr__(self) -> str:
-        return f"<LazyTensor {self.fqn}: {self.dtype} {list(self.shape)} in {len(self.chunks)} chunks>"
+        return f"<LazyTensor {self.fqn}: {self.dtype} {list(self.shape)} in {counted(len(self.chunks), 'chunk')}>"
 
     def __len__(self) -> int:
         if not self.shape:

@@ -11,6 +11,7 @@ import html
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -159,7 +160,8 @@ class CheckpointSummary:
         """What there is to say, each fact under its name."""
         size = f"{human_bytes(self.file_bytes)} in {counted(self.files, 'file')} of {counted(self.ranks, 'rank')}"
         balance = "" if self.balance is None else f" (largest rank / mean {self.balance:.2f})"
-        holds = f"{self.tensors} tensors in {self.chunks} chunks, {self.objects} objects"
+        tensors, objects = counted(self.tensors, "tensor"), counted(self.objects, "object")
+        holds = f"{tensors} in {counted(self.chunks, 'chunk')}, {objects}"
         trained = "" if self.trained_layout is None else f"; saved at {self.trained_layout} (args)"
         return [
             ("checkpoint", self.path),
@@ -393,22 +395,24 @@ def write_report(index: CheckpointIndex, path: str | Path) -> None:
 def render_report(index: CheckpointIndex) -> str:
     """The page."""
     summary = summarize(index)
-    content = json.dumps(_data(index, summary), separators=(",", ":"))
-    # Inside a script element only these could end it, or open a comment in it.
-    content = content.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    title = html.escape(f"Checkpoint {Path(index.path).name}")
-    head, tail = _PAGE.read_text(encoding="utf-8").split("{{data}}")
-    return head.replace("{{title}}", title) + content + tail
+    facts = [*summary.facts(), *(("problem", problem) for problem in summary.problems)]
+    row = '<tr><th scope="row">{}</th><td class="wrap">{}</td></tr>'
+    content = json.dumps(_data(index), separators=(",", ":"))
+    parts = {
+        "title": html.escape(f"Checkpoint {Path(index.path).name}"),
+        "path": html.escape(summary.path),
+        "facts": "\n".join(row.format(name, html.escape(value)) for name, value in facts),
+        # Inside a script element only these could end it, or open a comment in it.
+        "data": content.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
+    }
+    return re.sub("{{([a-z]+)}}", lambda found: parts[found[1]], _PAGE.read_text(encoding="utf-8"))
 
 
-def _data(index: CheckpointIndex, summary: CheckpointSummary) -> dict[str, Any]:
+def _data(index: CheckpointIndex) -> dict[str, Any]:
     files = file_rows(index)
     numbers = {row.file: n for n, row in enumerate(files)}
-    tensors = [_tensor(entry, numbers) for entry in index.tensors.values()]
     return {
-        "subtitle": summary.path,
-        "summary": [*summary.facts(), *(("problem", problem) for problem in summary.problems)],
-        "tensors": tensors,
+        "tensors": [_tensor(entry, numbers) for entry in index.tensors.values()],
         "files": [{"file": row.file, "rank": row.rank} for row in files],
     }
 
@@ -416,9 +420,9 @@ def _data(index: CheckpointIndex, summary: CheckpointSummary) -> dict[str, Any]:
 def _tensor(entry: TensorEntry, numbers: dict[str, int]) -> dict[str, Any]:
     return {
         "key": entry.fqn,
-        "dtype": entry.dtype,
         "shape": entry.shape,
-        "bytes": tensor_bytes(entry.dtype, entry.shape),
+        "about": f"{entry.dtype} {[*entry.shape]}, {human_bytes(tensor_bytes(entry.dtype, entry.shape))} in "
+        + counted(len(entry.chunks), "chunk"),
         "chunks": [
             (chunk.offsets, chunk.sizes, numbers[chunk.item.file], *_place(chunk.item)[1:]) for chunk in entry.chunks
         ],

@@ -364,23 +364,22 @@ class Stats:
     infinities: int
 
 
-def tensor_stats(payloads: StoredPayloads, entry: TensorEntry) -> Stats:
-    """Read a whole tensor and describe its values."""
+def tensor_stats(payloads: StoredPayloads, entry: TensorEntry, values: np.ndarray[Any, Any] | None = None) -> Stats:
+    """Describe the values of a tensor, which is read; or those of a slice of it, which has been."""
     count = zeros = nans = infinities = finite_count = 0
     low, high = math.inf, -math.inf
     total = squares = 0.0
-    for _, content in SlabReader(payloads).walk(entry):
-        numbers = as_numbers(content, entry.dtype)
+    read = (as_numbers(content, entry.dtype) for _, content in SlabReader(payloads).walk(entry))
+    for numbers in read if values is None else [values.reshape(-1)]:
         if numbers is None:
             return Stats(math.prod(entry.shape), None, None, None, None, None, 0, 0, 0)
         for batch in batches(numbers):
-            values = np.abs(batch) if batch.dtype.kind == "c" else batch
-            values = values.astype(np.float64)
-            count += values.size
-            zeros += int(np.count_nonzero(values == 0))
-            nans += int(np.count_nonzero(np.isnan(values)))
-            infinities += int(np.count_nonzero(np.isinf(values)))
-            finite = values[np.isfinite(values)]
+            doubles = (np.abs(batch) if batch.dtype.kind == "c" else batch).astype(np.float64)
+            count += doubles.size
+            zeros += int(np.count_nonzero(doubles == 0))
+            nans += int(np.count_nonzero(np.isnan(doubles)))
+            infinities += int(np.count_nonzero(np.isinf(doubles)))
+            finite = doubles[np.isfinite(doubles)]
             if finite.size:
                 finite_count += finite.size
                 low, high = min(low, float(finite.min())), max(high, float(finite.max()))

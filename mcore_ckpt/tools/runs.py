@@ -15,8 +15,10 @@ replace the last intact copy of it.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,16 +88,19 @@ def list_run(run: str | os.PathLike[str]) -> RunReport:
     """The checkpoints of a run: whether they are complete (by their structure), how large, how old, in which layout.
 
     Args:
-        run: the directory that holds `iter_0000100` and the like.
+        run: the directory that holds `iter_0000100` and the like, or checkpoints of other names; or one checkpoint.
 
     Raises:
         CheckpointNotFoundError: there is no such directory, or no checkpoint of any kind in it.
         LoadError: it cannot be listed.
     """
+    storage = storage_at(run)
+    folders = storage.folders()
     unfinished = tuple(
         name
-        for name in sorted(storage_at(run).folders())
-        if name.endswith(PARTIAL) and is_checkpoint_name(name.removesuffix(PARTIAL))
+        for name in sorted(folders)
+        if name.endswith(PARTIAL)
+        and (is_checkpoint_name(name.removesuffix(PARTIAL)) or storage.exists(f"{name}.journal"))
     )
     tracked: str | None = None
     problem: str | None = None
@@ -104,7 +109,8 @@ def list_run(run: str | os.PathLike[str]) -> RunReport:
     except LoadError as error:
         problem = str(error)
     found = []
-    for directory in iteration_directories(run) if unfinished else directories_of_run(run):
+    directories = iteration_directories(run) or _checkpoints_in(checkpoint_path(run), folders)
+    for directory in directories if directories or unfinished else directories_of_run(run):
         checkpoint, index = look_at(directory, tracked=tracked)
         found.append(ListedCheckpoint(checkpoint, None if index is None else layout_of_chunks(index)))
     named = next((listed.checkpoint for listed in found if listed.checkpoint.tracked), None)
@@ -115,6 +121,13 @@ def list_run(run: str | os.PathLike[str]) -> RunReport:
     elif named is not None and not named.whole:
         problem = f"it names {tracked}, which is incomplete: {named.problems[0]}"
     return RunReport(str(run), tracked, problem, tuple(found), unfinished)
+
+
+def _checkpoints_in(path: Path, folders: Collection[str]) -> list[Path]:
+    """Checkpoints that are not named as jobs of Megatron name them: the directory itself, or those in it."""
+    order = sorted(folders, key=lambda name: [part.zfill(20) for part in re.split(r"(\d+)", name)])
+    found = [one for one in (path, *(path / name for name in order)) if storage_at(one).exists(METADATA_FILE)]
+    return found[:1] if found[:1] == [path] else found
 
 
 _COPY_BYTES = 4 * 1024**2

@@ -93,6 +93,20 @@ def test_it_refuses_to_replace_when_told_so(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_what_dcp_wraps_is_caught_as_the_page_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "usage.md").read_text()
+    block = page.split("## Errors")[1].split("```python\n")[1].split("```")[0]
+    dcp.save(a_state(), checkpoint_id=tmp_path)
+    for path, says in ((tmp_path, "CorruptCheckpointError"), (tmp_path / "gone", "gone: no such directory")):
+        for file in tmp_path.glob("*.distcp"):
+            os.truncate(file, 100)
+        names = {"dcp": dcp, "FileSystemReader": FileSystemReader, "path": path, "state_dict": blank(a_state())}
+        exec(block, names)
+        said = capsys.readouterr().out
+        assert said.startswith("rank 0: ")
+        assert says in said
+
+
 def prepared(path: Path, state: dict[str, Any], **keywords: Any) -> tuple[FileSystemWriterAsync, Metadata]:
     """A writer that has gone through planning as DCP does it, and the metadata."""
     writer = FileSystemWriterAsync(path, **keywords)

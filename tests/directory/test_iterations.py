@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt import list_run
+from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError
 from mcore_ckpt.directory import iterations
 from mcore_ckpt.directory.in_force import tracked_name
@@ -107,3 +109,29 @@ def test_what_is_replaced_while_it_is_looked_at_is_not_incomplete(
     (listed,) = list_run(tmp_path).checkpoints
     assert listed.checkpoint.whole is (times == 1)
     assert listed.checkpoint.whole or "other saves replace it all the time" in listed.checkpoint.problems[0]
+
+
+def names_in(run: Path) -> list[str]:
+    return [listed.checkpoint.name for listed in list_run(run).checkpoints]
+
+
+def test_checkpoints_of_other_programs_are_listed_and_one_checkpoint_is(tmp_path: Path) -> None:
+    for number in (9, 10, 100):
+        dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "plain" / f"step_{number}", no_dist=True)
+    (tmp_path / "plain" / "logs").mkdir()
+    assert names_in(tmp_path / "plain") == ["step_9", "step_10", "step_100"]
+    assert names_in(tmp_path / "plain" / "step_10") == ["step_10"]
+    write_iteration(tmp_path / "run", "iter_0000003")
+    (tmp_path / "run" / "other").mkdir()
+    (tmp_path / "run" / "other" / ".metadata").write_bytes(b"not one of the run's")
+    assert names_in(tmp_path / "run") == names_in(tmp_path / "run" / "iter_0000003") == ["iter_0000003"]
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoints in it.*; those in it that hold some: run$"):
+        list_run(tmp_path)
+
+
+def test_what_a_conversion_has_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tp4.partial").mkdir()
+    (tmp_path / "tp4.partial.journal").write_text("")
+    assert main(["list", str(tmp_path)]) == 0
+    first, _ = capsys.readouterr().out.splitlines()
+    assert first.startswith("tp4.partial: not complete: a conversion makes it")

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 
 pytest.importorskip("megatron.core.dist_checkpointing", reason="the strategies are Megatron's")
 
-from mcore_ckpt import FileSystemWriterAsync, LoadOptions, OptionError, SaveOptions, verify_checkpoint
+from mcore_ckpt import FileSystemReader, FileSystemWriterAsync, LoadOptions, OptionError, SaveOptions, verify_checkpoint
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.directory import copying
@@ -270,6 +270,29 @@ def test_plain_dcp_is_drained_too(tmp_path: Path) -> None:
     assert verify_checkpoint(far / NAME).whole
     with pytest.raises(OptionError, match="the checkpoint is saved there already"):
         FileSystemWriterAsync(near / NAME, options=options(f"{near}/"))
+
+
+def test_where_files_are_lost_the_tier_that_has_them_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    dcp.save({"w": torch.ones(10)}, storage_writer=FileSystemWriterAsync(near / NAME, options=options(str(far))))
+    upkeep._finish()
+    for file in data_files(near / NAME):
+        file.unlink()
+    named = f"the second tier has a copy, {far / NAME}: with MCORE_CKPT_DRAIN_TO={far} a load reads missing files there"
+    assert main(["list", str(near)]) == 1
+    assert f"{NAME}: {named}" in capsys.readouterr().out
+    state = {"w": torch.zeros(10)}
+    with pytest.raises(dcp.CheckpointException, match=re.escape(named)):
+        dcp.load(state, storage_reader=FileSystemReader(near / NAME))
+    dcp.load(state, storage_reader=FileSystemReader(near / NAME, options=LoadOptions(drain_to=str(far))))
+    assert state["w"].sum() == 10
+    for file in data_files(far / NAME):
+        file.unlink()
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.load(state, storage_reader=FileSystemReader(near / NAME, options=LoadOptions(drain_to=str(far))))
+    assert "second tier has" not in str(caught.value)
 
 
 def _save_alone(run: Path, far: str | Path, iteration: int, value: float, **others: bytes) -> Path:

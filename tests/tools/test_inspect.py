@@ -145,6 +145,17 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     assert len(tensors[KEY]["chunks"]) == 4
 
 
+def test_its_facts_stand_there_without_a_script(tmp_path: Path) -> None:
+    write_model(tmp_path / "a<b>")
+    (tmp_path / "a<b>" / "__0_0.distcp").unlink()
+    index = read_index(tmp_path / "a<b>")
+    page = re.sub("<script.*?</script>", "", render_report(index), flags=re.DOTALL)
+    for name, value in summarize_checkpoint(tmp_path / "a<b>").facts():
+        assert re.search(f'<th scope="row">{name}</th><td[^>]*>{re.escape(html.escape(value))}</td>', page)
+    assert "__0_0.distcp: the index names this file, but it is not there" in page
+    assert "<b>" not in page
+
+
 def test_keys_cannot_become_markup(tmp_path: Path) -> None:
     hostile = "</script><img src=x onerror=alert(1)>"
     write_model(tmp_path / "c", tp=1, tensors={hostile: torch.zeros(2, 2)})
