@@ -240,6 +240,8 @@ def _summary(read: _Read) -> str:
             for label, text in texts.items()
             if text and _NOT_ISOLATED not in text and _WITHHELD not in text
         }
+        if set(texts.values()) <= {_WITHHELD, ""}:
+            continue  # it says nothing
         best = "" if _WITHHELD in texts.values() else min(medians, key=lambda label: medians[label], default="")
         cells.append((row.name, *(f"**{text}**" if label == best else text for label, text in texts.items())))
     heads = [f"{one} (async: nvrx)" if nvrx and [one] == newest else one for one in baselines]
@@ -333,6 +335,8 @@ def _tools(read: _Read) -> str:
     about = read.parts.get("tools", {})
     compared = about.get("compared_with", {})
     rows = []
+    if not about:
+        return "Not measured yet.\n"
     for label, values in read.results["samples"].get("tools", {}).get("s", {}).items():
         other = compared.get(label, "")
         ratio = read.ratio("tools", "s", label, other) if other else ""

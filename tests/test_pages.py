@@ -142,6 +142,19 @@ def test_outputs_that_pages_show_are_real(page: str, example_run: Path, capsys: 
         assert printed == wanted, f"{page}: {line}"
 
 
+def test_the_quick_start_of_the_readme_runs(example_run: Path) -> None:
+    (block,) = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    install, *rest = block.splitlines()
+    assert install.startswith("pip install .")
+    (example_run / "examples").symlink_to(ROOT / "examples")
+    command = ["sh", "-ec", "\n".join(rest)]
+    ended = subprocess.run(command, cwd=example_run, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "2 complete" in ended.stdout
+    assert "identical: " in ended.stdout
+    assert (example_run / "try" / "page.html").exists()
+
+
 def code_text() -> str:
     """The package's code, the pieces of each message joined."""
     texts = (path.read_text() for path in sorted((ROOT / "mcore_ckpt").rglob("*.py")))
@@ -292,6 +305,16 @@ SHORT = {
 
 def test_tables_are_those_of_the_results() -> None:
     assert tables.changed(ROOT) == [], "run `python scripts/bench.py --tables`"
+
+
+def test_a_row_of_withheld_figures_alone_is_left_out() -> None:
+    results = json.loads((ROOT / "docs" / "benchmark.json").read_text())
+    of_loads = results["samples"]["dense"]["cold s"]
+    assert "large tensors: load, cold" in tables.one(results, "summary")
+    for label in of_loads:
+        of_loads[label] = [0.1, 0.2, 0.9]
+    assert "large tensors: load, cold" not in tables.one(results, "summary")
+    assert tables.one({**results, "parts": {"dense": results["parts"]["dense"]}}, "tools") == "Not measured yet.\n"
 
 
 def test_a_contender_of_another_folder_is_measured_with_the_package_there(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from mcore_ckpt.commands import _shell
 from mcore_ckpt.commands.cli import main, make_parser
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import parse_size
@@ -233,3 +235,22 @@ def test_keys_cannot_act_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFix
     assert "\x1b" not in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "c"), "--tensors", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tensors"][0]["fqn"] == evil
+
+
+def test_on_a_narrow_terminal_no_line_is_too_long_and_one_is_no_plural(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    write_model(tmp_path / "run" / "iter_0000007", tp=1, tensors={"w": torch.zeros(2)})
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("7")
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(_shell, "is_terminal", lambda stream: True)
+    monkeypatch.chdir(tmp_path)
+    for words in ("list run", "inspect run", "inspect run --files", "inspect run --tensors", "cat run w", "verify run"):
+        assert main(words.split()) == 0
+        shown = capsys.readouterr().out
+        assert re.search(r"\b1 (tensors|chunks|files|objects|items|checkpoints|iterations|ranks)", shown) is None, shown
+        if words.startswith(("list", "inspect run --")):
+            rows = [line for line in shown.splitlines() if not line.startswith("run")]
+            assert max(map(len, rows)) <= 60, shown

@@ -114,7 +114,10 @@ class TestCat:
         assert main(["cat", str(checkpoint), KEY, "--stats", "--slice", "0:2, :3", "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert np.array(shown["values"]) == pytest.approx(tensor[0:2, :3].numpy(), rel=1e-6)
-        stats = shown["stats"]
+        assert shown["stats"]["elements"] == 6
+        assert shown["stats"]["maximum"] == pytest.approx(float(tensor[0:2, :3].max()))
+        assert main(["cat", str(checkpoint), KEY, "--stats", "--json"]) == 0
+        stats = json.loads(capsys.readouterr().out)["stats"]
         assert stats["elements"] == tensor.numel()
         assert stats["minimum"] == pytest.approx(float(tensor.min()))
         assert stats["mean"] == pytest.approx(float(tensor.double().mean()), rel=1e-6)
