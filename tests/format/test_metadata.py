@@ -72,7 +72,7 @@ def test_missing_place_is_an_error_or_a_listed_problem() -> None:
     [
         ([], r"holds no \.metadata, so there is no finished checkpoint"),
         ([".mcore_ckpt_incomplete"], "a save into it was interrupted"),
-        (["iter_0000010/.metadata", "iter_0000020/.metadata"], r"2 iterations; give one of them, .*iter_0000020"),
+        (["iter_0000010/.metadata", "iter_0000020/.metadata"], r"2 checkpoints; give one of them, .*iter_0000020"),
     ],
 )
 def test_where_there_is_no_index_it_is_said_what_there_is(tmp_path: Path, files: list[str], words: str) -> None:
