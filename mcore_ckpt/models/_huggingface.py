@@ -14,11 +14,13 @@ computed when it is read.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import re
 import threading
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +29,7 @@ from typing import Any, Final
 import numpy as np
 
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
+from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import StorePath, checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry, object_key
 from mcore_ckpt.format.metadata_read import read_small_file
@@ -41,14 +43,26 @@ from mcore_ckpt.models._foreign import (
     plan_optimizer,
     refuse_another,
 )
-from mcore_ckpt.models._sources import Opened, parse_json
+from mcore_ckpt.models._sources import (
+    CONFIG,
+    POINTER,
+    TRANSFORMERS_FILE,
+    WEIGHTS,
+    Opened,
+    parse_json,
+    read_config,
+    some,
+)
 from mcore_ckpt.models.families._registry import (
+    as_built,
     compare_settings,
+    contradictions,
     family_named,
     family_of_arguments,
     family_of_config,
     launch_notes,
 )
+from mcore_ckpt.models.families._settings import count
 from mcore_ckpt.models.families._table import Family, Link, Model, Naming, Relation, relate
 from mcore_ckpt.models.options import ExportOptions, ImportOptions
 from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, SourceFiles, arguments_of, in_dtype
@@ -70,16 +84,23 @@ from mcore_ckpt.tools.keys import is_optimizer_key, read_plain_state
 from mcore_ckpt.tools.payloads import StoredPayload, StoredPayloads, check_tiled, read_box
 from mcore_ckpt.tools.regrid import as_numbers
 
-_MODEL_CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
-_MAX_CONFIG_BYTES = 16 * 1024**2
 _MAX_MODEL_FILE_BYTES = 256 * 1024**2
 _STATE = "optimizer.state"
-# What lies next to the weights of a model of the Hugging Face libraries.
-_MODEL_FILES = (
-    "config.json generation_config.json tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json "
-    "added_tokens.json vocab.json vocab.txt merges.txt chat_template.json chat_template.jinja spiece.model"
+_TP = "tensor_model_parallel_size"
+# What lies next to the weights of a model of the Hugging Face libraries, and goes along with others.
+_COMPANIONS = (
+    "generation_config.json *tokenizer* *vocab* merges.txt special_tokens_map.json added_tokens.json chat_template* "
+    "additional_chat_templates/*.jinja *.model *.model.v* *.tiktoken tekken.json *processor_config.json bpe.codes "
+    "byte_maps.json dict.txt emoji.json normalizer.json word_pronunciation.json word_shape.json"
 ).split()
+_TEMPLATES = "additional_chat_templates"
+# What a configuration says of weights that an export does not have, and why.
+_NOT_WRITTEN: Mapping[str, str] = {
+    "num_nextn_predict_layers": "no layers that predict further tokens are written",
+    TRANSFORMERS_FILE: "the weights have their usual names",
+    "quantization_config": "the weights are plain",
+}
 # Any of which makes a directory one that `AutoTokenizer.from_pretrained` can load a tokenizer from.
 _TOKENIZER_FILES = "tokenizer.json tokenizer.model tokenizer_config.json vocab.json vocab.txt spiece.model".split()
 
@@ -115,8 +136,13 @@ def export_model(index: CheckpointIndex, options: ExportOptions) -> Conversion:
     files = SourceFiles(index)
     keys = [key for key in index.tensors if not is_optimizer_key(key)]
     check_tiled(index, keys)
-    arguments = arguments_of(read_plain_state(index))
-    notes: list[str] = []
+    stored = arguments_of(read_plain_state(index))
+    arguments = as_built(stored, forwarded=options.rope_forwarded)
+    notes = [
+        f"the stored argument {name} is {value!r:.80}; config.json says {built}, with which pretrain_gpt.py builds the "
+        "model whatever that option says. A job whose script gives it to GPTModel needs --rope-forwarded"
+        for name, value, built in contradictions(stored, arguments)
+    ]
     prefix = prefix_of(keys) or ""
     names = {key.removeprefix(prefix): key for key in keys}
     embedding = index.tensors.get(prefix + EMBEDDING)
@@ -126,10 +152,13 @@ def export_model(index: CheckpointIndex, options: ExportOptions) -> Conversion:
             "lists what there is"
         )
     padded = embedding.shape[0]
+    companions, left_out = dict[str, bytes](), list[str]()
     if options.hf_config is not None:
-        config = _read_config(checkpoint_path(options.hf_config))
-        where = str(checkpoint_path(options.hf_config) / _MODEL_CONFIG)
+        config, companions, left_out = _original(checkpoint_path(options.hf_config))
+        where = str(checkpoint_path(options.hf_config) / CONFIG)
         family = family_of_config(config, where) if options.arch == "auto" else family_named(options.arch)
+        said = family.model(config).sizes["vocab"]
+        config = {**config, "vocab_size": _rows_of(said, arguments, padded, options.vocab_size, where, notes)}
     else:
         if not arguments:
             raise OptionError(
@@ -138,14 +167,7 @@ def export_model(index: CheckpointIndex, options: ExportOptions) -> Conversion:
             )
         where = f"{index.path}: its stored arguments"
         family = family_of_arguments(arguments, index.path) if options.arch == "auto" else family_named(options.arch)
-        vocabulary = token_count(arguments)
-        if vocabulary is None or vocabulary > padded:
-            vocabulary = padded
-            notes.append(
-                f"the stored arguments do not tell the vocabulary's size: all {padded} rows of the embedding are "
-                "taken, padding included; a config.json of the model (--hf-config) tells it"
-            )
-        config = family.config(arguments, vocabulary)
+        config = family.config(arguments, _rows_of(None, arguments, padded, options.vocab_size, where, notes))
     config = {**config, "model_type": config.get("model_type", family.model_type)}
     config.setdefault("architectures", [family.architecture])
     model = family.model(config)
@@ -175,11 +197,36 @@ def export_model(index: CheckpointIndex, options: ExportOptions) -> Conversion:
             config=config,
             arguments=arguments,
             notes=tuple(notes),
-            left_out=(f"{optimizer} keys of the optimizer's state",) if optimizer else (),
+            left_out=(*([f"{optimizer} keys of the optimizer's state"] * (optimizer > 0)), *left_out),
         ),
-        carry=lambda target: _write_model_files(target, config, tensors, options),
-        carried=_MODEL_FILES,
+        carry=lambda target: _write_model_files(target, config, tensors, companions),
+        carried=(*companions, CONFIG, _GENERATION_CONFIG),
     )
+
+
+def _rows_of(
+    said: int | None, arguments: Mapping[str, Any], padded: int, meant: int | None, where: str, notes: list[str]
+) -> int:
+    """How many of the `padded` rows are tokens of the model that is made: as is `meant`, or its configuration has
+    `said`, or stored arguments do. Raises `OptionError` where the two differ, or so many rows are not stored.
+    """
+    least = most = token_count(arguments) or 0
+    if not 0 < most <= padded:  # not known: at least as many as Megatron pads to so many rows
+        unit = count(arguments, "make_vocab_size_divisible_by", padded) * count(arguments, _TP, 1)
+        least, most = 1 if padded % unit else padded - unit + 1, padded
+    rows = (said or most) if meant is None else meant
+    if rows > padded or (meant is None and not least <= rows <= most):
+        what = "rows of tokens would be lost" if rows < least else "rows of padding would become tokens"
+        raise OptionError(
+            f"{where}: vocab_size is {rows}, and the checkpoint has {least} tokens{' or more' * (least < most)} in "
+            f"{padded} rows: {what}. Say how many the model is to have (--vocab-size {least}). Nothing was written"
+        )
+    if meant is None and least < most:
+        notes.append(
+            f"the stored arguments do not tell the vocabulary's size: of the embedding's {padded} rows the model gets "
+            f"{rows}; --vocab-size or a config.json (--hf-config) tells how many are no padding"
+        )
+    return rows
 
 
 def _by_hf_key(relation: Relation, names: Mapping[str, str]) -> dict[str, list[Part]]:
@@ -241,41 +288,64 @@ def _compare_tensors(
             )
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / _MODEL_CONFIG
-    if not storage_at(directory, follow_links=True).exists(_MODEL_CONFIG):
-        raise CheckpointNotFoundError(f"{path}: no such file; expected the configuration of a Hugging Face model")
-    content = read_small_file(directory, _MODEL_CONFIG, _MAX_CONFIG_BYTES, follow_links=True)
-    document = parse_json(content, str(path))
-    if not isinstance(document, dict):
-        raise CorruptCheckpointError(f"{path}: expected settings by name, got {type(document).__name__}")
-    return document
+def _original(directory: Path) -> tuple[dict[str, Any], dict[str, bytes], list[str]]:
+    """The configuration of the model that an export is to be like, without what is not true of the weights that are
+    written; files that go along; what does not.
+    """
+    config, storage = read_config(directory), storage_at(directory, follow_links=True)
+    left_out = [f"{name} of {CONFIG} ({why})" for name, why in _NOT_WRITTEN.items() if config.pop(name, None)]
+    names = [*storage.sizes(), *(f"{_TEMPLATES}/{name}" for name in storage_at(directory / _TEMPLATES).list())]
+    names = [name for name in names if name != CONFIG and not name.startswith(".") and not name.endswith(WEIGHTS)]
+    code = {name for name in names if name.endswith(".py")}
+    files: dict[str, bytes] = {}
+    documents = {CONFIG: config}
+    for name in names:
+        if name in code or any(fnmatch.fnmatchcase(name, pattern) for pattern in _COMPANIONS):
+            files[name] = read_small_file(directory, name, _MAX_MODEL_FILE_BYTES, follow_links=True)
+        if name.endswith(f"_{CONFIG}") and b'"auto_map"' in files.get(name, b""):
+            documents[name] = parse_json(files[name], str(directory / name))
+    for name, document in documents.items():
+        if not _modules(document.get("auto_map")) <= code:
+            left_out.append(f"auto_map of {name} (its code is not in {directory})")
+            del document["auto_map"]
+            document.pop("architectures", None)  # which are those of that code
+            files |= {name: _json(document)} if name != CONFIG else {}
+    pointers = [name for name, content in files.items() if content.startswith(POINTER)]
+    if pointers:
+        left_out.append(f"{some(pointers)} (pointers of Git LFS in place of the files; git lfs pull)")
+    unused = set() if any("auto_map" in document for document in documents.values()) else code
+    files = {name: content for name, content in files.items() if name not in {*pointers, *unused}}
+    others = [name for name in (*names, *(f"{name}/" for name in storage.folders())) if name not in files]
+    others = [name for name in others if name not in pointers and not name.startswith((".", _TEMPLATES))]
+    if others:
+        left_out.append(f"{some(others)} of {directory} (only configuration, tokenizer and its code go along)")
+    return config, files, left_out
+
+
+def _modules(classes: Any) -> set[str]:
+    """The files that an `auto_map` names classes in; one of another model is none of these."""
+    if isinstance(classes, (dict, list)):
+        return set().union(*map(_modules, classes.values() if isinstance(classes, dict) else classes))
+    return set() if classes is None else {f"{str(classes).rpartition('.')[0]}.py"}
 
 
 def _write_model_files(
-    target: Target, given: Mapping[str, Any], tensors: list[Exported], options: ExportOptions
+    target: Target, given: Mapping[str, Any], tensors: list[Exported], files: Mapping[str, bytes]
 ) -> None:
     """What else belongs to the weights; `config.json` last, since nothing is loaded without it."""
-    # What most elements are: norms and routers may be kept in another.
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for tensor in tensors:
-        sizes[tensor.entry.dtype] = sizes.get(tensor.entry.dtype, 0) + tensor.nbytes
-    dtype = max(sizes, key=lambda name: sizes[name])
-    config = {name: value for name, value in given.items() if name != "quantization_config"}  # it is plain
-    config["dtype" if "dtype" in config else "torch_dtype"] = dtype
-    carried = set()
-    if options.hf_config is not None:
-        directory = checkpoint_path(options.hf_config)
-        there = storage_at(directory, follow_links=True).sizes()
-        for name in _MODEL_FILES:
-            if name != _MODEL_CONFIG and name in there:
-                target.put(name, read_small_file(directory, name, _MAX_MODEL_FILE_BYTES, follow_links=True))
-                carried.add(name)
-    if _GENERATION_CONFIG not in carried:
-        document: dict[str, Any] = {"_from_model_config": True}
-        document |= {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
-        target.put(_GENERATION_CONFIG, json.dumps(document, indent=2, sort_keys=True).encode() + b"\n")
-    target.put(_MODEL_CONFIG, json.dumps(config, indent=2, sort_keys=True).encode() + b"\n")
+        sizes[tensor.entry.dtype] += tensor.nbytes
+    # What most elements are: norms and routers may be kept in another.
+    config = {**given, "dtype" if "dtype" in given else "torch_dtype": sizes.most_common(1)[0][0]}
+    generation: dict[str, Any] = {"_from_model_config": True}
+    generation |= {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+    for name, content in {_GENERATION_CONFIG: _json(generation), **files, CONFIG: _json(config)}.items():
+        target.put(name, content)
+
+
+def _json(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, indent=2, sort_keys=True).encode() + b"\n"
 
 
 # --- from Hugging Face
@@ -286,8 +356,8 @@ def import_model(opened: Opened, options: ImportOptions) -> Conversion:
     stored, directory = opened.payloads, opened.directory
     layout = layout_of(options)
     model_directory = directory if options.hf_config is None else checkpoint_path(options.hf_config)
-    config = _read_config(model_directory)
-    where = str(model_directory / _MODEL_CONFIG)
+    config = read_config(model_directory)
+    where = str(model_directory / CONFIG)
     family = family_of_config(config, where) if options.arch == "auto" else family_named(options.arch)
     family = family.of_keys(stored.index.tensors)
     model = family.model(config)
@@ -328,7 +398,7 @@ def import_model(opened: Opened, options: ImportOptions) -> Conversion:
         "padded_vocab_size": padded,
         "make_vocab_size_divisible_by": options.vocabulary_multiple,
         "transformer_impl": options.transformer_impl,
-        "tensor_model_parallel_size": layout.tp,
+        _TP: layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.expert_tp,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,11 +32,14 @@ _MAX_AXES = 64
 # What the reference implementation allows.
 _MAX_HEADER_BYTES = 100_000_000
 _NAMES = {entry.safetensors: name for name, entry in DTYPES.items() if entry.safetensors}
+# Where in a larger tensor each of a file's begins, as DCP notes it in the metadata; and that one is not at its start.
+_SHARDING = "DCP_SHARDING_INFO"
+_INSIDE = re.compile(r'"saved_offsets":[^]]*[1-9]')
 
 
 def read_safetensors(directory: Path, name: str) -> dict[str, FileRange]:
     """The tensors of one file, by name; each number is checked against the file. `CorruptCheckpointError` unless each
-    name is there once, and the tensors follow one another without holes or overlaps.
+    name is there once, and the tensors follow one another without holes or overlaps; `OptionError` for slices of some.
     """
     path = directory / name
     with storage_at(directory, follow_links=True).open_reader(name) as reader:
@@ -47,7 +51,7 @@ def read_safetensors(directory: Path, name: str) -> dict[str, FileRange]:
     header = parse_json(text, str(path))
     if not isinstance(header, dict):
         raise CorruptCheckpointError(f"{path}: its header is no JSON object; fetch the file again")
-    header.pop(METADATA_KEY, None)
+    metadata = header.pop(METADATA_KEY, None)
     tensors = {key: _tensor(path, name, key, fields, 8 + length, size_bytes) for key, fields in header.items()}
     stop, previous = 8 + length, ""
     for key, raw in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
@@ -61,6 +65,13 @@ def read_safetensors(directory: Path, name: str) -> dict[str, FileRange]:
         raise CorruptCheckpointError(
             f"{path}: its tensors end at byte {stop}, the file at {size_bytes}: tensors are missing from its header; "
             "fetch the file again"
+        )
+    noted = str(metadata.get(_SHARDING, "")) if isinstance(metadata, dict) else ""
+    if (noted and name.startswith("shard-")) or _INSIDE.search(noted):
+        raise OptionError(
+            f"{path}: holds slices of tensors ({_SHARDING}), as DCP's HuggingFaceStorageWriter leaves them on each "
+            "rank, and no file says how many ranks there were. Put the files of all of them together by torch's "
+            "consolidate_safetensors_files"
         )
     return tensors
 
@@ -80,9 +91,24 @@ def parse_json(text: bytes, where: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
+        if text.startswith(POINTER):
+            refuse_text(where, text)
         raise CorruptCheckpointError(
             f"{where}: not JSON ({type(error).__name__}: {error}); fetch the file again"
         ) from error
+
+
+POINTER = b"version https://git-lfs.github.com/"
+"""How the text begins that Git LFS has in place of a large file."""
+
+
+def refuse_text(where: object, head: bytes) -> None:
+    """Raise `CorruptCheckpointError` where a file that holds tensors begins as text does."""
+    first = head[:100].decode(errors="replace").partition("\n")[0]
+    if len(first) >= 8 and first.isprintable():
+        is_pointer = head.startswith(POINTER)
+        what = "a pointer of Git LFS, not the file; fetch that (git lfs pull)" if is_pointer else "fetch the file again"
+        raise CorruptCheckpointError(f"{where}: is a text file, which begins {first!r}: {what}")
 
 
 def _tensor(path: Path, name: str, key: str, fields: Any, first: int, size_bytes: int) -> FileRange:
@@ -113,7 +139,21 @@ ImportFormat = Literal["safetensors", "torch", "dcp"]
 
 # Of an index file, some hundred bytes for each key.
 _MAX_INDEX_BYTES = 256 * 1024**2
+CONFIG = "config.json"
+_MAX_CONFIG_BYTES = 16 * 1024**2
 _TORCH_ENDINGS = (".bin", ".pt", ".pth")
+_INDEX = ".index.json"
+WEIGHTS = (".safetensors", *_TORCH_ENDINGS, ".ckpt", ".gguf", ".h5", ".msgpack", _INDEX)
+"""How files of weights end, those of other libraries among them."""
+
+# What `transformers` looks for in a directory, in this order.
+_MODEL_FILES = [name + end for name in ("model.safetensors", "pytorch_model.bin") for end in ("", _INDEX)]
+TRANSFORMERS_FILE = "transformers_weights"
+"""A setting of `config.json`, which names another one."""
+# What training, adapters, other libraries and other systems leave next to weights, as far as names tell.
+_BESIDE = ("._", "adapter_", "consolidated", "optimizer", "random_states", "rng_state", "scheduler", "training_args")
+_NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})\.\w+$")
+_SHOWN = 5
 
 
 class Opened(NamedTuple):
@@ -128,9 +168,10 @@ class Opened(NamedTuple):
 
 def open_model(directory: Path, rename: Sequence[RenameRule]) -> Opened:
     """A model of others, in whichever format it is; raises what `open_source` raises."""
-    kind, stored, others = open_source(directory, rename)
+    kind, stored, left_out, objects = open_source(directory, rename, is_model=True)
     settings = stored_settings(stored, directory) if kind == "dcp" else OptimizerSettings()
-    return Opened(directory, kind, stored, list(map(no_tensor, others_than_settings(others))), settings)
+    others = map(no_tensor, others_than_settings(objects))
+    return Opened(directory, kind, stored, [*left_out, *others], settings)
 
 
 def no_tensor(key: str) -> str:
@@ -138,57 +179,91 @@ def no_tensor(key: str) -> str:
     return f"{key} (no tensor)"
 
 
-def open_source(source: Path, rename: Sequence[RenameRule]) -> tuple[ImportFormat, StoredPayloads, list[str]]:
-    """What is there, its tensors under their new keys, and the keys of what is no tensor. Raises
-    `CheckpointNotFoundError` and `OptionError` where there is nothing, or nothing is left of it.
+def open_source(
+    source: Path, rename: Sequence[RenameRule], *, is_model: bool = False
+) -> tuple[ImportFormat, StoredPayloads, list[str], list[str]]:
+    """What is there, its tensors under their new keys, files that are left out, and keys of what is no tensor.
+    `is_model`: a configuration may name the file. Raises `CheckpointNotFoundError` and `OptionError` where there is
+    nothing, or nothing is left of it; `CorruptCheckpointError` for a part of it.
     """
     if storage_at(source).exists(METADATA_FILE):
         index = read_index(source)
         names = _new_names(index.tensors, rename, source)
         check_tiled(index, names)
-        return "dcp", StoredPayloads(_renamed(index, names), stored=index), list(index.objects)
+        return "dcp", StoredPayloads(_renamed(index, names), stored=index), [], list(index.objects)
     directory = source if storage_at(source).is_directory() else source.parent
     storage = storage_at(directory, follow_links=True)
-    files, mapped = _files(source, storage)
-    for file in files:
-        storage.size(file)  # raises for what is no regular file: a pipe would never end
+    files, mapped, left_out = _files(source, storage, is_model)
     kind: ImportFormat = "safetensors" if files[0].endswith(".safetensors") else "torch"
     tensors: dict[str, FileRange] = {}
-    left_out: list[str] = []
+    others: list[str] = []
     for file in files:
+        with storage.open_reader(file) as reader:  # raises for what is no regular file: a pipe would never end
+            refuse_text(directory / file, reader.read(0, min(100, reader.size_bytes)))
         found = read_safetensors(directory, file) if kind == "safetensors" else None
         if found is None:
-            found, others = read_torch_file(storage, file)
-            left_out += others
+            found, more = read_torch_file(storage, file)
+            others += more
+        empty = [key for key in rename_keys(found, rename) if found[key].shape == (0,) and "float" in found[key].dtype]
+        if empty:
+            raise CorruptCheckpointError(
+                f"{directory / file}: {len(empty)} tensors have no elements, the first {empty[0]}: DeepSpeed's ZeRO-3 "
+                "leaves such placeholders on each rank. Gather the values (zero_to_fp32.py), or drop keys by --rename"
+            )
         twice = tensors.keys() & found.keys()
         if twice:
             raise CorruptCheckpointError(f"{directory / file}: {min(twice)} is in another of the files too")
         tensors.update(found)
     _check_mapped(mapped, {key: at.file for key, at in tensors.items()}, source)
     names = _new_names(tensors, rename, source)
-    return kind, FilePayloads(directory, {new: tensors[old] for old, new in names.items()}, storage), left_out
+    return kind, FilePayloads(directory, {new: tensors[old] for old, new in names.items()}, storage), left_out, others
 
 
-def _files(source: Path, storage: Storage) -> tuple[list[str], dict[str, str]]:
-    """The files to read: one, or those of an index, or all of one kind; and the file of each key, if an index says.
-    `storage` is that of the directory.
+def _files(source: Path, storage: Storage, is_model: bool) -> tuple[list[str], dict[str, str], list[str]]:
+    """The files to read: one, or those that `transformers` takes, or all of one kind; the file of each key, if an index
+    says; and files of weights that are left out. `storage` is that of the directory.
     """
     if storage.location != storage_at(source).location:
         if not storage.exists(source.name):
             raise CheckpointNotFoundError(f"{source}: no such file or directory")
-        return [source.name], {}
+        return [source.name], {}, []
     names = storage.list()
+    named = read_config(source).get(TRANSFORMERS_FILE) if is_model and CONFIG in names else None
+    chosen = [name for name in (named, *_MODEL_FILES) if name in names][:1]
     for ending in (".safetensors", *_TORCH_ENDINGS):
-        indexes = [name for name in names if name.endswith(f"{ending}.index.json")]
-        if len(indexes) == 1:
-            mapped = _weight_map(source / indexes[0])
-            return sorted(set(mapped.values())), mapped
-        files = [name for name in names if name.endswith(ending)]
-        if files:
-            return files, {}
-    raise CheckpointNotFoundError(
-        f"{source}: nothing to import: expected *.safetensors, *.bin, *.pt or *.pth files, or a DCP checkpoint"
-    )
+        of_kind = [name for name in names if name.endswith(ending)]
+        chosen = chosen or [name for name in of_kind if not name.startswith(_BESIDE)] or of_kind
+    if not chosen:
+        raise CheckpointNotFoundError(
+            f"{source}: nothing to import: expected *.safetensors, *.bin, *.pt or *.pth files, or a DCP checkpoint"
+        )
+    first, mapped = chosen[0], dict[str, str]()
+    if first.endswith(_INDEX):
+        mapped = _weight_map(source / first)
+        chosen = sorted(set(mapped.values()))
+    numbered = [found for name in chosen if (found := _NUMBERED.search(name))]
+    if numbered and not mapped and len({found[1] for found in numbered}) < int(numbered[0][2]):
+        raise CorruptCheckpointError(f"{source}: of {numbered[0][2]} files not all are there; fetch the others, too")
+    left = [name for name in names if name.endswith(WEIGHTS) and name not in {first, *chosen}]
+    taken = first if mapped or len(chosen) == 1 else f"{len(chosen)} others"
+    return chosen, mapped, [f"{some(left)} (the model is in {taken})"] if left else []
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of them."""
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The configuration of a Hugging Face model; raises `CheckpointNotFoundError` and `CorruptCheckpointError`."""
+    path = directory / CONFIG
+    if not storage_at(directory, follow_links=True).exists(CONFIG):
+        raise CheckpointNotFoundError(f"{path}: no such file; expected the configuration of a Hugging Face model")
+    document = parse_json(read_small_file(directory, CONFIG, _MAX_CONFIG_BYTES, follow_links=True), str(path))
+    if not isinstance(document, dict):
+        raise CorruptCheckpointError(f"{path}: expected settings by name, got {type(document).__name__}")
+    return document
 
 
 def _weight_map(path: Path) -> dict[str, str]:

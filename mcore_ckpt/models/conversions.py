@@ -191,7 +191,7 @@ def _plan_dcp(index: CheckpointIndex, names: Mapping[str, str], objects: list[st
 
 def _import_tensors(source: Path, options: ImportOptions) -> Conversion:
     """The same keys and tensors, and a common state that may be empty."""
-    kind, payloads, left_out = open_source(source, options.rename)
+    kind, payloads, *left_out = open_source(source, options.rename)
     try:
         return import_conversion(
             payloads,
@@ -205,7 +205,7 @@ def _import_tensors(source: Path, options: ImportOptions) -> Conversion:
                 for key, entry in payloads.index.tensors.items()
             ),
             rules=options.rules,
-            left_out=tuple(left_out),
+            left_out=(*left_out[0], *left_out[1]),
         )
     except BaseException:
         payloads.close()

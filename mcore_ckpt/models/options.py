@@ -79,7 +79,7 @@ class ExportOptions(ConversionOptions):
         "safetensors": "dtype rename only max_shard_bytes",
         "torch": "dtype rename only max_shard_bytes",
         "dcp": "dtype rename only",
-        "hf": "dtype max_shard_bytes arch hf_config",
+        "hf": "dtype max_shard_bytes arch hf_config vocab_size rope_forwarded",
     }
 
     max_shard_bytes: int = option(
@@ -96,6 +96,8 @@ class ExportOptions(ConversionOptions):
     hf_config: str | None = option(
         None, "directory to take config.json and tokenizer files from; checked against shapes", metavar="DIR"
     )
+    vocab_size: int | None = option(None, "tokens of the model, if stored and config.json's differ", metavar="N")
+    rope_forwarded: bool = option(False, "the job's script gave GPTModel its rotary options; pretrain_gpt.py does not")
 
     def normal(self) -> dict[str, Any]:
         most = parse_size(self.max_shard_bytes)

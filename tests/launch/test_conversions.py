@@ -6,7 +6,6 @@ Launches resume from what was converted with losses that are equal to the last b
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,10 @@ import mcore_ckpt
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.models.logits import check_logits
 from mcore_ckpt.tools.diff import diff_checkpoints
-from tests.launch.pretrain import launch, tracked_iteration
+from tests.launch.pretrain import launch, megatron_lm, tracked_iteration
+from tests.models import test_table as table
+from tests.support.hf_models import SMALL, HfCase, hf_logits, make_hf_model, tokens
+from tests.support.models import megatron_version
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -42,10 +44,7 @@ def test_what_a_launch_has_trained_is_that_model_there_and_back(launches: Path, 
     assert check.difference < 1e-5 * check.scale
 
     # The launch's tokenizer has one token more than it is told, with which documents end: all rows go out and come in.
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "whole" / "config.json").write_text(json.dumps({**config, "vocab_size": 1024}))
-    export_checkpoint(trained, tmp_path / "all-rows", to="hf", hf_config=tmp_path / "whole")
+    export_checkpoint(trained, tmp_path / "all-rows", to="hf", vocab_size=1024)
     start = tmp_path / "start" / "release"
     import_checkpoint(tmp_path / "all-rows", start, kind="hf", tp=2, pp=1, transformer_impl="local")
     again = ["--finetune", "--train-iters", "3", *_LLAMA]
@@ -177,3 +176,50 @@ def test_an_imported_optimizer_goes_on_as_if_it_had_never_stopped(launches: Path
             load = ["--load", str(place / f"{name}-imported"), *more]
             on = launch(side, 2, [*arguments, *load], place / f"{name}-{side}")  # type: ignore[arg-type]
             assert on.losses == later, (name, side)
+
+
+_JOB = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 300 --num-workers 0 --micro-batch-size 2 "
+    "--global-batch-size 2 --lr 1e-3 --train-iters 1 --eval-iters 0 --transformer-impl local --distributed-backend "
+    "gloo --attention-backend unfused --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-bias-dropout-fusion --no-persist-layer-norm --no-rope-fusion --ckpt-format torch_dist "
+    "--use-checkpoint-args --finetune"
+).split()
+_LATENT = {**SMALL, **table.LATENT_ATTENTION, "first_k_dense_replace": 1, "q_lora_rank": 24}
+_LATENT |= {"n_group": 4, "topk_group": 2, "rope_parameters": {**table.YARN, "original_max_position_embeddings": 4096}}
+_LINEAR = {**SMALL, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}
+_LLAMA32 = {**SMALL, "rope_parameters": {**table.LLAMA3, "rope_theta": 500000.0, "factor": 32.0}}
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "without_effect_up_to"),
+    [
+        ("Qwen3Config", {**SMALL, "head_dim": 16, "rms_norm_eps": 1e-2}, None),
+        ("Starcoder2Config", {**SMALL, "sliding_window": 8, "hidden_act": "gelu"}, None),
+        ("DeepseekV3Config", _LATENT, None),
+        ("LlamaConfig", _LINEAR, (0, 18)),
+        ("LlamaConfig", _LLAMA32, (0, 19)),
+    ],
+    ids="norms gelu latent linear llama3".split(),
+)
+def test_a_job_with_the_options_that_a_note_advises_has_the_model(
+    config: str, settings: dict[str, Any], without_effect_up_to: tuple[int, int] | None, launches: Path, tmp_path: Path
+) -> None:
+    """Or the note names the last Megatron-LM that parses such an option, and builds another model."""
+    pytest.importorskip("transformers", reason="transformers makes the model: pip install 'mcore-ckpt[dev]'")
+    make_hf_model(HfCase("model", config, settings), tmp_path / "hf")
+    torch.save(tokens(300), tmp_path / "tokens.pt")
+    start = launches / f"advised-{config}-{without_effect_up_to}"
+    options, *notes = import_checkpoint(tmp_path / "hf", start / "release", kind="hf", transformer_impl="local").notes
+    advised = options.partition("give the job ")[2].partition(", too")[0].split()
+    script = megatron_lm() / "pretrain_gpt.py"
+    job = [*_JOB, "--load", str(start), *advised]
+    launch("stock", 1, job, start / "job", {"LAUNCH_LOGITS": str(tmp_path)}, tree=script)
+    expected, logits = hf_logits(tmp_path / "hf", 300), torch.load(tmp_path / "logits.pt")[..., :300]
+    same = bool((logits - expected).abs().max() < 1e-5 * expected.abs().max())
+    if without_effect_up_to is None:
+        assert same
+        assert not notes
+    else:
+        assert same is (megatron_version() > without_effect_up_to)
+        assert "Megatron-LM up to {}.{} parses".format(*without_effect_up_to) in notes[0]

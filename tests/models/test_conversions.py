@@ -29,6 +29,7 @@ from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.reshard import conversion
 from mcore_ckpt.reshard.options import parse_rename_rules
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
+from mcore_ckpt.reshard.weight_files import safetensors_header
 from mcore_ckpt.tools.payloads import StoredPayloads
 from mcore_ckpt.tools.verify import verify_checkpoint
 from tests.support.local_files import contents, flip
@@ -251,6 +252,32 @@ class TestNothingIsLost:
         (source / "sub" / "x.safetensors").write_bytes(safetensors_file({"a": (0, 4)}, 4))
         (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": mapped}))
         refused(source, CorruptCheckpointError, says)
+
+    @pytest.mark.parametrize("name", ["shard-00001-model-00001-of-00001", "renamed"])
+    def test_slices_of_tensors_are_no_tensors(self, tmp_path: Path, name: str) -> None:
+        """As DCP's HuggingFaceStorageWriter(save_distributed=True) leaves them, on a node of several."""
+        offsets = {"a": {"saved_offsets": [0, 0]}, "b": {"saved_offsets": [3 if name == "renamed" else 0, 0]}}
+        metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"}
+        header, _ = safetensors_header([("a", "float32", (4, 4)), ("b", "float32", (3, 1))], metadata)
+        file = tmp_path / "s" / f"{name}.safetensors"
+        file.parent.mkdir()
+        file.write_bytes(header + bytes(76))
+        for source in (file, file.parent):
+            refused(source, OptionError, "slices of tensors .DCP_SHARDING_INFO., .*consolidate_safetensors_files")
+
+    def test_parts_of_a_set_are_refused(self, tmp_path: Path) -> None:
+        zero3, first = tmp_path / "zero3", tmp_path / "first"
+        zero3.mkdir()
+        first.mkdir()
+        for rank in range(2):
+            module = {"w": torch.empty(0), "_extra_state": torch.empty(0, dtype=torch.uint8)}
+            torch.save({"module": module}, zero3 / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        refused(zero3, CorruptCheckpointError, r"1 tensors have no elements, the first module\.w: DeepSpeed's ZeRO-3")
+        (zero3 / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+        refused(zero3, CorruptCheckpointError, "the first module.w: DeepSpeed's ZeRO-3")
+        import_checkpoint(zero3, tmp_path / "rest", rename=parse_rename_rules("module.w -", "r"))
+        (first / "x-00001-of-00002.safetensors").write_bytes(safetensors_file({"a": (0, 4)}, 4))
+        refused(first, CorruptCheckpointError, "of 00002 files not all are there")
 
     def test_a_damaged_torch_file(self, tmp_path: Path) -> None:
         """torch.load compares no checksum of what it maps."""

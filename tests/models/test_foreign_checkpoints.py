@@ -93,6 +93,7 @@ def nemo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import_checkpoint(root / "model", root / "megatron", kind="hf", tp=2, pp=2)
     export_checkpoint(root / "megatron", root / "files")
     write_hf(root / "more", {"optimizer.state.exp_avg.module.output_layer.weight": torch.ones(256, HIDDEN)})
+    (root / "files" / "model.safetensors").rename(root / "files" / "first.safetensors")
     (root / "files" / "more.safetensors").write_bytes((root / "more" / "model.safetensors").read_bytes())
     torch.save({"global_step": 7, "pytorch-lightning_version": "2.4.0"}, root / "common.pt")
     rename = [RenameRule(re.compile("^(?!optimizer)"), "module.")]

@@ -171,7 +171,11 @@ def test_the_same_model_comes_back(model: Path, checkpoint: Path, tmp_path: Path
     assert others == {"config.json", "generation_config.json", *(["tokenizer.json"] if config else [])}
     generation = (tmp_path / "back" / "generation_config.json").read_text()
     assert (generation == "generation_config.json") is config
-    assert report.notes == report.left_out == ()
+    left = ["quantization_config of config.json (the weights are plain)", f"notes.txt of {beside} (only"]
+    assert report.notes == ()
+    assert [line[: len(text)] for line, text in zip(report.left_out, left[: 2 * config], strict=True)] == left[
+        : 2 * config
+    ]
 
 
 def test_layers_with_numbers_and_other_layouts(model: Path, tmp_path: Path) -> None:
@@ -290,6 +294,172 @@ def test_a_configuration_of_another_model_is_refused(
         (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(error, match=match):
         export_checkpoint(checkpoint, tmp_path / "e", to="hf", hf_config=tmp_path)
+
+
+def with_arguments(checkpoint: Path, target: Path, **arguments: Any) -> Path:
+    """A copy with other stored arguments; None: without that one."""
+    shutil.copytree(checkpoint, target)
+    common = torch.load(target / "common.pt", weights_only=False)
+    common["args"] = Namespace(**{k: v for k, v in {**vars(common["args"]), **arguments}.items() if v is not None})
+    torch.save(common, target / "common.pt")
+    assert main(["repair", "--accept-common-state", str(target), "-q"]) == 0
+    return target
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_an_export_states_the_rotary_factor_that_the_job_has_built(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`pretrain_gpt.py` parses --rope-scaling-factor, and never gives it to the model."""
+    job = str(with_arguments(checkpoint, tmp_path / "c", use_rope_scaling=True, rope_scaling_factor=32.0, world_size=2))
+    original = tmp_path / "original"
+    original.mkdir()
+    (original / "config.json").write_text(json.dumps({**CONFIG, "rope_scaling": LLAMA3}))
+    for target, words, factor in (("plain", (), 8.0), ("forwarded", ("--rope-forwarded", "--hf-config"), 32.0)):
+        given = [str(original)] if "--hf-config" in words else []
+        assert main(["export", job, str(tmp_path / target), "--to", "hf", *words, *given]) == 0
+        assert json.loads((tmp_path / target / "config.json").read_text())["rope_scaling"]["factor"] == factor
+        noted = "rope_scaling_factor is 32.0; config.json says 8.0" in capsys.readouterr().out
+        assert noted is (factor == 8.0)
+    with pytest.raises(OptionError, match=r"says 32\.0 where .* rope_scaling_factor is 8\.0 .*--rope-forwarded"):
+        export_checkpoint(job, tmp_path / "refused", to="hf", hf_config=original)
+
+
+@pytest.mark.parametrize(
+    ("stored", "said", "words"),
+    [
+        ({}, 48, "48, and the checkpoint has 50 tokens in 256 rows: rows of tokens would be lost.*--vocab-size 50"),
+        ({}, 64, "rows of padding would become tokens"),
+        ({}, 300, "300, and the checkpoint has 50"),
+        # A job with a tokenizer stores no number; Megatron pads it to the next multiple.
+        ({"vocab_size": None, "make_vocab_size_divisible_by": 32}, 192, "has 193 tokens or more in 256 rows"),
+        ({"vocab_size": None, "make_vocab_size_divisible_by": 32}, 200, ""),
+        ({}, 50, ""),
+    ],
+)
+def test_rows_of_the_vocabulary_are_not_lost_or_made(
+    checkpoint: Path, tmp_path: Path, stored: dict[str, Any], said: int, words: str
+) -> None:
+    source, original = with_arguments(checkpoint, tmp_path / "c", **stored), tmp_path / "original"
+    original.mkdir()
+    (original / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": said}))
+    if words:
+        with pytest.raises(OptionError, match=words):
+            export_checkpoint(source, tmp_path / "e", to="hf", hf_config=original)
+        if said > 256:
+            return
+    meant = {"vocab_size": said} if words else {}
+    report = export_checkpoint(source, tmp_path / "e", to="hf", hf_config=original, **meant)
+    tensors = read_by_definition(tmp_path / "e" / "model.safetensors")
+    assert tensors["lm_head.weight"].shape == tensors["model.embed_tokens.weight"].shape == (said, HIDDEN)
+    assert json.loads((tmp_path / "e" / "config.json").read_text())["vocab_size"] == said
+    assert bool(report.notes) is (bool(stored) and not words)
+
+
+def test_what_belongs_to_the_weights_goes_along_and_the_rest_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    original, code = tmp_path / "original", {"AutoConfig": "own.Config", "AutoTokenizer": ["own.Slow", None]}
+    (original / "additional_chat_templates").mkdir(parents=True)
+    config = {**CONFIG, "auto_map": code, "num_nextn_predict_layers": 1, "transformers_weights": "other.safetensors"}
+    (original / "config.json").write_text(json.dumps(config))
+    (original / "tokenizer_config.json").write_text(json.dumps({"a": 1, "auto_map": {"AutoTokenizer": "gone.Own"}}))
+    taken = (
+        "tokenizer.json qwen.tiktoken tekken.json sentencepiece.bpe.model tokenizer.model.v3 merges.txt own.py other.py"
+    )
+    taken_too = "additional_chat_templates/tool_use.jinja preprocessor_config.json"
+    left = "README.md model.safetensors ._tokenizer.json training_args.bin"
+    for name in f"{taken} {taken_too} {left}".split():
+        (original / name).write_text("{}")
+    (original / "vocab.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n")
+    report = export_checkpoint(checkpoint, tmp_path / "e", to="hf", hf_config=original)
+    found = {str(path.relative_to(tmp_path / "e")) for path in (tmp_path / "e").rglob("*") if path.is_file()}
+    made = {"config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json"}
+    assert found == {*f"{taken} {taken_too}".split(), *made}
+    written = json.loads((tmp_path / "e" / "config.json").read_text())
+    assert written["auto_map"] == code
+    assert not {"num_nextn_predict_layers", "transformers_weights"} & written.keys()
+    assert json.loads((tmp_path / "e" / "tokenizer_config.json").read_text()) == {"a": 1}
+    assert [line.partition(" (")[0].partition(" of ")[0] for line in report.left_out] == [
+        "num_nextn_predict_layers",
+        "transformers_weights",
+        "auto_map",
+        "vocab.json",
+        "README.md",
+    ]
+    (original / "own.py").unlink()
+    export_checkpoint(checkpoint, tmp_path / "without", to="hf", hf_config=original)
+    assert "auto_map" not in json.loads((tmp_path / "without" / "config.json").read_text())
+    assert not list((tmp_path / "without").glob("*.py"))
+
+
+WHOLE, FIRST, SECOND = "model.safetensors", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX, BIN = f"{WHOLE}.index.json", "pytorch_model.bin"
+
+
+@pytest.mark.parametrize(
+    ("right", "beside", "taken"),
+    [
+        ([WHOLE], [INDEX, FIRST], WHOLE),  # a stale index
+        ([FIRST, SECOND, INDEX], [BIN], INDEX),  # a whole file beside an index
+        ([BIN], ["training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"], BIN),
+        ([WHOLE], ["adapter_model.safetensors", "adapter_model.bin"], WHOLE),
+        ([WHOLE], ["consolidated.safetensors", "consolidated.00.pth"], WHOLE),
+        ([WHOLE], ["model.fp16.safetensors", "pytorch_model.fp16.bin"], WHOLE),
+        ([FIRST, SECOND, INDEX], ["model.fp16.safetensors.index.json", f"{BIN}.index.json"], INDEX),
+        ([WHOLE], [f"._{WHOLE}", f"._{INDEX}"], WHOLE),
+        (["weights.safetensors"], ["adapter_model.safetensors", "optimizer.safetensors"], "weights.safetensors"),
+    ],
+    ids="stale whole training adapter consolidated precision indexes apple unusual".split(),
+)
+def test_the_files_of_a_model_are_those_that_transformers_takes(
+    tmp_path: Path, right: list[str], beside: list[str], taken: str
+) -> None:
+    source, tensors = tmp_path / "m", model_tensors()
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(CONFIG))
+    for name in beside:  # another model's, or what cannot be read at all
+        if name.endswith(".safetensors") and not name.startswith("._"):
+            write_hf(tmp_path / name, model_tensors(1))
+            shutil.copy(tmp_path / name / WHOLE, source / name)
+        else:
+            (source / name).write_text(json.dumps({"weight_map": {"model.norm.weight": FIRST}}))
+    keys, halves = list(tensors), [name for name in right if name != INDEX]
+    mapped = {key: halves[number % len(halves)] for number, key in enumerate(keys)}
+    for name in halves:
+        own = {key: tensors[key] for key in keys if mapped[key] == name}
+        if name == BIN:
+            torch.save(own, source / name)
+        else:
+            write_hf(tmp_path / name, own)
+            shutil.copy(tmp_path / name / WHOLE, source / name)
+    if INDEX in right:
+        (source / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": mapped}))
+    report = import_checkpoint(source, tmp_path / "c", kind="hf")
+    assert report.left_out == (f"{', '.join(sorted(beside))} (the model is in {taken})",)
+    assert_same(exported(tmp_path / "c", tmp_path / "e"), tensors)
+
+
+def test_a_configuration_names_the_file_for_transformers(tmp_path: Path) -> None:
+    source = write_hf(tmp_path / "m", model_tensors(1), {**CONFIG, "transformers_weights": "other.safetensors"})
+    shutil.copy(write_hf(tmp_path / "other", model_tensors()) / WHOLE, source / "other.safetensors")
+    import_checkpoint(source, tmp_path / "c", kind="hf")
+    assert_same(exported(tmp_path / "c", tmp_path / "e"), model_tensors())
+
+
+@pytest.mark.parametrize("name", [WHOLE, INDEX, BIN, "config.json"])
+def test_a_pointer_in_place_of_a_file_is_called_that(tmp_path: Path, name: str) -> None:
+    source = write_hf(tmp_path / "m", model_tensors())
+    if name != "config.json":
+        (source / WHOLE).unlink()
+    (source / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4976698672\n")
+    refused(source, CorruptCheckpointError, f"{name}: is a text file, .*git-lfs.*: a pointer of Git LFS")
 
 
 @pytest.mark.timeout(60)

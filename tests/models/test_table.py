@@ -9,6 +9,7 @@ import ast
 import copy
 import importlib.util
 import math
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.models.families._registry import (
     FAMILIES,
+    as_built,
     compare_settings,
     family_named,
     family_of_arguments,
@@ -269,22 +271,97 @@ def test_settings_from_anywhere_are_taken_or_refused(data: st.DataObject) -> Non
         family.model(family.config(arguments, 100))
 
 
-def test_what_a_launch_does_not_take_from_a_checkpoint_is_said() -> None:
-    llama, qwen, deepseek = (family_named(name) for name in ("llama", "qwen3", "deepseek-v3"))
-    config = {**CONFIGS["llama"], "rms_norm_eps": 1e-5}
-    assert launch_notes(llama.arguments(config)) == ()
-    (note,) = launch_notes(llama.arguments({**config, "rope_scaling": {**LLAMA3, "factor": 32.0}}))
-    assert "give the job --use-rope-scaling --rope-scaling-factor 32.0, too" in note
-    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    (note,) = launch_notes(llama.arguments({**config, "rope_scaling": scaling}))
-    assert "no options for YaRN" in note
-    (note,) = launch_notes(qwen.arguments(CONFIGS["qwen3"]))
-    assert "give the job --norm-epsilon 1e-06 --qk-layernorm, too" in note
-    (note,) = launch_notes(family_named("mistral").arguments(CONFIGS["mistral"]))
-    assert "--window-size 15,0" in note
-    options, *fixed = launch_notes(deepseek.arguments({**CONFIGS["deepseek-v3"], "rope_scaling": YARN}))
-    assert "--rope-type yarn --rotary-scaling-factor 40.0 --mscale-all-dim 1.0" in options
-    assert ["original_max_position_embeddings=16" in note for note in fixed] == [True]
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("llama", {"rms_norm_eps": 1e-5}, ()),
+        ("qwen3", {}, ("give the job --norm-epsilon 1e-06 --qk-layernorm, too",)),
+        ("mistral", {}, ("--window-size 15,0",)),
+        ("starcoder2", {"hidden_act": "gelu"}, ("--no-bias-gelu-fusion",)),
+        (
+            "gemma",
+            {},
+            ("--apply-layernorm-1p", "has to set gated_linear_unit=True, .*, embeddings times"),
+        ),
+        (
+            "gpt-oss",
+            {},
+            ("--no-bias-gelu-fusion .* --no-yarn-correction-range-round-to-int,", r"yarn_\*"),
+        ),
+        (
+            "llama",
+            {"rope_scaling": {**LLAMA3, "factor": 32.0}},
+            (
+                "--use-rope-scaling --rope-scaling-factor 32.0, too",
+                r"to 0\.19 parses --rope-scaling-factor 32\.0, and builds GPTModel with rope_scaling_factor=8\.0 all ",
+            ),
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+            (
+                "--rotary-seq-len-interpolation-factor 4, too",  # the parser refuses 4.0
+                r"up to 0\.18 parses .*seq_len_interpolation_factor=None .* args\.rotary_seq_len_interpolation_factor",
+            ),
+        ),
+        (
+            "deepseek-v3",
+            {"rope_scaling": YARN},
+            (
+                "--moe-router-score-function sigmoid .*--rope-type yarn --rotary-scaling-factor 40.0 --mscale-all-dim",
+                "has to set original_max_position_embeddings=16 in",
+            ),
+        ),
+        ("deepseek-v2", {}, ("--rope-type rope, too",)),
+    ],
+)
+def test_what_a_launch_does_not_take_from_a_checkpoint_is_said(
+    name: str, settings: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    """That these options have the effect is shown by tests/launch."""
+    notes = launch_notes(family_named(name).arguments({**CONFIGS[name], **settings}))
+    assert len(notes) == len(words)
+    for note, text in zip(notes, words, strict=True):
+        assert re.search(text, note), note
+
+
+_JOB = {"world_size": 8, "position_embedding_type": "rope", "multi_latent_attention": False}
+_NEW = {"yarn_beta_fast": None}  # as jobs of Megatron-LM 0.19 store it
+
+
+@pytest.mark.parametrize(
+    ("stored", "forwarded", "built"),
+    [
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0, **_JOB}, False, {"factor": 8.0}),
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0, **_JOB, **_NEW}, False, {"factor": 8.0}),
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0, **_JOB}, True, {"factor": 32.0}),
+        ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, False, {"factor": 32.0}),  # of an import
+        ({"rotary_seq_len_interpolation_factor": 4, **_JOB}, False, None),
+        ({"rotary_seq_len_interpolation_factor": 4, **_JOB}, True, {"rope_type": "linear", "factor": 4.0}),
+        ({"rotary_seq_len_interpolation_factor": 4, **_JOB, **_NEW}, False, {"rope_type": "linear", "factor": 4.0}),
+        (
+            {
+                **_JOB,
+                **_NEW,
+                "position_embedding_type": "yarn",
+                "rotary_scaling_factor": 4.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.0,
+                "yarn_original_max_position_embeddings": 16,
+            },
+            False,
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0},
+        ),
+    ],
+)
+def test_a_jobs_arguments_are_those_that_its_model_has(
+    stored: dict[str, Any], forwarded: bool, built: dict[str, Any] | None
+) -> None:
+    llama = family_named("llama")
+    arguments = {**llama.arguments(CONFIGS["llama"]), **stored}
+    scaling = llama.config(as_built(arguments, forwarded=forwarded), 100)["rope_scaling"]
+    assert (scaling is None) is (built is None)
+    assert not built or built.items() <= scaling.items()
 
 
 def test_unknown_names_are_answered_with_the_known_ones() -> None:

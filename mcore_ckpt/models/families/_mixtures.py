@@ -303,6 +303,7 @@ GPT_OSS = DECODER(
         "swiglu": False,
         "quick_geglu": True,
         "glu_linear_offset": 1.0,
+        "bias_gelu_fusion": False,  # fused, Megatron-Core (0.16, 0.19) clamps before it adds the bias
     },
     traits="RMSNorm quick_geglu num_experts add_qkv_bias add_bias_linear window_size",
     model_of=_gpt_oss_model,

@@ -253,11 +253,12 @@ FAMILIES: tuple[Family, ...] = (
 )
 """In the order in which arguments are compared with them."""
 
-# Megatron's arguments that `--use-checkpoint-args` does not take from a checkpoint (Megatron-LM 0.16, 0.19), with what
-# a job has without the option, which is called as they are but for this one.
-_OPTION_NAMES = {"layernorm_epsilon": "norm_epsilon"}
+# Megatron's arguments that some Megatron-LM from 0.12 to 0.19 does not take with `--use-checkpoint-args`, with what a
+# job has without the option. `yarn_*` are of YaRN outside of latent attention, and options from 0.19 on.
 _LAUNCH_DEFAULTS: Mapping[str, Any] = {
-    "layernorm_epsilon": 1e-5,
+    "norm_epsilon": 1e-5,
+    "apply_layernorm_1p": False,
+    "bias_gelu_fusion": True,
     "qk_layernorm": False,
     "window_size": None,
     "window_attn_skip_freq": None,
@@ -270,6 +271,9 @@ _LAUNCH_DEFAULTS: Mapping[str, Any] = {
     "rope_scaling_factor": 8.0,
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
+    "moe_router_score_function": "softmax",
+    "moe_router_enable_expert_bias": False,
+    "moe_router_topk_scaling_factor": None,
     "moe_shared_expert_gate": False,
     "multi_latent_attention": False,
     "q_lora_rank": None,
@@ -281,35 +285,83 @@ _LAUNCH_DEFAULTS: Mapping[str, Any] = {
     "rotary_scaling_factor": 1.0,
     "mscale": 1.0,
     "mscale_all_dim": 0.0,
+    "yarn_rotary_scaling_factor": 1.0,
+    "yarn_original_max_position_embeddings": 4096,
+    "yarn_beta_fast": 32,
+    "yarn_beta_slow": 1,
+    "yarn_mscale": None,
+    "yarn_mscale_all_dim": None,
+    "yarn_correction_range_round_to_int": True,
 }
-# Those for which a job has no option, with what Megatron-Core takes.
-_FIXED_IN_LAUNCHES: Mapping[str, Any] = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+# Those whose option `pretrain_gpt.py` parses without giving it to `GPTModel`, up to this Megatron-LM: with what it
+# builds, and with what the model calls it.
+_PARSED_ONLY: Mapping[str, tuple[Any, str, str]] = {
+    "rope_scaling_factor": (8.0, "rope_scaling_factor", "0.19"),
+    "rotary_seq_len_interpolation_factor": (None, "seq_len_interpolation_factor", "0.18"),
+}
+# Those without an option: with what `pretrain_gpt.py` builds, and with what a script has to set otherwise.
+_FIXED_IN_LAUNCHES: Mapping[str, tuple[Any, str]] = {
+    "original_max_position_embeddings": (4096, "original_max_position_embeddings={}"),
+    "beta_fast": (32, "beta_fast={}"),
+    "beta_slow": (1, "beta_slow={}"),
+    "gated_linear_unit": (False, "gated_linear_unit={}, activation_func=partial(gelu, approximate='tanh')"),
+    "scale_embeddings_by_hidden_size": (False, "embeddings times the square root of hidden_size"),
+}
+
+
+def _option(name: str, value: Any) -> str:
+    """The option by which a job gets an argument. Some of YaRN are called as those of latent attention."""
+    latent = name.removeprefix("yarn_")
+    option = f"--{'no_' * (value is False)}{latent if latent in _LAUNCH_DEFAULTS else name}".replace("_", "-")
+    if name == "rotary_seq_len_interpolation_factor" and value == int(value):
+        value = int(value)  # which is all that its parser takes
+    shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value).replace(" ", "")
+    return option if isinstance(value, bool) else f"{option} {shown}"
 
 
 def launch_notes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     """What has to be said to who launches a model with these arguments: options that it has to be given, and others."""
-    options = []
+    options, notes = {}, []
     for name, default in _LAUNCH_DEFAULTS.items():
-        value = arguments.get(name, default)
-        if value != default:
-            option = f"--{_OPTION_NAMES.get(name, name).replace('_', '-')}"
-            shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value).replace(" ", "")
-            options.append(option if value is True else f"{option} {shown}")
-    notes = []
+        value, alike = arguments.get(name, default), COMPUTATION.get(name, ())
+        if value != default and not (value in alike and default in alike):
+            options[name] = _option(name, value)
     if options:
-        notes.append(f"--use-checkpoint-args does not take all: give the job {' '.join(options)}, too")
+        notes.append(f"--use-checkpoint-args does not take all: give the job {' '.join(options.values())}, too")
     notes += [
-        f"pretrain_gpt.py has no option for {name}={arguments[name]!r}, and builds the model with {fixed}, which is "
-        "another one; a job has to set it in the model's configuration"
-        for name, fixed in _FIXED_IN_LAUNCHES.items()
-        if arguments.get(name, fixed) != fixed
+        f"pretrain_gpt.py of Megatron-LM up to {last} parses {options[name]}, and builds GPTModel with {parameter}="
+        f"{built} all the same: the job's script has to give it args.{name}, and exports then need --rope-forwarded"
+        for name, (built, parameter, last) in _PARSED_ONLY.items()
+        if name in options
+    ]
+    settings = [
+        text.format(arguments[name])
+        for name, (built, text) in _FIXED_IN_LAUNCHES.items()
+        if arguments.get(name, built) != built
     ]
     if arguments.get("position_embedding_type") == "yarn":
+        settings.append("the stored arguments yarn_* (for which Megatron-LM has options from 0.19 on)")
+    if settings:
         notes.append(
-            "pretrain_gpt.py has no options for YaRN outside of latent attention: a job has to set the stored "
-            "arguments yarn_* in the model's configuration"
+            "pretrain_gpt.py has no option for what this model has, and builds another one: the job's script has to "
+            f"set {', '.join(settings)} in the model's configuration"
         )
     return tuple(notes)
+
+
+def as_built(arguments: Mapping[str, Any], *, forwarded: bool = False) -> dict[str, Any]:
+    """Stored arguments as the model has them: of a job, as `pretrain_gpt.py` builds it, or (`forwarded`) a script that
+    gives it all its rotary options; those that an import has stored say what the model is.
+    """
+    found = dict(arguments)
+    is_new = "yarn_beta_fast" in arguments  # of Megatron-LM from 0.19 on
+    if "world_size" in arguments:
+        for name in () if forwarded else _PARSED_ONLY.keys() & arguments.keys():
+            built, _, last = _PARSED_ONLY[name]
+            found[name] = arguments[name] if is_new and last != "0.19" else built
+        if is_new and arguments.get("position_embedding_type") == "yarn" and not _is_latent(arguments):
+            found |= {f"yarn_{name}": setting(arguments, f"yarn_{name}", name) for name in YARN_DEFAULTS[""]}
+    return found
 
 
 def family_named(name: str) -> Family:
@@ -357,6 +409,8 @@ def compare_settings(
         name, value, other = found[0]
         more = f" (and {', '.join(name for name, _, _ in found[1:])})" if found[1:] else ""
         has = "nothing of the kind" if other is None else f"{other!r:.80}"
+        if name in _PARSED_ONLY:
+            more += " (what pretrain_gpt.py builds; --rope-forwarded if this job's script passes its options on)"
         if given:
             raise OptionError(
                 f"{where}: says {has} where the checkpoint's stored argument {name} is {value!r:.80}{more}; it belongs "

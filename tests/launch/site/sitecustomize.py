@@ -6,6 +6,7 @@ spawn. Nothing happens until `megatron.core` is imported, so that the processes 
 Environment:
     LAUNCH_RECORD: folder for `rank<N>.jsonl`, one line for each event; no recording where it is not set.
     LAUNCH_KILL: `rank:event:iteration`; that rank ends itself by SIGKILL when it has recorded this event.
+    LAUNCH_LOGITS: folder with `tokens.pt`; instead of training, what the model makes of them is put in `logits.pt`.
     LAUNCH_FAULT: set to `masters`, rank 1 does what `_keeps_masters` says, which Megatron once did wrong after a load.
 """
 
@@ -136,6 +137,24 @@ def _record_losses(module: Any) -> None:
     module.training_log = log
 
 
+def _compute_logits(module: Any) -> None:
+    """End with what the model that was built and loaded makes of the tokens that there are, before any training."""
+    import torch
+
+    folder, set_up = Path(os.environ["LAUNCH_LOGITS"]), module.setup_model_and_optimizer
+
+    def set_up_and_compute(*args: Any, **kwargs: Any) -> None:
+        (model,), *_ = set_up(*args, **kwargs)
+        tokens = torch.load(folder / "tokens.pt")
+        positions = torch.arange(tokens.shape[1]).unsqueeze(0).expand_as(tokens)
+        mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1]).triu(1).bool()
+        with torch.no_grad():
+            torch.save(model.eval()(tokens, positions, mask), folder / "logits.pt")
+        raise SystemExit
+
+    module.setup_model_and_optimizer = set_up_and_compute
+
+
 def _record_methods(owner: Any, names: Sequence[str], describe: Callable[..., dict[str, Any]]) -> None:
     for name in names:
         if name in vars(owner):
@@ -197,6 +216,33 @@ def _norms_of_sequences(module: Any) -> None:
     module.WrappedTorchNorm.__new__ = make_marked
 
 
+def _latent_core(module: Any) -> None:
+    """Latent attention gives its core sizes that Megatron's own one has no arguments for."""
+    make = module.DotProductAttention.__init__
+
+    def make_of_sizes(self: Any, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if v_channels:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    module.DotProductAttention.__init__ = make_of_sizes
+
+
+def _latent_without_engine(module: Any) -> None:
+    """Latent attention takes what stands in for Transformer Engine for the real one."""
+    module.HAVE_TE = False
+
+
+def _tables_on_cpu(module: Any) -> None:
+    """YaRN makes its tables of positions on a device that it asks for by number."""
+    make = module.YarnRotaryEmbedding.__init__
+
+    def make_here(self: Any, *args: Any, use_cpu_initialization: bool = False, **kwargs: Any) -> None:
+        make(self, *args, use_cpu_initialization=True, **kwargs)
+
+    module.YarnRotaryEmbedding.__init__ = make_here
+
+
 def _offloads(module: Any) -> None:
     """To the optimizer that is offloaded all parameters are on a GPU: it copies them to the host."""
     import torch
@@ -227,8 +273,11 @@ _AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": _offloads,
     "megatron.core.transformer.moe.token_dispatcher": _splits_are_numbers,
     "megatron.core.transformer.torch_norm": _norms_of_sequences,
+    "megatron.core.transformer.dot_product_attention": _latent_core,
+    "megatron.core.transformer.multi_latent_attention": _latent_without_engine,
+    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": _tables_on_cpu,
     "megatron.core.optimizer.distrib_optimizer": _loads_float32,
-    "megatron.training.training": _record_losses,
+    "megatron.training.training": _compute_logits if "LAUNCH_LOGITS" in os.environ else _record_losses,
     "megatron.core.dist_checkpointing.strategies.torch": _record_strategies,
     "mcore_ckpt.megatron.strategy": _record_strategies,
 }
