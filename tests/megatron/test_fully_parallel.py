@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import mcore_ckpt
 from mcore_ckpt import LoadError, LoadOptions, SaveOptions
-from mcore_ckpt.dcp.reader import FileSystemReader
 from mcore_ckpt.format.integrity import data_file_of
 from mcore_ckpt.format.metadata_read import read_index
+from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.megatron._fully_parallel import distributed, flags_of, tell
 from tests.megatron.trap_ranks import counted, installed
 from tests.support.gloo_ranks import made, run_megatron_ranks
@@ -174,7 +174,7 @@ def _fail(rank: int, root: Path) -> list[str]:
     def cannot_read(*args: Any) -> Any:
         raise LoadError("this is not here")
 
-    for owner, name in ((serialization, "load_common"), (FileSystemReader, "_read")):
+    for owner, name in ((serialization, "load_common"), (CheckpointReader, "_read")):
         with pytest.MonkeyPatch.context() as patched:
             if rank == 3:
                 patched.setattr(owner, name, cannot_read)
