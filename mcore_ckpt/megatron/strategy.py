@@ -198,7 +198,7 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
         )
         transaction = begin_save(sharded_state_dict, request, coordination_group(), self._structure)
         try:
-            if transaction.plan is not None:
+            if not transaction.skipped:
                 self.validated_cache_reuse = transaction.plan.reused
             yield transaction
         except BaseException:

@@ -61,7 +61,7 @@ def take_of_another_save(a: Path, b: Path) -> None:
 USES: list[Callable[[Path], object]] = [
     load_common,
     lambda directory: read_plain_state(read_index(directory)),
-    lambda directory: reshard_checkpoint(directory, directory.with_name("target"), tp=2, pp=1),
+    lambda directory: reshard_checkpoint(directory, directory.with_name("target"), tp=2, pp=1, allow_whole=True),
 ]
 
 
@@ -99,7 +99,7 @@ def test_a_listing_from_before_the_publish_does_not_make_it_missing(a: Path, mon
     assert load_common(a) == common(1)
     assert accept_common_file(a) is None
     assert read_plain_state(read_index(a))
-    reshard_checkpoint(a, a.with_name("target"), tp=2, pp=1)
+    reshard_checkpoint(a, a.with_name("target"), tp=2, pp=1, allow_whole=True)
     assert (a.with_name("target") / COMMON_FILE).exists()
 
 
@@ -135,7 +135,7 @@ def test_it_comes_back_from_a_copy_of_the_same_save(a: Path, saves: tuple[Path, 
 
 MADE: dict[str, Callable[[Path, Path], object]] = {
     "removed": lambda a, made: remove_tensors(Path(shutil.copytree(a, made)), "b"),
-    "resharded": lambda a, made: reshard_checkpoint(a, made, tp=2, pp=1),
+    "resharded": lambda a, made: reshard_checkpoint(a, made, tp=2, pp=1, allow_whole=True),
     "imported": lambda a, made: import_checkpoint(a, made, common=a / COMMON_FILE),
 }
 

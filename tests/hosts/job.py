@@ -103,17 +103,17 @@ def _loads(folder: Path) -> None:
     from megatron.core import dist_checkpointing
 
     import mcore_ckpt
-    from mcore_ckpt.dcp.reader import FileSystemReader
+    from mcore_ckpt.load.reader import CheckpointReader
 
-    read = FileSystemReader._read
+    read = CheckpointReader._read
 
-    def stays(self: FileSystemReader, plan: Any) -> None:
+    def stays(self: CheckpointReader, plan: Any) -> None:
         _tell(folder, reads=True)
         time.sleep(_stays_s())
         read(self, plan)
 
     if platform.node() == os.environ["STAYS"]:
-        FileSystemReader._read = stays  # type: ignore[method-assign]
+        CheckpointReader._read = stays  # type: ignore[method-assign]
     make = dist_checkpointing.ShardedTensor.from_rank_offsets
     directory = folder / "lost"
     if dist.get_rank() == 0:

@@ -106,12 +106,12 @@ def test_what_is_read_of_two_saves_is_refused_on_all_ranks(tmp_path: Path) -> No
 def replaced_under_a_load(rank: int, directory: Path) -> str:
     """With `on_damaged="go_back"`: a checkpoint that is replaced is not damaged, and no older one is loaded."""
     dist_checkpointing = installed()
-    from mcore_ckpt.dcp.reader import FileSystemReader
+    from mcore_ckpt.load.reader import CheckpointReader
 
     run = directory / "run"
     dist_checkpointing.save(state(1), made(run / "iter_0000001"))
     named, replace = two_saves(run)
-    return refused(named, (FileSystemReader, "_read", replaced_first(replace, FileSystemReader._read)))
+    return refused(named, (CheckpointReader, "_read", replaced_first(replace, CheckpointReader._read)))
 
 
 def test_what_is_replaced_under_a_load_is_not_damaged(tmp_path: Path) -> None:

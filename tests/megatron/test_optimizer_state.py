@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from mcore_ckpt import FileSystemReader, LoadError, MissingKeyError, ShapeMismatchError, load_sharded_optimizer_state
+from mcore_ckpt import LoadError, MissingKeyError, ShapeMismatchError, load_sharded_optimizer_state
 from tests.support.gloo_ranks import run_pretending_ranks, run_ranks
 
 
@@ -145,13 +145,13 @@ def megatron_optimizer(rank: int, path: Path) -> None:
     save(state(5.0), str(path), TorchDistSaveStrategy())
     dist.barrier()
     read = []
-    original = reader.FileSystemReader._read
+    original = reader.CheckpointReader._read
 
-    def counted(self: FileSystemReader, plan: Any) -> None:
+    def counted(self: reader.CheckpointReader, plan: Any) -> None:
         original(self, plan)
         read.append(self.stats.bytes_read)
 
-    reader.FileSystemReader._read = counted  # type: ignore[method-assign]
+    reader.CheckpointReader._read = counted  # type: ignore[method-assign]
     loaded = load_sharded_optimizer_state(state(0.0), path)
     assert (loaded["optimizer"]["exp_avg"] == 5.0).all()
     assert set(loaded) == {"optimizer"}

@@ -197,4 +197,4 @@ def test_a_load_of_buckets_of_another_size_names_the_conversion(tmp_path: Path) 
     [said] = run_ranks(_load_larger, 1, run)
     converted = f"{run}-fully_reshardable"
     command = f"mcore-ckpt reshard {run}/iter_0000030 {converted}/iter_0000030 --optimizer-layout fully_reshardable"
-    assert said.endswith(f"Convert it, for any layout: {command}; then --load {converted} --ckpt-step 30")
+    assert said.endswith(f"Or convert it, for any layout: {command}; then --load {converted} --ckpt-step 30")
