@@ -14,12 +14,9 @@ from __future__ import annotations
 import functools
 import pickle
 import secrets
-import weakref
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -32,8 +29,8 @@ import torch.distributed as dist
 from mcore_ckpt.core.errors import SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.ranks import RankGroup, coordination_group
-from mcore_ckpt.megatron._joint_calls import save_call
 from mcore_ckpt.megatron._versions import MegatronErrors, megatron_module
+from mcore_ckpt.megatron.calls import MegatronSave, current_save, in_progress
 from mcore_ckpt.state.plan_check import Accesses
 from mcore_ckpt.state.shards import is_main_replica, is_sharded_tensor, leaves
 
@@ -49,12 +46,6 @@ class _Agreed:
     name: bytes  # the same on all ranks, and of no other agreement
     distribution: Any  # Megatron's `ShardDistribution`
     mains_are_saved: bool = False  # what the ranks save are the group's main replicas, each once
-
-
-# Of each wrapper. As long as all ranks of its group hold what they held, it stays.
-_agreed: weakref.WeakKeyDictionary[Any, _Agreed] = weakref.WeakKeyDictionary()
-# What Megatron's wrapper is to be told when it asks.
-_found: ContextVar[Any] = ContextVar("_found", default=None)
 
 
 def _served_group(wrapper: Any) -> Callable[[], RankGroup] | None:
@@ -79,8 +70,8 @@ def as_agreed(stock: Any) -> Any:
 
     @functools.wraps(stock)
     def determine_main_replica_uniform_distribution(*args: Any, **kwargs: Any) -> Any:
-        found = _found.get()
-        return stock(*args, **kwargs) if found is None else found
+        call = current_save()
+        return stock(*args, **kwargs) if call is None or call.distribution is None else call.distribution
 
     return determine_main_replica_uniform_distribution
 
@@ -90,9 +81,12 @@ def distributing(stock: Any) -> Any:
 
     @functools.wraps(stock)
     def apply_saving_parallelization(self: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        group_of, call = _served_group(self), save_call()
+        if (call := current_save()) is None:  # not within Megatron's `save`
+            with in_progress(MegatronSave()):
+                return apply_saving_parallelization(self, sharded_state_dict, *args, **kwargs)
+        group_of = _served_group(self)
         if group_of is None:
-            if call is not None and call.meets_in is not None:
+            if call.meets_in is not None:
                 with MegatronErrors():
                     group = call.meets_in()
                     with call.within(group):  # ahead of what Megatron gathers
@@ -102,15 +96,14 @@ def distributing(stock: Any) -> Any:
             return stock(self, sharded_state_dict, *args, **kwargs)
         with MegatronErrors():
             group = group_of()
-            with nullcontext() if call is None else call.within(group):
+            with call.within(group):
                 found = _agree(self, sharded_state_dict, group)
-        if call is not None:
-            call.mains_are_saved |= found.mains_are_saved
-        token = _found.set(found.distribution)
+        call.mains_are_saved |= found.mains_are_saved
+        call.distribution = found.distribution
         try:
             return stock(self, sharded_state_dict, *args, **kwargs)
         finally:
-            _found.reset(token)
+            call.distribution = None
 
     return apply_saving_parallelization
 
@@ -121,7 +114,8 @@ def distributing(stock: Any) -> Any:
 def _agree(wrapper: Any, sharded_state_dict: Any, group: RankGroup) -> _Agreed:
     """What the ranks of a group agreed on last, if all hold what they held; else newly. Raises on all."""
     shards = [leaf for leaf in leaves(sharded_state_dict) if is_sharded_tensor(leaf)]
-    known, place = _agreed.get(wrapper), (group.rank, group.size)
+    known: _Agreed | None
+    known, place = wrapper.base_strategy.agreed_distribution, (group.rank, group.size)
     held: list[tuple[list[Any], ...]] = []
 
     def name() -> bytes:
@@ -135,7 +129,7 @@ def _agree(wrapper: Any, sharded_state_dict: Any, group: RankGroup) -> _Agreed:
     if named:
         assert known is not None
         return known
-    found = _agreed[wrapper] = _chosen(shards, held[0], group)
+    found = wrapper.base_strategy.agreed_distribution = _chosen(shards, held[0], group)
     return found
 
 

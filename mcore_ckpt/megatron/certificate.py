@@ -51,8 +51,8 @@ from mcore_ckpt.load.checks import global_shape
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.load.shards import read_shards
-from mcore_ckpt.megatron._joint_calls import metadata_version
 from mcore_ckpt.megatron._versions import own_version, parallel_layout
+from mcore_ckpt.megatron.calls import metadata_version
 from mcore_ckpt.megatron.serialization import common_object, load_common
 from mcore_ckpt.state.shards import contents, is_main_replica, leaves, leaves_by_kind, local_box
 from mcore_ckpt.state.torch_classes import dtype_name, is_dense

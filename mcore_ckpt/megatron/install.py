@@ -21,7 +21,6 @@ from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.megatron import nvrx
 from mcore_ckpt.megatron._fully_parallel import as_agreed, distributing
-from mcore_ckpt.megatron._joint_calls import checking, noting, synced_load
 from mcore_ckpt.megatron._versions import (
     CHECKPOINTING,
     NEWEST_TESTED,
@@ -35,6 +34,7 @@ from mcore_ckpt.megatron._versions import (
     patches,
     serve_with_numpy_2,
 )
+from mcore_ckpt.megatron.calls import checking, noting, synced_load
 from mcore_ckpt.megatron.contract import CONTRACT, Name
 from mcore_ckpt.megatron.serialization import (
     around_load,

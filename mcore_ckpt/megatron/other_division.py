@@ -35,8 +35,8 @@ from mcore_ckpt.format.parameter_table import (
 from mcore_ckpt.format.versions import member_of
 from mcore_ckpt.load.parameters import BucketReads
 from mcore_ckpt.load.reader import CheckpointReader
-from mcore_ckpt.megatron._joint_calls import LoadCall, load_in_progress, metadata_version, opened_reader
 from mcore_ckpt.megatron._versions import is_first_rank, parallel_sizes, parameter_group_identifiers
+from mcore_ckpt.megatron.calls import MegatronLoad, metadata_version, opened_reader
 from mcore_ckpt.megatron.flat_buckets import OWN_RANGES, JobBuckets
 from mcore_ckpt.state.shards import is_main_replica, is_sharded_object, leaves_by_kind
 
@@ -81,23 +81,22 @@ class _Compared(NamedTuple):
         return _Compared(self.differs or other.differs, self.groups | other.groups)
 
 
-def under_this_division(state: Any, directory: Path) -> Any:
+def under_this_division(state: Any, call: MegatronLoad) -> Any:
     """Within a load, the sharded state dict as it is asked for of that checkpoint; all ranks that load together call
-    this. What is damaged of a table is raised on all of them, before anything is filled.
+    this. What is damaged of a table is raised on all of them, before anything is filled. The call gets what the load
+    needs for it.
     """
-    call = load_in_progress.get()
-    assert call is not None
-    group = RankGroup(None) if call.joint is None else call.joint.group
+    group = call.group or RankGroup(None)
     opened: list[CheckpointReader] = []
 
     def compare() -> _Compared:
-        call.reader = opened_reader(directory, call.options, metadata_version(directory))
+        call.reader = opened_reader(call.directory, call.options, metadata_version(call.directory))
         opened.append(call.reader)
-        return _compared(call.reader, state, is_alone=call.joint is None)
+        return _compared(call.reader, state, is_alone=call.group is None)
 
     def conclude(found: _Compared) -> bool:
         stored = frozenset(flat_buckets(opened[0].index))
-        return found.differs or (call.joint is not None and found.groups not in (frozenset(), stored))
+        return found.differs or (call.group is not None and found.groups not in (frozenset(), stored))
 
     what = "compare the optimizer's flat buckets"
     if not group.run_merged(what, compare, _Compared.merged, conclude, wrap=LoadError):
@@ -153,7 +152,7 @@ def with_own_ranges(state: Any) -> Any:
     return {**state, "optimizer": changed.get(None, changed)} if parts else state
 
 
-def _asked_for(state: Any, reader: CheckpointReader, call: LoadCall) -> Any:
+def _asked_for(state: Any, reader: CheckpointReader, call: MegatronLoad) -> Any:
     changed = with_own_ranges(state)
     parts = _parts(changed)
     shards = leaves_by_kind([part["param_state"] for part in parts.values()])[0]

@@ -16,11 +16,11 @@ from typing import Any
 
 from mcore_ckpt.core.errors import CheckpointError, LoadError
 from mcore_ckpt.core.ranks import without_modes
-from mcore_ckpt.megatron._joint_calls import metadata_version
 from mcore_ckpt.megatron._versions import patches
+from mcore_ckpt.megatron.calls import MegatronLoad, MegatronResume, current_resume, in_progress, metadata_version
 from mcore_ckpt.megatron.flat_buckets import OPTIMIZER, change_optimizer
 from mcore_ckpt.megatron.other_division import FLAT_BUCKETS, SHARDING_TYPE, with_own_ranges
-from mcore_ckpt.megatron.serialization import TRAINING, noted_of_resume, tell_uncertified
+from mcore_ckpt.megatron.serialization import TRAINING, tell_uncertified
 
 
 def change_when_imported() -> None:
@@ -82,8 +82,8 @@ def _certify_module() -> None:
 def _noting(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if (noted := noted_of_resume.get()) is not None:
-            noted[name] = args, kwargs
+        if (resume := current_resume()) is not None:
+            resume.arguments[name] = args, kwargs
         return stock(*args, **kwargs)
 
     return call
@@ -92,16 +92,12 @@ def _noting(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
 def _certified(stock: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     @functools.wraps(stock["load_checkpoint"])
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        if noted_of_resume.get() is not None:  # a third-party function, which is certified, has called it
+        if current_resume() is not None:  # a third-party function, which is certified, has called it
             return stock["load_checkpoint"](*args, **kwargs)
-        noted: dict[str, Any] = {}
-        token = noted_of_resume.set(noted)
-        try:
+        with in_progress(MegatronResume()) as resume:
             result = stock["load_checkpoint"](*args, **kwargs)
-        finally:
-            noted_of_resume.reset(token)
-        if "load" in noted:
-            _certify_resume(stock, noted, kwargs.get("optimizer", *args[1:2]), *result[:2])
+        if (load := resume.load) is not None:
+            _certify_resume(stock, load, resume.arguments, kwargs.get("optimizer", *args[1:2]), *result[:2])
         return result
 
     return load_checkpoint
@@ -109,27 +105,32 @@ def _certified(stock: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
 
 @without_modes()
 def _certify_resume(
-    stock: Mapping[str, Callable[..., Any]], noted: Mapping[str, Any], optimizer: Any, iteration: int, operations: Any
+    stock: Mapping[str, Callable[..., Any]],
+    load: MegatronLoad,
+    arguments: Mapping[str, tuple[Any, Any]],
+    optimizer: Any,
+    iteration: int,
+    operations: Any,
 ) -> None:
     from mcore_ckpt.megatron.certificate import certify
 
-    directory, version, options, process_group = noted["load"]
-    if "generate_state_dict" not in noted:
+    directory, options = load.directory, load.options
+    if "generate_state_dict" not in arguments:
         return tell_uncertified(directory, options, f"`generate_state_dict` of {TRAINING} has been replaced")
-    args, kwargs = noted["generate_state_dict"]
+    args, kwargs = arguments["generate_state_dict"]
     call = inspect.signature(stock["generate_state_dict"]).bind(*args, **kwargs)
     call.apply_defaults()
     given, job = call.arguments, call.arguments["args"]
     flags = [name for name in ("finetune", "no_load_optim", "no_load_rng") if getattr(job, name)]
     reasons = [f"--{name.replace('_', '-')}" for name in flags]
-    reader, handed_out = noted.get("reader"), noted["call"].change_common
+    reader, handed_out = load.filled_by, load.change_common
     has_random = reader is None or any("rng_state/" in key for key in reader.index.objects)
     if given["rng_state"] is None and has_random and not reasons:
         reasons.append("random states of another layout")
 
     def make_state() -> Any:
         if given["rng_state"] is not None:
-            again, named = noted["get_rng_state"]
+            again, named = arguments["get_rng_state"]
             given["rng_state"] = stock["get_rng_state"](*again, **named)
         # As for a save: on its way to a load, an optimizer gives itself states of zeros.
         given["optim_sd_kwargs"] = {**(given["optim_sd_kwargs"] or {}), "is_loading": False}
@@ -144,15 +145,23 @@ def _certify_resume(
         given.update(iteration=iteration)
         state = stock["generate_state_dict"](*call.args, **call.kwargs)
         state["num_floating_point_operations_so_far"] = operations
-        if metadata_version(directory) != version:  # (not earlier: Megatron gathers, with all ranks or none)
+        if metadata_version(directory) != load.version:  # (not earlier: Megatron gathers, with all ranks or none)
             raise LoadError(f"{directory} was replaced while it was loaded")
         if job.finetune or directory.name == "release" or getattr(job, "override_ckpt_iteration", None) is not None:
             del state["args"], state["iteration"]
         return state if handed_out is None else with_own_ranges(state)
 
-    known = {"options": options, "reasons": reasons, "reader": reader, "handed_out": handed_out}
     try:
-        certify(make_state, directory, optimizer, process_group=process_group, **known)
+        certify(
+            make_state,
+            directory,
+            optimizer,
+            process_group=load.process_group,
+            options=options,
+            reasons=reasons,
+            reader=reader,
+            handed_out=handed_out,
+        )
     except CheckpointError as error:
         if options.certify == "raise":
             raise

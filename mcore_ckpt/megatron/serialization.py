@@ -26,8 +26,7 @@ import json
 import os
 import traceback
 from collections.abc import Callable
-from contextvars import ContextVar
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -63,20 +62,22 @@ from mcore_ckpt.format.metadata_read import (
 from mcore_ckpt.format.safe_pickle import load_object, warn_of_refused
 from mcore_ckpt.format.unpickler import NotRebuiltError
 from mcore_ckpt.load.reader import CheckpointReader
-from mcore_ckpt.megatron._joint_calls import (
+from mcore_ckpt.megatron._versions import MegatronErrors, is_first_rank, megatron_module, patches
+from mcore_ckpt.megatron.calls import (
+    MegatronSave,
+    current_load,
+    current_resume,
+    current_save,
     identity_of,
+    in_progress,
     is_ours,
-    join,
-    load_in_progress,
+    joined_load,
     metadata_version,
     note_common,
-    one_load,
     one_save,
     opened_reader,
-    save_call,
     unwrapped,
 )
-from mcore_ckpt.megatron._versions import MegatronErrors, is_first_rank, megatron_module, patches
 from mcore_ckpt.megatron.other_division import declared_reshardable, has_flat_state, under_this_division
 from mcore_ckpt.save.commit import give_up_forgotten_saves, saves_in_progress
 from mcore_ckpt.storage.base import Storage
@@ -88,8 +89,6 @@ _logger = logger_of("mcore_ckpt")
 _PENDING_SUFFIX = ".pending"
 # Common state that cannot be read of a checkpoint that was replaced meanwhile is read of the new one, so often at most.
 _READ_AGAIN = 5
-# Takes the error of `save_config`, where that must not be raised at once.
-_late_errors: ContextVar[list[Exception] | None] = ContextVar("_late_errors", default=None)
 
 
 # Calls of `save` that have not returned, by location: a signal handler or another thread may come between.
@@ -115,13 +114,13 @@ def around_save(strategy_class: type, stock: Any) -> Any:
                     f"{storage}: an earlier call of `save` for this directory has not returned yet; nothing was changed"
                 )
             try:
-                with one_save(args[0] if args else kwargs.get("sharded_strategy"), strategy_class):
-                    request = _with_config_told(partial(stock, sharded_state_dict, checkpoint_dir, *args, **kwargs))
+                with one_save(args[0] if args else kwargs.get("sharded_strategy"), strategy_class) as megatron_save:
+                    request = stock(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+                    if request is None:  # else nothing is written yet
+                        _tell_late_error(megatron_save)
                 if request is not None:
                     callbacks = request.finalize_fns
-                    callbacks[:] = [
-                        fn if hasattr(fn, "save_call") else partial(_with_config_told, fn) for fn in callbacks
-                    ]
+                    callbacks[:] = [fn if hasattr(fn, "save_call") else partial(_finalize, fn) for fn in callbacks]
                 return request
             except BaseException:
                 for begun in saves_in_progress(directory) - before:
@@ -157,7 +156,7 @@ def save_common(common_state_dict: dict[str, Any], checkpoint_dir: str | os.Path
         warn_of_refused(COMMON_FILE, content.getvalue())
         reserve(storage, content.getvalue())
 
-    if (call := save_call()) is not None:
+    if (call := current_save()) is not None:
         call.come()
     coordination_group().run_merged(
         "write the common state", lambda: None, lambda first, _: first, write, wrap=SaveError
@@ -168,38 +167,34 @@ def save_config(config: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
     """Write `metadata.json` when the checkpoint has been published; the first rank calls it. It replaces an older one
     by a rename, if it says something else, and not where another save has published since (`write_config`).
     """
-    storage = storage_at(checkpoint_dir)
+    call, storage = current_save(), storage_at(checkpoint_dir)
     try:
         written = write_config(storage, json.dumps(asdict(config)).encode())
     except Exception as error:
-        late = _late_errors.get()
-        if late is None:
+        if call is None:
             raise
-        late.append(error)
+        call.late_error = error
         return
     if not written:
         _logger.warning("%s: another save has the directory by now; %s stays as it is", storage, CONFIG_FILE)
 
 
-def _with_config_told(call: Callable[[], Any]) -> Any:
-    """Call what lets the first rank write `metadata.json` while the others wait for it; its error is raised on all
-    then. A request of an asynchronous save, which it may return, has written nothing yet.
-    """
-    errors: list[Exception] = []
-    token = _late_errors.set(errors)
-    try:
-        request = call()
-    finally:
-        _late_errors.reset(token)
+def _finalize(callback: Callable[[], Any]) -> None:
+    """A callback at the end of an asynchronous save, in which the first rank may write `metadata.json`."""
+    with in_progress(MegatronSave()) as call:
+        callback()
+    _tell_late_error(call)
+
+
+def _tell_late_error(call: MegatronSave) -> None:
+    """Raise on all ranks what `save_config` has met on the first, while the others waited for it."""
 
     def tell() -> None:
-        for error in errors:
-            raise error
+        if call.late_error is not None:
+            raise call.late_error
 
-    if request is None:
-        with MegatronErrors():
-            coordination_group().run_on_coordinator("write metadata.json", tell, wrap=SaveError)
-    return request
+    with MegatronErrors():
+        coordination_group().run_on_coordinator("write metadata.json", tell, wrap=SaveError)
 
 
 @without_modes()
@@ -293,9 +288,6 @@ _chosen: dict[str, tuple[_Version, Path]] = {}
 
 
 TRAINING: Final = "megatron.training.checkpointing"
-# Within its `load_checkpoint`, where `resume.py` has replaced that: as "load" the directory that is read, its version
-# (of `.metadata`), options and ranks; as "reader" what this package's strategy reads it by; and calls, by name.
-noted_of_resume: ContextVar[dict[str, Any] | None] = ContextVar("noted_of_resume", default=None)
 
 
 def _name_uncertified(directory: Path, options: LoadOptions) -> None:
@@ -330,27 +322,26 @@ def around_load(stock: Callable[..., Any]) -> Callable[..., Any]:
             options = getattr(unwrapped(arguments.get("sharded_strategy")), "options", None)
             if not isinstance(options, LoadOptions):
                 options = LoadOptions.from_environment()
-            if noted_of_resume.get() is None and options.certify != "off":
+            if (resume := current_resume()) is None and options.certify != "off":
                 _name_uncertified(directory, options)
-            goes_back = options.on_damaged == "go_back" and load_in_progress.get() is None
+            goes_back = options.on_damaged == "go_back" and current_load() is None
             asks_for_buckets = is_ours(arguments.get("sharded_strategy")) and has_flat_state(sharded_state_dict)
-            joint = join(options, goes_back, arguments, asks_for_buckets)
+            joined = joined_load(options, goes_back, arguments, asks_for_buckets)
 
             def read(read_directory: Any) -> Any:
-                with storage_at(read_directory).in_use(METADATA_FILE), one_load(joint, options):
-                    if (noted := noted_of_resume.get()) is not None:
-                        path = checkpoint_path(read_directory)
-                        noted["load"] = path, metadata_version(path), options, arguments.get("process_group")
+                path = checkpoint_path(read_directory)
+                # A load that goes back begins again.
+                with storage_at(path).in_use(METADATA_FILE), in_progress(replace(joined, directory=path)) as call:
+                    if resume is not None:
+                        call.version, resume.load = metadata_version(path), call
                     state = sharded_state_dict
-                    if asks_for_buckets or (joint is not None and joint.asks_for_buckets):
-                        state = under_this_division(state, checkpoint_path(read_directory))
-                    if noted is not None:
-                        noted["call"] = load_in_progress.get()
+                    if call.asks_for_buckets:
+                        state = under_this_division(state, call)
                     return stock(state, read_directory, *args, **kwargs)
 
             if not goes_back:
                 return read(checkpoint_dir)
-            return _load_whole(lambda chosen: read(str(chosen)), directory, options, arguments.get("process_group"))
+            return _load_whole(lambda chosen: read(str(chosen)), directory, options, joined.process_group)
 
     return load
 
@@ -380,7 +371,7 @@ def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -
     """
     named = checkpoint_path(checkpoint_dir)
     options = LoadOptions.from_environment() if options is None else options
-    if options.on_damaged == "raise" or load_in_progress.get() is not None or not patches.replaced():
+    if options.on_damaged == "raise" or current_load() is not None or not patches.replaced():
         return named
     known, directory = _chosen.get(str(named.absolute()), (None, named))
     if known != (version := metadata_version(named)) or not metadata_version(directory):
@@ -394,13 +385,13 @@ def directory_to_read(checkpoint_dir: Any, options: LoadOptions | None = None) -
 
 def load_common_in_place(checkpoint_dir: Any) -> Any:
     """The common state of the checkpoint that is read in the place of the named one."""
-    call = load_in_progress.get()
+    call = current_load()
     with MegatronErrors():
         directory = directory_to_read(checkpoint_dir)
         common = load_common(directory, None if call is None else call.options)
         if call is not None and call.change_common is not None:
             return call.change_common(common)
-        is_resume = call is None and noted_of_resume.get() is not None
+        is_resume = call is None and current_resume() is not None
         return declared_reshardable(common, directory) if is_resume else common
 
 

@@ -36,17 +36,6 @@ from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import CheckpointReader, ranks_that_load_here
 from mcore_ckpt.load.records import replaced_error
 from mcore_ckpt.load.shards import read_shards
-from mcore_ckpt.megatron._joint_calls import (
-    Identity,
-    check_common,
-    check_ranks,
-    identity_of,
-    joint_load,
-    load_in_progress,
-    metadata_version,
-    noted_validation,
-    parameters_in_buckets,
-)
 from mcore_ckpt.megatron._versions import (
     TESTED_VERSIONS,
     MegatronErrors,
@@ -61,9 +50,18 @@ from mcore_ckpt.megatron._versions import (
     sharded_tensor_of,
     strategy_base,
 )
+from mcore_ckpt.megatron.calls import (
+    Identity,
+    check_common,
+    check_ranks,
+    current_load,
+    identity_of,
+    metadata_version,
+    noted_validation,
+)
 from mcore_ckpt.megatron.nvrx import async_request_class
 from mcore_ckpt.megatron.other_division import advice_on_buckets
-from mcore_ckpt.megatron.serialization import directory_to_read, noted_of_resume
+from mcore_ckpt.megatron.serialization import directory_to_read
 from mcore_ckpt.save.buckets import check_hint
 from mcore_ckpt.save.commit import SaveTransaction
 from mcore_ckpt.save.planner import SaveRequest, Structure
@@ -97,6 +95,7 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
         use_cached_ckpt_structure, cached_global_metadata, ckpt_metadata_create_path: for Megatron, which sets them; not
             used.
         validated_cache_reuse: the last save reused the plan of the one before.
+        agreed_distribution: what the ranks of a fully parallel wrapper around this strategy have agreed on last.
         validated_loaded_metadata_reuse: False always; the first save after a load makes a plan of its own.
     """
 
@@ -126,6 +125,7 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
         self.ckpt_metadata_create_path: Any = None
         self.validated_cache_reuse = False
         self.validated_loaded_metadata_reuse = False
+        self.agreed_distribution: Any = None
         self._structure = Structure()
 
     @property
@@ -285,19 +285,18 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
             LoadError (as a `CheckpointingException`, too): see `CheckpointReader.read_items`.
         """
         _name_unknown(f"{type(self).__name__}.load", unknown)
-        joint = joint_load()
-        if joint is not None:
-            group = joint.group
-        else:
+        call = current_load()
+        group = None if call is None else call.group
+        if group is None:
             group = coordination_group() if self._collective else RankGroup(None)
         loaded: list[dict[str, Any]] = []
 
         def load() -> dict[Identity, int]:
             with self._one_save(directory_to_read(checkpoint_dir, self.options)) as reader:
-                if (noted := noted_of_resume.get()) is not None:
-                    noted["reader"] = reader
-                reader.ranks = 1 if joint is not None and joint.is_distributed else ranks_that_load_here()
-                reader.parameters = parameters_in_buckets()
+                reader.ranks = 1 if call is not None and call.is_distributed else ranks_that_load_here()
+                reader.parameters = None if call is None else call.buckets
+                if call is not None:
+                    call.filled_by = reader
                 loaded.append(_load(reader, sharded_state_dict))
             return {identity_of(reader.index.manifest, ()): group.rank}
 
@@ -305,8 +304,8 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
             check = partial(check_ranks, checkpoint_path(checkpoint_dir))
             # Of each save the first rank that has opened it: merged up the tree, the first has the lower ranks.
             group.run_merged("load", load, lambda first, second: {**second, **first}, check, wrap=LoadError)
-            if joint is not None:
-                joint.has_made("load")
+            if call is not None:
+                call.has_made("load")
         self.has_loaded = True
         return loaded[0]
 
@@ -344,7 +343,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
 
     def _opened(self, path: Path) -> CheckpointReader:
         """A reader whose index is read again only when the checkpoint is another one, or has been replaced."""
-        reader, call = self._reader, load_in_progress.get()
+        reader, call = self._reader, current_load()
         if (reader is None or reader.path != path) and call is not None:
             reader = call.reader
         is_other = reader is None or (reader.path, reader.options) != (path, self.options)
@@ -364,7 +363,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         with MegatronErrors():
             index = (reader := self._open(checkpoint_dir)).index
             tensors = {key: (entry.dtype, entry.shape) for key, entry in index.tensors.items()}
-            if parameters_in_buckets() is not None:
+            if _reads_buckets():
                 tensors = {key: form for key, form in tensors.items() if not is_flat_bucket(key)}
                 tensors |= tensors_of_buckets(index, stored_tables(index, reader.object_bytes))
             found = {}
@@ -379,7 +378,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         with MegatronErrors():
             sharded_object = mapping().ShardedObject
             keys: Iterable[str] = self._open(checkpoint_dir).index.objects
-            if parameters_in_buckets() is not None:  # what a group of ranks has stored with its buckets, they stand for
+            if _reads_buckets():  # what a group of ranks has stored with its buckets, they stand for
                 keys = [key for key in keys if GROUP_OBJECT.fullmatch(key) is None]
             objects = {key: sharded_object.empty_from_unique_key(key) for key in keys}
             return {**objects, **self.load_tensors_metadata(checkpoint_dir)}
@@ -401,6 +400,11 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
 
     def check_version_compatibility(self, loaded_version: Any) -> None:
         """Any version of `torch_dist` can be loaded; what cannot be read says so by key."""
+
+
+def _reads_buckets() -> bool:
+    """Whether the load in progress asks for parameters where flat buckets are stored."""
+    return (call := current_load()) is not None and call.buckets is not None
 
 
 def _log_load(reader: CheckpointReader, before: ReadStats, took_s: float) -> None:

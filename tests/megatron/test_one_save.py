@@ -80,7 +80,7 @@ def replaced_between(rank: int, directory: Path) -> list[str]:
             replace()
             done.touch()
 
-    join: Any = serialization.join
+    join: Any = serialization.joined_load
 
     def join_and_wait(*args: Any) -> Any:
         joint = join(*args)
@@ -89,7 +89,7 @@ def replaced_between(rank: int, directory: Path) -> list[str]:
             time.sleep(0.01)
         return joint
 
-    changed = (strategy, "check_common", replace_behind), (serialization, "join", join_and_wait)
+    changed = (strategy, "check_common", replace_behind), (serialization, "joined_load", join_and_wait)
     return [*messages, refused(named, *changed)]
 
 

@@ -1,11 +1,14 @@
-"""What the ranks of one call of Megatron's `save` or `load` have to agree on, around what Megatron does itself.
+"""One call of Megatron's `save` or `load`: what the functions that Megatron calls within it have in common.
+
+Megatron calls them one after the other, and hands nothing from one to the next. Each asks here for the call that it is
+part of (`current_save`, `current_load`, `current_resume`), and takes from it, or notes in it, what its docstring says.
 
 **Loads.** To Megatron-Core 0.17 all ranks load together. Later ones let some load alone, but not where Megatron's
 `load` checks the access integrity, as it does by default, or looks for keys that no rank asks for, nor behind a fully
 parallel wrapper: there it gathers from all ranks. So all come together there, and one exchange more says whether their
 options agree. A rank that fails tells the others in the next exchange of this package (`RankGroup.tell_failure`). One
-is made ahead of whatever Megatron gathers (`JointLoad.sync`), so that the others are never in a gather which this rank
-does not reach.
+is made ahead of whatever Megatron gathers (`MegatronLoad.sync`), so that the others are never in a gather which this
+rank does not reach.
 
 **Validation.** Megatron gathers all shards of all ranks on every rank, at each save and load, and sends the common
 state of rank 0 to all. Within a save of this package it is asked for here, and done when the strategy agrees with the
@@ -26,9 +29,9 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
@@ -48,33 +51,110 @@ from mcore_ckpt.state.plan_check import Accesses, check_requests
 from mcore_ckpt.state.shards import is_main_replica, leaves
 from mcore_ckpt.storage.resolve import storage_at
 
-# --- loads ------------------------------------------------------------------------------------------------------------
+# --- the call in progress ---------------------------------------------------------------------------------------------
 
 _Exchange = Literal["options", "sync", "check", "load"]
 
+Identity = bytes | tuple[int, ...]
+"""Which save something was read of: its id, or the version of `.metadata`, where that has no manifest."""
+
 
 @dataclass(slots=True)
-class JointLoad:
-    """A load to which all ranks of `group` have come.
+class MegatronSave:
+    """A call of Megatron's `save`, or one of the callbacks at the end of an asynchronous one.
 
     Attributes:
-        group: the ranks.
+        is_validated: by this package: all ranks have come to it with a strategy of its own, and Megatron gathers
+            nothing.
+        meets_in: the ranks of a wrapper's group, if an exchange between them comes ahead of any of all ranks, and is
+            still to come.
+        accesses, common: what Megatron has asked to be validated.
+        mains_are_saved: a fully parallel wrapper has chosen others to save the main replicas of its group, each once.
+        distribution: what Megatron's wrapper is told when it asks which rank saves which shard; None: it finds out.
+        late_error: of `metadata.json`, which the first rank alone writes; it is raised on all ranks afterwards.
+    """
+
+    is_validated: bool = False
+    meets_in: Callable[[], RankGroup] | None = None
+    accesses: Accesses | None = None
+    common: Any = None
+    mains_are_saved: bool = False
+    distribution: Any = None
+    late_error: Exception | None = None
+    _has_come: bool = False
+
+    def come(self) -> None:
+        """This rank comes to an exchange of all ranks, in which they are told what fails on one."""
+        self._has_come = True
+
+    @contextmanager
+    def within(self, group: RankGroup) -> Iterator[None]:
+        """An exchange of a wrapper's group; ranks of other groups, on their way to that of all, are told its error."""
+        self.meets_in = None
+        try:
+            yield
+        except BaseException as error:
+            if self.is_validated and group.size < (everyone := coordination_group()).size:
+                self._give_up([everyone], error)
+            raise
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the others, in the exchanges that they come to first, what this rank has raised before."""
+        if not self.is_validated or self._has_come or reached_every_rank(error):
+            return
+        groups = [everyone := coordination_group()]
+        if self.meets_in is not None:
+            group = self.meets_in()
+            groups = [group, everyone] if group.size < everyone.size else [group]
+        self._give_up(groups, error)
+
+    def _give_up(self, groups: list[RankGroup], error: BaseException) -> None:
+        for group in groups:
+            group.tell_failure("save", error, wrap=SaveError)
+
+
+@dataclass(slots=True)
+class MegatronLoad:
+    """A call of Megatron's `load`: all that it reads is of one directory and one save.
+
+    Attributes:
+        options: as the strategy has them.
+        process_group: as Megatron was given it.
+        group: the ranks, where all have come to it; None: this one may load alone.
         is_distributed: Megatron's fully parallel wrapper distributes the reads, so each byte is read by one rank.
         last: the last exchange of this package that the load is known to make.
         asks_for_buckets: a rank asks for the state of a distributed optimizer.
+        directory, version: what is read, and its version of `.metadata`.
+        common: which save the common state was read of; None before.
+        reader: what has decoded the index for that.
+        filled_by: what a strategy of this package reads the tensors by; None: another strategy loads.
+        buckets: what reads the parameters of flat buckets, where the job divides its model otherwise.
+        change_common: makes of the stored common state the one that Megatron gets; None: it gets that.
+        resume: the call of Megatron-LM's `load_checkpoint` that makes this one.
     """
 
-    group: RankGroup
-    is_distributed: bool
-    last: _Exchange
+    options: LoadOptions
+    process_group: Any = None
+    group: RankGroup | None = None
+    is_distributed: bool = False
+    last: _Exchange = "options"
     asks_for_buckets: bool = False
+    directory: Path = Path()
+    version: tuple[int, ...] = ()
+    common: Identity | None = None
+    reader: CheckpointReader | None = None
+    filled_by: CheckpointReader | None = None
+    buckets: BucketReads | None = None
+    change_common: Callable[[Any], Any] | None = None
+    resume: MegatronResume | None = None
     _is_over: bool = False
 
     def sync(self) -> None:
         """Come together ahead of a gather of Megatron's. Raises on all ranks what one has raised before."""
-        ask = self.asks_for_buckets
-        self.asks_for_buckets = self.group.run_merged("load", lambda: ask, operator.or_, bool, wrap=LoadError)
-        self.has_made("sync")
+        if self.group is not None:
+            ask = self.asks_for_buckets
+            self.asks_for_buckets = self.group.run_merged("load", lambda: ask, operator.or_, bool, wrap=LoadError)
+            self.has_made("sync")
 
     def has_made(self, exchange: _Exchange) -> None:
         """Note that all ranks have come to an exchange."""
@@ -82,63 +162,66 @@ class JointLoad:
 
     def tell(self, error: BaseException) -> None:
         """Tell the others what this rank alone has raised, if they still come to an exchange of this package."""
-        if not self._is_over and not reached_every_rank(error):
+        if self.group is not None and not self._is_over and not reached_every_rank(error):
             self.group.tell_failure("load", error, wrap=LoadError)
 
 
 @dataclass(slots=True)
-class LoadCall:
-    """A call of Megatron's `load`: all that it reads is of one directory and one save.
+class MegatronResume:
+    """A call of Megatron-LM's `load_checkpoint`, which ends with a certificate.
 
     Attributes:
-        joint: what all ranks have come to, if that is known.
-        options: as the strategy has them.
-        common: which save the common state was read of; None before.
-        reader: what has decoded the index for that.
-        buckets: what reads the parameters of flat buckets, where the job divides its model otherwise.
-        change_common: makes of the stored common state the one that Megatron gets; None: it gets that.
+        load: the call of `load` that it has made last.
+        arguments: of the functions by which it makes its state dict, by their names.
     """
 
-    joint: JointLoad | None
-    options: LoadOptions
-    common: Identity | None = None
-    reader: CheckpointReader | None = None
-    buckets: BucketReads | None = None
-    change_common: Callable[[Any], Any] | None = None
+    load: MegatronLoad | None = None
+    arguments: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
 
-load_in_progress: ContextVar[LoadCall | None] = ContextVar("load_in_progress", default=None)
-
-
-def joint_load() -> JointLoad | None:
-    """The load in progress, if all ranks have come to it, and that is known."""
-    return None if (call := load_in_progress.get()) is None else call.joint
-
-
-def parameters_in_buckets() -> BucketReads | None:
-    """What reads the parameters of flat buckets for the load in progress, where the job divides its model otherwise."""
-    return None if (call := load_in_progress.get()) is None else call.buckets
+_Call = TypeVar("_Call", MegatronSave, MegatronLoad, MegatronResume)
+_in_progress: ContextVar[MegatronSave | MegatronLoad | MegatronResume | None] = ContextVar("_in_progress", default=None)
 
 
 @contextmanager
-def one_load(joint: JointLoad | None, options: LoadOptions) -> Iterator[None]:
-    """A call of Megatron's `load`, for which `joint_load` is this one. What a rank raises, it tells the others."""
-    joint = None if joint is None else replace(joint)  # a load that goes back begins again
-    token = load_in_progress.set(LoadCall(joint, options))
+def in_progress(call: _Call) -> Iterator[_Call]:
+    """Within the block this is the call that Megatron makes. What a rank raises in a save or load, it tells the others,
+    as far as they can still be told.
+    """
+    token = _in_progress.set(call)
     try:
-        yield
+        yield call
     except BaseException as error:
-        if joint is not None:
-            joint.tell(error)
+        if not isinstance(call, MegatronResume):
+            call.tell(error)
         raise
     finally:
-        load_in_progress.reset(token)
+        _in_progress.reset(token)
 
 
-def join(
+def current_save() -> MegatronSave | None:
+    """The save in progress, of whatever strategy."""
+    return call if isinstance(call := _in_progress.get(), MegatronSave) else None
+
+
+def current_load() -> MegatronLoad | None:
+    """The load in progress."""
+    return call if isinstance(call := _in_progress.get(), MegatronLoad) else None
+
+
+def current_resume() -> MegatronResume | None:
+    """The `load_checkpoint` in progress, before and during its load."""
+    call = _in_progress.get()
+    return call.resume if isinstance(call, MegatronLoad) else call if isinstance(call, MegatronResume) else None
+
+
+# --- loads ------------------------------------------------------------------------------------------------------------
+
+
+def joined_load(
     options: LoadOptions, goes_back: bool, arguments: dict[str, Any], asks_for_buckets: bool = False
-) -> JointLoad | None:
-    """Come together with the other ranks, if they load together; None if ranks may load alone.
+) -> MegatronLoad:
+    """A call of `load`, to which the other ranks have come, too, unless ranks may load alone.
 
     Args:
         options: of this rank.
@@ -156,21 +239,22 @@ def join(
     gathers = validation.StrictHandling.requires_global_app_metadata(strict)
     strategy: Any = arguments.get("sharded_strategy")
     is_wrapped = hasattr(strategy, "base_strategy")
+    call = MegatronLoad(
+        options, arguments.get("process_group"), asks_for_buckets=asks_for_buckets, resume=current_resume()
+    )
     if not (differences().all_ranks_load or validates or gathers or goes_back or is_wrapped):
-        return None
-    group = coordination_group(arguments.get("process_group"))
-    last: _Exchange = "options"
+        return call
+    call.group = coordination_group(call.process_group)
     if validates or gathers:
-        last = "check" if validates else "sync"
-    if is_ours(strategy) and getattr(type(unwrapped(strategy)), "load", join).__module__.startswith("mcore_ckpt."):
-        last = "load"  # not where a subclass loads by itself
-    is_distributed = is_wrapped and dist.get_world_size(strategy.parallelization_group) > 1
-    joint = JointLoad(group, is_distributed, last, asks_for_buckets)
+        call.last = "check" if validates else "sync"
+    if is_ours(strategy) and getattr(type(unwrapped(strategy)), "load", is_ours).__module__.startswith("mcore_ckpt."):
+        call.last = "load"  # not where a subclass loads by itself
+    call.is_distributed = is_wrapped and dist.get_world_size(strategy.parallelization_group) > 1
     # Ranks that go back or certify otherwise exchange other things, and one alone would wait for ever.
     with carrying({"on_damaged": "go_back" if goes_back else "raise", "certify": options.certify}):
-        joint.sync()
-    joint.has_made("options")
-    return joint
+        call.sync()
+    call.has_made("options")
+    return call
 
 
 def unwrapped(strategy: Any) -> Any:
@@ -195,9 +279,8 @@ def synced_load(stock: Any) -> Any:
     def load(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(self):
             return stock(self, *args, **kwargs)
-        if (joint := joint_load()) is not None:
-            joint.sync()
-
+        if (call := current_load()) is not None:
+            call.sync()
         base = unwrapped(self)
         base.has_loaded = False
 
@@ -224,82 +307,18 @@ def synced_load(stock: Any) -> Any:
 _logger = logger_of(f"{CHECKPOINTING}.validation")
 
 
-@dataclass(slots=True)
-class SaveCall:
-    """A call of Megatron's `save` with a strategy of this package.
-
-    Attributes:
-        meets_in: the ranks of a wrapper's group, if an exchange between them comes ahead of any of all ranks, and is
-            still to come.
-        accesses, common: what Megatron has asked to be validated.
-        mains_are_saved: a fully parallel wrapper has chosen others to save the main replicas of its group, each once.
-    """
-
-    meets_in: Callable[[], RankGroup] | None
-    accesses: Accesses | None = None
-    common: Any = None
-    mains_are_saved: bool = False
-    _has_come: bool = False
-
-    def come(self) -> None:
-        """This rank comes to an exchange of all ranks, in which they are told what fails on one."""
-        self._has_come = True
-
-    @contextmanager
-    def within(self, group: RankGroup) -> Iterator[None]:
-        """An exchange of a wrapper's group; ranks of other groups, on their way to that of all, are told its error."""
-        self.meets_in = None
-        try:
-            yield
-        except BaseException as error:
-            if group.size < (everyone := coordination_group()).size:
-                self._give_up([everyone], error)
-            raise
-
-    def tell(self, error: BaseException) -> None:
-        """Tell the others, in the exchanges that they come to first, what this rank has raised before."""
-        if self._has_come or reached_every_rank(error):
-            return
-        groups = [everyone := coordination_group()]
-        if self.meets_in is not None:
-            group = self.meets_in()
-            groups = [group, everyone] if group.size < everyone.size else [group]
-        self._give_up(groups, error)
-
-    def _give_up(self, groups: list[RankGroup], error: BaseException) -> None:
-        for group in groups:
-            group.tell_failure("save", error, wrap=SaveError)
-
-
-_save_call: ContextVar[SaveCall | None] = ContextVar("_save_call", default=None)
-
-
-def save_call() -> SaveCall | None:
-    """The save in progress, if this package validates it: all ranks have come to it, and Megatron gathers nothing."""
-    return _save_call.get()
-
-
 @contextmanager
-def one_save(strategy: Any, strategy_class: type) -> Iterator[None]:
+def one_save(strategy: Any, strategy_class: type) -> Iterator[MegatronSave]:
     """A call of Megatron's `save` with that strategy: what it asks to be validated is noted for the strategy. What this
     rank raises before the first exchange, all ranks raise.
     """
     meets_in, strategy = _first_group(strategy), unwrapped(strategy)
-    is_served = strategy is None or type(strategy) is strategy_class
-    call = SaveCall(meets_in) if is_served else None
+    is_validated = strategy is None or type(strategy) is strategy_class
     options = getattr(strategy, "options", None) or SaveOptions.from_environment()
     # Ranks exchange or compare other things by other values. The exchange that comes first says whether they are alike.
-    carried = carrying({"compare_replicas": options.compare_replicas}) if is_served else nullcontext()
-    token = _save_call.set(call)
-    try:
-        with carried:
-            yield
-    except BaseException as error:
-        if call is not None:
-            call.tell(error)
-        raise
-    finally:
-        _save_call.reset(token)
+    carried = carrying({"compare_replicas": options.compare_replicas}) if is_validated else nullcontext()
+    with in_progress(MegatronSave(is_validated, meets_in if is_validated else None)) as call, carried:
+        yield call
 
 
 def _first_group(strategy: Any) -> Callable[[], RankGroup] | None:
@@ -319,7 +338,8 @@ def noted_validation() -> Validation | None:
     """What the save in progress has to validate, for the exchange that comes next; None if nothing, or if Megatron has
     done so.
     """
-    if (call := save_call()) is None:
+    call = current_save()
+    if call is None or not call.is_validated:
         return None
     call.come()
     if call.accesses is None:
@@ -370,8 +390,8 @@ class _Ungathered:
         self._gather = gather
 
     def __iter__(self) -> Iterator[Any]:
-        if (joint := joint_load()) is not None:
-            joint.sync()
+        if (call := current_load()) is not None:
+            call.sync()
         return iter(self._gather()[1])
 
 
@@ -380,8 +400,8 @@ def noting(stock: Any) -> Any:
 
     @functools.wraps(stock)
     def determine_global_metadata(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        call = save_call()
-        if call is None and load_in_progress.get() is None:
+        call = current_save()
+        if current_load() is None and (call is None or not call.is_validated):
             return stock(sharded_state_dict, *args, **kwargs)
         accesses = None if call is None else call.accesses
         if accesses is None:
@@ -399,7 +419,7 @@ def checking(stock: Any) -> Any:
     def validate_sharding_integrity(global_metadata: Any, common_state_dict: Any = None) -> None:
         if not isinstance(global_metadata, _Ungathered):
             stock(global_metadata, common_state_dict)
-        elif (call := save_call()) is None:
+        elif (call := current_save()) is None:
             with MegatronErrors():
                 _check_load(global_metadata)
         elif call.accesses is None:
@@ -414,15 +434,11 @@ def _check_load(requested: _Ungathered) -> None:
     what = "check what is loaded"
     told = group.gather_parts(what, requested.accesses.told, wrap=PlanError)
     group.run_on_coordinator(what, functools.partial(check_requests, told or ()), wrap=PlanError)
-    if (joint := joint_load()) is not None:
-        joint.has_made("check")
+    if (call := current_load()) is not None:
+        call.has_made("check")
 
 
 # --- one save ---------------------------------------------------------------------------------------------------------
-
-
-Identity = bytes | tuple[int, ...]
-"""Which save something was read of: its id, or the version of `.metadata`, where that has no manifest."""
 
 
 def identity_of(manifest: Manifest | None, version: tuple[int, ...]) -> Identity:
@@ -445,13 +461,13 @@ def metadata_version(directory: Path) -> tuple[int, ...]:
 
 def note_common(source: Identity, reader: CheckpointReader | None = None) -> None:
     """The common state was read, by that reader if the index was decoded, and is of that save."""
-    if (call := load_in_progress.get()) is not None:
+    if (call := current_load()) is not None:
         call.common, call.reader = source, reader
 
 
 def opened_reader(directory: Path, options: LoadOptions, version: tuple[int, ...]) -> CheckpointReader:
     """A reader of that version of a checkpoint: the one of the load in progress, if it has one."""
-    call = load_in_progress.get()
+    call = current_load()
     known = None if call is None else call.reader
     if known is not None and known.path == directory and tuple(known.index_version or ()) == version:
         return known
@@ -462,7 +478,7 @@ def check_common(directory: Path, source: Identity, index: CheckpointIndex) -> N
     """Raise `LoadError` if tensors and the common state that the same load has read are of two saves. Without
     `install()` Megatron-Core has read `common.pt` by itself: then that file is compared with the manifest.
     """
-    call = load_in_progress.get()
+    call = current_load()
     if call is None:
         if index.manifest is not None and COMMON_FILE in index.manifest.files:
             read_common_file(storage_at(directory), COMMON_FILE, index.manifest)
