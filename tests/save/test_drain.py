@@ -235,7 +235,8 @@ def _save_more(rank: int, run: str, drain_to: str, go_on: str) -> list[str]:
                 lambda: any("stay, iter_0000001, iter_0000002: it is not in the second tier" in text for text in said)
             )
         found = there(run)
-        Path(go_on).touch()
+        if rank == 0:
+            Path(go_on).touch()
         training.queue.close()
         upkeep._finish()
     return found
