@@ -27,7 +27,7 @@ from mcore_ckpt.commands._shell import (
 from mcore_ckpt.core.console import counted
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.progress import human_bytes, human_count
-from mcore_ckpt.directory.drain_note import DrainNote
+from mcore_ckpt.directory.in_force import DrainNote
 from mcore_ckpt.format.index import is_flat_bucket
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE
 from mcore_ckpt.tools.keys import is_optimizer_key
@@ -420,7 +420,7 @@ def run_diff(arguments: argparse.Namespace) -> Outcome:
 
 def _lineage(arguments: argparse.Namespace) -> Outcome:
     """What of a run first left its lineage at which save."""
-    from mcore_ckpt.tools.lineage import lineage_of_run
+    from mcore_ckpt.tools.runs import lineage_of_run
 
     report = lineage_of_run(arguments.a)
     limit = len(report.departures) if arguments.all else _SHOWN

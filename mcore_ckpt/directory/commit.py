@@ -63,8 +63,15 @@ from mcore_ckpt.core.errors import (
 )
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel, run_concurrently
-from mcore_ckpt.directory.drain_note import DrainNote
-from mcore_ckpt.directory.in_force import index_files, is_pending, noted_saves, pending_name, read_in_force, saves_of
+from mcore_ckpt.directory.in_force import (
+    DrainNote,
+    index_files,
+    is_pending,
+    noted_saves,
+    pending_name,
+    read_in_force,
+    saves_of,
+)
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import Identity, data_file_of, identity_of
 from mcore_ckpt.format.metadata_read import (

@@ -30,8 +30,8 @@ from mcore_ckpt.core.errors import CheckpointExistsError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
 from mcore_ckpt.directory.commit import Commit, is_note, note_name, notes, seems_gone
-from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.directory.in_force import (
+    DrainNote,
     common_file_in_force,
     index_files,
     is_checkpoint_name,

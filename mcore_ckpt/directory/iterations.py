@@ -27,9 +27,9 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointErr
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.core.process import in_parallel
 from mcore_ckpt.directory.commit import CLAIM, notes, seems_gone
-from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.directory.in_force import (
     RELEASE,
+    DrainNote,
     common_file_in_force,
     iteration_of,
     noted_saves,

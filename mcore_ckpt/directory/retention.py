@@ -26,8 +26,8 @@ from pathlib import Path
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.directory.commit import REMOVED, REMOVED_YOUNG_S, Commit, identity_in_force, is_note, note_name, notes
-from mcore_ckpt.directory.drain_note import DrainNote
 from mcore_ckpt.directory.in_force import (
+    DrainNote,
     index_files,
     is_drain_note,
     is_pending,

@@ -19,7 +19,7 @@ from mcore_ckpt.core.errors import KindMismatchError, LoadError
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path, ranks_of_this_host
 from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.core.ranks import without_modes
-from mcore_ckpt.directory.drain_note import DrainNote
+from mcore_ckpt.directory.in_force import DrainNote
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry
 from mcore_ckpt.format.metadata_read import METADATA_FILE, open_index, read_index
 from mcore_ckpt.format.safe_pickle import load_object

@@ -15,7 +15,6 @@ from mcore_ckpt.core.errors import OptionError, UnsupportedMegatronError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, unknown_variables
 from mcore_ckpt.core.process import free_host_bytes
 from mcore_ckpt.megatron._versions import TESTED_VERSIONS, installed_version_text, megatron_version
-from mcore_ckpt.megatron.contract import CONTRACT
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES
 from mcore_ckpt.storage.direct_io import aligned_buffer, enable
 
@@ -97,7 +96,7 @@ def _takes_direct_writes(fd: int) -> bool:
 
 
 def _contract() -> Iterator[Finding]:
-    from mcore_ckpt.megatron.install import owner_of
+    from mcore_ckpt.megatron.install import CONTRACT, owner_of
 
     with contextlib.suppress(UnsupportedMegatronError):  # which has been said
         version = megatron_version()[:2]

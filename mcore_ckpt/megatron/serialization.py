@@ -79,7 +79,7 @@ from mcore_ckpt.megatron.calls import (
     unwrapped,
 )
 from mcore_ckpt.megatron.other_division import declared_reshardable, has_flat_state, under_this_division
-from mcore_ckpt.save.commit import give_up_forgotten_saves, saves_in_progress
+from mcore_ckpt.save.transaction import give_up_forgotten_saves, saves_in_progress
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 

@@ -63,10 +63,9 @@ from mcore_ckpt.megatron.nvrx import async_request_class
 from mcore_ckpt.megatron.other_division import advice_on_buckets
 from mcore_ckpt.megatron.serialization import directory_to_read
 from mcore_ckpt.save.buckets import check_hint
-from mcore_ckpt.save.commit import SaveTransaction
 from mcore_ckpt.save.planner import SaveRequest, Structure
 from mcore_ckpt.save.staging import warm_up_buffer
-from mcore_ckpt.save.transaction import begin_save
+from mcore_ckpt.save.transaction import SaveTransaction, begin_save
 from mcore_ckpt.state.shards import filled, is_main_replica, is_sharded_tensor, leaves, leaves_by_kind
 from mcore_ckpt.storage.resolve import storage_at
 

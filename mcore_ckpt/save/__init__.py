@@ -4,5 +4,5 @@ In: a sharded state dict, a directory, options.
 Out: a published checkpoint, or one error on every rank; the queue of saves in flight; a report.
 Must not know: which Megatron called.
 
-With torch: async_queue, commit, planner, replicas, staging, transaction, versions.
+With torch: async_queue, planner, replicas, staging, transaction.
 """

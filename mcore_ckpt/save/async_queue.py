@@ -30,8 +30,8 @@ from mcore_ckpt.core.ranks import (
     was_interrupted,
     without_modes,
 )
-from mcore_ckpt.save.commit import SaveTransaction
 from mcore_ckpt.save.jobs import Job
+from mcore_ckpt.save.transaction import SaveTransaction
 from mcore_ckpt.save.writer_process import shared_writer
 
 

@@ -13,10 +13,11 @@ so no rank waits in another exchange than the others. What has moved from one ra
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -29,13 +30,13 @@ from mcore_ckpt.core.errors import OptionError, PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import Outcome
 from mcore_ckpt.core.ranks import RankGroup
+from mcore_ckpt.format.index import COMMON_STATE_KEY, is_extra_state
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.format.safe_pickle import warn_of_refused
 from mcore_ckpt.format.versions import with_members
 from mcore_ckpt.image.layout import TensorSpec
 from mcore_ckpt.image.manifest import GlobalPlan
 from mcore_ckpt.save.buckets import RankLayout, lay_out_rank
-from mcore_ckpt.save.versions import Digests, differing, digests_of, keep_versions, merged
 from mcore_ckpt.state.plan_check import Accesses, check_saves
 from mcore_ckpt.state.plans import decoded_plans
 from mcore_ckpt.state.shards import StoredForm, main_replicas, noted_shapes, record_members, stored_form
@@ -249,6 +250,29 @@ def serialize_objects(values: list[Any]) -> io.BytesIO:
     return stream
 
 
+# By a hash of its key, that of an object; `_DIFFERS` if ranks have several.
+Digests = Mapping[bytes, bytes]
+_DIFFERS: Final = b""
+
+
+def digests_of(objects: Iterable[tuple[str, Any]]) -> Digests:
+    """Digests of serialized objects; not of the common state, which is compared apart, nor of extra state."""
+    found: dict[bytes, bytes] = {}
+    for key, content in objects:
+        if key != COMMON_STATE_KEY and not is_extra_state(key):
+            name, own = _hash(_utf8(key)), _hash(content)
+            found[name] = _DIFFERS if found.get(name, own) != own else own
+    return found
+
+
+def _utf8(key: str) -> bytes:
+    return key.encode("utf-8", "surrogatepass")
+
+
+def _hash(content: Any) -> bytes:
+    return hashlib.blake2b(content, digest_size=8).digest()
+
+
 _SHOWN = 5
 
 
@@ -284,11 +308,6 @@ class Planned:
     held: Sequence[bytes] = ()  # by rank, what it holds of what is to be compared (`held_slices`)
     encoder: MetadataEncoder | None = None
     _replicas: ReplicaCheck | None = None
-
-    @property
-    def unencoded(self) -> GlobalPlan | None:
-        """What a writer has to make the encoder from; None if there is one."""
-        return self.plan if self.encoder is None else None
 
     @property
     def replicas(self) -> ReplicaCheck:
@@ -327,7 +346,8 @@ class SavePlan:
     @property
     def unencoded(self) -> GlobalPlan | None:
         """On the coordinator, what `.metadata` is still to be made from, during the writing."""
-        return None if self.planned is None else self.planned.unencoded
+        planned = self.planned
+        return None if planned is None or planned.encoder is not None else planned.plan
 
 
 class Proposal(NamedTuple):
@@ -351,7 +371,10 @@ class Proposal(NamedTuple):
             self.second_tiers | other.second_tiers,
             self.common | other.common,
             self.names | other.names,
-            merged(self.objects, other.objects),
+            {
+                key: _DIFFERS if self.objects.get(key, own) != own else own
+                for key, own in {**self.objects, **other.objects}.items()
+            },
         )
 
     def settle(self, open_directory: Callable[[], bytes]) -> Agreement | None:
@@ -372,11 +395,10 @@ class Proposal(NamedTuple):
                 "the access integrity is to be validated on some ranks of the save, and not on others: pass "
                 "validate_access_integrity alike on all"
             )
-        return (
-            None
-            if self.left_out
-            else Agreement(self.plan, open_directory(), len(self.common) > 1, differing(self.objects))
-        )
+        if self.left_out:
+            return None
+        differing = frozenset(key for key, digest in self.objects.items() if digest == _DIFFERS)
+        return Agreement(self.plan, open_directory(), len(self.common) > 1, differing)
 
 
 class Agreement(NamedTuple):
@@ -421,8 +443,11 @@ def compare_claimed(
         validation.compare_common(group)
     if not agreement.objects_differ:
         return state, agreement
+    from mcore_ckpt.save.replicas import keep_versions  # (few saves have such objects)
+
+    keys = {key for key, _ in [*state.objects, *state.replicas] if _hash(_utf8(key)) in agreement.objects_differ}
     kept = keep_versions(
-        *(agreement.objects_differ, state.objects, state.replicas, request.layout, group, str(request.directory)),
+        *(keys, state.objects, state.replicas, request.layout, group, str(request.directory)),
         refused=request.options.compare_replicas == "raise",
     )
     state = state._replace(objects=kept)
@@ -452,7 +477,16 @@ def plan_together(
     """
     structure.layout = structure.planned = structure.accesses = None
     validation = request.validation
-    layout = Outcome.of(partial(_lay_out, state, group, request))
+    lay_out = partial(
+        lay_out_rank,
+        state.specs,
+        state.object_keys,
+        state.object_bytes,
+        rank=group.rank,
+        thread_count=request.thread_count,
+        separation_hint=request.separation_hint,
+    )
+    layout = Outcome.of(lay_out)
 
     def encode() -> list[bytes]:
         """This rank's plan, and the shapes of parameters that are stored in another form; the slices that it holds, to
@@ -488,17 +522,6 @@ def _fits(structure: Structure, state: RankState, group: RankGroup, request: Sav
         and (layout.separation_hint, layout.specs) == (request.separation_hint, state.specs)
         and layout.has_room(state.object_keys, state.object_bytes)
         and (validation is None or validation.accesses == structure.accesses)
-    )
-
-
-def _lay_out(state: RankState, group: RankGroup, request: SaveRequest) -> RankLayout:
-    return lay_out_rank(
-        state.specs,
-        state.object_keys,
-        state.object_bytes,
-        rank=group.rank,
-        thread_count=request.thread_count,
-        separation_hint=request.separation_hint,
     )
 
 

@@ -1,28 +1,41 @@
 """The replicas that ranks hold without saving them, compared with those that are saved (`compare_replicas`).
 
-A replica is told by 8 bytes of a hash of its slice's key and place. What a rank has summed is told in one number of a
-fixed size: the sum of a hash of slice and CRC-32 over its replicas. The coordinator knows how many ranks hold each
-slice, and the CRC-32 of what is saved of it, so it knows what the numbers of all ranks have to come to. Only if they do
-not, each rank sends 12 bytes for each replica, which say what differs.
+**Tensors.** A replica is told by 8 bytes of a hash of its slice's key and place. What a rank has summed is told in one
+number of a fixed size: the sum of a hash of slice and CRC-32 over its replicas. The coordinator knows how many ranks
+hold each slice, and the CRC-32 of what is saved of it, so it knows what the numbers of all ranks have to come to. Only
+if they do not, each rank sends 12 bytes for each replica, which say what differs.
+
+**Objects** (`ShardedObject` with another `replica_id` than 0). Each rank tells a digest of every object in the exchange
+that a save begins with (`planner.py`). Only if two of one key differ, ranks send what they hold. Of what really
+differs, the rank that saves the main one keeps each version with it (`format/versions.py`), and the log names keys and
+ranks before the checkpoint is published. Or the save is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from mcore_ckpt.core.console import counted, logger_of
 from mcore_ckpt.core.crc import crc32
+from mcore_ckpt.core.errors import SaveError
+from mcore_ckpt.core.ranks import RankGroup
+from mcore_ckpt.format.versions import with_versions
 from mcore_ckpt.image.manifest import GlobalPlan
 from mcore_ckpt.state.plans import LocalPlan
 from mcore_ckpt.state.shards import contents, is_main_replica, is_sharded_tensor, leaves, stored_form
 from mcore_ckpt.state.torch_classes import is_dense
+from mcore_ckpt.state.values import unequal
+
+_logger = logger_of("mcore_ckpt")
 
 _SAMPLE: Final = 16  # one slice in so many
 
@@ -183,3 +196,91 @@ class ReplicaCheck:
             for number, (rank, (key, offsets, sizes)) in enumerate(items_of_ranks if others else ())
             if number in others
         ]
+
+
+# --- objects ----------------------------------------------------------------------------------------------------------
+
+_SHOWN_OBJECTS: Final = 5
+_Objects = Sequence[tuple[str, Any]]
+
+
+class _Kept(NamedTuple):
+    ranks: dict[int, int]  # of each that has another object than the main one, which
+    versions: list[bytes]
+
+
+def keep_versions(
+    keys: Collection[str],
+    mains: _Objects,
+    replicas: _Objects,
+    layout: str,
+    group: RankGroup,
+    what: str,
+    *,
+    refused: bool,
+) -> list[tuple[str, memoryview]]:
+    """The main objects of this rank, with the versions that other ranks have of them; all ranks call this. `keys`: of
+    what differs; `what`: the save, for the log; `refused`: raise `SaveError` on all ranks instead.
+    """
+
+    def own() -> tuple[dict[str, bytes], dict[str, bytes]]:
+        mine, others = ({key: bytes(content) for key, content in some if key in keys} for some in (mains, replicas))
+        return mine, others
+
+    step = "compare objects that are replicas"
+    gathered = group.gather(step, own, wrap=SaveError)
+
+    def compare() -> list[dict[str, _Kept]]:
+        assert gathered is not None
+        kept: list[dict[str, _Kept]] = [{} for _ in gathered]
+        saved_by = {key: rank for rank, (mine, _) in enumerate(gathered) for key in mine}
+        for rank, (_, others) in enumerate(gathered):
+            for key, content in others.items():
+                main = saved_by.get(key)
+                if main is None or _is_same(gathered[main][0][key], content):
+                    continue
+                of_key = kept[main].setdefault(key, _Kept({}, []))
+                if content not in of_key.versions:
+                    of_key.versions.append(content)
+                of_key.ranks[rank] = of_key.versions.index(content)
+        _tell_objects({key: one for of_rank in kept for key, one in of_rank.items()}, what, refused)
+        return kept
+
+    kept = group.scatter(step, compare, wrap=SaveError)
+    objects: list[tuple[str, memoryview]] = []
+
+    def add() -> None:
+        for key, content in mains:
+            ranks, versions = kept.get(key, ({}, []))
+            others = {rank: number for rank, number in ranks.items() if rank != group.rank}
+            whole = memoryview(with_versions(bytes(content), layout, others, versions)) if others else content
+            objects.append((key, whole))
+
+    group.run_merged("keep objects that differ", add, lambda *_: None, lambda _: None, wrap=SaveError)
+    return objects
+
+
+def _is_same(first: bytes, second: bytes) -> bool:
+    """Equal objects may be serialized in several ways. (Both are of this job.)"""
+    if first == second:
+        return True
+    try:
+        pair = [torch.load(io.BytesIO(content), map_location="cpu", weights_only=False) for content in (first, second)]
+        return not any(unequal(*pair, exact=True))
+    except Exception:  # noqa: BLE001 (of third-party classes; a save keeps both, and does not fail)
+        return False
+
+
+def _tell_objects(kept: Mapping[str, _Kept], what: str, refused: bool) -> None:
+    if not kept:
+        return
+    named = (f"{key} on ranks {', '.join(map(str, one.ranks))}" for key, one in list(kept.items())[:_SHOWN_OBJECTS])
+    message = (
+        f"{what}: {counted(len(kept), 'object')}, of which ranks hold others than the one that is saved though they "
+        f"claim to hold a replica: {'; '.join(named)}{', ...' if len(kept) > _SHOWN_OBJECTS else ''}. "
+    )
+    if refused:
+        raise SaveError(f'{message}With compare_replicas="warn" it is kept')
+    _logger.warning(
+        "%sWhat other ranks hold is kept for loads under this layout; stock gives these ranks the saved one", message
+    )

@@ -1,4 +1,6 @@
-"""The beginning of a save of all ranks: a sharded state dict comes in, its files are on their way when this returns.
+"""A save of all ranks, from the sharded state dict to the checkpoint in force.
+
+`begin_save`, after which the files are on their way:
 
     state      each rank's main replicas, as specifications (`collect`)
     directory  opened by the coordinator (`SaveDirectory`)
@@ -7,23 +9,46 @@
     buckets    bytes_data apart from tensor_data, every offset known (`prepare_write_data`)
     writing    by this process, or from a snapshot by another one (`write_in_process`, `start_writing`)
 
-`SaveTransaction.commit` does the rest (`commit.py`), later if the writing is asynchronous. What fails on one rank alone
-is carried as an `Outcome` to the next exchange, where all ranks raise it.
+`SaveTransaction.commit`, later if the writing is asynchronous:
+
+    results    every rank waits for its files, and compares what was written with its plan
+    gather     the coordinator gets the results of all, or every rank raises the same error
+    compare    replicas that ranks hold with what is written, if the options say so
+    describe   the coordinator makes `.metadata` of plan and results (`metadata_of`)
+    publish    the coordinator puts that in force; what it replaces is removed
+
+What fails on one rank alone is carried as an `Outcome` to the next exchange, where all ranks raise it. A save that
+fails leaves nothing: each rank removes its files when all know that nothing was published. What a save took (phases,
+bytes, the slowest file) is a line in the log, and a trace (`report.py`).
 """
 
 from __future__ import annotations
 
+import os
+import platform
 import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from mcore_ckpt.core.errors import PlanError
-from mcore_ckpt.core.process import Outcome, collector_paused
-from mcore_ckpt.core.ranks import RankGroup
-from mcore_ckpt.format.index import COMMON_STATE_KEY
+from mcore_ckpt.core.console import logger_of
+from mcore_ckpt.core.errors import PlanError, SaveError
+from mcore_ckpt.core.options import SaveOptions
+from mcore_ckpt.core.process import Outcome, collector_paused, run_concurrently
+from mcore_ckpt.core.ranks import RankGroup, reached_every_rank
+from mcore_ckpt.directory.commit import note_name
+from mcore_ckpt.directory.in_force import is_in_force
+from mcore_ckpt.directory.publish import Target, check_files, discard, give_back, open_target, publish, sum_of_file
+from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry
+from mcore_ckpt.format.integrity import ManifestFile, id_in_names, shown_id, with_id
+from mcore_ckpt.format.metadata_read import COMMON_FILE
+from mcore_ckpt.image.layout import PlannedFile, WrittenFile, check_results
+from mcore_ckpt.image.manifest import metadata_of
 from mcore_ckpt.save.buckets import prepare_write_data
-from mcore_ckpt.save.commit import SaveDirectory, SaveTransaction, give_up_forgotten_saves
-from mcore_ckpt.save.jobs import Job, timed_result
+from mcore_ckpt.save.jobs import Job, JobResult, timed_result
 from mcore_ckpt.save.planner import (
     RankState,
     SavePlan,
@@ -36,11 +61,13 @@ from mcore_ckpt.save.planner import (
     propose,
     reuse,
 )
-from mcore_ckpt.save.report import Span
+from mcore_ckpt.save.report import Span, log_save, write_trace
 from mcore_ckpt.save.staging import is_busy, start_writing, write_in_process
+from mcore_ckpt.storage.base import Storage
+from mcore_ckpt.storage.resolve import storage_at
 
 if TYPE_CHECKING:
-    from mcore_ckpt.save.replicas import ReplicaSums
+    from mcore_ckpt.save.replicas import ReplicaDigest, ReplicaSums
 
 
 def begin_save(
@@ -125,3 +152,431 @@ def _replica_sums(sharded_state_dict: Any, save_id: bytes, is_sample: bool) -> R
     from mcore_ckpt.save.replicas import replica_sums
 
     return replica_sums(sharded_state_dict, save_id, sample=is_sample)
+
+
+_logger = logger_of(__name__)
+_SHOWN: Final = 10
+
+
+class SaveDirectory:
+    """The directory of one save, as one rank sees it: locked and opened, then published or abandoned. `target`: on the
+    coordinator, once it is open, what was found in it.
+    """
+
+    def __init__(self, path: Path, options: SaveOptions) -> None:
+        self.path = path.absolute()
+        self._storage: Storage | None = None
+        self.target: Target | None = None
+        self._common: ManifestFile | None = None  # what it was then
+        self.places: list[str] = []
+        self._options = options
+
+    def find(self) -> None:
+        """Look for the storage of that path. Raises `OptionError` where nothing can be saved."""
+        if self._options.drain_to is not None:
+            from mcore_ckpt.save.upkeep import check_second_tier
+
+            check_second_tier(self.path, self._options)
+        self._storage = storage_at(self.path).within(self._options.write_deadline_s)
+
+    @property
+    def storage(self) -> Storage:
+        """Storage of the files, once it is found."""
+        assert self._storage is not None
+        return self._storage
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the ranks write to several places, each a directory of this path on a disk of its own node."""
+        return len(set(self.places)) > 1
+
+    def meet(self, group: RankGroup, save_id: bytes) -> None:
+        """All ranks, of a save that has a second tier: find out who writes to one place. The coordinator has locked its
+        own; in each other one the first rank does. Raises `SaveError` on all ranks.
+        """
+
+        def look() -> str:
+            self.storage.ensure()
+            own = self.storage.exists(note_name(id_in_names(save_id)))
+            return "" if own else f"{platform.node()} {self.storage.location}"
+
+        self.places = group.run("look for the coordinator's lock", look, wrap=SaveError)
+        if self.is_divided:
+            group.run("lock the directories of all nodes", partial(self._lock_own, group.rank), wrap=SaveError)
+
+    def _lock_own(self, rank: int) -> None:
+        if self.places[rank] and self.places.index(self.places[rank]) == rank:
+            self.target = open_target(self.storage, self._options)
+
+    def note(self, save_id: bytes, files: Sequence[WrittenFile], rank: int) -> None:
+        """Where this place publishes these files: leave word of what is to be copied to the second tier."""
+        if self._options.drain_to is not None:
+            from mcore_ckpt.save.upkeep import note_drain
+
+            names = [file.name for file in files] if self.is_divided else None
+            note_drain(self.path, self._options, save_id, names, commits=rank == 0)
+
+    def published(self) -> None:
+        """The rank that has published here asks for what the options say is to be done then. Raises nothing."""
+        options = self._options
+        if self.target is not None and (options.keep_last is not None or options.drain_to is not None):
+            from mcore_ckpt.save.upkeep import checkpoint_published
+
+            checkpoint_published(self.path, options)
+
+    def open(self) -> bytes:
+        """Coordinator: lock the directory; returns the save's id. Raises where another save holds it."""
+        self.target = open_target(self.storage, self._options)
+        if not self.storage.is_store:  # in a file system stock may have written it already
+            self._common = self._common_file()
+        return self.target.save_id
+
+    def common_file(self, *, has_common_state: bool) -> ManifestFile | None:
+        """Coordinator: the file that holds the common state of this save; None if an object does, or nothing."""
+        found = None if has_common_state else self._common_file()
+        if not has_common_state and not self.storage.is_store and found != self._common:
+            raise SaveError(f"{self.storage}: another save has replaced {COMMON_FILE} since this one began")
+        return found
+
+    def _common_file(self) -> ManifestFile | None:
+        assert self.target is not None
+        common_sum, save_id = self.target.common_sum, self.target.save_id
+        return sum_of_file(self.storage, save_id) if common_sum is None else ManifestFile(*common_sum, save_id)
+
+    def check(self, files: Sequence[WrittenFile]) -> None:
+        """Coordinator: raise `SaveError` unless these files are there, and the directory is this save's if not."""
+        assert self.target is not None
+        check_files(self.target.commit, sorted((file.name, file.size_bytes) for file in files))
+
+    def publish(self, metadata: bytes, files: Sequence[WrittenFile], *, has_common_state: bool) -> None:
+        """Coordinator: make the new checkpoint the one that the directory holds."""
+        assert self.target is not None
+        names = [file.name for file in files]  # of another id than the commit's, on the other nodes
+        publish(self.storage, self.target, metadata, has_common_state=has_common_state, needed=names)
+
+    def abandon(self) -> None:
+        """Put the directory back as it was before; the files of the save have been removed."""
+        if self.target is not None:
+            self.target.commit.give_up()
+        elif self._storage is not None:
+            give_back(self._storage)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What one rank tells the coordinator after its writing: index entries of its objects, its files, seconds."""
+
+    objects: tuple[ObjectEntry, ...]
+    files: tuple[WrittenFile, ...]
+    took_s: dict[str, float]  # as of `log_line`
+    replicas: ReplicaDigest | None = None  # of those that it does not write, where they are to be compared
+
+
+class SaveTransaction:
+    """A save that has been begun; every rank commits it, or gives it up.
+
+    As the function of an async request it only waits: a queue of ours watches its job, and Megatron's own queue calls
+    it, in the trainer or in a forked or spawned process, until the writing has ended, well or not. The commit tells
+    which, on all ranks.
+
+    Attributes:
+        job: this rank's writing; `files` are those planned for it, `objects` the index entries of its objects.
+        replicas: sums of those that this rank holds and does not save, if they are compared.
+        what: the save in words for messages: its directory.
+        skipped: it is left out (`when_busy="skip"`): nothing to wait for, nothing to commit; the same on all ranks.
+        on_failure: what to do if this save fails. The same on all ranks.
+        waited_s: seconds that this rank's training has waited since the save began, for it and for other ranks' parts.
+    """
+
+    def __init__(self, request: SaveRequest, group: RankGroup, directory: SaveDirectory) -> None:
+        self.what = str(directory.path)
+        self.skipped = False
+        self.on_failure = request.options.on_failure
+        self.waited_s = 0.0
+        self.job = Job(self.what)
+        self.files: Sequence[PlannedFile] = ()
+        self.objects: tuple[ObjectEntry, ...] = ()
+        self.replicas: Outcome[ReplicaSums | None] = Outcome()
+        self._plan: SavePlan | None = None
+        self._spans: list[Span] = []
+        self._options = request.options
+        self._group = group
+        self._directory = directory
+        self._is_async = request.is_async
+        self._pid = os.getpid()
+        self._committer: weakref.ref[object] | None = None
+        self._phase: Literal["planning", "writing", "committing", "publishing", "over"] = "planning"
+
+    def skip(self) -> None:
+        """Leave the save out: nothing was touched."""
+        self.skipped, self._phase = True, "over"
+        self._directory.abandon()
+
+    def follow_plan(self, plan: SavePlan, planning: Span) -> None:
+        """From now on the directory is taken until the save is committed or aborted."""
+        self._plan, self._spans, self._phase = plan, [planning], "writing"
+        _begun.add(self)
+
+    def follow_job(self, job: Job) -> None:
+        """Take charge of this rank's writing: it is stopped if the save is aborted."""
+        self.job = job
+
+    def return_to_training(self) -> None:
+        """All that training waits for has been done."""
+        planned, now = self._spans[0].stop_s, time.monotonic()
+        if self._is_async:
+            submitted = self.job.submitted_s
+            self._spans += [Span("stage", planned, submitted), Span("dispatch", submitted, now)]
+        else:
+            self._spans.append(Span("write", planned, now))
+
+    @property
+    def plan(self) -> SavePlan:
+        """What is written, once it is planned."""
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def directory(self) -> Path:
+        """Of the checkpoint."""
+        return self._directory.path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for the writing, in this process or in a fork of it."""
+        if os.getpid() == self._pid:
+            asked = time.monotonic()
+            self.job.wait()
+            self.waited_s += time.monotonic() - asked
+        else:
+            self.job.watch()()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a process that it is sent to, it is what waits for its job."""
+        return _same, (self.job.watch(),)
+
+    def is_committed_by(self, committer: object) -> None:
+        """When this object is gone, the save cannot be committed any more: it is given up when the next one begins."""
+        self._committer = weakref.ref(committer)
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether nobody can commit it any more: its request was lost before it came into a queue."""
+        return self._committer is not None and self._committer() is None
+
+    def commit(self) -> None:
+        """Wait for this rank's writing, then publish the checkpoint; on every rank, or (with the same `SaveError`) on
+        none.
+        """
+        if self.skipped:
+            raise SaveError(f"{self.what}: the save was skipped, the one before was still being written")
+        self._phase = "committing"
+        _begun.discard(self)
+        started = time.monotonic()
+        group, directory = self._group, self._directory
+        try:
+            mine = Outcome.of(self._finished)
+            gathered = group.gather("write the data files", mine.value, wrap=SaveError)
+            waited = time.monotonic()
+            self._spans.append(Span("gather", started, waited))
+            if self._options.compare_replicas != "off":
+                self._compare_replicas(gathered)
+            self._phase = "publishing"
+            described = self._publish_on_other_nodes(gathered) if directory.is_divided else None
+            publish = partial(self._publish, gathered, described)
+            group.run_on_coordinator("publish the checkpoint", publish, wrap=SaveError)
+        except BaseException as error:
+            # Only when every rank knows that nothing was published may files go; a lost contact says nothing.
+            if group.size == 1 or reached_every_rank(error):
+                self._remove_files()
+            directory.abandon()
+            raise
+        self._spans.append(Span("commit", waited, time.monotonic()))
+        self._tell(mine.value(), gathered)
+
+    def _finished(self) -> Written:
+        """Wait for this rank's files, and compare what was written with the plan."""
+        result: JobResult = self.job.result()
+        check_results(self.files, result.files)
+        if self._is_async:
+            self._spans.append(Span("writer", result.started_s, result.finished_s))
+        if self.plan.planned is not None:
+            self.plan.planned.encoder = self.plan.planned.encoder or result.encoder
+        took_s = {span.name: span.seconds for span in self._spans}
+        took_s["waited"] = self.waited_s + sum(seconds for name, seconds in took_s.items() if name != "writer")
+        took_s["durable"] = result.finished_s - self._spans[0].start_s
+        took_s["writing"] = result.finished_s - result.started_s
+        sums = self.replicas.value()
+        return Written(self.objects, result.files, took_s, None if sums is None else sums.digest())
+
+    def _publish(self, gathered: list[Written] | None, described: _Described | None) -> None:
+        """Coordinator. After an error the note is gone before any rank removes its files, unless it may yet be
+        published.
+        """
+        assert gathered is not None
+        directory, seen = self._directory, self._files_of_place(gathered)
+        try:
+            describe, check = partial(self._describe, gathered), partial(directory.check, seen)
+            if described is None:
+                made, _ = run_concurrently(directory.storage.asks_at_once, describe, check)
+            else:
+                check()
+                made = described
+            directory.note(self.plan.save_id, seen, self._group.rank)
+            directory.publish(made.content, seen, has_common_state=made.has_common_state)
+        except BaseException:
+            directory.abandon()
+            raise
+
+    def _files_of_place(self, gathered: Sequence[Written]) -> list[WrittenFile]:
+        """Files of the ranks that write where this one does."""
+        places = self._directory.places or [""] * len(gathered)
+        seen = [written for written, place in zip(gathered, places, strict=True) if place == places[self._group.rank]]
+        return [file for written in seen for file in written.files]
+
+    def _publish_on_other_nodes(self, gathered: list[Written] | None) -> _Described:
+        """All ranks: before the coordinator publishes, whose place counts."""
+
+        def describe() -> tuple[_Described, list[Written]]:
+            assert gathered is not None
+            return self._describe(gathered), gathered
+
+        described, written = self._group.run_on_coordinator("describe the checkpoint", describe, wrap=SaveError)
+
+        def publish_own() -> None:
+            if self._directory.target is not None and not self._group.is_coordinator:
+                seen = self._files_of_place(written)
+                self._directory.check(seen)
+                self._directory.note(self.plan.save_id, seen, self._group.rank)
+                self._directory.publish(described.content, seen, has_common_state=described.has_common_state)
+
+        self._group.run("publish on all nodes", publish_own, wrap=SaveError)
+        return described
+
+    def _describe(self, gathered: list[Written]) -> _Described:
+        """Coordinator: what is to be published, if what was written is what was planned."""
+        planned, save_id = self.plan.planned, self.plan.save_id
+        assert planned is not None
+        done = sorted((file.name, file.size_bytes) for written in gathered for file in written.files)
+        files = sorted((with_id(name, save_id), size_bytes) for name, size_bytes in planned.plan.files)
+        if files != done:
+            raise SaveError(f"{self.what}: the files planned are {files}, the files written {done}")
+        objects = [written.objects for written in gathered]
+        common = any(entry.fqn == COMMON_STATE_KEY for of_rank in objects for entry in of_rank)
+        planned.encoder = planned.encoder or planned.plan.encoder()
+        content = metadata_of(
+            planned.encoder,
+            objects,
+            [written.files for written in gathered],
+            save_id=save_id,
+            storage_meta={"checkpoint_id": self.what, "save_id": shown_id(save_id)},
+            common=self._directory.common_file(has_common_state=common),
+            names={name: with_id(name, save_id) for name, _ in planned.plan.files},
+        )
+        return _Described(content, common)
+
+    def _compare_replicas(self, gathered: list[Written] | None) -> None:
+        """All ranks: name replicas that differ from what is saved, or raise that (`"raise"`). Only if their digests do
+        not tell that all are equal, ranks send the sum of each.
+        """
+
+        def are_equal() -> bool:
+            assert gathered is not None
+            assert self.plan.planned is not None
+            digests = [written.replicas for written in gathered if written.replicas is not None]
+            if not digests:
+                return True
+            sampled_in = self.plan.save_id if self._options.compare_replicas == "sample" else None
+            return self.plan.planned.replicas.are_equal(_crcs_of(gathered), digests, sampled_in)
+
+        def tell() -> None:
+            assert gathered is not None
+            assert self.plan.planned is not None
+            assert sums is not None
+            found = self.plan.planned.replicas.diverged(_crcs_of(gathered), sums)
+            more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            message = (
+                f"{self.what}: {len(found)} slices differ between replicas that should be equal: "
+                f"{'; '.join(map(str, found[:_SHOWN]))}{more}. Ranks train different models: resume from a checkpoint "
+                "in which they were equal"
+            )
+            if found and self._options.compare_replicas == "raise":
+                raise SaveError(message)
+            if found:
+                _logger.warning("%s", message)
+
+        step = "compare the replicas"
+        if not self._group.run_on_coordinator(step, are_equal, wrap=SaveError):
+            sums = self._group.gather(step, self.replicas.value, wrap=SaveError)
+            self._group.run_on_coordinator(step, tell, wrap=SaveError)
+
+    def abort(self) -> None:
+        """Stop writing, and remove what was written. Called on every rank, and harmless on one that is done; no place
+        for collectives. Once `commit` has begun, only that knows whether the files may go: a callback that fails after
+        it, or contact lost in the midst of it, must not take a published checkpoint apart.
+        """
+        self.job.abort()
+        if self._pid != os.getpid():
+            return  # (forked from the trainer, whose save it is)
+        _begun.discard(self)
+        if self._phase == "writing":
+            self._remove_files()
+        elif self._phase == "planning":
+            self._directory.abandon()
+        if self._phase in ("planning", "writing"):
+            self._phase = "over"
+
+    def _remove_files(self) -> None:
+        """Remove what this rank wrote of a save that has failed."""
+        storage, save_id, may_be_published = self._directory.storage, self.plan.save_id, self._phase == "publishing"
+        # As long as the note is there, it may come into force. In this order: what is decided in between is then.
+        if may_be_published and storage.exists(note_name(id_in_names(save_id))):
+            _logger.warning("%s: not published, but it may be yet: its files stay", self.what)
+        elif may_be_published and is_in_force(storage, save_id):
+            _logger.warning("%s: the save was interrupted, but the checkpoint is published", self.what)
+        else:
+            discard(storage, [file.name for file in self.files])
+            self._directory.abandon()
+
+    def _tell(self, mine: Written, gathered: list[Written] | None) -> None:
+        """Write the trace, log a line, have done what comes after a save."""
+        if self._options.trace_path:
+            write_trace(Path(self._options.trace_path), self.what, self._group.rank, self._spans, mine.files)
+        if gathered is not None:
+            files = [(rank, file) for rank, written in enumerate(gathered) for file in written.files]
+            log_save(self.what, [written.took_s for written in gathered], self._spans, files)
+        self._directory.published()
+
+
+class _Described(NamedTuple):
+    """What the coordinator publishes."""
+
+    content: bytes  # of `.metadata`
+    has_common_state: bool  # as an object
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _crcs_of(gathered: Sequence[Written]) -> list[int]:
+    """Of all items, in the order of the plan."""
+    return [crc for written in gathered for file in written.files for crc in file.crcs]
+
+
+# Saves that have been begun, and neither committed nor given up: as long as the writing may continue, the directory is
+# locked, even if the caller has lost the save.
+_begun: set[SaveTransaction] = set()
+
+
+def saves_in_progress(directory: Path | None = None) -> frozenset[SaveTransaction]:
+    """The saves of this process, into a directory or any, that have been begun and neither committed nor given up."""
+    own = [save for save in tuple(_begun) if save._pid == os.getpid()]  # noqa: SLF001  (not those of a trainer that forked this)
+    return frozenset(save for save in own if directory is None or save.directory == directory.absolute())
+
+
+def give_up_forgotten_saves() -> None:
+    """A save whose request was lost before it came into a queue (an exception, a Ctrl-C) is in the way of the next."""
+    for save in saves_in_progress():
+        if save.is_forgotten:
+            _logger.warning("%s: this save cannot be committed any more; it is given up", save.what)
+            save.abort()

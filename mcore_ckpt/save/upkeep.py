@@ -39,8 +39,7 @@ from mcore_ckpt.core.process import (
 )
 from mcore_ckpt.core.progress import human_bytes
 from mcore_ckpt.directory.copying import SupersededError, drain, give_up, there_now, undrained
-from mcore_ckpt.directory.drain_note import DrainNote
-from mcore_ckpt.directory.in_force import is_in_force, iteration_of, noted_saves, tracked_name
+from mcore_ckpt.directory.in_force import DrainNote, is_in_force, iteration_of, noted_saves, tracked_name
 from mcore_ckpt.directory.iterations import look_at
 from mcore_ckpt.directory.retention import NOT_COPIED, prune_run
 from mcore_ckpt.format.integrity import id_in_names

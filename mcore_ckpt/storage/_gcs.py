@@ -22,7 +22,7 @@ from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 from google.cloud.storage.retry import DEFAULT_RETRY
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.storage._object_client import (
+from mcore_ckpt.storage._objects import (
     ABSENT,
     Condition,
     Listing,

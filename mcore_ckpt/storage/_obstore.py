@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import obstore
 from obstore import exceptions
 
-from mcore_ckpt.storage._object_client import (
+from mcore_ckpt.storage._objects import (
     ABSENT,
     Condition,
     Listing,

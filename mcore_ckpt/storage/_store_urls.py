@@ -24,8 +24,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.storage._object_client import ObjectClient
-from mcore_ckpt.storage._objects import ObjectStorage
+from mcore_ckpt.storage._objects import ObjectClient, ObjectStorage
 from mcore_ckpt.storage.base import Storage
 
 _S3_PROFILES: Final = frozenset({"s3", "s8k", "gcs_s3", "ais_s3"})

@@ -129,7 +129,7 @@ def _loads(folder: Path) -> None:
 def _fails(folder: Path) -> None:
     """A save that is complete, and a second one: the data files are written, and the ranks of a host stay there."""
     import mcore_ckpt
-    from mcore_ckpt.save import commit
+    from mcore_ckpt.save import transaction as commit
 
     # torchrun ends the ranks of a host with the first of them, or with the rendezvous: here all are to tell before.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -43,8 +43,7 @@ from mcore_ckpt import (
 from mcore_ckpt.commands.cli import main
 from mcore_ckpt.launch import main as launch
 from mcore_ckpt.megatron._versions import TESTED_VERSIONS, as_megatron_error, megatron_version
-from mcore_ckpt.megatron.contract import CONTRACT
-from mcore_ckpt.megatron.install import owner_of
+from mcore_ckpt.megatron.install import CONTRACT, owner_of
 from tests.support.forked import in_child
 from tests.support.kept_log import kept_log
 

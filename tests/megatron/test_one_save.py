@@ -148,11 +148,12 @@ def looked_at(rank: int, directory: Path) -> tuple[int, list[str]]:
 
     from mcore_ckpt import TorchDistLoadStrategy
     from mcore_ckpt.load import reader
-    from mcore_ckpt.save import transaction
+    from mcore_ckpt.megatron import strategy as strategies
 
     found, read = [], reader.read_index
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(transaction, "COMMON_STATE_KEY", "")  # only Megatron-Core 0.19 may save it
+        request = strategies.SaveRequest  # (only Megatron-Core 0.19 may save it)
+        patched.setattr(strategies, "SaveRequest", lambda **fields: request(**fields | {"has_common_file": False}))
         common = {"common": ShardedObject("common_state", {"iteration": Fraction(3)}, (1,), (0,))}
         dist_checkpointing.save(state(1) | common, made(directory / "c"))
         (directory / "c" / "common.pt").unlink(missing_ok=True)

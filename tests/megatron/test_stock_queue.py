@@ -28,7 +28,7 @@ def _in_a_stock_queue(rank: int, base: Path, persistent: bool) -> dict[str, list
     from megatron.core.dist_checkpointing.strategies import async_utils
 
     from mcore_ckpt import TorchDistSaveStrategy
-    from mcore_ckpt.save.commit import SaveTransaction
+    from mcore_ckpt.save.transaction import SaveTransaction
     from mcore_ckpt.save.writer_process import shared_writer
 
     queue = async_utils.AsyncCallsQueue(persistent)

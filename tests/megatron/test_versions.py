@@ -93,7 +93,7 @@ def save_refused(rank: int, path: Path) -> str:
     torch.distributed.barrier()
     assert not list(path.glob("*.distcp")) + list(path.glob(".metadata"))
     torch.distributed.barrier()
-    no_zip = mock.patch("mcore_ckpt.save.versions.with_versions", side_effect=ValueError("no zip"))
+    no_zip = mock.patch("mcore_ckpt.save.replicas.with_versions", side_effect=ValueError("no zip"))
     with no_zip, pytest.raises(SaveError, match="no zip"):  # on the rank that has the main one: all are told
         installed().save(state(states_of(rank), rank), str(path))
     torch.distributed.barrier()

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from mcore_ckpt.core.errors import CheckpointError, SaveError, WriterDiedError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
-from mcore_ckpt.save.commit import SaveTransaction
 from mcore_ckpt.save.jobs import Job
+from mcore_ckpt.save.transaction import SaveTransaction
 from tests.support.gloo_ranks import rank_outcomes, run_ranks
 
 

@@ -28,8 +28,7 @@ from mcore_ckpt.commands.cli import main
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.directory import copying
 from mcore_ckpt.directory.copying import there_now
-from mcore_ckpt.directory.drain_note import DrainNote
-from mcore_ckpt.directory.in_force import common_file_in_force, is_drain_note, tracked_name
+from mcore_ckpt.directory.in_force import DrainNote, common_file_in_force, is_drain_note, tracked_name
 from mcore_ckpt.directory.retention import PruneReport, prune_run
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,

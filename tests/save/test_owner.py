@@ -89,7 +89,7 @@ def _interrupt_at(line: int, work: Callable[[], object]) -> bool:
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal lines
-        if not frame.f_code.co_filename.endswith(("/save/transaction.py", "/save/commit.py", "/save/staging.py")):
+        if not frame.f_code.co_filename.endswith(("/save/transaction.py", "/save/transaction.py", "/save/staging.py")):
             return None
         if frame.f_code.co_name == "_dispatch":
             lines = max(lines, 0)  # next, it is handed over

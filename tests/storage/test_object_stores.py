@@ -20,7 +20,7 @@ from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.directory import publish
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.publish import reserve
-from mcore_ckpt.storage._object_client import ObjectClient
+from mcore_ckpt.storage._objects import ObjectClient
 from mcore_ckpt.storage.resolve import storage_at
 from tests.support.forked import in_child
 from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request, S3Directory

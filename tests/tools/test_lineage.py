@@ -12,7 +12,7 @@ import torch
 
 from mcore_ckpt import SaveOptions, TorchDistSaveStrategy
 from mcore_ckpt.commands.cli import main
-from mcore_ckpt.tools.lineage import lineage_of_run
+from mcore_ckpt.tools.runs import lineage_of_run
 from tests.support.gloo_ranks import run_megatron_ranks
 from tests.support.local_files import flip
 
