@@ -230,9 +230,8 @@ def _save_more(rank: int, run: str, drain_to: str, go_on: str) -> list[str]:
         for iteration in (1, 2, 3):
             training.save(iteration)
         if rank == 0:
-            until(
-                lambda: any("stay, iter_0000001, iter_0000002: it is not in the second tier" in text for text in said)
-            )
+            # (That which is being copied at the moment is not among them.)
+            until(lambda: any("more than keep_last=1 stay" in text for text in said))
         found = there(run)
         if rank == 0:
             Path(go_on).touch()
