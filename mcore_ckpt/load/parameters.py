@@ -20,6 +20,7 @@ import torch
 
 from mcore_ckpt.core.boxes import Box, covers, intersect, relative, strides_of
 from mcore_ckpt.core.errors import CorruptCheckpointError, MissingKeyError, ShapeMismatchError
+from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.parameter_table import STATE_KEY, extent_of, stored_tables
 from mcore_ckpt.load.placement import FEW_CHUNKS, narrow
 from mcore_ckpt.load.ranges import batches
@@ -86,6 +87,17 @@ class _Read(NamedTuple):
     def staged_bytes(self) -> int:
         """Of the staging buffer that it needs."""
         return 0 if self.is_dense else self.elems * self.target.element_size()
+
+
+def advice_on_states(missing: Collection[str], index: CheckpointIndex) -> str:
+    """Why a checkpoint has weights in flat buckets, but none of these states next to them; or nothing."""
+    weights = {f"{key.rpartition('.')[0]}.{_MAIN_PARAMETER}" for key in missing}
+    if not index.tensors.keys().isdisjoint(missing) or not weights <= index.tensors.keys():
+        return ""
+    return (
+        ". The job that saved it had taken no step of its optimizer, which had no such state (with fp16, the loss "
+        "scaler skips the first steps): load another iteration, or add --no-load-optim"
+    )
 
 
 class BucketReads:
@@ -158,7 +170,8 @@ class BucketReads:
             )
         for bucket in {part.bucket for part in parameter.parts}:
             if f"{bucket}.{state}" not in self._index.tensors:
-                raise MissingKeyError(f"{shard.key}: {bucket} of {self._index.path} has no {state!r}")
+                why = advice_on_states([f"{bucket}.{state}"], self._index)
+                raise MissingKeyError(f"{shard.key}: {bucket} of {self._index.path} has no {state!r}{why}")
 
     def _of_shard(self, shard: Any, state: str, parameter: _Parameter) -> Iterator[_Read]:
         requested = Box(tuple(shard.global_offset), local_box(shard))

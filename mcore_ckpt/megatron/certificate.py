@@ -247,7 +247,7 @@ def certify(
         if any(map(is_flat_bucket, compared)):
             _fill_padding([state], reader, compared)
         tensors, objects = leaves_by_kind(state)
-        shifted = reader.parameters is None and _tells_shifted(optimizer)
+        shifted = _told_shifted(optimizer, tensors) if reader.parameters is None else frozenset()
         found = _of_tensors(tensors, stored, reader.index, compared, group.rank, shifted, shards)
         common = None
         with contextlib.suppress(CheckpointNotFoundError):
@@ -377,11 +377,11 @@ def _of_tensors(
     index: CheckpointIndex,
     chosen: Mapping[str, int],
     rank: int,
-    shifted: bool,
+    shifted: Collection[str],
     compared: list[Any],
 ) -> _Found:
     """What shards of tensors add that are stored in the same dtype and shape: what is converted, quantized or padded
-    otherwise has other bits. Those go into `compared`. `shifted`: gathered optimizer state has not.
+    otherwise has other bits. Those go into `compared`. `shifted`: keys of gathered state, which has not.
     """
     counts, unlike, residues, held = Counter[str](), set(), list[tuple[str, _Residue]](), bytearray(len(chosen))
     keys = [shard.key for shard in tensors]  # of tens of thousands most are not chosen: no loop of Python's over these
@@ -395,7 +395,7 @@ def _of_tensors(
         is_first = is_first and not (0 in shard.local_shape and math.prod(shard.global_shape))
         is_alike = is_dense(shard.data) and dtype_name(shard.data.dtype) == entry.dtype
         is_alike = is_alike and global_shape(index, entry) == tuple(shard.global_shape)
-        is_shifted = shifted and "optimizer.state." in shard.key and not is_flat_bucket(shard.key)
+        is_shifted = shard.key in shifted
         counts["shifted"] += is_first and is_shifted
         held[number] |= is_first and not is_shifted
         if is_alike and not is_shifted:
@@ -506,14 +506,27 @@ def _of_weights(
                 yield Difference(what, rank, key, f"[element {at}]", f"{expected}{of}", f"{got}{more}")
 
 
-def _tells_shifted(optimizer: Any) -> bool:
-    """Whether Megatron-Core, to 0.19, gathers fully reshardable state shifted: that of all buckets but the first."""
-    optimizers = getattr(optimizer, "chained_optimizers", (optimizer,))
-    return any(len(b) > 1 for one in optimizers for ranges in getattr(one, "gbuf_ranges", ()) for b in ranges.values())
+def _told_shifted(optimizer: Any, tensors: Iterable[Any]) -> set[str]:
+    """Keys of the state that Megatron-Core, to 0.19, gathers shifted for `fully_reshardable`: that of parameters in a
+    bucket behind a padded one, and of those whose bucket is not known.
+    """
+    right, is_any = list[Any](), False
+    for one in getattr(optimizer, "chained_optimizers", (optimizer,)):
+        for buffer in getattr(one, "buffers", ()):
+            sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
+            starts = itertools.accumulate(sizes, initial=0)
+            for bucket, start in zip(buffer.buckets, starts, strict=False):
+                right += [bucket.param_data] if bucket.offset == start else []
+                is_any |= bucket.offset != start
+    if not is_any:
+        return set()
+    known = {shard.key for shard in tensors if any(_lies_in(shard.data, whole) for whole in right)}
+    state = {shard.key for shard in tensors if "optimizer.state." in shard.key and not is_flat_bucket(shard.key)}
+    return {key for key in state if key.partition("optimizer.state.")[2].partition(".")[2] not in known}
 
 
-def _lies_in(part: torch.Tensor, whole: Any) -> bool:
-    if not isinstance(whole, torch.Tensor) or whole.dtype != part.dtype:
+def _lies_in(part: Any, whole: Any) -> bool:
+    if not (isinstance(whole, torch.Tensor) and isinstance(part, torch.Tensor)) or whole.dtype != part.dtype:
         return False
     return 0 <= part.data_ptr() - whole.data_ptr() < whole.nbytes
 

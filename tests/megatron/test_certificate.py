@@ -134,8 +134,13 @@ def test_what_cannot_be_compared_is_counted(saved: Path, caplog: pytest.LogCaptu
     )
     held["columns 0"].data = held["columns 0"].data.to("meta")
     held["optimizer.state.m 0"].data.add_(1)
-    shifted = certify(held, saved, SimpleNamespace(gbuf_ranges=[{"float32": [{}, {}]}]), options=WARN)
+    buckets = [SimpleNamespace(offset=0, numel_unpadded=100, param_data=None)]
+    buckets.append(SimpleNamespace(offset=128, numel_unpadded=8, param_data=None))  # behind a padded one
+    optimizer = SimpleNamespace(buffers=[SimpleNamespace(buckets=buckets)])
+    shifted = certify(held, saved, optimizer, options=WARN)
     assert (shifted.differing, "1 tensor (of an optimizer of several buckets" in str(shifted)) == (0, True)
+    buckets[1].offset = 100
+    assert certify(held, saved, optimizer, options=WARN).differing == 1
     held = state(2)
     weight, optimizer = held.pop("rows 1").data, SimpleNamespace()
     optimizer._get_model_and_main_params_data_float16 = lambda: ([weight, weight], [weight.float()])
@@ -421,6 +426,7 @@ def test_flat_buckets_are_certified_under_another_division_of_the_model(tmp_path
     ("ranks", "layout", "flags", "left"),
     [
         (2, Parallel(tensor=2), {}, ""),
+        (2, Parallel(pipeline=2), {"no_load_rng": True}, "compared: 2 objects (--no-load-rng)"),  # of several buckets
         (1, Parallel(), {"no_load_rng": True}, "compared: 2 objects (--no-load-rng)"),
         (2, Parallel(pipeline=2), {"finetune": True}, " tensors (--finetune), 2 objects"),
         (2, Parallel(), {"no_load_optim": True, "no_load_rng": True}, " tensors (--no-load-optim, --no-load-rng)"),
@@ -432,8 +438,9 @@ def test_clean_resumes_raise_no_alarm(
 ) -> None:
     path = tmp_path_factory.mktemp("run") / "iter_0000002"
     path.mkdir()
-    run_pretending_ranks(save_job, 2, path, DENSE, Parallel(tensor=2))
-    (line,), *_ = run_pretending_ranks(resume_job, ranks, path, DENSE, layout, flags)
+    shape = ModelShape(tied=True)
+    run_pretending_ranks(save_job, 2, path, shape, Parallel(tensor=2))
+    (line,), *_ = run_pretending_ranks(resume_job, ranks, path, shape, layout, flags)
     assert line.startswith("resumed from iter_0000002 as saved: "), line
     assert left in line
     assert ("not compared" in line) == bool(left), line

@@ -172,29 +172,33 @@ def test_what_all_ranks_want_is_read_once_behind_the_fully_parallel_wrapper(tmp_
 
 # --- flat buckets under another layout
 
-_BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.param"
+_BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0."
 
 
-def _load_larger(rank: int, run: Path) -> str:
+def _load_others(rank: int, run: Path) -> tuple[str, str]:
     from megatron.core.dist_checkpointing import ShardedTensor, load, save
 
     from mcore_ckpt import TorchDistLoadStrategy, TorchDistSaveStrategy
     from mcore_ckpt.core.errors import LoadError
 
-    def state(elements: int) -> dict[str, ShardedTensor]:
-        return {"bucket": ShardedTensor.from_rank_offsets(_BUCKET, torch.ones(elements))}
+    def state(elements: int, *names: str) -> dict[str, ShardedTensor]:
+        return {name: ShardedTensor.from_rank_offsets(_BUCKET + name, torch.ones(elements)) for name in names}
 
     path = run / "iter_0000030"
     path.mkdir(parents=True)
-    save(state(64), str(path), TorchDistSaveStrategy())
-    with pytest.raises(LoadError) as refused:
-        load(state(128), str(path), TorchDistLoadStrategy())
-    return str(refused.value)
+    save(state(64, "param"), str(path), TorchDistSaveStrategy())
+    with pytest.raises(LoadError) as larger:
+        load(state(128, "param", "exp_avg"), str(path), TorchDistLoadStrategy())
+    with pytest.raises(LoadError) as stepped:
+        load(state(64, "param", "exp_avg"), str(path), TorchDistLoadStrategy())
+    return str(larger.value), str(stepped.value)
 
 
-def test_a_load_of_buckets_of_another_size_names_the_conversion(tmp_path: Path) -> None:
+def test_a_load_of_other_buckets_names_the_conversion_or_why_states_are_missing(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    [said] = run_ranks(_load_larger, 1, run)
+    [(larger, stepped)] = run_ranks(_load_others, 1, run)
     converted = f"{run}-fully_reshardable"
     command = f"mcore-ckpt reshard {run}/iter_0000030 {converted}/iter_0000030 --optimizer-layout fully_reshardable"
-    assert said.endswith(f"Or convert it, for any layout: {command}; then --load {converted} --ckpt-step 30")
+    assert larger.endswith(f"Or convert it, for any layout: {command}; then --load {converted} --ckpt-step 30")
+    assert "had taken no step of its optimizer" in stepped
+    assert "reshard" not in stepped

@@ -57,6 +57,18 @@ def test_rank_0_logs_each_save_and_every_rank_leaves_a_trace(tmp_path: Path) -> 
             assert spans["writer"]["args"]["files"][0]["file_name"].startswith(f"__{rank}_")
 
 
+def test_no_trace_is_written_to_a_path_that_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from mcore_ckpt import TorchDistSaveStrategy
+
+    (tmp_path / "iter_1").mkdir()
+    monkeypatch.chdir(tmp_path)
+    state = {"t": ShardedTensor.from_rank_offsets("t", torch.ones(3))}
+    TorchDistSaveStrategy(options=SaveOptions(trace_path="")).save(state, tmp_path / "iter_1")
+    assert not list(tmp_path.rglob("*.trace.json"))
+
+
 def test_a_trace_that_cannot_be_written_is_only_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     with caplog.at_level(logging.WARNING):

@@ -31,6 +31,7 @@ class ModelShape:
     vocabulary: int = 128
     sequence: int = 16
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # bfloat16 has fp32 main parameters in the optimizer
+    tied: bool = False  # the output layer has the weight of the embedding, on the last stage of a pipeline a copy
     layer_wise: bool = False  # Megatron's layer-wise optimizer, with SGD and its momentum in the place of Muon
 
 
@@ -207,7 +208,7 @@ def build_training(
         max_sequence_length=shape.sequence,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
     )
     if dtype is torch.bfloat16:
