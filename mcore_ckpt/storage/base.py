@@ -84,7 +84,7 @@ def advice(code: int | None, what: Literal["save", "read"] = "read") -> str:
         return f"check the store and the network to it, then {what} again"
     if code == errno.ESTALE:
         return f"another host has replaced or removed it: {what} again"
-    if code == errno.ENOTCONN:
+    if code in (errno.ENOTCONN, errno.ECONNABORTED):  # the second to what was under way
         return f"the client of this mount has ended: mount it again, then {what} again"
     return f"check the device and its file system (dmesg), then {what} again"
 

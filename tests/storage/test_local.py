@@ -215,7 +215,11 @@ def test_no_close_of_what_was_only_read_fails(code: int, shared: LocalStorage, m
 
 @pytest.mark.parametrize(
     ("code", "says"),
-    [(errno.ESTALE, "another host has replaced or removed it"), (errno.ENOTCONN, "the client of this mount has ended")],
+    [
+        (errno.ESTALE, "another host has replaced or removed it"),
+        (errno.ENOTCONN, "the client of this mount has ended"),
+        (errno.ECONNABORTED, "the client of this mount has ended"),
+    ],
 )
 def test_what_stays_stale_or_has_no_client_is_said_to_be_so(
     code: int, says: str, shared: LocalStorage, monkeypatch: pytest.MonkeyPatch
