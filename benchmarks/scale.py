@@ -214,7 +214,7 @@ def _read(folder: Path, job: Job, rank: int) -> tuple[float, float]:
     import torch
 
     from mcore_ckpt.dcp.reader import FileSystemReader
-    from mcore_ckpt.load.files import WINDOW_BYTES
+    from mcore_ckpt.load.policy import ReadPolicy
     from mcore_ckpt.load.requests import LoadPlan, ReadRequest
 
     specs = job.specs(rank)
@@ -222,7 +222,7 @@ def _read(folder: Path, job: Job, rank: int) -> tuple[float, float]:
     reader = FileSystemReader(folder)
     _, read_s = _timed(lambda: reader.index)
     requests = [ReadRequest(s.key, into, s.offsets, s.sizes, s.shape) for s, into in zip(specs, wanted, strict=True)]
-    _, requests_s = _timed(lambda: LoadPlan(reader.index, reader.conversions, WINDOW_BYTES).add(requests))
+    _, requests_s = _timed(lambda: LoadPlan(reader.index, reader.conversions, ReadPolicy()).add(requests))
     return read_s, requests_s
 
 

@@ -33,6 +33,7 @@ from mcore_ckpt.format.metadata_read import (
 from mcore_ckpt.format.safe_pickle import refused_classes
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.files import OpenFiles, named
+from mcore_ckpt.load.policy import WINDOW_BYTES, ReadPolicy
 from mcore_ckpt.load.ranges import Extent, Span, coalesce
 from mcore_ckpt.load.records import (
     check_located,
@@ -45,8 +46,6 @@ from mcore_ckpt.load.records import (
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.direct_io import aligned_buffer
 
-_WINDOW_BYTES = 8 * 1024 * 1024
-_MAX_GAP_BYTES = 256 * 1024
 _WORKERS = 2
 # A larger object, which would be read at once, is not searched for classes.
 _MAX_OBJECT_BYTES = 1024**3
@@ -107,7 +106,7 @@ def part_of_chunk(
         return 0
     if crc is not None and (part := part_of_run(crc, stretch)) is not None:
         return part
-    step = max(1, _WINDOW_BYTES // stretch.elem_bytes)
+    step = max(1, WINDOW_BYTES // stretch.elem_bytes)
     total = value = 0
     for at in range(0, stretch.elems, step):
         view = memoryview(read(at, min(step, stretch.elems - at))).cast("B")
@@ -236,7 +235,7 @@ def spans_of(checks: Iterable[ItemCheck]) -> Iterator[Span]:
         Extent(check.item.file, check.item.offset, check.item.offset + check.item.length, check.item.length, check)
         for check in checks
     )
-    return coalesce(extents, window_bytes=_WINDOW_BYTES, max_gap_bytes=_MAX_GAP_BYTES)
+    return coalesce(extents, ReadPolicy())
 
 
 class ItemChecker:
@@ -267,7 +266,7 @@ class ItemChecker:
         checks = [extent.owner for extent in span.extents]
         with self._files.reader(span.file) as reader:
             view: memoryview | None = None
-            if span.stop - span.start <= _WINDOW_BYTES:
+            if span.stop - span.start <= WINDOW_BYTES:
                 view = self._buffer()[: span.stop - span.start]
                 try:
                     reader.read_into(span.start, view)
@@ -317,7 +316,7 @@ def check_file(storage: Storage, name: str) -> int:
 
 
 def _window() -> memoryview:
-    return memoryview(aligned_buffer(_WINDOW_BYTES))
+    return memoryview(aligned_buffer(WINDOW_BYTES))
 
 
 def check_item(

@@ -21,6 +21,7 @@ from mcore_ckpt.core.options import PageCache
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import tells_save
 from mcore_ckpt.format.metadata_read import checked_footer
+from mcore_ckpt.load.policy import ReadPolicy
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, Storage, align_up
 
 
@@ -91,17 +92,7 @@ class FileFooters:
 # Threads work in neighbouring files, so few are in use at once; a reader of 1,000 ranks' files must not need 1,000 fds.
 _MAX_IDLE_FILES = 16
 
-# Of one read, and of the buffer of each thread: long enough for a disk's full speed.
-WINDOW_BYTES = 8 * 1024 * 1024
-# What one thread reads in order where the kernel reads ahead of it: a stream fills the page cache with large pages, at
-# less than half of the CPU time of 4 KiB ones (seen on ext4, Linux 6.18), and begins with small ones.
-_STREAM_BYTES = 32 * 1024 * 1024
-# The longest gap between two requested ranges that is read and thrown away: about what a disk delivers meanwhile.
-MAX_GAP_BYTES = 256 * 1024
-
 _Key = tuple[str, DirectIo, int]
-# For what need not stay in the page cache, and for what is to stay.
-_MODES: dict[PageCache, tuple[DirectIo, DirectIo]] = {"auto": ("auto", "keep"), "on": ("off", "off")}
 
 
 @dataclass(slots=True)
@@ -125,14 +116,14 @@ class ReadStats:
 class OpenFiles:
     """Readers of a checkpoint's files, opened on first use and closed when they are no longer in use. `footers` checks
     each file when it is opened; None: what is read of them is checked elsewhere. `open_ahead`, `reads_at_once`: as of
-    the storage.
+    the storage; `policy`: how they are read.
     """
 
     def __init__(self, storage: Storage | NearestFiles, page_cache: PageCache, footers: FileFooters | None) -> None:
+        self.policy = ReadPolicy.of(storage, page_cache)
         self._footers = footers
         self._storage = storage
         self.open_ahead, self.reads_at_once = storage.open_ahead, storage.reads_at_once
-        self._modes = _MODES[page_cache]
         self._lock = threading.Lock()
         self._closed = False
         # By name, how it is read, and the thread that has it for itself, or 0. Each is opened by one, others meanwhile.
@@ -141,26 +132,14 @@ class OpenFiles:
         self._idle: OrderedDict[_Key, RangeReader] = OrderedDict()
         self._versions: dict[str, tuple[object, ...] | None] = {}  # of each file when it was opened first
 
-    def read_sizes(self) -> dict[str, int]:
-        """Window and gaps, as `coalesce` and `split_box` take them."""
-        request_bytes = self._storage.request_bytes
-        return {
-            "window_bytes": WINDOW_BYTES,
-            "max_gap_bytes": max(MAX_GAP_BYTES, request_bytes),
-            "request_bytes": request_bytes,
-        }
-
-    def stream_bytes(self, keeps: bool) -> int:
-        """How much one thread should read in order; 0: any read by any thread. `keeps` as for `reader`."""
-        return 0 if self.open_ahead or self._modes[keeps] == "auto" else _STREAM_BYTES
-
     @contextmanager
     def reader(self, name: str, *, keeps: bool = False) -> Iterator[RangeReader]:
         """The reader of a file; several threads get the same one, but where each reads a stream. Raises as
         `Storage.open_reader`. `keeps`: what is read stays in the page cache, for the other ranks of this host, if the
         options leave that open.
         """
-        key = (name, self._modes[keeps], threading.get_ident() if self.stream_bytes(keeps) else 0)
+        policy = self.policy
+        key = name, policy.mode(shared=keeps), threading.get_ident() if policy.stream_bytes(shared=keeps) else 0
         with self._lock:
             opening = self._opening.setdefault(key, threading.Lock())
         with opening:

@@ -4,8 +4,8 @@ Two steps. `split_box` turns the wanted box of one stored chunk into *pieces*, e
 chunk's payload; `coalesce` joins what lies close together in a file into *spans*, each of which is one read.
 
 Both weigh the same thing: a gap that is read and thrown away costs its bytes, a gap that is skipped costs one more
-read. A gap is read when it is shorter than what a device delivers in the time of one more read (`CHEAP_GAP_BYTES`), or
-when all gaps of the span together stay a small part of it (`MAX_WASTE`); never when it is longer than `max_gap_bytes`.
+read. A gap is read when it is shorter than what a device delivers in the time of one more read, or when all gaps of the
+span together stay a small part of it; never when it is longer than the policy allows (`ReadPolicy.is_worth_reading`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from mcore_ckpt.core.boxes import Box, bounding, intersect, strides_of
-
-# A read costs 20-100 us on a cold disk and 3 us from the page cache; at 1.5 and 8 GB/s that is 30-150 KB and 24 KB.
-CHEAP_GAP_BYTES = 32 * 1024
-
-# Bytes thrown away for each byte wanted, when gaps are not cheap each by itself.
-MAX_WASTE = 0.25
-
+from mcore_ckpt.load.policy import MAX_WASTE, ReadPolicy
 
 _T = TypeVar("_T")
 
@@ -72,13 +66,11 @@ class ChunkPart(NamedTuple):
     stop: int
 
 
-def coalesce(
-    extents: Iterable[Extent], *, window_bytes: int, max_gap_bytes: int, request_bytes: int = 0
-) -> Iterator[Span]:
-    """Join neighbouring extents, in order of file and start, into spans of at most `window_bytes` unless one extent is
-    longer. Overlapping extents share a span; gaps up to `max_gap_bytes` are read and thrown away.
+def coalesce(extents: Iterable[Extent], policy: ReadPolicy) -> Iterator[Span]:
+    """Join neighbouring extents, in order of file and start, into spans of at most a window unless one extent is
+    longer. Overlapping extents share a span; gaps that are worth it are read and thrown away.
     """
-    cheap_gap_bytes = min(max(CHEAP_GAP_BYTES, request_bytes), max_gap_bytes)
+    window_bytes, cheap_gap_bytes = policy.window_bytes, policy.cheap_gap_bytes
     file, start, stop = "", 0, 0
     wanted_bytes = wasted_bytes = 0
     members: list[Extent] = []
@@ -93,9 +85,7 @@ def coalesce(
             and max(stop, extent.stop) - start <= window_bytes
             and (
                 gap_bytes <= cheap_gap_bytes
-                or _worth_reading(
-                    gap_bytes, wasted_bytes, wanted_bytes + extent.wanted_bytes, max_gap_bytes, request_bytes
-                )
+                or policy.is_worth_reading(gap_bytes, wasted_bytes, wanted_bytes + extent.wanted_bytes)
             )
         )
         if not joins:
@@ -113,33 +103,12 @@ def coalesce(
         yield Span(file, start, stop, members)
 
 
-def _worth_reading(
-    gap_bytes: int, wasted_bytes: int, wanted_bytes: int, max_gap_bytes: int, request_bytes: int
-) -> bool:
-    if gap_bytes > max_gap_bytes:
-        return False
-    return gap_bytes <= max(CHEAP_GAP_BYTES, request_bytes) or wasted_bytes + gap_bytes <= MAX_WASTE * wanted_bytes
-
-
-def split_box(
-    outer_sizes: Sequence[int],
-    box: Box,
-    elem_bytes: int,
-    *,
-    window_bytes: int,
-    max_gap_bytes: int,
-    request_bytes: int = 0,
-) -> Iterator[ChunkPart]:
+def split_box(outer_sizes: Sequence[int], box: Box, elem_bytes: int, policy: ReadPolicy) -> Iterator[ChunkPart]:
     """Cut a requested box of a C-contiguous array of `outer_sizes` into pieces, each small enough for one read.
 
     Rows that lie close together (a slice of a row-parallel weight: short runs at short distances) stay in one piece and
     are read with what lies between them; rows that lie far apart become pieces of their own. The pieces are disjoint,
-    together `box`, and in order of their bytes.
-
-    Args:
-        window_bytes: a piece spans no more bytes than this (one element at least).
-        max_gap_bytes: largest gap that is read and thrown away.
-        request_bytes: what the storage delivers in the time of one more read, where that is more (`Storage`).
+    together `box`, and in order of their bytes. A piece spans a window at most (one element at least).
     """
     sizes = tuple(box.sizes)
     if 0 in sizes:
@@ -152,7 +121,7 @@ def split_box(
         span_bytes[dim] = (sizes[dim] - 1) * stride_bytes[dim] + span_bytes[dim + 1]
     first_byte = sum(offset * stride for offset, stride in zip(box.offsets, stride_bytes, strict=True))
 
-    joined = _joined_from(sizes, stride_bytes, span_bytes, elem_bytes, max_gap_bytes, request_bytes)
+    window_bytes, joined = policy.window_bytes, _joined_from(sizes, stride_bytes, span_bytes, elem_bytes, policy)
     # Dimensions before `cut` are walked index by index; dimension `cut` is cut into groups that fit the window.
     cut = joined
     while cut < rank and span_bytes[cut + 1] > window_bytes:
@@ -188,8 +157,7 @@ def _joined_from(
     stride_bytes: Sequence[int],
     span_bytes: Sequence[int],
     elem_bytes: int,
-    max_gap_bytes: int,
-    request_bytes: int,
+    policy: ReadPolicy,
 ) -> int:
     """First dimension of the innermost block that is read as one, gaps included."""
     wanted_bytes = elem_bytes
@@ -200,7 +168,7 @@ def _joined_from(
         if (
             sizes[dim] > 1
             and gap_bytes > 0
-            and not _worth_reading(gap_bytes, wasted_bytes - gap_bytes, wanted_bytes, max_gap_bytes, request_bytes)
+            and not policy.is_worth_reading(gap_bytes, wasted_bytes - gap_bytes, wanted_bytes)
         ):
             return dim + 1
     return 0

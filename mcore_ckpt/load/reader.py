@@ -23,8 +23,8 @@ from mcore_ckpt.directory.in_force import DrainNote
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry
 from mcore_ckpt.format.metadata_read import METADATA_FILE, open_index, read_index
 from mcore_ckpt.format.safe_pickle import load_object
-from mcore_ckpt.load import files as data_files
 from mcore_ckpt.load.files import FileFooters, NearestFiles, OpenFiles, ReadStats, naming
+from mcore_ckpt.load.policy import ReadPolicy
 from mcore_ckpt.load.reads import ItemDecoder, Located, TensorReads
 from mcore_ckpt.load.records import check_apart, missing_key
 from mcore_ckpt.load.requests import DtypeConversions, LoadPlan, ReadRequest
@@ -157,7 +157,7 @@ class CheckpointReader:
             ChecksumError: a record's bytes are not those that were written.
         """
         with self.conversions.of_one_load():
-            plan = LoadPlan(self.index, self.conversions, data_files.WINDOW_BYTES)
+            plan = LoadPlan(self.index, self.conversions, ReadPolicy.of(self._files, self.options.page_cache))
             plan.add(requests)
             self._read(plan)
 

@@ -22,6 +22,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import groupby, islice
 from operator import attrgetter
@@ -36,7 +37,7 @@ from mcore_ckpt.core.errors import IF_DAMAGED, ChecksumError, CorruptCheckpointE
 from mcore_ckpt.core.options import LoadOptions
 from mcore_ckpt.core.process import in_parallel, run_concurrently
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem
-from mcore_ckpt.format.integrity import BLOCK_BYTES, inner_blocks
+from mcore_ckpt.format.integrity import inner_blocks
 from mcore_ckpt.format.item_layout import tensor_template
 from mcore_ckpt.format.item_reading import Forms, LocatedTensor, locate_tensor, locate_tensor_in
 from mcore_ckpt.format.safe_pickle import load_object
@@ -52,9 +53,8 @@ from mcore_ckpt.load.placement import (
     narrow,
     place_box,
 )
+from mcore_ckpt.load.policy import ReadPolicy
 from mcore_ckpt.load.ranges import (
-    CHEAP_GAP_BYTES,
-    MAX_WASTE,
     ChunkPart,
     Extent,
     Span,
@@ -75,7 +75,7 @@ from mcore_ckpt.load.records import (
     whole_blocks,
 )
 from mcore_ckpt.load.requests import LoadPlan
-from mcore_ckpt.load.small import MAX_SMALL_BYTES, SmallRead, place, scatter
+from mcore_ckpt.load.small import SmallRead, place, scatter
 from mcore_ckpt.state.torch_classes import dtype_name
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, align_up
 
@@ -104,7 +104,7 @@ class ItemDecoder:
         ]
         extents.sort(key=lambda extent: (extent.file, extent.start))
         with self._opened() as files:
-            spans = coalesce(extents, **files.read_sizes())
+            spans = coalesce(extents, files.policy)
             at_once = max(1, files.open_ahead)
             while few := list(islice(spans, at_once)):
                 contents = run_concurrently(
@@ -183,13 +183,6 @@ class ItemDecoder:
         return stored
 
 
-# From here on a part goes straight into its destination rather than through a buffer that it shares with others.
-_STRAIGHT_BYTES = 1024 * 1024
-
-# What so much of is requested, or is read anyway, is read completely.
-_MOSTLY = 0.8
-
-
 class PartRead(NamedTuple):
     """A part of a payload, and where it goes."""
 
@@ -219,23 +212,18 @@ def own_start(wanted: WantedItem) -> int | None:
 
 
 class Extents:
-    """Plans the reads of one load. `sizes`: as `split_box` takes them; `running`: cumulative sums of payloads, by file
+    """Plans the reads of one load, by its policy. `running`: cumulative sums of payloads, by file
     and offset of the item (`CheckpointIndex.blocks`).
     """
 
-    def __init__(self, sizes: Mapping[str, int], running: Mapping[tuple[str, int], Sequence[int]]) -> None:
-        self._sizes = sizes
+    def __init__(self, policy: ReadPolicy, running: Mapping[tuple[str, int], Sequence[int]]) -> None:
+        self._policy = policy
         self._running = running
 
     def is_packed(self, wanted: WantedItem) -> bool:
         """Whether an item is read with its neighbours, head and tail included."""
         item = wanted.chunk.item
-        length = item.length
-        if length > MAX_SMALL_BYTES or length > self._sizes["window_bytes"]:
-            return False
-        if item.crc32 is not None:
-            return True  # all of it is a single block, or less
-        return length <= CHEAP_GAP_BYTES or wanted.needed_bytes >= _MOSTLY * length
+        return self._policy.is_packed(item.length, wanted.needed_bytes, has_sum=item.crc32 is not None)
 
     def of(self, wanted: WantedItem, start: int, crc: int | None) -> Iterator[Extent]:
         """The extents of an item that is not packed, in order; its payload begins at `start`, with that CRC-32."""
@@ -250,10 +238,8 @@ class Extents:
         sizes, elem_bytes = wanted.chunk.sizes, wanted.dtype.itemsize
         if box.sizes == sizes:
             return True
-        joined = {**self._sizes, "window_bytes": wanted.payload_bytes}
-        first = next(split_box(sizes, box, elem_bytes, **joined))
-        read_bytes = first.stop - first.start
-        return read_bytes >= _MOSTLY * wanted.payload_bytes and read_bytes > math.prod(box.sizes) * elem_bytes
+        first = next(split_box(sizes, box, elem_bytes, replace(self._policy, window_bytes=wanted.payload_bytes)))
+        return self._policy.reads_all(first.stop - first.start, math.prod(box.sizes) * elem_bytes, wanted.payload_bytes)
 
     def _complete(self, wanted: WantedItem, start: int, crc: int | None) -> Iterator[Extent]:
         """The parts of all of a payload."""
@@ -269,7 +255,7 @@ class Extents:
         slice only the beginning counts.
         """
         nbytes, address = wanted.payload_bytes, wanted.wants[0].address
-        length = align_up(-(-nbytes // -(-nbytes // self._sizes["window_bytes"])))
+        length = align_up(-(-nbytes // -(-nbytes // self._policy.window_bytes)))
         for begin in range(0, nbytes, length):
             part = ChunkPart(whole, begin, min(begin + length, nbytes))
             read = PartRead(wanted, start, part, wanted.wants, address + begin, 1, sums)
@@ -300,8 +286,7 @@ class Extents:
         box, elem_bytes = contiguous_around(wanted.chunk.sizes, box), wanted.dtype.itemsize
         part_bytes = math.prod(box.sizes) * elem_bytes
         needed_bytes = sum(math.prod(want.box.sizes) for want in wants) * elem_bytes
-        # Columns of a wide matrix take a read of all of it, which is too much for a check.
-        if part_bytes > (1 + MAX_WASTE) * needed_bytes + BLOCK_BYTES:
+        if not self._policy.checks_slice(part_bytes, needed_bytes):
             return None
         return box, self._sums(wanted, start, running, item.crc32)
 
@@ -332,14 +317,14 @@ class Extents:
         elem_bytes = wanted.dtype.itemsize
         alignment = max(alignment_for(want.tensor, wanted.dtype) for want in wants)
         exact = len(wants) == 1 and wants[0].box == box
-        for part in split_box(wanted.chunk.sizes, box, elem_bytes, **self._sizes):
+        for part in split_box(wanted.chunk.sizes, box, elem_bytes, self._policy):
             read_bytes, part_bytes = part.stop - part.start, math.prod(part.box.sizes) * elem_bytes
             all_needed = exact or (sums is not None and not is_complete)
             needed_bytes = part_bytes if all_needed else _overlap_elems(part.box, wants) * elem_bytes
             fits = exact and part_bytes == read_bytes
             address = _address(wants[0], part.box, elem_bytes) if fits else 0
             # Long straight parts need no buffer to share.
-            straight = address != 0 and read_bytes >= _STRAIGHT_BYTES
+            straight = address != 0 and read_bytes >= self._policy.straight_bytes
             read = PartRead(wanted, start, part, wants, address, alignment, sums)
             yield _extent(read, needed_bytes, alone=straight)
 
@@ -410,8 +395,7 @@ class TensorReads:
         self._forms: Forms = {}
         self._stats = stats
         self._decoder = decoder
-        self._sizes = files.read_sizes()
-        self._planner = Extents(self._sizes, index.blocks)
+        self._planner = Extents(files.policy, index.blocks)
         self._unranged: dict[tuple[str, int, str], tuple[WantedItem, str]] = {}
         self._pinned = False
         self._threads = files.reads_at_once
@@ -426,7 +410,7 @@ class TensorReads:
         if self._ranks > 1:
             self._times_wanted = plan.times_wanted(self._ranks)
             self._small_are_shared = plan.small.wanted_by_several(self._ranks)
-        small = plan.small.reads(**self._sizes)
+        small = plan.small.reads()
         needed_bytes = sum(int(span.rows["payload"].sum()) for span in small)
         self._stats.add(bytes_needed=needed_bytes + sum(wanted.needed_bytes for wanted in items))
         ranged = [(wanted, self._planner.is_packed(wanted)) for wanted in items]
@@ -436,7 +420,7 @@ class TensorReads:
             if not packed and own_start(wanted) is None and _kind(wanted) not in self._located
         ]
         in_parallel(unlocated, self._locate, self._threads)
-        spans: Iterator[Span | SmallRead] = coalesce(self._extents(ranged), **self._sizes)
+        spans: Iterator[Span | SmallRead] = coalesce(self._extents(ranged), self._files.policy)
         try:
             in_order = heapq.merge(spans, small, key=attrgetter("file", "start"))
             names = {wanted.item.file for wanted, _ in ranged} | {span.file for span in small}
@@ -482,8 +466,11 @@ class TensorReads:
 
     def _streams(self, spans: Iterable[Span | SmallRead]) -> Iterator[_Stream]:
         """The same, those together that one thread should read in order."""
-        for stream_bytes, some in groupby(spans, lambda span: self._files.stream_bytes(self._is_shared(span))):
+        for stream_bytes, some in groupby(spans, self._stream_bytes):
             yield from batches(some, lambda span: span.stop - span.start, stream_bytes)
+
+    def _stream_bytes(self, span: Span | SmallRead) -> int:
+        return self._files.policy.stream_bytes(shared=self._is_shared(span))
 
     def _read(self, read: _Stream | _Opening) -> None:
         if not isinstance(read, _Opening):
@@ -529,7 +516,7 @@ class TensorReads:
         first = span.extents[0]
         fqn = (first.owner if isinstance(first.owner, WantedItem) else first.owner.wanted).fqn
         has_gaps = first.wanted_bytes < first.stop - first.start  # which those want that this rank does not
-        return self._times_wanted.get(fqn, 0) > (0 if has_gaps else 1)
+        return self._files.policy.is_shared(self._times_wanted.get(fqn, 0), has_gaps=has_gaps)
 
     def _read_small(self, span: SmallRead) -> None:
         start, nbytes, keeps = span.start, span.stop - span.start, self._is_shared(span)
@@ -575,7 +562,7 @@ class TensorReads:
 
     def _buffer(self, needed_bytes: int) -> ReadBuffer:
         buffer: ReadBuffer | None = getattr(self._per_thread, "buffer", None)
-        size_bytes = max(needed_bytes, self._sizes["window_bytes"]) + 3 * ALIGNMENT_BYTES
+        size_bytes = max(needed_bytes, self._files.policy.window_bytes) + 3 * ALIGNMENT_BYTES
         if buffer is None or buffer.size_bytes < size_bytes:
             self._per_thread.buffer = None  # freed before the larger one is made
             buffer = self._per_thread.buffer = ReadBuffer(size_bytes, self._pinned)

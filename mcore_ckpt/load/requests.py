@@ -45,6 +45,7 @@ from mcore_ckpt.load.placement import (
     narrow,
     only_box,
 )
+from mcore_ckpt.load.policy import ReadPolicy
 from mcore_ckpt.load.records import missing_key
 from mcore_ckpt.load.small import SmallChunks
 from mcore_ckpt.state.shards import local_chunks
@@ -221,12 +222,12 @@ class LoadPlan:
     `items`, by file, offset and key.
     """
 
-    def __init__(self, index: CheckpointIndex, conversions: DtypeConversions, window_bytes: int) -> None:
-        self.small = SmallChunks(index, window_bytes)
+    def __init__(self, index: CheckpointIndex, conversions: DtypeConversions, policy: ReadPolicy) -> None:
+        self.small = SmallChunks(index, policy)
         self.items: dict[tuple[str, int, str], WantedItem] = {}
         self._index = index
         self._conversions = conversions
-        self._window_bytes = window_bytes
+        self._policy = policy
         self._lookups: dict[str, ChunkLookup] = {}
         self._elems: dict[str, tuple[int, int]] = {}  # of each tensor: those that are requested, and all
         self._requests: list[ReadRequest] = []
@@ -293,7 +294,7 @@ class LoadPlan:
         others = [request for number, request in enumerate(self._requests) if number not in shared]
         turns = []
         for requests in (others, *([self._requests[number]] for number in sorted(shared))):
-            turn = LoadPlan(self._index, self._conversions, self._window_bytes)
+            turn = LoadPlan(self._index, self._conversions, self._policy)
             turn.add(requests)
             turns.append(turn)
         return turns

@@ -34,13 +34,9 @@ from mcore_ckpt.load.placement import (
     memory_at,
     only_box,
 )
-from mcore_ckpt.load.ranges import CHEAP_GAP_BYTES
+from mcore_ckpt.load.policy import ReadPolicy
 from mcore_ckpt.state.torch_classes import torch_dtype
 from mcore_ckpt.storage.base import RangeReader
-
-# Up to here, an item is read with its neighbours and copied out of the buffer: a copy at memory speed costs less than
-# reads of its own for header and payload.
-MAX_SMALL_BYTES: Final = 1024 * 1024
 
 # So many items can be scattered by one call: the kernel takes 1,024 places (UIO_MAXIOV), of which each wants four.
 _MAX_SCATTERED: Final = 256
@@ -88,11 +84,11 @@ _FOUR = np.arange(4)
 
 
 class SmallChunks:
-    """Collects items all of which is requested, up to `max_bytes` each; where there is a manifest, with a checksum
-    for each. Keeps the destinations alive. `numbers` are those of the index, `kind_numbers` which of `kinds`.
+    """Collects items all of which is requested, if `policy` takes them for small; where there is a manifest, with a
+    checksum for each. Keeps the destinations alive. `numbers` are those of the index, `kind_numbers` which of `kinds`.
     """
 
-    def __init__(self, index: CheckpointIndex, max_bytes: int) -> None:
+    def __init__(self, index: CheckpointIndex, policy: ReadPolicy) -> None:
         self.tensors: list[torch.Tensor] = []
         self.addresses: list[int] = []
         self.numbers: list[int] = []
@@ -100,7 +96,7 @@ class SmallChunks:
         self.kinds: list[_Kind] = []
         tensors = index.tensors
         self._packed = tensors if isinstance(tensors, PackedTensors) and tensors.places.crcs else None
-        self._max_bytes = min(max_bytes, MAX_SMALL_BYTES)
+        self._policy = policy
         self._taken = bytearray(0 if self._packed is None else len(self._packed.places.lengths))
         # By form of a global tensor (`id`: they belong to the index), slice, and shape: number of the chunk, number and
         # dtype of its kind, bytes of its item; None: it is left to others.
@@ -155,7 +151,7 @@ class SmallChunks:
             chunk = self._chunk(form, offsets, sizes)
             dtype = torch_dtype(form.dtype)
             kind = None if chunk is None or dtype is None else _kind(form.dtype, sizes, dtype)
-            if chunk is not None and kind is not None and kind.item_bytes <= self._max_bytes:
+            if chunk is not None and kind is not None and kind.item_bytes <= self._policy.max_small_bytes:
                 place = chunk, len(self.kinds), kind.dtype, kind.item_bytes
                 self.kinds.append(kind)
         self._places[id(form), offsets, sizes, shape] = place
@@ -193,7 +189,7 @@ class SmallChunks:
         want = Want(Box((0,) * len(sizes), sizes), True, self.tensors[at], self.addresses[at])
         return WantedItem(self._packed.names[row], kind.dtype, chunk, kind.payload_bytes, [want])
 
-    def reads(self, *, window_bytes: int, max_gap_bytes: int, request_bytes: int = 0) -> list[SmallRead]:
+    def reads(self) -> list[SmallRead]:
         """Join chunks with cheap gaps between them into reads; in order of file and start."""
         if self._packed is None or not self.numbers:
             return []
@@ -213,11 +209,11 @@ class SmallChunks:
         rows["first_crc"] += rows["frame"]
         rows["second_crc"] += rows["frame"]
         is_end = np.diff(files) != 0
-        is_end |= rows["start"][1:] - rows["stop"][:-1] > min(max(CHEAP_GAP_BYTES, request_bytes), max_gap_bytes)
+        is_end |= rows["start"][1:] - rows["stop"][:-1] > self._policy.cheap_gap_bytes
         joined: list[SmallRead] = []
         first = 0
         for end in [*(np.flatnonzero(is_end) + 1).tolist(), len(rows)]:
-            joined += self._cut(places.files[files[first]], rows[first:end], window_bytes, end - first)
+            joined += self._cut(places.files[files[first]], rows[first:end], self._policy.window_bytes, end - first)
             first = end
         return joined
 

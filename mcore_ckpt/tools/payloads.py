@@ -31,6 +31,7 @@ from mcore_ckpt.format.item_reading import locate_tensor
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.load.checks import ItemCheck, check_item, range_crc
 from mcore_ckpt.load.files import FileFooters, OpenFiles, ReadStats, naming
+from mcore_ckpt.load.policy import ReadPolicy
 from mcore_ckpt.load.ranges import split_box
 from mcore_ckpt.load.records import (
     PartSum,
@@ -56,8 +57,6 @@ MADE_HERE = "(made here)"
 
 _MAX_LOCATED = 4096
 _WINDOW_BYTES = 4 * 1024 * 1024
-_BOX_WINDOW_BYTES = 8 * 1024 * 1024
-_MAX_GAP_BYTES = 256 * 1024
 
 
 class StoredPayload(NamedTuple):
@@ -299,9 +298,7 @@ def read_box(
         whole, value = part.sizes == chunk.sizes, 0  # the pieces of a whole chunk follow one another without gaps
         if checked and not whole:
             _check_part(payloads, payload, chunk, inside, elem_bytes)
-        for piece in split_box(
-            chunk.sizes, inside, elem_bytes, window_bytes=_BOX_WINDOW_BYTES, max_gap_bytes=_MAX_GAP_BYTES
-        ):
+        for piece in split_box(chunk.sizes, inside, elem_bytes, ReadPolicy()):
             length = piece.stop - piece.start
             place = relative(
                 Box(tuple(map(operator.add, piece.box.offsets, chunk.offsets)), piece.box.sizes), box.offsets

@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from mcore_ckpt.tools.payloads import StoredPayloads
 
 _WINDOW_BYTES = 8 * 1024 * 1024
-_MAX_GAP_BYTES = 256 * 1024
 # The optimizer's own copy of a parameter, by Megatron's name for it, and by the one that it had up to 0.14.
 _MAIN_WEIGHT = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?:param|fp32_param)\.(?P<key>.+)$")
 _ROUNDED = ("float32", "bfloat16", "float16")
