@@ -24,7 +24,10 @@ from mcore_ckpt.core.errors import LoadError, OptionError
 from mcore_ckpt.core.progress import human_bytes
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mcore_ckpt.load.checks import Problem
+    from mcore_ckpt.tools.verify import VerifyReport
 
 
 _SHOWN = 50
@@ -157,6 +160,22 @@ def verified(
         from mcore_ckpt.tools.repair import repair_checkpoint
 
         report = repair_checkpoint(report, other, dry_run=dry_run, progress=shown)
+    lines = _lines_of(report, other, accepted)
+    if optimizer:
+        lines.append(
+            "the optimizer was not compared with the model: other things are wrong"
+            if report.compared is None
+            else f"the optimizer's weights were compared with {counted(report.compared, 'tensor')} of the model"
+            if report.compared
+            else _NOT_COMPARED
+        )
+        lines += [_OTHER_OPTIMIZER] if any(problem.kind == "optimizer" for problem in report.problems) else []
+    document = document_of(report, whole=report.whole, accepted=accepted)
+    return Outcome(document, "\n".join(lines), DONE if report.whole else DIFFERS)
+
+
+def _lines_of(report: VerifyReport, other: Path | None, accepted: str | None) -> list[str]:
+    """What a verification has found, and a repair from `other` has done."""
     lines = _problem_lines(report.problems)
     lines += [f"accepted as it is: {accepted}"] if accepted else []
     lines += _some([f"repaired: {name}" for name in report.repaired])
@@ -178,17 +197,7 @@ def verified(
         f"{human_bytes(report.read_bytes)}{human_rate(report.read_bytes, report.seconds)}"
         + (f"; without a checksum: {counted(report.unchecked, 'item')}" if report.unchecked else "")
     )
-    if optimizer:
-        lines.append(
-            "the optimizer was not compared with the model: other things are wrong"
-            if report.compared is None
-            else f"the optimizer's weights were compared with {counted(report.compared, 'tensor')} of the model"
-            if report.compared
-            else _NOT_COMPARED
-        )
-        lines += [_OTHER_OPTIMIZER] if any(problem.kind == "optimizer" for problem in report.problems) else []
-    document = document_of(report, whole=report.whole, accepted=accepted)
-    return Outcome(document, "\n".join(lines), DONE if report.whole else DIFFERS)
+    return lines
 
 
 def add_repair(parser: argparse.ArgumentParser) -> None:

@@ -185,72 +185,114 @@ def copy_and_commit(
     writes.ensure()
     commit = Commit.begin(writes)
     try:
-        names = writes.list()
-        held = metadata_of(writes)
-        is_first, is_published = held is None, held == found.metadata
-        if not is_published:
-            accepts(found, held)
-        sent = Sent(reads, writes, found.judged)
-        for name in () if is_published and waits else found.data if own is None else own:
-            commit.check()
-            sent.copy(name)
-        found = replace(found, others=_others(directory, found.data))  # more may have come since
-        if waits and not is_published and not all(map(writes.exists, found.data)):
+        copy = _Copy(target, found, Sent(reads, writes, found.judged), commit, writes.list(), metadata_of(writes), own)
+        if not copy.is_published:
+            accepts(found, copy.held)
+        if not copy.send_data(waits):
             return None
-        for name in found.others:
-            if is_first or not writes.exists(name):
-                sent.copy(name)
-        replaced = _index_of(held, target) if not (is_first or is_published) else None
-        if not is_published:
-            _copy_common(found, sent, commit)
-            _check_lengths(writes, found)
-            sync_folders(target, found.others)
-            writes.sync(parents=True)
-            found.judged.check(METADATA_FILE)
-            # (Where other nodes copy files, those of a later save may have come already.)
-            commit.publish(found.metadata, needed=(*found.data, *(() if own is None else names)))
-        # A save that was there before may yet be published: nothing has been since it began.
-        others = [owner for owner in notes(writes, writes.list()) if owner.save != commit.id] if is_published else []
-        at_work = next((one for one in others if not seems_gone(writes, one, may_be_late=writes.is_store)), None)
-        if metadata_of(writes) != found.metadata:
-            raise SaveError(f"{target}: another checkpoint has replaced this one there as soon as it was published")
-        if at_work is not None and own is None:
-            raise SaveError(
-                f"{target}: another save may be at work there ({at_work}): no file was replaced or removed; copy again "
-                "when it has ended"
-            )
-        if at_work is None:  # names that a later save uses, too
-            for name in found.others:
-                if name not in (*sent.copied, *sent.kept):
-                    sent.copy(name)
-            if is_published and found.common is not None:
-                read_common_file(reads, found.common, found.index.manifest)  # refuses a damaged one
-                sent.copy(found.common, COMMON_FILE, COMMON_FILE)
-            unused = {COMMON_FILE, CONFIG_FILE, INTEGRITY_FILE} - {*found.others, found.common and COMMON_FILE}
-            is_left = _left_by_others(found, set() if replaced is None else index_files(replaced), is_alone=own is None)
-            for name in (*unused, *filter(is_left, names), *(note_name(owner.save) for owner in others)):
-                writes.delete(name)
-        sync_folders(target, found.others)
-        writes.sync()
+        copy.send_others(_others(directory, found.data))
+        if not copy.is_published:
+            copy.publish()
+        copy.replace_and_remove()
     except LoadError:
         found.judged.check()
         raise
     finally:
         commit.give_up()
-    return sent
+    return copy.sent
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A copy to a target that it holds, in the order of its methods.
+
+    Attributes:
+        names, held: the files there, and the `.metadata`, when it began.
+        own: names of the data files that are copied from here; None: all.
+    """
+
+    target: Path
+    found: CheckpointFiles
+    sent: Sent
+    commit: Commit
+    names: list[str]
+    held: bytes | None
+    own: Collection[str] | None
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the target held this checkpoint already."""
+        return self.held == self.found.metadata
+
+    def send_data(self, waits: bool) -> bool:
+        """Copy data files from here; False if those of other nodes have not all come."""
+        needed = self.found.data if self.own is None else self.own
+        for name in () if self.is_published and waits else needed:
+            self.commit.check()
+            self.sent.copy(name)
+        return not waits or self.is_published or all(map(self.sent.writes.exists, self.found.data))
+
+    def send_others(self, others: tuple[str, ...]) -> None:
+        """Copy files of other programs, to which more may have come since: those that are not there."""
+        self.found = replace(self.found, others=others)
+        for name in others:
+            if self.held is None or not self.sent.writes.exists(name):
+                self.sent.copy(name)
+
+    def publish(self) -> None:
+        """Make this the checkpoint that the target holds."""
+        found, writes = self.found, self.sent.writes
+        _copy_common(found, self.sent, self.commit)
+        _check_lengths(writes, found)
+        sync_folders(self.target, found.others)
+        writes.sync(parents=True)
+        found.judged.check(METADATA_FILE)
+        # (Where other nodes copy files, those of a later save may have come already.)
+        self.commit.publish(found.metadata, needed=(*found.data, *(() if self.own is None else self.names)))
+
+    def replace_and_remove(self) -> None:
+        """Replace files whose names a later save uses, too, and remove what is left of others."""
+        found, writes = self.found, self.sent.writes
+        # A save that was there before may yet be published: nothing has been since it began.
+        others = []
+        if self.is_published:
+            others = [owner for owner in notes(writes, writes.list()) if owner.save != self.commit.id]
+        at_work = next((one for one in others if not seems_gone(writes, one, may_be_late=writes.is_store)), None)
+        if metadata_of(writes) != found.metadata:
+            raise SaveError(
+                f"{self.target}: another checkpoint has replaced this one there as soon as it was published"
+            )
+        if at_work is not None and self.own is None:
+            raise SaveError(
+                f"{self.target}: another save may be at work there ({at_work}): no file was replaced or removed; copy "
+                "again when it has ended"
+            )
+        if at_work is None:
+            for name in found.others:
+                if name not in (*self.sent.copied, *self.sent.kept):
+                    self.sent.copy(name)
+            if self.is_published and found.common is not None:
+                read_common_file(self.sent.reads, found.common, found.index.manifest)  # refuses a damaged one
+                self.sent.copy(found.common, COMMON_FILE, COMMON_FILE)
+            unused = {COMMON_FILE, CONFIG_FILE, INTEGRITY_FILE} - {*found.others, found.common and COMMON_FILE}
+            is_left = _left_by_others(found, self._replaced(), is_alone=self.own is None)
+            for name in (*unused, *filter(is_left, self.names), *(note_name(owner.save) for owner in others)):
+                writes.delete(name)
+        sync_folders(self.target, found.others)
+        writes.sync()
+
+    def _replaced(self) -> set[str]:
+        """Data files of the checkpoint that was replaced; none if its index cannot be read."""
+        if self.held is not None and not self.is_published:
+            with contextlib.suppress(LoadError):
+                return index_files(parse_index(self.held, str(self.target)))
+        return set()
 
 
 def file_on_its_way(name: str) -> str | None:
     """The file that an interrupted copy was writing under a name of its own; None if it is no such name."""
     match = _ON_ITS_WAY.fullmatch(name)
     return None if match is None else match["of"]
-
-
-def _index_of(metadata: bytes | None, target: Path) -> CheckpointIndex | None:
-    """The index of the checkpoint that is replaced; None if it cannot be read, and then nothing of it is removed."""
-    with contextlib.suppress(LoadError):
-        return parse_index(metadata or b"", str(target))
-    return None
 
 
 def _copy_common(found: CheckpointFiles, sent: Sent, commit: Commit) -> None:

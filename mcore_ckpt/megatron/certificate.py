@@ -26,7 +26,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePath
 from typing import Any, Final, NamedTuple
@@ -228,39 +228,69 @@ def certify(
     said = group.run_merged(_WHAT, open_it, operator.or_, sorted, wrap=LoadError)
     if len(said) > 1:
         raise OptionError(f"certify: expected one value on all ranks, got {' and '.join(said)}")
-    ((reader, version),), shards, compared = opened, list[Any](), dict[str, int]()
+    ((reader, version),) = opened
     directory, options = reader.path, options or reader.options
     if options.certify == "off":
         return Certificate(directory.name, 0, 0, group.size)
+    comparison = _Comparison(reader, version, options, group.rank)
+    compare = partial(comparison.of_one_save, comparison.compare, sharded_state_dict, optimizer, handed_out)
+    with storage_at(directory).in_use(METADATA_FILE):
+        found = group.run_merged(_WHAT, compare, _Found.merged, lambda both: both, wrap=LoadError)
+        if found.residues or found.counts["unstored"]:
+            read = partial(comparison.of_one_save, comparison.read_again, found)
+            found = found.merged(group.run_merged(_WHAT, read, _Found.merged, lambda both: both, wrap=LoadError))
+    certificate = _certificate(found, reader.index, comparison.compared, group, reasons)
+    if certificate.differing and options.certify == "raise":
+        raise LoadError(f"{certificate}. Do not train with this state")
+    if group.is_coordinator:
+        is_doubtful = certificate.differing or found.absent or found.partial or not all(found.groups.values())
+        is_well = not is_doubtful and (certificate.tensors or certificate.objects)
+        _logger.log(logging.INFO if is_well else logging.WARNING, "%s", certificate)
+    return certificate
 
-    def of_one_save(find: Callable[[], _Found]) -> _Found:
-        outcome = Outcome.of(find)
-        if metadata_version(directory) != version:
-            raise LoadError(f"{directory} was replaced while it was compared") from outcome.error
+
+@dataclass(slots=True)
+class _Comparison:
+    """What one rank holds, compared with one version of a checkpoint.
+
+    Attributes:
+        compared: numbers of the tensors that are chosen, by name; the same on all ranks.
+        shards: of this rank, as it holds them.
+    """
+
+    reader: CheckpointReader
+    version: tuple[int, ...]
+    options: LoadOptions
+    rank: int
+    compared: dict[str, int] = field(default_factory=dict)
+    shards: list[Any] = field(default_factory=list)
+
+    def of_one_save(self, find: Callable[..., _Found], *args: Any) -> _Found:
+        """What is found, if the checkpoint has not been replaced meanwhile."""
+        outcome = Outcome.of(partial(find, *args))
+        if metadata_version(self.reader.path) != self.version:
+            raise LoadError(f"{self.reader.path} was replaced while it was compared") from outcome.error
         return outcome.value()
 
-    def compare() -> _Found:
-        state = sharded_state_dict() if callable(sharded_state_dict) else sharded_state_dict
-        chosen = partial(_chosen, options, reader.index)
+    def compare(self, state: Any, optimizer: Any, handed_out: Callable[[Any], Any] | None) -> _Found:
+        """Compare all but the elements of tensors, of which the fingerprints tell. Arguments as of `certify`."""
+        state, reader, rank = state() if callable(state) else state, self.reader, self.rank
+        chosen = partial(_chosen, self.options, reader.index)
         stored, objects_stored = _as_loaded(reader)
-        compared.update((name, number) for number, name in enumerate(chosen(stored)))
-        if any(map(is_flat_bucket, compared)):
-            _fill_padding([state], reader, compared)
+        self.compared.update((name, number) for number, name in enumerate(chosen(stored)))
+        if any(map(is_flat_bucket, self.compared)):
+            _fill_padding([state], reader, self.compared)
         tensors, objects = leaves_by_kind(state)
         shifted = _told_shifted(optimizer, tensors) if reader.parameters is None else frozenset()
-        found = _of_tensors(tensors, stored, reader.index, compared, group.rank, shifted, shards)
-        common = None
-        with contextlib.suppress(CheckpointNotFoundError):
-            is_object = COMMON_STATE_KEY in reader.index.objects
-            common = common_object(reader) if is_object else load_common(directory, reader.options)
-            common = common if handed_out is None else handed_out(common)
-        found.counts["without common"] = int(group.rank == 0 and common is None)
+        found = _of_tensors(tensors, stored, reader.index, self.compared, rank, shifted, self.shards)
+        common = self._common_state(handed_out)
+        found.counts["without common"] = int(rank == 0 and common is None)
         state, common = (one if isinstance(one, dict) else {} for one in (state, common))
         ignored = _SCHEDULED if getattr(state.get("args"), "override_opt_param_scheduler", False) else ()
         mains, groups = set[str](), dict[str, bool]()
-        others = [*_of_objects(objects, reader, ignored, group.rank, found.counts, mains, groups)]
-        others += _of_common_state(state, common, ignored, group.rank, groups)
-        others += _of_weights(optimizer, shards, chosen, group.rank, found.counts)
+        others = [*_of_objects(objects, reader, ignored, rank, found.counts, mains, groups)]
+        others += _of_common_state(state, common, ignored, rank, groups)
+        others += _of_weights(optimizer, self.shards, chosen, rank, found.counts)
         found.counts["differing"] = len(others)
         lacking = frozenset(map(str, common.keys() - state.keys() - {*_NOT_STATE, _RERUN}))
         job, saved = state.get("args"), common.get("args")
@@ -275,26 +305,20 @@ def certify(
             groups=groups,
         )
 
-    def read_again() -> _Found:
-        stored = reader.index.fingerprints
-        named = _named(shards, group.rank)
-        doubtful = [shard for name, shard in named if name in found.residues or shard.key not in stored]
-        wrong = list(_read_differences(doubtful, reader, group.rank))
-        return _Found(Counter(differing=len(wrong)), tuple(wrong[:_SHOWN]))
+    def _common_state(self, handed_out: Callable[[Any], Any] | None) -> Any:
+        with contextlib.suppress(CheckpointNotFoundError):
+            is_object = COMMON_STATE_KEY in self.reader.index.objects
+            common = common_object(self.reader) if is_object else load_common(self.reader.path, self.reader.options)
+            return common if handed_out is None else handed_out(common)
+        return None
 
-    with storage_at(directory).in_use(METADATA_FILE):
-        found = group.run_merged(_WHAT, partial(of_one_save, compare), _Found.merged, lambda both: both, wrap=LoadError)
-        if found.residues or found.counts["unstored"]:
-            read = partial(of_one_save, read_again)
-            found = found.merged(group.run_merged(_WHAT, read, _Found.merged, lambda both: both, wrap=LoadError))
-    certificate = _certificate(found, reader.index, compared, group, reasons)
-    if certificate.differing and options.certify == "raise":
-        raise LoadError(f"{certificate}. Do not train with this state")
-    if group.is_coordinator:
-        is_doubtful = certificate.differing or found.absent or found.partial or not all(found.groups.values())
-        is_well = not is_doubtful and (certificate.tensors or certificate.objects)
-        _logger.log(logging.INFO if is_well else logging.WARNING, "%s", certificate)
-    return certificate
+    def read_again(self, found: _Found) -> _Found:
+        """Read the tensors of which fingerprints do not tell that they are as stored."""
+        stored = self.reader.index.fingerprints
+        named = _named(self.shards, self.rank)
+        doubtful = [shard for name, shard in named if name in found.residues or shard.key not in stored]
+        wrong = list(_read_differences(doubtful, self.reader, self.rank))
+        return _Found(Counter(differing=len(wrong)), tuple(wrong[:_SHOWN]))
 
 
 def _certificate(

@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -123,34 +124,11 @@ def _certify_resume(
     given, job = call.arguments, call.arguments["args"]
     flags = [name for name in ("finetune", "no_load_optim", "no_load_rng") if getattr(job, name)]
     reasons = [f"--{name.replace('_', '-')}" for name in flags]
-    reader, handed_out = load.filled_by, load.change_common
+    reader = load.filled_by
     has_random = reader is None or any("rng_state/" in key for key in reader.index.objects)
     if given["rng_state"] is None and has_random and not reasons:
         reasons.append("random states of another layout")
-
-    def make_state() -> Any:
-        if given["rng_state"] is not None:
-            again, named = arguments["get_rng_state"]
-            given["rng_state"] = stock["get_rng_state"](*again, **named)
-        # As for a save: on its way to a load, an optimizer gives itself states of zeros.
-        given["optim_sd_kwargs"] = {**(given["optim_sd_kwargs"] or {}), "is_loading": False}
-        if handed_out is not None:  # nor is anything gathered: each rank has its own ranges
-            metadata = {**(given["optim_sd_kwargs"].get("metadata") or {}), SHARDING_TYPE: FLAT_BUCKETS}
-            given["optim_sd_kwargs"]["metadata"] = metadata
-        if given["rerun_state"]:  # a rerun is pending
-            machine = sys.modules[TRAINING].get_rerun_state_machine()
-            given["rerun_state"] = machine.state_dict(None, job.ckpt_format, force=True)
-            # What it gives the iterators when there are some.
-            given["rerun_state"]["sharded"].data["data_iterator_checkpoints"] = machine.data_iterator_checkpoints
-        given.update(iteration=iteration)
-        state = stock["generate_state_dict"](*call.args, **call.kwargs)
-        state["num_floating_point_operations_so_far"] = operations
-        if metadata_version(directory) != load.version:  # (not earlier: Megatron gathers, with all ranks or none)
-            raise LoadError(f"{directory} was replaced while it was loaded")
-        if job.finetune or directory.name == "release" or getattr(job, "override_ckpt_iteration", None) is not None:
-            del state["args"], state["iteration"]
-        return state if handed_out is None else with_own_ranges(state)
-
+    make_state = partial(_state_as_resumed, stock, load, arguments, call, iteration, operations)
     try:
         certify(
             make_state,
@@ -160,10 +138,43 @@ def _certify_resume(
             options=options,
             reasons=reasons,
             reader=reader,
-            handed_out=handed_out,
+            handed_out=load.change_common,
         )
     except CheckpointError as error:
         if options.certify == "raise":
             raise
         tell_uncertified(directory, options, error)
     return None
+
+
+def _state_as_resumed(
+    stock: Mapping[str, Callable[..., Any]],
+    load: MegatronLoad,
+    arguments: Mapping[str, tuple[Any, Any]],
+    call: inspect.BoundArguments,
+    iteration: int,
+    operations: Any,
+) -> Any:
+    """The state dict that `call` makes of the job as it has been resumed."""
+    given, job = call.arguments, call.arguments["args"]
+    if given["rng_state"] is not None:
+        again, named = arguments["get_rng_state"]
+        given["rng_state"] = stock["get_rng_state"](*again, **named)
+    # As for a save: on its way to a load, an optimizer gives itself states of zeros.
+    given["optim_sd_kwargs"] = {**(given["optim_sd_kwargs"] or {}), "is_loading": False}
+    if load.change_common is not None:  # nor is anything gathered: each rank has its own ranges
+        metadata = {**(given["optim_sd_kwargs"].get("metadata") or {}), SHARDING_TYPE: FLAT_BUCKETS}
+        given["optim_sd_kwargs"]["metadata"] = metadata
+    if given["rerun_state"]:  # a rerun is pending
+        machine = sys.modules[TRAINING].get_rerun_state_machine()
+        given["rerun_state"] = machine.state_dict(None, job.ckpt_format, force=True)
+        # What it gives the iterators when there are some.
+        given["rerun_state"]["sharded"].data["data_iterator_checkpoints"] = machine.data_iterator_checkpoints
+    given.update(iteration=iteration)
+    state = stock["generate_state_dict"](*call.args, **call.kwargs)
+    state["num_floating_point_operations_so_far"] = operations
+    if metadata_version(load.directory) != load.version:  # (not earlier: Megatron gathers, with all ranks or none)
+        raise LoadError(f"{load.directory} was replaced while it was loaded")
+    if job.finetune or load.directory.name == "release" or getattr(job, "override_ckpt_iteration", None) is not None:
+        del state["args"], state["iteration"]
+    return state if load.change_common is None else with_own_ranges(state)

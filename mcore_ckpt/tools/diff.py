@@ -16,7 +16,7 @@ import hashlib
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, Final, Literal, NamedTuple
@@ -338,6 +338,21 @@ class DiffReport:
         return keys and not self.not_compared and all(tensor.same for tensor in self.tensors)
 
 
+def _kinds(index: CheckpointIndex, wanted: Callable[[str], bool]) -> dict[str, bool]:
+    """The keys that are compared, each with whether it is that of a tensor."""
+    return {key: key in index.tensors for key in (*index.tensors, *index.objects) if wanted(key)}
+
+
+def _differing_objects(a: StoredPayloads, b: StoredPayloads, keys: Sequence[str]) -> list[str]:
+    """Keys of objects that differ. Raises for a damaged one, which is no other value."""
+    contents = ([_contents(payloads.index.objects[key], payloads) for key in keys] for payloads in (a, b))
+    differing = [key for key, x, y in zip(keys, *contents, strict=True) if x != y]
+    for key in differing:
+        read_object(a.index, a.index.objects[key])
+        read_object(b.index, b.index.objects[key])
+    return differing
+
+
 def diff_checkpoints(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
@@ -379,42 +394,28 @@ def diff_checkpoints(
         left, right = read_index(directories[0]), read_index(directories[1])
         for index in (left, right):
             check_apart(index)
-        in_a, in_b = (
-            {key: key in index.tensors for key in (*index.tensors, *index.objects) if wanted(key)}
-            for index in (left, right)
-        )
+        in_a, in_b = _kinds(left, wanted), _kinds(right, wanted)
         both = [key for key, is_tensor in in_a.items() if in_b.get(key) is is_tensor]
         pairs = {key: (left.tensors[key], right.tensors[key]) for key in both if in_a[key]}
-        comparable = [key for key, (x, y) in pairs.items() if x.shape == y.shape]
         objects = [key for key in both if not in_a[key]]
+        comparable = [key for key, (x, y) in pairs.items() if x.shape == y.shape]
         with StoredPayloads(left) as payloads_a, StoredPayloads(right) as payloads_b:
             if values or state:
                 check_tiled(left, comparable)
                 check_tiled(right, comparable)
             if state:
-                states = [
+                of_a, of_b = (
                     payloads_fingerprint(payloads, comparable, workers=workers, progress=progress).tensors
                     for payloads in (payloads_a, payloads_b)
-                ]
-                crcs = {key: (states[0][key].crc32, states[1][key].crc32) for key in comparable}
+                )
+                crcs = {key: (of_a[key].crc32, of_b[key].crc32) for key in comparable}
             elif values:
                 results, read_bytes = _compare_values(payloads_a, payloads_b, comparable, workers, progress)
-            contents = (
-                [_contents(payloads.index.objects[key], payloads) for key in objects]
-                for payloads in (payloads_a, payloads_b)
-            )
-            differing = [key for key, x, y in zip(objects, *contents, strict=True) if x != y]
-        for key in differing:  # a damaged one is no other value
-            read_object(left, left.objects[key])
-            read_object(right, right.objects[key])
+            differing = _differing_objects(payloads_a, payloads_b, objects)
         common_values, not_compared = ([], ()) if only else _compare_common_states(left, right)
+    within = {key for key, result in results.items() if _is_within(result, rtol, atol)}
     found = [
-        TensorDiff(
-            *(key, x.dtype, y.dtype, x.shape, y.shape),
-            values=results.get(key),
-            within_tolerance=key in results and _is_within(results[key], rtol, atol),
-            crcs=crcs.get(key),
-        )
+        TensorDiff(key, x.dtype, y.dtype, x.shape, y.shape, results.get(key), key in within, crcs.get(key))
         for key, (x, y) in pairs.items()
     ]
     return DiffReport(
