@@ -139,6 +139,8 @@ class JobBuckets:
         """Which elements are which parameters', made again if the model's state dict has changed; None, and a warning,
         where that cannot be told.
         """
+        known = self._known.get(self.optimizer)
+        described: tuple[list[Any], ...] = ()
         try:
             entries = self._entries()
             kind = mapping().ShardedTensor  # (others are made by factories, and have keys alone)
@@ -148,20 +150,19 @@ class JobBuckets:
                 [entry.global_offset if type(entry) is kind else None for entry in entries],
                 [entry.global_shape if type(entry) is kind else None for entry in entries],
             )
-            known = self._known.get(self.optimizer)
             if known is not None and known.described == described:
                 return known.table
-            self._known[self.optimizer] = _Tabulated(described, None)
             table = encode_parameters(self._buckets(), list(self._regions(entries)))
-            self._known[self.optimizer] = _Tabulated(described, table)
-            return table
         except Exception as error:  # noqa: BLE001 (a save never fails for it)
-            _logger.warning(
-                "the optimizer's flat buckets (dp_reshardable) are without a table of their parameters, so a "
-                "checkpoint of them loads under the same division of the model alone: %s",
-                error,
-            )
-            return None
+            table = None
+            if known is None or known.table is not None:
+                _logger.warning(
+                    "the optimizer's flat buckets (dp_reshardable) are without a table of their parameters, so a "
+                    "checkpoint of them loads under the same division of the model alone: %s",
+                    error,
+                )
+        self._known[self.optimizer] = _Tabulated(described, table)
+        return table
 
     def own_ranges(self) -> dict[Any, Any]:
         """What `fully_reshardable` asks for, but of each parameter the range alone that this rank's optimizer has, in
@@ -250,18 +251,36 @@ def _collect(values: Iterable[Any], kinds: tuple[type, ...], found: list[Any]) -
 def _leaves(entry: Any, shape: tuple[int, ...]) -> list[tuple[Any, int, tuple[int, ...]]]:
     """What is stored of a parameter of that shape, with the parameter's element that is its first, and strides there.
 
-    What a factory makes of a parameter is found by letting it build on a tensor without memory: the slices are views.
+    What a factory makes of a parameter is found by letting it build on a tensor without memory, of which the slices are
+    views; one that copies builds on the numbers of the parameter's elements.
     """
     if hasattr(entry, "local_shape"):
         return [(entry, 0, strides_of(tuple(entry.local_shape)))]
     base = torch.empty(shape, device="meta")
     found = list(leaves(replace(entry, data=base).build()))
-    for leaf in found:
-        if leaf.data is not base and leaf.data._base is not base:  # noqa: SLF001
-            raise PlanError(f"{leaf.key}: its factory copies the parameter, so where its elements lie is not known")
-    if sum(leaf.data.numel() for leaf in found) != base.numel():
+    if all(leaf.data is base or leaf.data._base is base for leaf in found):  # noqa: SLF001
+        made = [(leaf, leaf.data.storage_offset(), tuple(leaf.data.stride())) for leaf in found]
+    else:
+        numbers = torch.arange(base.numel()).view(shape)
+        made = [_leaf_of_numbers(leaf) for leaf in leaves(replace(entry, data=numbers).build())]
+    if sum(leaf.data.numel() for leaf, *_ in made) != base.numel():
         raise PlanError(f"{entry.key}: its factory makes other elements of it than it has")
-    return [(leaf, leaf.data.storage_offset(), tuple(leaf.data.stride())) for leaf in found]
+    return made
+
+
+def _leaf_of_numbers(leaf: Any) -> tuple[Any, int, tuple[int, ...]]:
+    numbers = leaf.data
+    shape = tuple(numbers.shape)
+    if 0 in shape:
+        return leaf, 0, strides_of(shape)
+    expected = first = numbers[(0,) * len(shape)]
+    axes = range(len(shape))
+    strides = [numbers[tuple(int(one == axis and shape[axis] > 1) for one in axes)] - first for axis in axes]
+    for size, stride in zip(shape, strides, strict=True):
+        expected = expected[..., None] + stride * torch.arange(size)
+    if not torch.equal(numbers, expected):
+        raise PlanError(f"{leaf.key}: its factory changes elements, or their order")
+    return leaf, int(first), tuple(map(int, strides))
 
 
 class _OwnSlice(NamedTuple):

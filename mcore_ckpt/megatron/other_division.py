@@ -163,7 +163,8 @@ def _asked_for(state: Any, reader: CheckpointReader, call: MegatronLoad) -> Any:
         error.args = (f"{error}{advice_on_buckets(reader.path)}",)
         raise
     buckets.check(shards)
-    call.buckets, call.change_common = buckets, partial(_handed_out, reader=reader, chained=[*parts])
+    wanted = {number: (part.get("optimizer") or {}).get("param_groups", ()) for number, part in parts.items()}
+    call.buckets, call.change_common = buckets, partial(_handed_out, reader=reader, wanted=wanted)
     return changed
 
 
@@ -206,50 +207,56 @@ def _reshardable(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, SHARDING_TYPE: _HANDED_OUT, "distrib_optim_fully_reshardable_mem_efficient": False}
 
 
-def _handed_out(common: Any, *, reader: CheckpointReader, chained: Sequence[int | None]) -> Any:
-    """The common state as that of a `fully_reshardable` checkpoint of a job with these optimizers: settings that each
-    group of ranks has stored belong to it there.
+def _handed_out(
+    common: Any, *, reader: CheckpointReader, wanted: Mapping[int | None, Sequence[Mapping[str, Any]]]
+) -> Any:
+    """The common state as that of a `fully_reshardable` checkpoint of a job with these optimizers, each with the
+    parameter groups that it has: settings that each group of ranks has stored belong to it there.
     """
     if not isinstance(common, dict):
         return common
     objects = {key: match for key in reader.index.objects if (match := GROUP_OBJECT.fullmatch(key)) is not None}
-    wanted = {key: match for key, match in objects.items() if match["name"] not in SIZES_OF_BUCKETS}
-    stored: dict[str, list[dict[str, Any]]] = {}  # of each optimizer, what each group of ranks has of it
-    groups: dict[str, dict[str, Any]] = {}
-    for key, value in reader.read_objects(wanted).items():
-        match = wanted[key]
-        of_group = groups.setdefault(match["group"], {})
-        if not of_group:
-            stored.setdefault(match["chained"] or "", []).append(of_group)
+    settings = {key: match for key, match in objects.items() if match["name"] not in SIZES_OF_BUCKETS}
+    stored: dict[str, dict[str, dict[str, Any]]] = {}  # of each optimizer, what each group of ranks has of it
+    for key, value in reader.read_objects(settings).items():
+        match = settings[key]
+        of_group = stored.setdefault(match["chained"] or "", {}).setdefault(match["group"], {})
         of_group[match["name"]] = value[0] if isinstance(value, list) else value
-    parts = [of_groups for _, of_groups in sorted(stored.items())]
-    is_regrouped = len(parts) != len(chained)
+    parts = [[*of_groups.values()] for _, of_groups in sorted(stored.items())]
     made: dict[int | None, dict[str, Any]] = {}
-    for position, number in enumerate(chained):
+    for position, (number, groups) in enumerate(wanted.items()):
         own = parts[min(position, len(parts) - 1)]
-        described = itertools.chain.from_iterable(parts) if is_regrouped else own
-        settings = _parameter_groups(described, for_experts=is_regrouped)
         part = copy.deepcopy(own[0])
         if isinstance(part.get("optimizer"), dict):
-            part["optimizer"]["param_groups"] = settings
+            described = own if len(parts) == len(wanted) else itertools.chain.from_iterable(parts)
+            others = itertools.chain.from_iterable(wanted.values())
+            part["optimizer"]["param_groups"] = _parameter_groups(described, groups, others)
         made[number] = {**part, "param_state_sharding_type": _HANDED_OUT}
-    optimizer = made.get(None, made)
     content = common.get("content_metadata") or {}
-    return {**common, "optimizer": optimizer, "content_metadata": _reshardable(content)}
+    return {**common, "optimizer": made.get(None, made), "content_metadata": _reshardable(content)}
 
 
-def _parameter_groups(stored: Iterable[Mapping[str, Any]], *, for_experts: bool) -> list[dict[str, Any]]:
-    """Parameter groups that any group of ranks has stored, each once, by what Megatron knows them by. `for_experts`:
-    each as one of experts and as one of others, since the chained optimizers are divided otherwise.
+def _parameter_groups(
+    stored: Iterable[Mapping[str, Any]], wanted: Iterable[Mapping[str, Any]], others: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Parameter groups of an optimizer, each once, by what Megatron knows them by: the stored ones, but not those that
+    only its others want. Which are of experts depends on EP: one that differs in this alone stands for a wanted one.
     """
     known_by = parameter_group_identifiers()
+
+    def name(settings: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(repr(settings.get(key, settings.get(f"pre_{key}"))) for key in known_by)
+
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for of_group in stored:
         for settings in (of_group.get("optimizer") or {}).get("param_groups", ()):
-            for is_expert in (False, True) if for_experts and "is_expert_parallel" in settings else (None,):
-                changed = copy.deepcopy(settings)
-                if is_expert is not None:
-                    changed["is_expert_parallel"] = is_expert
-                name = tuple(repr(changed.get(key, changed.get(f"pre_{key}"))) for key in known_by)
-                found.setdefault(name, changed)
-    return list(found.values())
+            found.setdefault(name(settings), settings)
+    known = {name({**settings, "is_expert_parallel": either}) for settings in others for either in (False, True)}
+    exact = {name(settings): settings for settings in wanted}
+    made = [settings for one, settings in found.items() if one in exact or one not in known]
+    for one, settings in exact.items():
+        is_expert = settings.get("is_expert_parallel")
+        other = found.get(name({**settings, "is_expert_parallel": not is_expert}))
+        if one not in found and other is not None:
+            made.append({**other, "is_expert_parallel": is_expert})
+    return copy.deepcopy(made)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import struct
 import zlib
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from mcore_ckpt.format.parameter_table import TABLE_MEMBER, Form, ParameterTable
 from mcore_ckpt.format.versions import member_of, with_members
 from tests.format import independent_reader as independent
 from tests.support.stored_layouts import stock_item
+from tests.support.unchecked_table import UncheckedTable
 
 GROUP = "optimizer.distributed.dp_group_idx_0."
 BUCKETS = [("gbuf_idx_0.dtype_x.bucket_idx_0", 370), ("gbuf_idx_0.dtype_x.bucket_idx_1", 160)]
@@ -51,36 +53,14 @@ def test_both_readers_read_what_the_writer_writes() -> None:
         assert read == (*place, own.form.strides, own.first, own.is_copy)
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table by its fields, to be encoded without a check."""
-
-    counts: tuple[int, ...]  # but the numbers of entries, which follow: alignment and longest padding
-    buckets: list[Any]
-    forms: list[Form]
-    regions: list[Region]
-
-    @classmethod
-    def of(cls, regions: Any = REGIONS, padding: tuple[int, int] = (64, 63)) -> Table:
-        return cls(padding, list(BUCKETS), list(dict.fromkeys(one.form for one in regions)), list(regions))
-
-    def encoded(self) -> bytes:
-        described = [n for form in self.forms for n in (len(form.shape), *form.shape, *form.sizes, *form.strides)]
-        offsets = [n for one in self.regions for n in one.offsets]
-        counts = len(self.buckets), len(self.forms), len(self.regions), len(described), len(offsets)
-        names = [name.encode() for name in (*(n for n, _ in self.buckets), *(one.key for one in self.regions))]
-        wide = [*counts, *self.counts, *(n for _, n in self.buckets), *described, *offsets]
-        wide += [one.first for one in self.regions]
-        narrow = [*(one.bucket for one in self.regions), *(self.forms.index(one.form) for one in self.regions)]
-        narrow += [*(one.is_copy for one in self.regions), *map(len, names)]
-        content = np.array(wide, "<u8").tobytes() + np.array(narrow, "<u4").tobytes() + b"".join(names)
-        return struct.pack("<8sIQ", b"\x89mckFLAT", 1, len(content)) + zlib.compress(content)
+def table_of(regions: Sequence[Region] = REGIONS, **padding: int) -> UncheckedTable:
+    return UncheckedTable(BUCKETS, regions, **padding)
 
 
-def changed(number: int, **fields: Any) -> Table:
+def changed(number: int, **fields: Any) -> UncheckedTable:
     regions = list(REGIONS)
     regions[number] = regions[number]._replace(**fields)
-    return Table.of(regions)
+    return table_of(regions)
 
 
 HOSTILE = {
@@ -89,11 +69,11 @@ HOSTILE = {
     "moved into another": changed(1, first=32),
     "moved inside a parameter": changed(4, first=195),
     "moved to the other half": changed(7, first=79),
-    "left out": Table.of(REGIONS[1:]),
-    "left out in the middle": Table.of(REGIONS[:1] + REGIONS[2:]),
-    "left out of a parameter": Table.of(REGIONS[:4] + REGIONS[5:]),
-    "left out at the end": Table.of(REGIONS[:7]),
-    "twice": Table.of([*REGIONS, REGIONS[1]]),
+    "left out": table_of(REGIONS[1:]),
+    "left out in the middle": table_of(REGIONS[:1] + REGIONS[2:]),
+    "left out of a parameter": table_of(REGIONS[:4] + REGIONS[5:]),
+    "left out at the end": table_of(REGIONS[:7]),
+    "twice": table_of([*REGIONS, REGIONS[1]]),
     "leaves its bucket": changed(5, first=337),
     "far away": changed(5, first=2**64 - 1),
     "of no bucket": changed(5, bucket=2),
@@ -104,16 +84,16 @@ HOSTILE = {
     "in itself": changed(0, form=Form((8, 5), (4, 5), (4, 1))),
     "in itself at all": changed(0, form=Form((8, 5), (4, 5), (0, 1))),
     "endless": changed(0, form=Form((2**63, 5), (4, 5), (2**62, 1))),
-    "no buckets": replace(Table.of(), buckets=[]),
-    "other lengths": replace(Table.of(), buckets=[(BUCKETS[0][0], 371), BUCKETS[1]]),
-    "buckets that are too long": replace(Table.of(), buckets=[(BUCKETS[0][0], 2**63), (BUCKETS[1][0], 2**63)]),
-    "unaligned": Table.of(padding=(63, 63)),
-    "less padding": Table.of(padding=(64, 40)),
+    "no buckets": replace(table_of(), buckets=[]),
+    "other lengths": replace(table_of(), buckets=[(BUCKETS[0][0], 371), BUCKETS[1]]),
+    "buckets that are too long": replace(table_of(), buckets=[(BUCKETS[0][0], 2**63), (BUCKETS[1][0], 2**63)]),
+    "unaligned": table_of(alignment=63),
+    "less padding": table_of(longest=40),
 }
 
 
 def test_what_is_compared_is_right_before_it_is_changed() -> None:
-    ParameterTable(Table.of().encoded(), "here")
+    ParameterTable(table_of().encoded(), "here")
 
 
 @pytest.mark.parametrize("name", HOSTILE)
