@@ -160,8 +160,9 @@ def save_until(rank: int, directory: Path, value: int, at: str, act: Callable[[]
     assert not left or (at == "publish" and rank == 1)
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def end(pid: int | None) -> None:
+    with contextlib.suppress(ProcessLookupError):  # the other rank has done it
+        os.kill(pid or os.getpid(), signal.SIGKILL)
 
 
 def nothing_is_left(rank: int, directory: Path) -> None:
@@ -194,7 +195,7 @@ def test_ranks_that_are_killed(at: str, dead: list[int], hosts: Hosts) -> None:
     with ranks_on(hosts) as (ranks, run):
         succeed(ranks, save, run, 1)
         with pytest.raises(RanksFailedError) as raised:
-            ranks.call(save_until, run, 2, at, die)
+            ranks.call(save_until, run, 2, at, partial(end, None))
     outcomes = raised.value.outcomes
     assert [outcome.rank for outcome in outcomes if outcome.exit_code == -signal.SIGKILL] == dead
     assert all("rank 0" in str(outcome.error) for outcome in outcomes if outcome.rank not in dead)
@@ -205,7 +206,7 @@ def test_ranks_that_are_killed(at: str, dead: list[int], hosts: Hosts) -> None:
 def test_a_client_that_ends(hosts: Hosts, volume: Gluster | Ceph) -> None:
     with ranks_on(hosts) as (ranks, run):
         succeed(ranks, save, run, 1)
-        outcomes = ranks.call(save_until, run, 2, "write", partial(os.kill, volume.processes["b"].pid, signal.SIGKILL))
+        outcomes = ranks.call(save_until, run, 2, "write", partial(end, volume.processes["b"].pid))
     volume.remount("b")
     for outcome in outcomes:
         assert "the client of this mount has ended" in str(outcome.error), outcome
@@ -239,7 +240,7 @@ def test_a_brick_that_ends(hosts: Hosts, volume: Gluster | Ceph) -> None:
         pytest.skip("there is no other server that has the data")
     with ranks_on(hosts) as (ranks, run):
         succeed(ranks, save, run, 1)
-        succeed(ranks, save_until, run, 2, "write", partial(os.kill, volume.servers()[0], signal.SIGKILL))
+        succeed(ranks, save_until, run, 2, "write", partial(end, volume.servers()[0]))
         succeed(ranks, check, run, 2)
         volume.bring_back()
         succeed(ranks, save, run, 3)
