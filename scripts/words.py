@@ -2,13 +2,17 @@
 """Words that the package and its documentation do not use, each with what they say instead; `make lint` runs this.
 
 Code, comments, docstrings and messages are searched alike, and a phrase may run over the end of a line. Of
-`CHANGELOG.md` only the newest section counts. Exit code 1, and a line for each place where such a word stands.
+`CHANGELOG.md` only the newest section counts. Docstrings and comments of the package begin with their subject, and no
+sentence of theirs has three relative pronouns. Exit code 1, and a line for each place.
 """
 
 from __future__ import annotations
 
+import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,9 +73,44 @@ def problems(name: str, text: str) -> Iterator[tuple[int, str]]:
                 yield text.count("\n", 0, found.start()) + 1, f"{words!r}: say {say}"
 
 
+def texts(code: str) -> Iterator[tuple[int, str]]:
+    """Docstrings and comments of a module: first line, and text. Lines of comment that follow each other are one."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+            yield node.body[0].lineno, text
+    last, comment = -1, list[tuple[int, str]]()
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        if token.type == tokenize.COMMENT:
+            line, words = token.start[0], token.string.lstrip("# (")
+            is_alone = not token.line[: token.start[1]].strip()
+            if is_alone and line == last + 1:
+                comment[-1] = (comment[-1][0], f"{comment[-1][1]} {words}")
+            else:
+                comment.append((line, words))
+            last = line if is_alone else -1
+    yield from comment
+
+
+_NO_SUBJECT = re.compile(r"(Of|Those|That|The same)\b")
+_RELATIVE = re.compile(r"\b(which|what|that|those|who)\b", re.IGNORECASE)
+_SENTENCE_ENDS = re.compile(r"(?<=[.:;])\s+|\n\s*\n|\n(?= {4}|[-*] )")
+
+
+def hard_to_read(code: str) -> Iterator[tuple[int, str]]:
+    """Docstrings and comments without a subject, and sentences of relative clauses: line, and what to say instead."""
+    for line, text in texts(code):
+        if _NO_SUBJECT.match(text):
+            yield line, f"{text.splitlines()[0]!r}: begin with the subject"
+        for sentence in _SENTENCE_ENDS.split(text):
+            if len(_RELATIVE.findall(sentence)) >= 3:
+                yield line, f"{' '.join(sentence.split())!r}: say it in two sentences, or with nouns"
+
+
 def main() -> int:
     """Print all of them, by file and line."""
     found = [f"{name}:{n}: {text}" for name, words in searched(Path.cwd()) for n, text in sorted(problems(name, words))]
+    for path in sorted(Path("mcore_ckpt").rglob("*.py")):
+        found += [f"{path}:{line}: {text}" for line, text in hard_to_read(path.read_text())]
     print("\n".join(found), end="\n" if found else "")
     return 1 if found else 0
 

@@ -88,7 +88,7 @@ def _verify(arguments: argparse.Namespace) -> Outcome:
 
 
 def _with_state(verdict: Outcome, arguments: argparse.Namespace) -> Outcome:
-    """The same with the fingerprint of a valid checkpoint."""
+    """`verdict` with the fingerprint of the checkpoint, if it is valid."""
     document: dict[str, object] = dict(verdict.document)
     if verdict.code != DONE:
         text = "the state has no fingerprint: other things are wrong"

@@ -4,8 +4,8 @@ Exit codes: 0 done, identical, or valid; 1 different or damaged; 2 bad usage, or
 written; 70 a mistake of this package; 130 interrupted. Errors are one line on standard error that says what to do;
 `--debug` adds the traceback.
 
-Only the module of the command that runs is imported, and it imports what it needs when it needs it, so that
-`--help` costs what Python itself costs.
+Only the module of the running command is imported, and it imports what it needs when it needs it: `--help` costs as
+much as Python itself.
 """
 
 from __future__ import annotations

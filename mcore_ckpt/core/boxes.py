@@ -252,7 +252,7 @@ class Stretch(NamedTuple):
         elem_bytes: int,
         own_shape: tuple[int, ...] | None = None,
     ) -> Stretch:
-        """Of a chunk as stored. `own_shape`: of a parameter that is stored as rows of a grid (`format.md`)."""
+        """The stretch of a stored chunk. `own_shape`: of a parameter stored as rows of a grid (`format.md`)."""
         if own_shape is None or own_shape == shape:
             return cls(shape, Box(offsets, sizes), 0, math.prod(sizes), elem_bytes)
         cell = tuple(map(operator.floordiv, own_shape, shape[:-1]))

@@ -20,9 +20,9 @@
             |-- ChecksumError       the CRC-32 stored with a record is not that of its bytes
             `-- UnsafePickleError   a pickle names something outside the allow-list
 
-Messages say what happened, where (rank, key, file, byte range), what was expected and what was there, and what to do
-next. Errors of third parties are mapped once, where they enter; the original stays as `__cause__`. DCP's `save` and
-`load` wrap what fails in them: catch its `CheckpointException`, no `Exception`, whose `failures` have these by rank.
+Messages give the event, its place (rank, key, file, byte range), the expected and the found value, and the next step.
+Errors of third parties are mapped once, where they enter; the original stays as `__cause__`. DCP's `save` and `load`
+wrap what fails in them: catch its `CheckpointException`, no `Exception`, whose `failures` have these by rank.
 
 Exceptions themselves do not travel well: they may not pickle, their class may not exist where they arrive, and their
 traceback never survives. A `FailureReport` has the class (if it is one of ours), the message, the traceback as text,

@@ -44,7 +44,7 @@ _NOTHING: Final = np.zeros(0, np.uint32)
 
 
 class TensorFingerprint(NamedTuple):
-    """Of one global tensor: dtype without `torch.`, global shape in elements, CRC-32 of its bytes in C order."""
+    """One global tensor: dtype without `torch.`, global shape in elements, CRC-32 of its bytes in C order."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -74,7 +74,7 @@ class StorePath(PosixPath):
 
     @property
     def parent(self) -> StorePath:
-        """Of a bucket, that itself."""
+        """The parent directory; a bucket is its own."""
         return StorePath(super().parent) if len(self.parts) > 2 else self
 
     def absolute(self) -> StorePath:
@@ -234,11 +234,11 @@ class SaveOptions:
         drain_to: directory or URL of the run in a second tier, such as `s3://bucket/run`: each checkpoint is copied
             there in the background when it has been published, and committed there. Ranks may then save to disks of
             their own nodes.
-        compare_replicas: compare the replicas of tensors that ranks hold (data-parallel ranks, tied weights) with those
-            that are saved: `"sample"` one in 16, which depend on the save; `"warn"` all. Rank 0 warns of each that
-            differs, before the checkpoint is published; or nothing is, and all ranks raise `SaveError` (`"raise"`,
-            all). `"off"` compares none. Each rank sums its own before the call returns, so training waits longer.
-            (Replicas of objects are compared by every save, and raise with `"raise"`.)
+        compare_replicas: compare the replicas of tensors on all ranks (data-parallel ranks, tied weights) with the
+            saved ones: `"sample"` one in 16, which depend on the save; `"warn"` all. Rank 0 warns of each that differs,
+            before the checkpoint is published; or nothing is, and all ranks raise `SaveError` (`"raise"`, all). `"off"`
+            compares none. Each rank sums its own before the call returns, so training waits longer. (Replicas of
+            objects are compared by every save, and raise with `"raise"`.)
         trace_path: directory for Chrome trace files, one for each rank and save, to see what a save waits for; None
             or "" writes none.
     """

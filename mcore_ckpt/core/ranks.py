@@ -11,8 +11,8 @@ but not where only the coordinator speaks in one of them (`run_on_coordinator`, 
 An exchange is a binomial tree up to the coordinator, in which values are merged on the way, and the same tree down.
 So it takes two messages for each rank, and twice the logarithm of their number in time. (Gloo's all-gather and
 all-reduce are rings: a step for each rank, in all of which every rank takes part.) Each rank knows for whom it waits.
-If it waits in vain, it leaves word for whom in the store through which the ranks have met, which leads from rank to
-rank to the one that has left none.
+If it waits in vain, it leaves word for whom in the store through which the ranks have met, and so leads from rank to
+rank to the one without such a word.
 """
 
 from __future__ import annotations
@@ -561,7 +561,7 @@ def _failure(error: BaseException) -> _Failure:
 
 
 def _first_in_full(failed: _Failed) -> _Failed:
-    """The same without the reports that are not shown: all but that of the first rank."""
+    """All failures, the report of the first rank alone."""
     first = min(failed, default=0)
     return {rank: each if rank == first else replace(each, report=None) for rank, each in failed.items()}
 

@@ -39,7 +39,7 @@ from mcore_ckpt.load.records import check_apart, of_one_save, replaced_error
 from mcore_ckpt.load.requests import ReadRequest, check_planned, stored_dtype, tensor_entry
 from mcore_ckpt.state.torch_classes import from_dcp_metadata, to_dcp_metadata
 
-# Of destinations that a planner makes buffers for, at once.
+# Bytes of destinations for which a planner makes buffers at once.
 _BATCH_BYTES = 64 * 1024 * 1024
 
 

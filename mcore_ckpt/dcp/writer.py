@@ -670,7 +670,7 @@ def _with_sums(
 
 
 def _to_write(bucket: ItemBucket) -> tuple[WriteBucket, list[WriteResult]]:
-    """The same bucket without DCP's items, and the results of all its items when it is written."""
+    """The bucket without DCP's items, and the results of all its items when it is written."""
     name = Path(bucket.path).name
     blobs = [(item, memoryview(data.getvalue())) for item, data in bucket.data.bytes_data]
     for item, blob in blobs:

@@ -317,7 +317,7 @@ class Commit:
 
     @property
     def id(self) -> str:
-        """Of the save, as the names of its files show it."""
+        """Id of the save, as the names of its files show it."""
         return self.owner.save
 
     @property
@@ -591,7 +591,7 @@ def _identity(storage: Storage, name: str) -> Identity | None:
 def _end_of_claims(
     storage: Storage, base: Identity | None, own: str = ""
 ) -> tuple[str | None, tuple[str, Identity] | None]:
-    """The name that the next claim on a base has; or who has a claim that is alive (its id, and what its note is). With
+    """The name that the next claim on a base has; or the holder of a claim that is alive (its id and its note). With
     neither, the base is not in force any more.
     """
     token = _NONE if base is None else base.token
@@ -654,8 +654,8 @@ def _flaw(storage: Storage, name: str, index: CheckpointIndex) -> str | None:
 
 
 def _publish(storage: Storage, save: str, identity: Identity, base: Identity | None) -> bool:
-    """Bring a save into force that has claimed the base, which was in force after that; False if it was withdrawn.
-    Late, or again, it does nothing.
+    """Bring into force a save that has claimed the base; the base was in force after the claim; False if it was
+    withdrawn. Late, or again, it does nothing.
     """
     pending = pending_name(identity.save or save)
     if base is None:
@@ -697,9 +697,9 @@ def _place_common(storage: Storage, pending: str) -> None:
 def _place_in_store(
     storage: Storage, name: str, version: FileVersion, content: bytes | None = None, before: FileVersion | None = None
 ) -> None:
-    """As `_place_common`, as long as that version of `.metadata` is in force: each put replaces only what was there
-    before that was asked, so one that is late is refused. `content`: what is pending, if that is known, and what was
-    `before` that version came into force. The pending one stays.
+    """As `_place_common`, as long as that version of `.metadata` is in force: each put replaces only the object that
+    was there before, so a late one is refused. `content`: the pending one, if it is known, and the one in force
+    `before` this version. The pending one stays.
     """
     for _ in range(_ATTEMPTS):
         if content is None:

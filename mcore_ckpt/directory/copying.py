@@ -79,7 +79,7 @@ class JudgedFiles:
         self.add([METADATA_FILE])
 
     def add(self, names: Iterable[str]) -> None:
-        """Note what those of these files are whose names may be used again, ahead of the look that judges them."""
+        """Note the identity of files whose names may be used again, ahead of the look that judges them."""
         for name in names:
             if not tells_save(name):
                 self.note(name)
@@ -556,8 +556,8 @@ def give_up(note: DrainNote) -> None:
 
 
 def undrained(run: Path) -> tuple[list[Path], list[str]]:
-    """Checkpoints of a run that are still to be copied to the second tier, by iteration; and those of which that cannot
-    be told, and why. Raises `LoadError`.
+    """Checkpoints of a run that are still to be copied to the second tier, by iteration; and the ones for which this
+    cannot be told, with the reason. Raises `LoadError`.
     """
     found, untold = [], []
     for directory in iteration_directories(run):

@@ -1,14 +1,14 @@
-"""Which checkpoint a directory holds: what its index names, which file is the common state of the one in force, and
-what is noted of its copy in the second tier.
+"""Which checkpoint a directory holds: the files of its index, the common state of the one in force, and the note on its
+copy in the second tier.
 
 Whether there is an index, and which, is asked of the file itself: the listing of a network file system may lag behind.
 Next to `.metadata` there may be indexes of single ranks (`__<rank>.metadata`), which DCP has written without
 collectives: no file that they may name is removed.
 
 To megatron-core 0.18 the common state is a file of its own. The manifest names it next to the data files, by its length
-and the CRC-32 of all its bytes, also where stock has written it: so that the file of another save, a damaged one, and
-one that a save of stock had replaced before it was killed are told from the one that was saved. A file that a user has
-changed on purpose cannot be told from those; it is refused until it is accepted (`index_changes.accept_common_file`).
+and the CRC-32 of all its bytes, also where stock has written it: so the saved file is told from that of another save,
+from a damaged one, and from one that a killed save of stock had replaced. A file that a user has changed on purpose
+cannot be told from those; it is refused until it is accepted (`index_changes.accept_common_file`).
 
 The name of a note for the second tier carries the id of the save. So it is written before the checkpoint is published,
 and the note of the one that is replaced counts until that moment.
@@ -197,7 +197,7 @@ class DrainNote:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """Name of its file."""
         return f"{DRAIN_FILE}.{self.save}"
 
     @property

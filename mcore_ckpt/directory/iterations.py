@@ -164,7 +164,7 @@ class RunCheckpoint:
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """Name of its directory."""
         return self.path.name
 
     @property

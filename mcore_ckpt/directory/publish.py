@@ -58,7 +58,7 @@ class Target:
 
     @property
     def save_id(self) -> bytes:
-        """Of what is saved, for its manifest and, its first half, the names of its files; 16 bytes: the id of the
+        """Id of what is saved, for its manifest and, its first half, the names of its files; 16 bytes: the id of the
         commit, which is of one directory only, and eight random ones.
         """
         return bytes.fromhex(self.commit.id) + self.nonce

@@ -1,8 +1,8 @@
 """Removing a run's old checkpoints: by a person (`mcore-ckpt prune`), or by the run itself (`SaveOptions.keep_last`).
 
-What is removed is only ever what the index of a checkpoint names, with the files that every checkpoint has and the
-folders that a save of Megatron-Core makes in it; whatever else lies in its directory stays. Nothing half removed passes
-for a checkpoint, and a removal that was interrupted can be finished.
+Only files in the index of a checkpoint are removed, with the files of every checkpoint and the folders that a save of
+Megatron-Core makes in it; whatever else lies in its directory stays. Nothing half removed passes for a checkpoint, and
+a removal that was interrupted can be finished.
 
 In a file system the directory is renamed, then looked at again, and renamed back if it is not what was judged: so
 nothing goes that was saved meanwhile, and no save works in what goes. Its new name says which `.metadata` was judged:
@@ -100,7 +100,7 @@ class PruneReport:
 
     @property
     def freed_bytes(self) -> int:
-        """Of the checkpoints that go."""
+        """Bytes of the checkpoints that go."""
         return sum(decision.checkpoint.size_bytes for decision in self.decisions if not decision.keep)
 
 
@@ -119,8 +119,8 @@ def prune_run(
     number or by time of saving, and whatever has a higher number than the lowest of the first; a directory that a save
     has marked, or in which files have just been written; what a load of this package is reading, as far as the
     storage tells; what is to be copied to a second tier, and is not complete there; a link, and what a link in the
-    run's directory leads to; what has no index that can be read, since nothing says which files are its own. A link is
-    not counted as one of the newest. Before a complete checkpoint goes, the newest are opened (index, manifest,
+    run's directory leads to; a directory without a readable index, since nothing says which files are its own. A link
+    is not counted as one of the newest. Before a complete checkpoint goes, the newest are opened (index, manifest,
     footers): one that cannot be opened does not count.
 
     Args:

@@ -105,7 +105,7 @@ class PackedTensors(Mapping[str, TensorEntry]):
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorEntry]) -> PackedTensors | None:
-        """The same tensors in columns; None if an item of theirs has no checksum."""
+        """The tensors in columns; None if an item of theirs has no checksum."""
         forms: dict[TensorForm, TensorForm] = {}
         files: dict[str, int] = {}
         places = StoredPlaces([], array("I"), array("q"), array("q"), array("I"))
@@ -211,7 +211,7 @@ class CheckpointIndex:
     fingerprints: Mapping[str, int] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def with_fingerprints(self, fingerprints: Mapping[str, int]) -> CheckpointIndex:
-        """The same, and the fingerprints of its tensors, as far as they are known; of others they do no harm."""
+        """This index with the fingerprints of its tensors, as far as they are known; others do no harm."""
         object.__setattr__(self, "fingerprints", fingerprints)
         return self
 

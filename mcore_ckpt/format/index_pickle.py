@@ -1,9 +1,9 @@
 """The pickle of an index, unpickled with inert stand-ins for all that it names, each field of which is checked.
 
-What is allowed, and under which names, was found by reading the planners and writers of torch 2.1 to 2.15 and of
-megatron-core 0.12 to 0.19, and by loading what they wrote (`tests/format`). A stand-in keeps what pickle puts into it
-and does nothing; it is built in C by pickle's NEWOBJ and BUILD, so that it costs less than the class it stands for. A
-chunk costs about ten microseconds in all; where the code is less plain than it could be, that is why.
+The allowed names were found by reading the planners and writers of torch 2.1 to 2.15 and of megatron-core 0.12 to 0.19,
+and by loading what they wrote (`tests/format`). A stand-in keeps what pickle puts into it and does nothing; it is built
+in C by pickle's NEWOBJ and BUILD, so that it costs less than the class it stands for. A chunk costs about ten
+microseconds in all; where the code is less plain than it could be, that is why.
 """
 
 from __future__ import annotations
@@ -515,7 +515,7 @@ class _IndexBuilder:
         )
 
 
-# Of values in messages: never long, and never a walk through something huge or nested without end.
+# Values in messages are never long, and never a walk through something huge or nested without end.
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxtuple, _SHORT.maxstring = 2, 16, 200
 

@@ -70,7 +70,7 @@ class Columns:
 
     @classmethod
     def inflated(cls, packed: bytes | memoryview, unpacked_bytes: int, what: str) -> Columns:
-        """Those in a zlib stream; raises `CorruptCheckpointError` if it does not inflate to that length exactly."""
+        """Columns in a zlib stream; raises `CorruptCheckpointError` if it does not inflate to that length exactly."""
         columns = cls(b"", what)
         if unpacked_bytes > _MAX_INFLATED_BYTES + _MAX_INFLATION * len(packed):
             raise columns.wrong(f"{len(packed)} bytes would become {unpacked_bytes} when inflated")

@@ -147,7 +147,7 @@ class PayloadFrame:
 
     @classmethod
     def of(cls, number: int, nbytes: int, offset: int) -> PayloadFrame:
-        """Of a payload whose header begins there; padding at its end moves the payload to a multiple of 64."""
+        """Frame of a payload whose header is at `offset`; padding at its end moves the payload to a multiple of 64."""
         name, zip64 = _payload_name(number), nbytes >= _ZIP64_FROM_BYTES
         # (This extra field is also what makes the data descriptor one of 8-byte sizes.)
         large = _zip64_extra(nbytes, nbytes) if zip64 else b""
@@ -187,7 +187,7 @@ class ArchiveLayout:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file."""
+        """Length of the file."""
         return self._end_at + len(self.end([0] * len(self._storage_bytes)))
 
     def frame(self, number: int) -> PayloadFrame:

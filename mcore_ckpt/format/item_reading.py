@@ -4,9 +4,9 @@
     verify_records(read, ...)     -> every record of any archive of `torch.save`, with its CRC-32
 
 Any item can be parsed as the zip archive that it has to be (zip_records.py, tensor_pickle.py), and that decides. But a
-checkpoint may hold 20,000 items that differ in a few numbers; so their ends are compared with an `ItemForm` first: that
-of this package's own items, which dtype and shape lead to, and that of the item of such a dtype, shape and length that
-was parsed before. Not to fit is no verdict: the item is parsed. No files here, and no torch.
+checkpoint may hold 20,000 items that differ in a few numbers; so their ends are compared with an `ItemForm` first: the
+one of this package's own items, known from dtype and shape, and the one of an item parsed before with the same dtype,
+shape and length. Not to fit is no verdict: the item is parsed. No files here, and no torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LocatedTensor:
     shape: tuple[int, ...]  # sizes, in elements
     payload_offset: int  # first byte of the tensor, relative to the item
     payload_bytes: int  # size of the tensor
-    # Of exactly these bytes; None if the item has no such checksum (a view that was saved with its whole storage, or an
+    # Checksum of exactly these bytes; None if the item has none (a view that was saved with its whole storage, or an
     # item written with checksums switched off).
     crc32: int | None
     record_offset: int  # first byte of the record that the payload lies in, relative to the item

@@ -40,11 +40,11 @@ METADATA_FILE = ".metadata"
 CONFIG_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-# Of a directory of NeMo 2: the checkpoint, and what the model is.
+# In a directory of NeMo 2: the checkpoint, and the description of the model.
 NEMO_WEIGHTS, NEMO_CONTEXT = "weights", "context"
 INCOMPLETE_MARKER = ".mcore_ckpt_incomplete"
 DRAIN_FILE = ".mcore_ckpt_drain"
-# Of Megatron-Core, from 0.19 on: SHA-256 of all files.
+# Megatron-Core's, from 0.19 on: SHA-256 of all files.
 INTEGRITY_FILE = "integrity.json"
 
 # The index of 1,024 ranks with 1,000 items each, plans included, is 0.43 GB; ten times that is no index any more.

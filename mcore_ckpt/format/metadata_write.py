@@ -345,7 +345,7 @@ def encode_metadata(
 
 
 def manifest_of(index: CheckpointIndex, save_id: bytes, files: Mapping[str, ManifestFile]) -> Manifest | None:
-    """The manifest of what is in `index`, in the order in which that is encoded; None if a checksum is not known.
+    """The manifest of `index`, in the order of its encoding; None if a checksum is not known.
 
     Of `files`, those of which nothing is left are not named.
     """

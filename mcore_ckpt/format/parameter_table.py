@@ -1,4 +1,4 @@
-"""The parameters of flat buckets: which elements of a bucket are which slice of which parameter.
+"""The parameters of flat buckets: the slices of parameters in a bucket, and their elements.
 
 Megatron's `dp_reshardable` stores the optimizer's state as flat buckets, which say nothing of parameters. Each group of
 data-parallel ranks has one table, in columns: a member of the record of its object `...per_bucket_numel`, which other
@@ -262,7 +262,7 @@ class ParameterTable:
         return forms
 
     def _check_slices(self) -> None:
-        """That each slice lies inside its parameter."""
+        """Check that each slice lies inside its parameter."""
         axes = np.array([len(form.shape) for form in self._forms], np.int64)
         begins = np.array(list(accumulate(axes.tolist(), initial=0))[:-1], np.int64)
         room = np.array([w - s for form in self._forms for w, s in zip(form.shape, form.sizes, strict=True)], np.int64)
@@ -277,7 +277,7 @@ class ParameterTable:
             raise self._wrong(f"a slice leaves its parameter: {self._shown(number)}")
 
     def _check_buckets(self, alignment: int, longest: int) -> None:
-        """That regions and padding are all of each bucket, and no element is in two of them."""
+        """Check that regions and padding are all of each bucket, and no element is in two of them."""
         extents = np.array([extent_of(*form[1:]) for form in self._forms], np.int64)[self._of_forms]
         elems = np.array([math.prod(form.sizes) for form in self._forms], np.int64)[self._of_forms]
         sizes = np.array(self.sizes, np.int64)

@@ -1,11 +1,11 @@
 """What stored objects may be made of: for each name that their pickles may hold, a constructor that checks its
 arguments.
 
-The names are those that Megatron-Core's checkpoints hold, and what `torch.load(weights_only=True)` knows. None of
-the constructors can be called for a value that no save has written: arrays are made from bytes of exactly the right
-length and of dtypes without Python objects, members of enums are looked up by value, tensors lie inside their
-storages, and what the process shares (classes, dtypes, members) has no state to set. Members of classes that the user
-vouches for, by `LoadOptions.allowed_classes` or torch's `add_safe_globals`, are made as pickle makes them.
+The names are those in Megatron-Core's checkpoints, and those known to `torch.load(weights_only=True)`. None of the
+constructors can be called for a value that no save has written: arrays are made from bytes of exactly the right length
+and of dtypes without Python objects, members of enums are looked up by value, tensors lie inside their storages, and
+what the process shares (classes, dtypes, members) has no state to set. Members of classes that the user vouches for, by
+`LoadOptions.allowed_classes` or torch's `add_safe_globals`, are made as pickle makes them.
 
 `load_object` is the door for what `torch.save` wrote, stored objects and `common.pt`, to be used, tensors on the CPU.
 What is only looked at comes through `state_file.py`, the index through `index_pickle.py`.

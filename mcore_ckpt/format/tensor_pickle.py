@@ -217,12 +217,12 @@ class FileTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of its elements."""
+        """Bytes of its elements."""
         return math.prod(self.shape) * DTYPES[self.dtype].element_bytes
 
     @property
     def first_byte(self) -> int:
-        """Of its elements, in the storage."""
+        """First byte of its elements, in the storage."""
         return self.offset * DTYPES[self.dtype].element_bytes
 
 

@@ -43,7 +43,7 @@ class NotRebuiltError(Exception):
 
     @classmethod
     def of(cls, error: Exception, what: str) -> NotRebuiltError:
-        """For an error of that code, which rebuilds `what`."""
+        """Text for an error of that code while it rebuilds `what`."""
         return cls(f"this process cannot rebuild {what:.200} ({type(error).__name__}: {text_of(error):.200})")
 
     def as_load_error(self, where: str) -> LoadError:

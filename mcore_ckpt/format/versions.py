@@ -68,7 +68,7 @@ def member_of(content: bytes, name: str) -> bytes | None:
 
 
 def layout_of_versions(content: bytes) -> str | None:
-    """Of which layout ranks had versions of an object; None where its record has the main one alone."""
+    """Layout of the ranks that had versions of an object; None where its record has the main one alone."""
     found = _told(content)
     return None if found is None else found[0]
 

@@ -76,7 +76,7 @@ class WrittenFile:
     long_payloads: array[int]  # numbers of the payloads that have cumulative CRCs (`array('I')`)
     inner_blocks: array[int]  # for each of those, how many (`array('I')`)
     blocks: array[int]  # cumulative CRC-32 at each block boundary inside each of those (`array('I')`)
-    # Number of each payload that is several runs of its tensor, and what it adds to that tensor's fingerprint.
+    # Number of each payload of several runs of its tensor, and its term of the tensor's fingerprint.
     parts: tuple[tuple[int, int], ...] = ()
     write_s: float = 0.0  # seconds of writing, summed over the I/O threads
     fsync_s: float = 0.0  # seconds of finishing the file (truncate, fsync, close)

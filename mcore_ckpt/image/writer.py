@@ -8,7 +8,7 @@ their own: the device is busy with the piece before.
 
 The image is put together one window at a time, in a few buffers that are used again; the memory this takes does not
 depend on the size of the image. Also one that lies in a staging buffer is copied into windows: those are private memory
-in huge pages, from which the device is so much faster, and spends so much less CPU time, that the copy pays.
+in huge pages: the device is so much faster from it, and spends so much less CPU time, that the copy pays.
 
 The pieces go to one `Crew` for all files of a rank. Its threads are idle only when nothing is ready, so the device
 stays busy across the boundary between two files, and the fsync of one overlaps the filling of the next. The thread that
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mcore_ckpt.core.fingerprints import StridedSums
 
 
-# Of one write, and of each buffer of a pipelined one: long enough for a disk's full speed, short enough to overlap
+# Bytes of one write, and of each buffer of a pipelined one: enough for a disk's full speed, few enough to overlap
 # filling, summing and writing from the first milliseconds on.
 WINDOW_BYTES: Final = 8 * 1024 * 1024
 

@@ -26,7 +26,7 @@ from mcore_ckpt.storage.base import ALIGNMENT_BYTES, DirectIo, RangeReader, Stor
 
 
 class NearestFiles:
-    """Opens data files of one checkpoint: those of `near`, which need not exist, else those of `far`. The index is of
+    """Opens data files of one checkpoint: files of `near`, where they exist, else those of `far`. The index is of
     `home`, one of the two: files without the id of a save in their names, as Megatron-Core's, are read there alone.
     """
 
@@ -202,7 +202,7 @@ def padded_range(start: int, stop: int, file_bytes: int) -> tuple[int, int]:
 
 
 def named(error: LoadError, where: str, remedy: str = "") -> LoadError:
-    """The same error; it names `where` it happened, if it does not yet, and the `remedy`, if there is one."""
+    """`error`, which names `where` it happened, and the `remedy`, if there is one."""
     text = str(error) if where in str(error) else f"{where}: {error}"
     text += f"; {remedy}" if remedy and remedy not in text else ""
     return error if text == str(error) else type(error)(text)

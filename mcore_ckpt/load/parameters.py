@@ -3,9 +3,9 @@
     tables of all groups  ->  where each slice of a parameter lies  ->  covering reads  ->  strided copies
 
 `dp_reshardable` stores buckets; under a division of the model other than that of the save, ranks ask for slices of
-`optimizer.state.<state>.<parameter>`. A slice is intersected with the stored ones. What it has in common with one of
-them is a strided slice of a bucket, which is read in runs of at most 16 MiB, with what lies between where its own runs
-are short; dense ones go to their destination, others through at most 64 MiB of staging buffers.
+`optimizer.state.<state>.<parameter>`. A slice is intersected with the stored ones. Its intersection with one of them is
+a strided slice of a bucket, read in runs of at most 16 MiB, gaps included where its own runs are short; dense ones go
+to their destination, others through at most 64 MiB of staging buffers.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Read(NamedTuple):
 
     @property
     def staged_bytes(self) -> int:
-        """Of the staging buffer that it needs."""
+        """Bytes of the staging buffer that it needs."""
         return 0 if self.is_dense else self.elems * self.target.element_size()
 
 

@@ -22,7 +22,7 @@ from mcore_ckpt.core.options import PageCache
 from mcore_ckpt.format.integrity import BLOCK_BYTES
 from mcore_ckpt.storage.base import DirectIo
 
-# Of one read, and of the buffer of each thread: long enough for a disk's full speed.
+# Bytes of one read, and of the buffer of each thread: long enough for a disk's full speed.
 WINDOW_BYTES = 8 * 1024 * 1024
 
 # The longest gap between two requested ranges that is read and thrown away: about what a disk delivers meanwhile.
@@ -74,7 +74,7 @@ class ReadPolicy:
         cheap_gap_bytes: a gap that is always read.
         max_small_bytes: the largest item that is read with its neighbours.
         straight_bytes: the shortest part that is a read of its own, where its destination takes it as it is.
-        modes: how a file is opened for bytes that this rank alone requests, and for those that others do, too.
+        modes: how a file is opened for bytes of this rank alone, and for bytes of several ranks.
         opens_ahead: files are opened before they are read: each open takes a request.
     """
 

@@ -1,4 +1,4 @@
-"""Read items -> byte ranges: which bytes of which files one load reads, and in what order. Pure; no files, no tensors.
+"""Read items -> byte ranges: the bytes of files that one load reads, and their order. Pure; no files, no tensors.
 
 Two steps. `split_box` turns the wanted box of one stored chunk into *pieces*, each of which is one stretch of the
 chunk's payload; `coalesce` joins what lies close together in a file into *spans*, each of which is one read.

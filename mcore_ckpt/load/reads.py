@@ -465,7 +465,7 @@ class TensorReads:
     # ---------------------------------------------------------------------------------------------------- reading
 
     def _streams(self, spans: Iterable[Span | SmallRead]) -> Iterator[_Stream]:
-        """The same, those together that one thread should read in order."""
+        """The spans, grouped by the stream in which one thread should read them in order."""
         for stream_bytes, some in groupby(spans, self._stream_bytes):
             yield from batches(some, lambda span: span.stop - span.start, stream_bytes)
 
@@ -515,7 +515,7 @@ class TensorReads:
             return self._small_are_shared
         first = span.extents[0]
         fqn = (first.owner if isinstance(first.owner, WantedItem) else first.owner.wanted).fqn
-        has_gaps = first.wanted_bytes < first.stop - first.start  # which those want that this rank does not
+        has_gaps = first.wanted_bytes < first.stop - first.start  # requested by other ranks alone
         return self._files.policy.is_shared(self._times_wanted.get(fqn, 0), has_gaps=has_gaps)
 
     def _read_small(self, span: SmallRead) -> None:
@@ -637,7 +637,7 @@ _Stream = list[Span | SmallRead]
 
 
 def _opening_ahead(streams: Iterable[_Stream], files: Iterable[str], ahead: int) -> Iterator[_Stream | _Opening]:
-    """The same, and between them files that come later, if any are to be opened ahead."""
+    """The streams, and between them files that come later, if any are to be opened ahead."""
     left = map(_Opening, files if ahead else ())
     yield from islice(left, ahead)
     current = None

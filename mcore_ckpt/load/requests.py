@@ -280,8 +280,8 @@ class LoadPlan:
         return {fqn: ranks * wanted // there for fqn, (wanted, there) in self._elems.items()}
 
     def turns(self) -> list[LoadPlan]:
-        """This plan; or several to be carried out one after the other, if destinations share memory: those that do come
-        one by one, after all others, and what was requested last stays.
+        """This plan; or several to be carried out one after the other, if destinations share memory: others come one by
+        one, after all the rest, and the last request stays.
         """
         ranges = [found for tensor in self._tensors if (found := memory_of(tensor)) is not None]
         starts, stops = np.array(ranges, dtype=np.int64).reshape(-1, 2).T

@@ -24,7 +24,7 @@ from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.load.requests import ReadRequest, tensor_entry
 from mcore_ckpt.state.shards import local_box, stored_form
 
-# Of stretches that are spread over their destinations, at once.
+# Bytes of stretches that are spread over their destinations at once.
 _BATCH_BYTES = 64 * 1024 * 1024
 # What a piece takes besides its elements, as a request and with all that leads to it.
 _PIECE_BYTES = 2048
@@ -59,7 +59,7 @@ def read_shards(reader: CheckpointReader, shards: Iterable[Any]) -> None:
         _read_spread(reader, spread)
 
 
-# Of a shard whose data are a slice of the global tensor as they are.
+# Fields of a shard whose data are a slice of the global tensor as they are.
 _request_of = operator.attrgetter("key", "data", "global_offset", "local_shape", "global_shape")
 
 

@@ -1,9 +1,9 @@
 """Small complete chunks, read many at a time.
 
 A load under the layout of the save requests them by the ten thousand. `SmallChunks` holds their places and addresses.
-The index says where each lies, which bytes frame its payload (those that this package writes for such a tensor), and
-its CRC-32. So the chunks of one read are checked together: the frames around their payloads, and the sums of these.
-Only where something differs is each chunk of the read taken by itself. The kernel scatters what the page cache holds:
+The index gives the position of each, the bytes that frame its payload (this package's, for such a tensor), and its
+CRC-32. So the chunks of one read are checked together: the frames around their payloads, and the sums of these. Only
+where something differs is each chunk of the read taken by itself. The kernel scatters what the page cache holds:
 payloads to where they belong, the frames side by side into a buffer (`scatter`). What comes from the device is read
 into a buffer and copied out of it (`place`).
 """
@@ -107,8 +107,8 @@ class SmallChunks:
         return len(self.numbers)
 
     def take(self, requests: Iterable[Request]) -> list[Request]:
-        """Add what is requested, where that is a small item that can be copied to its destination as it is. Returns all
-        other requests, which may be wrong, or merely unusual.
+        """Add a request for a small item that can be copied to its destination as it is. Returns all other requests,
+        which may be wrong, or merely unusual.
         """
         packed = self._packed
         if packed is None:
@@ -235,7 +235,7 @@ class SmallChunks:
         return rows
 
     def shorter(self, read: SmallRead, window_bytes: int) -> list[SmallRead]:
-        """The same in shorter reads, each of which can be scattered."""
+        """`read` in shorter reads, each of which can be scattered."""
         return list(self._cut(read.file, read.rows, window_bytes, _MAX_SCATTERED))
 
     def _cut(self, file: str, rows: _Rows, window_bytes: int, max_items: int) -> Iterator[SmallRead]:

@@ -214,7 +214,7 @@ def flags_of(bits: bytes, number: int) -> _Flags:
 
 
 def distributed(told: Sequence[Sequence[bytes]]) -> tuple[list[bytes], bool]:
-    """Who saves what, from what all ranks have told (`tell`).
+    """The rank that saves each shard, from what all ranks have told (`tell`).
 
     Returns:
         For each rank a bit for each of its shards (`flags_of`): whether it saves that. And whether what they save are
@@ -256,7 +256,7 @@ def distributed(told: Sequence[Sequence[bytes]]) -> tuple[list[bytes], bool]:
 def _megatrons_owners(
     ids: list[ShardId], forms: list[Form], here: _Flags, kinds: list[list[int]], ranks_of: list[list[int]]
 ) -> _Ints:
-    """Of each shard the rank that saves it, or -1 if it is not main `here`, as Megatron's `distribute_shards_to_ranks`
+    """The rank that saves each shard, or -1 if it is not main `here`, as Megatron's `distribute_shards_to_ranks`
     chooses: first shards that few ranks hold, then large ones, each for the rank with the fewest bytes so far.
     """
     owners = np.full(len(ids), -1, dtype=np.int64)

@@ -50,7 +50,7 @@ class Differences:
 
 
 def differences() -> Differences:
-    """Those of the version that is installed."""
+    """Differences of the version that is installed."""
     version = megatron_version()[:2]
     return Differences(
         has_registry=version <= (0, 16),
@@ -273,7 +273,7 @@ def parameter_group_identifiers() -> tuple[str, ...]:
 
 
 def own_version(_: str, content: bytes) -> bytes:
-    """Of the record of an object, that of the version which this rank has saved, or of the main one."""
+    """The version of an object that this rank has saved, from the object's record; else the main one."""
     return version_of(content, parallel_layout(), dist.get_rank() if dist.is_initialized() else 0)
 
 

@@ -70,7 +70,8 @@ class MegatronSave:
             still to come.
         accesses, common: what Megatron has asked to be validated.
         mains_are_saved: a fully parallel wrapper has chosen others to save the main replicas of its group, each once.
-        distribution: what Megatron's wrapper is told when it asks which rank saves which shard; None: it finds out.
+        distribution: the answer to Megatron's wrapper, which asks for the rank that saves each shard; None: it
+            finds out.
         late_error: of `metadata.json`, which the first rank alone writes; it is raised on all ranks afterwards.
     """
 
@@ -442,7 +443,7 @@ def _check_load(requested: _Ungathered) -> None:
 
 
 def identity_of(manifest: Manifest | None, version: tuple[int, ...]) -> Identity:
-    """That of what was read by a `.metadata` of this manifest and version."""
+    """Identity of a checkpoint that was read by a `.metadata` of this manifest and version."""
     return version if manifest is None or not manifest.save_id else manifest.save_id
 
 

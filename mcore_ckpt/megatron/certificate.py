@@ -5,7 +5,7 @@ load (the optimizer takes its state, masters and weights are copied, random stat
 made again, as a save would make it, and compared with the checkpoint.
 
 **Tensors** by fingerprints: each rank sums up what it holds, and takes the stored fingerprint from its sum where it
-holds the tensor's first element. What ranks that hold one tensor tell adds up to zero if it is what was stored.
+holds the tensor's first element. The terms of all ranks that hold one tensor add up to zero if it is as it was stored.
 **Replicas** count as tensors of their own, by their `replica_id`. Where it is not zero, where ranks hold a tensor more
 than once under one `replica_id`, or nothing is stored to compare with, they read it again and compare each bit.
 **Objects** (random states, parameter groups) and the common state (iteration, scheduler, consumed samples) are read
@@ -65,7 +65,7 @@ _SAMPLE: Final = 32  # one tensor in so many
 _SHOWN: Final = 10
 _SCRATCH_BYTES: Final = 64 * 1024 * 1024
 _WHAT: Final = "certify the state that was resumed"
-# Of the common state: what jobs may change, or what says how it was saved.
+# Entries of the common state that jobs may change, or that say how it was saved.
 _NOT_STATE: Final = ("args", "content_metadata", "checkpoint_version")
 # Megatron-LM loads it where a rerun is pending.
 _RERUN: Final = "rerun_state_machine"
@@ -142,7 +142,7 @@ _Residue = tuple[int, int, int]
 
 
 class _Found(NamedTuple):
-    """Of one rank, or of several: how often what was found, and of tensors and replicas of one name what they add up
+    """Findings of one rank or several: how often each, and for tensors and replicas of one name the sum of their terms
     to, where that is not `_ONCE_AS_STORED`.
     """
 
@@ -158,7 +158,7 @@ class _Found(NamedTuple):
     stored: tuple[int, int] = (0, 0)  # how many tensors and objects are
 
     def merged(self, other: _Found) -> _Found:
-        """Of both; ranks of `self` are lower."""
+        """The findings of both; ranks of `self` are lower."""
         return _Found(
             self.counts + other.counts,
             (*self.differences, *other.differences)[:_SHOWN],
@@ -365,7 +365,7 @@ def _listed(names: Collection[str]) -> str:
 
 
 def _chosen(options: LoadOptions, index: CheckpointIndex, names: Collection[str]) -> list[str]:
-    """Those that are compared, in their order, which all ranks have alike; of a sample, other ones of each save."""
+    """Names to compare, in an order that is the same on all ranks; a sample has other ones for each save."""
     if options.certify != "sample":
         return list(names)
     # A save is known by its id, and where it has none by the name of its directory.
@@ -510,7 +510,7 @@ def _of_weights(
     rank: int,
     counts: Counter[str],
 ) -> Iterator[Difference]:
-    """Weights that are not what their FP32 masters round to, and masters that an offloaded optimizer has not taken."""
+    """Weights that differ from their rounded FP32 masters, and masters that an offloaded optimizer has not taken."""
     pairs = {f"weight {number}": pair for number, pair in enumerate(_masters(optimizer))}
     compared = set(chosen(pairs))
     counts["sampled out"] += len(pairs) - len(compared)
@@ -556,8 +556,8 @@ def _lies_in(part: Any, whole: Any) -> bool:
 
 
 def _masters(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Weights, or the rank's parts of them, with their masters, and with the copies of an offloaded optimizer. Which
-    masters that trains with is not what it saves before its first step, but what it has loaded.
+    """Weights, or the rank's parts of them, with their masters, and with the copies of an offloaded optimizer. Before
+    its first step it saves the masters that it was built with; it trains with the loaded ones.
     """
     for one in getattr(optimizer, "chained_optimizers", () if optimizer is None else (optimizer,)):
         inner: Any = getattr(one, "optimizer", None)

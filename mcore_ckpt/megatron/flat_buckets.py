@@ -1,8 +1,8 @@
 """The flat buckets of this job's distributed optimizers, in Megatron's `dp_reshardable`: what lies where in them.
 
-A save of buckets stores with each group of ranks which elements are which slice of which parameter
-(`format/parameter_table.py`), so that a later job finds them under any division of the model. At a load each rank asks
-for its own range of each parameter, and gets it in the optimizer's own memory.
+A save of buckets stores a table of the slices of parameters with each group of ranks (`format/parameter_table.py`), by
+which a later job finds them under any division of the model. At a load each rank asks for its own range of each
+parameter, and gets it in the optimizer's own memory.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class JobBuckets:
                 yield number, bucket, parameter, start - begin, end - begin
 
     def _entries(self) -> list[Any]:
-        """Of each parameter, its entry in the model's sharded state dict."""
+        """Entries of the parameters in the model's sharded state dict, in order."""
         kinds = mapping()
         found: list[Any] = []
         _collect(self.model.values(), (kinds.ShardedTensor, kinds.ShardedTensorFactory), found)
@@ -249,7 +249,7 @@ def _collect(values: Iterable[Any], kinds: tuple[type, ...], found: list[Any]) -
 
 
 def _leaves(entry: Any, shape: tuple[int, ...]) -> list[tuple[Any, int, tuple[int, ...]]]:
-    """What is stored of a parameter of that shape, with the parameter's element that is its first, and strides there.
+    """The stored slice of a parameter of this shape, with its first element in the parameter, and the strides there.
 
     What a factory makes of a parameter is found by letting it build on a tensor without memory, of which the slices are
     views; one that copies builds on the numbers of the parameter's elements.

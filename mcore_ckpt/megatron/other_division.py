@@ -5,7 +5,7 @@ compared with the stored ones. If all are the same, nothing is changed. Otherwis
 the parameters in the place of its buckets, and Megatron gets the common state of a `fully_reshardable` checkpoint.
 
 Megatron-LM's `load_checkpoint` refuses flat buckets under another TP and PP before it asks for anything. It reads the
-common state for that, so it gets one that says `fully_reshardable` then, and asks in that layout.
+common state for that: one that says `fully_reshardable` is handed to it, and it asks in that layout.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def has_flat_state(state: Any) -> bool:
 
 
 class _Compared(NamedTuple):
-    """Of one rank or several: whether buckets are others than the stored ones, and the groups whose tables were
+    """Comparison by one rank or several: whether buckets differ from the stored ones, and the groups whose tables were
     compared.
     """
 
@@ -77,7 +77,7 @@ class _Compared(NamedTuple):
     groups: frozenset[str] = frozenset()
 
     def merged(self, other: _Compared) -> _Compared:
-        """Of both."""
+        """Both in one."""
         return _Compared(self.differs or other.differs, self.groups | other.groups)
 
 

@@ -12,8 +12,8 @@ read:
 
 - `dist_checkpointing.load` is called by all ranks. The coordinator looks at the checkpoint's structure and common state
   and chooses; if reading shows damage on any rank all the same, everything is loaded again from the next older one.
-- What may be called by one rank alone (the common state, what tensors there are) is answered by that rank, from the
-  same structure, and remembered until the checkpoint that was named is another one.
+- Calls by one rank alone (the common state, the names of tensors) are answered by that rank, from the same structure,
+and remembered until another checkpoint is named.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def _index_decides(pickled: bytes, names: list[str]) -> bool:
 # --- going back to an older checkpoint --------------------------------------------------------------------------------
 
 _Version = tuple[int, ...]
-# What is read in the place of a directory, and for which `.metadata` of that one this was found.
+# The directory that is read in the place of another, and the `.metadata` of the other for which it was found.
 _chosen: dict[str, tuple[_Version, Path]] = {}
 
 
@@ -516,7 +516,7 @@ def _newest_older(damaged: Path, problem: str, options: LoadOptions) -> Path:
 
 
 def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Of the tensors of a checkpoint; none where its index cannot be read."""
+    """Shapes of a checkpoint's tensors; none where its index cannot be read."""
     try:
         return {key: entry.shape for key, entry in read_index(directory, strict=False).tensors.items()}
     except (LoadError, OSError):

@@ -262,7 +262,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
 
     @property
     def reader(self) -> CheckpointReader | None:
-        """What has read the last checkpoint, and knows what that has cost (`stats`); None before the first load."""
+        """The reader of the last checkpoint, which knows the cost of the load (`stats`); None before the first load."""
         return self._reader
 
     @without_modes()
@@ -302,7 +302,7 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
 
         with MegatronErrors():
             check = partial(check_ranks, checkpoint_path(checkpoint_dir))
-            # Of each save the first rank that has opened it: merged up the tree, the first has the lower ranks.
+            # The first rank that has opened a save stands for it: merged up the tree, the first has the lower ranks.
             group.run_merged("load", load, lambda first, second: {**second, **first}, check, wrap=LoadError)
             if call is not None:
                 call.has_made("load")

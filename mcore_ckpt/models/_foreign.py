@@ -43,7 +43,7 @@ from mcore_ckpt.tools.regrid import as_numbers
 
 # --- names
 
-# Of tensors that are compared, at a time.
+# Bytes of tensors that are compared at a time.
 _COMPARED_BYTES = 4 * 1024**2
 # Put into names by wrappers of modules: torch.compile, activation checkpointing, FSDP.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
@@ -106,7 +106,7 @@ def refuse_another(payloads: StoredPayloads, key: str, embedding: str, said: str
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "step")
-# Of torch's optimizers; and of Megatron-FSDP, which notes the settings of a group for each of its parameters.
+# Groups of torch's optimizers; and of Megatron-FSDP, which notes the settings of a group for each of its parameters.
 _GROUP = re.compile(r"(?:^|\.)(?:param_groups|param_to_group_meta)\.")
 _MOST_OBJECTS = 100_000
 

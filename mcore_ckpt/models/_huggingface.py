@@ -1,10 +1,10 @@
 """Models of the Hugging Face libraries, by architecture: a `torch_dist` checkpoint as one, and one as a checkpoint.
 
-    config.json or Megatron's arguments -> family and sizes -> which box is which (`families`) -> a view of what is
-    stored under the requested keys -> an export or a reshard like any other
+    config.json or Megatron's arguments -> family and sizes -> the box of each tensor (`families`) -> a view of the
+    source under the requested keys -> an export or a reshard like any other
 
 No model is built, and neither `transformers` nor Megatron is needed. Every stored tensor has to be accounted for, and
-every tensor of the target has to be filled: what is missing, and what is too much, is an error that names it.
+every tensor of the target has to be filled: missing and additional tensors are errors that name them.
 
 Tensors may be stored in few bits with a scale for each block. Two ways are known: matrices of 8-bit floats with a
 factor for each square block (`X`, `X_scale_inv`: DeepSeek-V3, Qwen3), and pairs of 4-bit floats with a power of two for
@@ -271,7 +271,7 @@ def _refuse_too_many(model: Model, index: CheckpointIndex, where: str) -> None:
 def _compare_tensors(
     stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], who: str, path: str
 ) -> None:
-    """Raise `OptionError` unless the tensors that are stored are those that a model has."""
+    """Raise `OptionError` unless the stored tensors are those of a model."""
     unknown = sorted(stored.keys() - expected.keys())
     missing = sorted(expected.keys() - stored.keys())
     if unknown or missing:
@@ -289,8 +289,8 @@ def _compare_tensors(
 
 
 def _original(directory: Path) -> tuple[dict[str, Any], dict[str, bytes], list[str]]:
-    """The configuration of the model that an export is to be like, without what is not true of the weights that are
-    written; files that go along; what does not.
+    """The configuration of the model that an export is to be like, without entries that are untrue of the written
+    weights; files that go along; what does not.
     """
     config, storage = read_config(directory), storage_at(directory, follow_links=True)
     left_out = [f"{name} of {CONFIG} ({why})" for name, why in _NOT_WRITTEN.items() if config.pop(name, None)]
@@ -308,7 +308,7 @@ def _original(directory: Path) -> tuple[dict[str, Any], dict[str, bytes], list[s
         if not _modules(document.get("auto_map")) <= code:
             left_out.append(f"auto_map of {name} (its code is not in {directory})")
             del document["auto_map"]
-            document.pop("architectures", None)  # which are those of that code
+            document.pop("architectures", None)  # those of that code
             files |= {name: _json(document)} if name != CONFIG else {}
     pointers = [name for name, content in files.items() if content.startswith(POINTER)]
     if pointers:
@@ -468,7 +468,7 @@ def _part(link: Link, key: str, transposed: Collection[str]) -> Part:
 
 
 def _of_one_dtype(payloads: StoredPayloads, wanted: Iterable[TensorView], dtype: str | None) -> StoredPayloads:
-    """Payloads in which parts of one tensor that are stored in several dtypes have the one that it is going to have."""
+    """Payloads in which the parts of a tensor, stored in several dtypes, have its dtype in the target."""
     tensors = payloads.index.tensors
     cast: dict[str, str] = {}
     for tensor in wanted:
@@ -551,8 +551,8 @@ class _Quantized:
 def plain_payloads(
     payloads: StoredPayloads, config: Mapping[str, Any], dtype: str | None
 ) -> tuple[StoredPayloads, frozenset[str]]:
-    """Payloads in which tensors stored in blocks are plain, and the keys of those that lie transposed: MXFP4's,
-    `[experts, outputs, inputs]`. `OptionError`: values and scales do not fit, or a dtype has to be chosen.
+    """Payloads in which tensors stored in blocks are plain, and the keys of transposed ones: MXFP4's, `[experts,
+    outputs, inputs]`. `OptionError`: values and scales do not fit, or a dtype has to be chosen.
     """
     tensors = payloads.index.tensors
     found: dict[str, _Quantized] = {}

@@ -137,7 +137,7 @@ def _tensor(path: Path, name: str, key: str, fields: Any, first: int, size_bytes
 
 ImportFormat = Literal["safetensors", "torch", "dcp"]
 
-# Of an index file, some hundred bytes for each key.
+# The longest index file: some hundred bytes for each key.
 _MAX_INDEX_BYTES = 256 * 1024**2
 CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 16 * 1024**2
@@ -182,7 +182,7 @@ def no_tensor(key: str) -> str:
 def open_source(
     source: Path, rename: Sequence[RenameRule], *, is_model: bool = False
 ) -> tuple[ImportFormat, StoredPayloads, list[str], list[str]]:
-    """What is there, its tensors under their new keys, files that are left out, and keys of what is no tensor.
+    """The kind of source, its tensors under their new keys, files that are left out, and keys of other values.
     `is_model`: a configuration may name the file. Raises `CheckpointNotFoundError` and `OptionError` where there is
     nothing, or nothing is left of it; `CorruptCheckpointError` for a part of it.
     """

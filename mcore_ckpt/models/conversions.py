@@ -1,8 +1,8 @@
 """The front door: checkpoints to the formats of others, and from them.
 
-Each kind of source or target is thought through to a `Conversion` by a module of its own: those that know models
-(`_huggingface`, `_megatron_fsdp`, `_legacy_import`), and here those that carry tensors under their
-keys: safetensors, torch files, plain DCP checkpoints.
+Each kind of source or target is thought through to a `Conversion` by a module of its own: those with knowledge of
+models (`_huggingface`, `_megatron_fsdp`, `_legacy_import`), and here conversions of tensors under their keys:
+safetensors, torch files, plain DCP checkpoints.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _plan_dcp(index: CheckpointIndex, names: Mapping[str, str], objects: list[st
 
 
 def _import_tensors(source: Path, options: ImportOptions) -> Conversion:
-    """The same keys and tensors, and a common state that may be empty."""
+    """Keys and tensors as they are, and a common state that may be empty."""
     kind, payloads, *left_out = open_source(source, options.rename)
     try:
         return import_conversion(

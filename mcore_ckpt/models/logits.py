@@ -1,4 +1,4 @@
-"""The same model in Megatron-Core and in `transformers`: logits side by side, for the same random tokens.
+"""One model in Megatron-Core and in `transformers`: logits side by side, for the same random tokens.
 
 Megatron's model is built from the arguments that a checkpoint stores, with its own ("local") layers, which run on a
 CPU. `check_logits` does all of it in a process of its own, in float32: what Megatron-Core has to be told before it runs

@@ -4,8 +4,8 @@
     dp_reshardable                             flat buckets, which say nothing of parameters
     -> fully_reshardable (from 0.15 on)        a tensor of the parameter's own shape for each state
 
-As with models, the target is a view: its tensors are slices of what is stored, and no element is computed. Which slice
-of a bucket is which parameter, the table says that was saved with it. Where there is none, as in older checkpoints,
+As with models, the target is a view: its tensors are slices of what is stored, and no element is computed. The
+table saved with a bucket says which slice is which parameter. Where there is none, as in older checkpoints,
 `parameter_orders` tells, and the checkpoint's own elements confirm it: the optimizer's copy of a parameter, rounded to
 the model's dtype, is the model's parameter.
 """

@@ -3,7 +3,7 @@
 A conversion writes as a save does (`image/writer.py`); its ranks are imaginary, and the source is where they get their
 payloads from. A worker takes one part of the plan after the other. It goes through the source once, and feeds all files
 of the part in turn. When they are complete and durable, it notes them in the journal: a run that resumes another
-compares them with that note, and writes again what is not there.
+compares them with the note, and writes the missing ones.
 
 A tensor passes slab by slab (`tools.regrid`), so every chunk is read front to back, and what is read next is known
 before it begins: threads read it into a bounded number of buffers (`read_ahead`). What does not lie plainly in a file
@@ -195,7 +195,7 @@ def move_block(ahead: Ahead, feeds: Feeds) -> Iterator[tuple[int, StoredPayload,
 _WRITES: Final = 2
 _MIN_BUFFER_BYTES: Final = 256 * 1024
 _MAX_BUFFER_BYTES: Final = 8 * 1024 * 1024
-# Of one worker: what is read ahead takes 16 MiB of it, or half of that.
+# Memory of one worker: data that is read ahead takes 16 MiB of it, or half of that.
 _MUCH_MEMORY_BYTES: Final = 96 * 1024 * 1024
 # File descriptors for all but the target's data files.
 _OTHER_FILES: Final = 256

@@ -5,8 +5,8 @@ buffer holds the parameters of the chunk in the reverse order of `named_paramete
 elements on. Where buckets begin follows from their stored sizes, whatever made them end there.
 
 No stored file tells the order of the parameters. Megatron-Core builds the model of each rank on the meta device, from
-the stored arguments: that gives the order, and which slice of which global tensor each parameter is. It does so in a
-process of its own, since it takes Megatron's global state, and the process groups of a job of which no rank is running.
+the stored arguments: that gives the order, and the slice of a global tensor of each parameter. It does so in a process
+of its own, since it takes Megatron's global state, and the process groups of a job of which no rank is running.
 
 The model is GPT with Megatron's own ("local") layers, which need no GPU; `models/logits.py` runs it on a CPU. Where
 those layers lack something, the smallest stand-in that computes the same takes their place: the core of attention is

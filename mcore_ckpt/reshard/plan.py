@@ -2,7 +2,7 @@
 
     tensors -> partition -> target chunks -> owning rank -> files, laid out as those of a save
 
-A conversion is a number of imaginary ranks. A planner decides which slices of which tensors lie in which file, in which
+A conversion is a number of imaginary ranks. A planner decides on the slices of tensors in each file, and on their
 order; `weight_files` does so for other formats. The files of one part of the work are written together, front to back,
 in the order of the moves.
 """
@@ -67,7 +67,7 @@ class Move(NamedTuple):
 
     @property
     def block(self) -> Block:
-        """The same, with the slots by position."""
+        """This block with its slots by position."""
         return Block(self.sources, list(range(len(self.slots))))
 
     @property

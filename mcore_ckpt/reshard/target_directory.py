@@ -10,8 +10,8 @@ is not locked belongs to a run that has ended. The next run resumes it, if it is
 In an object store, where nothing can be renamed, the files are written at their place, next to the note of a save. Each
 appears when it is complete, and last the file that names the others or without which they are not read: `.metadata`,
 the index of several safetensors or torch files, `config.json`. A run says the names of its files in its note before it
-makes the first. What a run that was killed has left is removed by the next one, which begins again: nothing is resumed
-there, and the journal is kept in memory only. Files that no run has noted are of others, and stay.
+makes the first. The remains of a killed run are removed by the next one, which begins again: nothing is resumed there,
+and the journal is kept in memory only. Files that no run has noted are of others, and stay.
 """
 
 from __future__ import annotations

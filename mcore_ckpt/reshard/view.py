@@ -7,8 +7,8 @@ Where a slice of a stored chunk is one run of bytes, as rows of a matrix are, it
 it is gathered in memory, and transposed there if the view has another order of axes. Every stored chunk is read once,
 in parts, whose checksums are joined; `check_rest` reads what is left of it and compares its checksum.
 
-`DerivedPayloads` hands everything on to its base by itself: what was read, what is left to compare, what the bytes
-depend on. A subclass says only which chunk of the base one of its own chunks is, or how its bytes are computed.
+`DerivedPayloads` hands everything on to its base by itself: bytes read, slices left to compare, and inputs of the
+bytes. A subclass says only which chunk of the base one of its own chunks is, or how its bytes are computed.
 
 `FilePayloads` and `RegroupedPayloads` are tensors that lie plainly in files of others.
 """
@@ -521,7 +521,7 @@ class ViewPayloads(DerivedPayloads):
     def check_rest(self) -> None:
         """Read the rest of each chunk that the view has slices of, and compare its checksum; raises `ChecksumError`.
 
-        The rest are slices that no requested tensor has, and those that an earlier run has written.
+        The rest are slices of tensors that are not requested, and those written by an earlier run.
         """
         for origin in self._slices.values():
             if origin.entry is None or origin.chunk is None:

@@ -1,4 +1,4 @@
-"""The queue of async saves, in order: which have ended, which failed, and which callbacks may run.
+"""The queue of async saves, in order: the calls that have ended or failed, and the callbacks that may run.
 
 A request pairs work that runs during training with callbacks that make it count: publish the checkpoint, advance the
 tracker file, delete the previous checkpoint. The rule here is that callbacks run only if the work is done well on
@@ -74,7 +74,7 @@ class AsyncRequest(NamedTuple):
             self.async_fn(*staged_arguments(self), **(self.async_fn_kwargs or {}))
 
     def freeze(self) -> AsyncRequest:
-        """The same request, closed for further callbacks."""
+        """This request, closed for further callbacks."""
         return self._replace(is_frozen=True)
 
 

@@ -27,7 +27,7 @@ class WriterJob:
     files: tuple[PlannedFile, ...]  # what
     # Seconds without progress after which the writer counts as stuck; None waits for ever.
     deadline_s: float | None = None
-    # Of a new structure, on the coordinator: its index is to be put together during the writing.
+    # The plan of a new structure, on the coordinator: its index is to be put together during the writing.
     plan: GlobalPlan | None = None
 
 

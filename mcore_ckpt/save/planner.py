@@ -50,7 +50,7 @@ from mcore_ckpt.state.torch_classes import (
 if TYPE_CHECKING:
     from mcore_ckpt.save.replicas import ReplicaCheck
 
-# What is compared of tensors that are read as they lie in memory, to know that this is as it was: where place in the
+# Attributes of tensors that are read as they lie in memory, compared with those of the plan: where place in the
 # storage, length and what the storage holds are as before, a tensor lies in it as before. The address comes last: what
 # a save is given may be made for it, and then it lies elsewhere. Each question takes a tenth of a microsecond, and
 # there may be tens of thousands of tensors: they are put by loops of the interpreter's, to as many tensors as stay in
@@ -203,7 +203,7 @@ def _described(shards: Sequence[Any], tensors: list[Any], known: Described) -> D
 
 
 def _addresses(answers: _Answers) -> list[int]:
-    """Of tensors with these answers, where each is read as it lies in host memory; 0 where it has to be looked at."""
+    """Addresses of tensors that are read as they lie in host memory; 0 where a tensor has to be looked at."""
     return [
         address if is_cpu and start * dtype.itemsize + nbytes <= held_bytes else 0
         for held_bytes, start, dtype, nbytes, is_cpu, address in zip(*answers, strict=True)
@@ -364,7 +364,7 @@ class Proposal(NamedTuple):
     objects: Digests
 
     def merged(self, other: Proposal) -> Proposal:
-        """Of both."""
+        """Both in one."""
         return Proposal(
             self.plan if self.plan == other.plan else b"",
             self.left_out or other.left_out,

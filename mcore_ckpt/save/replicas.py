@@ -1,4 +1,4 @@
-"""The replicas that ranks hold without saving them, compared with those that are saved (`compare_replicas`).
+"""The replicas that ranks hold without saving them, compared with the saved ones (`compare_replicas`).
 
 **Tensors.** A replica is told by 8 bytes of a hash of its slice's key and place. What a rank has summed is told in one
 number of a fixed size: the sum of a hash of slice and CRC-32 over its replicas. The coordinator knows how many ranks
@@ -43,14 +43,14 @@ _Ids = npt.NDArray[np.uint64]
 
 
 class ReplicaDigest(NamedTuple):
-    """Of the replicas of one rank, or of several: how many, and the sum of their hashes, modulo 2^64."""
+    """Replicas of one rank, or of several: how many, and the sum of their hashes, modulo 2^64."""
 
     replicas: int
     total: int
 
 
 class ReplicaSums(NamedTuple):
-    """Of the replicas of one rank: the slice of each (`array('Q')`), and the CRC-32 of its elements (`array('I')`)."""
+    """Replicas of one rank: the slice of each (`array('Q')`), and the CRC-32 of its elements (`array('I')`)."""
 
     slices: array[int]
     crcs: array[int]
@@ -78,7 +78,7 @@ def slices_of(plan: LocalPlan) -> Iterator[tuple[str, list[int], list[int]]]:
 
 
 def digest_of(slices: _Ids, crcs: npt.NDArray[np.uint32], times: npt.NDArray[np.int64]) -> ReplicaDigest:
-    """Of replicas of these slices, each so many times, with these CRC-32s."""
+    """Digest of replicas of these slices, each so many times, with these CRC-32s."""
     mixed = slices ^ (crcs.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     # The finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -123,7 +123,7 @@ def _comparable(tree: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _crc_of(key: str, data: torch.Tensor) -> int:
-    """Of the elements in C order."""
+    """CRC-32 of the elements in C order."""
     value = 0
     for content, _ in contents(key, data, tuple(data.shape), (0, data.numel())):
         value = crc32(content, value)

@@ -10,10 +10,10 @@ The staging buffer is shared memory, kept between saves. Copying into memory tha
 finds it new, writes to it instead of touching it. A process has one: a save waits until the job that reads it for the
 save before has ended.
 
-Tensors on a device are copied by `DeviceCopies`, while the trainer computes. Each device has one side stream. It
-first waits for what the trainer has queued on its current stream, which belongs to the state that is saved; then come
-the copies, and an event behind the last of each fill. Waiting is for that event, so it ends with the last copy and
-never waits for the device as a whole, nor does it keep a core busy.
+Tensors on a device are copied by `DeviceCopies`, while the trainer computes. Each device has one side stream. It first
+waits for the work that the trainer has queued on its current stream, which belongs to the saved state; then come the
+copies, and an event behind the last of each fill. Waiting is for that event, so it ends with the last copy and never
+waits for the device as a whole, nor does it keep a core busy.
 """
 
 from __future__ import annotations
@@ -364,7 +364,7 @@ _ZEROS = bytes(4096)
 # Writing a shorter payload by a system call costs more than the few pages that it saves from being cleared.
 _LEAST_WRITTEN_BYTES = 16 * 1024
 
-# Of a tensor that is not contiguous, this much is put in order at a time.
+# Bytes of a tensor that is not contiguous which are put in order at a time.
 _PIECE_BYTES = 32 * 1024 * 1024
 
 _Write = Callable[[int, int, int], None]

@@ -338,7 +338,7 @@ class SaveTransaction:
 
     @property
     def directory(self) -> Path:
-        """Of the checkpoint."""
+        """Directory of the checkpoint."""
         return self._directory.path
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -453,7 +453,7 @@ class SaveTransaction:
         return described
 
     def _describe(self, gathered: list[Written]) -> _Described:
-        """Coordinator: what is to be published, if what was written is what was planned."""
+        """Coordinator: the state to be published, if the written files are as planned."""
         planned, save_id = self.plan.planned, self.plan.save_id
         assert planned is not None
         done = sorted((file.name, file.size_bytes) for written in gathered for file in written.files)
@@ -475,8 +475,8 @@ class SaveTransaction:
         return _Described(content, common)
 
     def _compare_replicas(self, gathered: list[Written] | None) -> None:
-        """All ranks: name replicas that differ from what is saved, or raise that (`"raise"`). Only if their digests do
-        not tell that all are equal, ranks send the sum of each.
+        """All ranks: name replicas that differ from the saved ones, or raise (`"raise"`). Only if their digests do not
+        tell that all are equal, ranks send the sum of each.
         """
 
         def are_equal() -> bool:
@@ -559,7 +559,7 @@ def _same(value: Any) -> Any:
 
 
 def _crcs_of(gathered: Sequence[Written]) -> list[int]:
-    """Of all items, in the order of the plan."""
+    """CRC-32s of all items, in the order of the plan."""
     return [crc for written in gathered for file in written.files for crc in file.crcs]
 
 

@@ -236,7 +236,7 @@ def _log(line: bytes) -> None:
         _logger.warning("the process that looks after the run: %s", line.decode(errors="replace").rstrip())
 
 
-# That of this process, if one was started; one that has died is replaced.
+# The upkeep process of this process, if one was started; one that has died is replaced.
 _started: list[_UpkeepProcess] = []
 
 

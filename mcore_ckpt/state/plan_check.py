@@ -48,7 +48,7 @@ class Accesses(NamedTuple):
 
     @classmethod
     def of(cls, sharded_state_dict: Any) -> Accesses:
-        """Those of a nested dict/list, as they are now."""
+        """Accesses of a nested dict/list, as they are now."""
         tensors, objects = leaves_by_kind(sharded_state_dict)
         return cls(
             (
@@ -71,9 +71,9 @@ class Accesses(NamedTuple):
         )
 
     def told(self, written: Sequence[Sequence[Any]] | None = None, *, mains_are_written: bool = False) -> list[bytes]:
-        """What the coordinator is told of them: main replicas, other replicas, objects. Of main replicas nothing, where
-        they are what the plan of this rank says that it has `written` (key, dtype, shape, offsets, sizes), or are known
-        to be what all ranks together have.
+        """The report to the coordinator: main replicas, other replicas, objects. Main replicas are left out where they
+        are as `written` by the plan of this rank (key, dtype, shape, offsets, sizes), or known to be those of all ranks
+        together.
         """
         keys, dtypes, shapes, offsets, sizes = _stored(self.tensors)
         are_main = list(map(is_main, self.tensors[-1]))
@@ -164,7 +164,7 @@ class PlannedTensors:
 
     @classmethod
     def of(cls, items: _Items) -> PlannedTensors:
-        """Those of these items. They are numbered as they came."""
+        """Tensors of these items, numbered as they came."""
         # (`np.unique` imports all of `numpy.ma` when it is first called: as long as all else here.)
         return cls(items, np.flatnonzero(np.diff(np.maximum.accumulate(items.key_ids), prepend=-1)))
 
@@ -219,7 +219,7 @@ def _check_grids(uneven: frozenset[str], plans: Sequence[LocalPlan], accesses: S
 
 
 def _check_replicas(mains: PlannedTensors, accesses: Sequence[Sequence[bytes]], does: str) -> None:
-    """Check that what ranks hold besides main replicas are copies of those."""
+    """Check that further replicas of ranks are copies of main ones."""
     first_with: dict[bytes, int] = {}
     for rank, of_rank in enumerate(accesses):
         first_with.setdefault(of_rank[1], rank)

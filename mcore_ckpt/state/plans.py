@@ -33,7 +33,7 @@ class LocalPlan:
 
     @classmethod
     def of(cls, files: Iterable[tuple[str, int, TableColumns]]) -> LocalPlan:
-        """Of files: name, length in bytes, and what they hold."""
+        """The plan of files: name, length in bytes, and content."""
         plan = cls([], [], array("i"), [], [], array("i"), array("i"), array("q"), array("q"))
         codes: dict[str, int] = {}
         for number, (name, size_bytes, columns) in enumerate(files):

@@ -34,7 +34,7 @@ from mcore_ckpt.core.errors import PlanError
 from mcore_ckpt.format.index import ORIGINAL_SHAPE
 from mcore_ckpt.state.torch_classes import PLAIN, check_memory, is_dense, pointer_of
 
-# Of those that were met before, whether it is a tensor: to look at the attributes of each leaf takes longer than all
+# Types met before, and whether each is a tensor's: looking at the attributes of each leaf takes longer than all
 # else of a walk.
 _LEAF_TYPES: dict[type, bool] = {}
 
@@ -55,7 +55,7 @@ def is_main_replica(shard: Any) -> bool:
 
 
 def is_main(replica_id: Any) -> bool:
-    """The same of a `replica_id`."""
+    """Whether a `replica_id` is that of the main replica."""
     if isinstance(replica_id, int):
         return replica_id == 0
     return not any(replica_id)
@@ -146,7 +146,7 @@ class StoredForm(NamedTuple):
     shape: tuple[int, ...]  # of the global tensor as stored
     offsets: tuple[int, ...]  # of the shard in it
     sizes: tuple[int, ...]  # of the shard in it
-    # Of the global parameter, where the stored one is another; None where it is the same.
+    # Shape of the global parameter, where the stored one is another; None where it is the same.
     original_shape: tuple[int, ...] | None = None
 
 

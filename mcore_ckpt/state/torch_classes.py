@@ -228,7 +228,7 @@ class ItemSums(NamedTuple):
 
 
 def _fingerprints(index: CheckpointIndex, sums: Mapping[tuple[str, int], ItemSums]) -> dict[str, int]:
-    """Those of the tensors that were saved in their own shape, and of which each chunk was summed."""
+    """Fingerprints of the tensors that were saved in their own shape and have a checksum of each chunk."""
     found: dict[str, int] = {}
     for key, entry in index.tensors.items():
         if key in index.mcore_data:

@@ -16,7 +16,7 @@ import torch
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.state.shards import is_sharded_object, is_sharded_tensor
 
-# Of these, no parts are compared.
+# These have no parts to compare.
 _SIMPLE: Final = (bool, int, str, bytes, bytearray, type(None))
 _NOTHING: Final = object()
 
@@ -42,7 +42,7 @@ def unequal(
 
 
 class _Comparison:
-    """Of two values; what occurs in them more than once, or in itself, is compared once."""
+    """The comparison of two values; a part that occurs in them more than once, or in itself, is compared once."""
 
     def __init__(self, ignored: tuple[str, ...], exact: bool, groups: dict[str, bool]) -> None:
         self._ignored, self._exact, self._groups = ignored, exact, groups
@@ -123,7 +123,7 @@ class _Comparison:
         left, compared, differing = dict(enumerate(stored)), set[int](), list[tuple[str, str, str]]()
         for number, group in enumerate(held):
             found = {n: self.differences(one, group, f"{where}[{number}]") for n, one in left.items()}
-            # Of several that fit, the one that has no other settings: what is held besides is no difference.
+            # Where several fit, the one without other settings: additional settings are no difference.
             nearest = min(found, key=lambda n: (len(found[n]), len(set(left[n]) ^ set(group))), default=None)
             if nearest is None:
                 differing.append((f"{where}[{number}]", "nothing", _shown(group)))
@@ -215,7 +215,7 @@ def _parts(value: Any) -> Any:
 
 
 def _parts_of_tensor(tensor: torch.Tensor) -> Any:
-    """Of one that is no strided memory (sparse, nested, quantized, on the meta device), or has it on several ranks."""
+    """Parts of a tensor without strided memory (sparse, nested, quantized, meta device), or on several ranks."""
     if tensor.is_quantized:
         return [tensor.int_repr(), tensor.dequantize()]
     if (local := getattr(tensor, "to_local", None)) is not None:

@@ -34,7 +34,7 @@ from mcore_ckpt.storage._objects import (
 )
 
 _PUT_ID: Final = "mcore_ckpt_put"
-# Of an upload, so much is sent when what was sent before has been answered.
+# Bytes of an upload that are sent when the ones before have been answered.
 _CHUNK_BYTES: Final = 32 * 1024 * 1024
 _SCOPE: Final = "https://www.googleapis.com/auth/devstorage.read_write"
 

@@ -163,7 +163,7 @@ class ObjectClient(ABC):
 
     @abstractmethod
     def within(self, deadline_s: float) -> ObjectClient:
-        """The same bucket, where no request is waited for longer than that."""
+        """This bucket, where no request is waited for longer than `deadline_s`."""
 
     @abstractmethod
     def head(self, key: str) -> ObjectState | None:
@@ -356,10 +356,10 @@ def _ended() -> OSError:
     return OSError(errno.EBADF, "it is finished or aborted")
 
 
-# Of an object that is opened, so much of its end comes with its length: small ones cost one request, and of a data file
-# what tells that it is the right one.
+# So much of an object's end comes with its length at an open: small ones cost one request, and a data file shows by it
+# that it is the right one.
 _END_BYTES: Final = 64 * 1024
-# Of an object that is changed, or given another name; it is held in memory, and put in one request.
+# The longest object that is changed, or given another name: it is held in memory, and put in one request.
 _MAX_SMALL_BYTES: Final = 1024**3
 _PIECE_BYTES: Final = 8 * 1024**2
 _ATTEMPTS: Final = 100

@@ -251,7 +251,7 @@ def _az(container: str, options: Mapping[str, Any]) -> ObjectClient:
 
 
 def _client_options(endpoint: str, verify: bool | str) -> dict[str, Any]:
-    """Of obstore: what a server of one's own needs. `verify`: its certificate; or the file of those who sign it."""
+    """Options of obstore for a server of one's own. `verify`: its certificate, or the file of its authorities."""
     options: dict[str, Any] = {"allow_http": endpoint.startswith("http:")}
     if isinstance(verify, str):
         options["root_certificate"] = Path(verify).read_bytes()

@@ -203,7 +203,7 @@ class Storage(ABC):
     serves_forks: bool = True  # a forked child of a process that uses it can use it, too
 
     def within(self, deadline_s: float | None) -> Storage:
-        """The same directory, where no request is waited for longer than that; None: as long as the back-end does."""
+        """This directory with requests of at most `deadline_s`; None: as long as the back-end waits."""
         return self
 
     @property

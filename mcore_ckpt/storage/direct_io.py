@@ -1,7 +1,7 @@
 """Local files, read and written with O_DIRECT where that serves, and the system calls under that.
 
-Names come from files that nobody vouches for, and what lies under them may be a pipe that blocks for ever, or a link to
-anything at all. So only regular files are opened, and below the directory no symbolic link is followed.
+Names come from files without a guarantor, and may lead to a pipe that blocks for ever, or to a link to anything at all.
+So only regular files are opened, and below the directory no symbolic link is followed.
 
 A checkpoint is read once, so what is cold is read with O_DIRECT, which neither evicts other pages nor pays for
 allocating and filling new ones. What was just written, or read by another rank, is often still cached, and is then
@@ -48,7 +48,7 @@ from mcore_ckpt.storage.base import (
     saving,
 )
 
-# What a file system answers that does not know a call, as opposed to a call that failed.
+# Answers of a file system that does not know a call, as opposed to a call that failed.
 _NOT_SUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EPERM})
 
 # What one answers that has no O_DIRECT, to the flag or to a write.
@@ -341,7 +341,7 @@ _BOUNCE_BYTES: Final = _PIECE_BYTES + 4 * ALIGNMENT_BYTES
 # Bytes are summed and copied in slices that are still in the CPU's cache when they are looked at again.
 _SLICE_BYTES: Final = 512 * 1024
 
-# Of what is cached for the most part, the rest is read as well.
+# The share of a file in the page cache from which the rest is read through it as well.
 _MOSTLY_CACHED: Final = 0.5
 
 _Arrived = Callable[[memoryview], None]

@@ -1,9 +1,9 @@
 """What two checkpoints have in common, and by how much the rest differs; whatever their sharding, in bounded memory.
 
 Keys, shapes and dtypes come from the indexes. Values are read from both in the same slabs and compared there: bits
-first, at memory speed, numbers only where bits differ. Or fingerprints are compared, which are those of what was in
-memory when it was saved, whatever its chunks: this package's saves say it of each tensor. For others, a chunk that is
-one run of its tensor adds the CRC-32 that is stored with its elements; the rest is read, and compared with theirs.
+first, at memory speed, numbers only where bits differ. Or fingerprints are compared: those of the tensors in memory
+when they were saved, whatever their chunks: this package's saves say it of each tensor. For others, a chunk that is one
+run of its tensor adds the CRC-32 that is stored with its elements; the rest is read, and compared with theirs.
 
 Plain values (as `read_plain` gives them) are compared with nothing left out: tensors bit for bit, wherever their
 elements lie; arrays, dates and all other objects by what they are made from. Two objects that are made from the same
@@ -182,7 +182,7 @@ def checked_fingerprint(
 
 
 def model_and_optimizer(found: StateFingerprint) -> tuple[StateFingerprint, StateFingerprint]:
-    """Those of the model's and of the optimizer's tensors, of a fingerprint with names."""
+    """Fingerprints of the model's and of the optimizer's tensors, from a fingerprint with names."""
     tensors = found.tensors
     return (
         state_of({key: tensor for key, tensor in tensors.items() if not is_optimizer_key(key)}),
@@ -440,7 +440,7 @@ def _is_within(found: Difference, rtol: float, atol: float) -> bool:
 
 
 def _compare_common_states(a: CheckpointIndex, b: CheckpointIndex) -> tuple[list[CommonDiff], tuple[str, ...]]:
-    """What differs in two common states, and top-level entries of which that cannot be told."""
+    """Differences of two common states, and top-level entries for which this cannot be told."""
     left, right = stored_common_state(a), stored_common_state(b)
     if left is not None and right is not None and left.content == right.content:
         return [], ()

@@ -193,8 +193,8 @@ def check_tiled(index: CheckpointIndex, keys: Iterable[str]) -> None:
     """Raise `CorruptCheckpointError` unless the stored chunks hold each element of these tensors exactly once.
 
     What copies tensors as a whole relies on it: where a chunk is missing there would be nothing to copy, and nothing
-    afterwards that does not fit. Chunks that are too large for their items are refused here as well, before anything
-    is planned for shapes that are not stored, and so are items that lie in one place, or beyond their file's end.
+    afterwards that does not fit. Chunks too large for their items are refused here as well, before anything is planned
+    for shapes that are not stored, and so are items in one place, or beyond their file's end.
     """
     check_apart(index)
     storage = storage_at(index.path)
@@ -229,7 +229,7 @@ def _check_sum(payload: StoredPayload, value: int) -> None:
 def check_elements(payloads: StoredPayloads, entry: TensorEntry) -> None:
     """Read all chunks of a tensor and compare their checksums; raises `ChecksumError`.
 
-    For what reads tensors in slabs that cut through chunks, and has to know beforehand that they are as written.
+    For readers of tensors in slabs across chunks, which have to know beforehand that these are as written.
     """
     for chunk in entry.chunks:
         payload = payloads.locate(entry, chunk)

@@ -1,9 +1,9 @@
 """Moving elements from one division of a tensor into chunks to another, in one pass.
 
 A tensor falls into *blocks*: chunks of either side that have only to do with one another. A block is walked in *slabs*,
-which span all trailing axes, so that what a chunk has of a slab is one contiguous run of its bytes, whichever axis it
-is divided along; and the runs of a chunk come in ascending order. Hence each byte is taken once and given once, sources
-can be read, and targets written and summed, front to back, in memory that depends on the size of a slab alone.
+which span all trailing axes: a chunk's share of a slab is one contiguous run of its bytes, whichever axis it is divided
+along; and the runs of a chunk come in ascending order. Hence each byte is taken once and given once, sources can be
+read, and targets written and summed, front to back, in memory that depends on the size of a slab alone.
 
 Knows neither files nor checkpoints. At the top are elements of any stored dtype as
 numpy floats, and back; numpy has no bfloat16 and no 8-bit floats. Conversions round to nearest, ties to even, as torch.

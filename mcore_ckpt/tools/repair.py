@@ -57,7 +57,7 @@ def repair_checkpoint(
         progress: show bars; None: if standard error is a terminal.
 
     Returns:
-        The new report; `repaired` names the files that were put back, and its problems are those that are left.
+        The new report; `repaired` names the files that were put back, and its problems are the remaining ones.
         `unmatched` are problems for which the copy has no sound file, which of another save are all.
 
     Raises:

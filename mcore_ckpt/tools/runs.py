@@ -185,7 +185,7 @@ def places_of(source: str | os.PathLike[str], target: str | os.PathLike[str], *,
 
 
 def _next_to_checkpoints(run: Path) -> tuple[str, ...]:
-    """What lies in a run's directory but checkpoints, those that are being made or removed, and the tracker file."""
+    """Files and folders in a run's directory that are neither checkpoints, being made, or removed, nor trackers."""
     storage = storage_at(run)
     names = sorted({*storage.list(), *storage.folders()} - {TRACKER_FILE})
     return tuple(n for n in names if not (is_checkpoint_name(n.partition(PARTIAL)[0]) or n.startswith(OF_THIS_PACKAGE)))
@@ -402,7 +402,7 @@ def _held(index: CheckpointIndex) -> dict[str, _Held]:
 
 
 def _departures(before: dict[str, _Held], after: dict[str, _Held], changed: set[str]) -> list[tuple[str, str]]:
-    """Keys, and what is otherwise; `changed`: those that have changed before, to which those of this pair are added."""
+    """Keys, and what is otherwise; `changed`: the keys that have changed before; those of this pair are added."""
     found = [(key, "disappears") for key in before if key not in after]
     families: defaultdict[str, set[bool]] = defaultdict(set)
     pairs = []

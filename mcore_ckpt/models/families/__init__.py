@@ -1,4 +1,4 @@
-"""Families of models as Hugging Face and Megatron-Core know them: which parameter is which, and which setting.
+"""Families of models as Hugging Face and Megatron-Core know them: the names of parameters and of settings.
 
 In: a `config.json` or Megatron's stored arguments, and how a checkpoint names its layers and experts.
 Out: shapes on both sides, and links: slices of a tensor there that are slices of a tensor here.

@@ -61,8 +61,8 @@ def _group(names: str, *neutral: Any) -> dict[str, tuple[Any, ...]]:
     return dict.fromkeys(names.split(), neutral)
 
 
-# Which models read these arguments (a job stores all that there are, whatever the model), and for each argument the
-# values by which it changes nothing; without any, each value says something.
+# The models that read these arguments (a job stores all, whatever the model), and for each argument the values by which
+# it changes nothing; without any, each value says something.
 _READ: tuple[tuple[Callable[[_Arguments], bool], Mapping[str, tuple[Any, ...]]], ...] = (
     (
         lambda _: True,
@@ -293,13 +293,13 @@ _LAUNCH_DEFAULTS: Mapping[str, Any] = {
     "yarn_mscale_all_dim": None,
     "yarn_correction_range_round_to_int": True,
 }
-# Those whose option `pretrain_gpt.py` parses without giving it to `GPTModel`, up to this Megatron-LM: with what it
+# Settings whose option `pretrain_gpt.py` parses without giving it to `GPTModel`, up to this Megatron-LM: with what it
 # builds, and with what the model calls it.
 _PARSED_ONLY: Mapping[str, tuple[Any, str, str]] = {
     "rope_scaling_factor": (8.0, "rope_scaling_factor", "0.19"),
     "rotary_seq_len_interpolation_factor": (None, "seq_len_interpolation_factor", "0.18"),
 }
-# Those without an option: with what `pretrain_gpt.py` builds, and with what a script has to set otherwise.
+# Settings without an option: with what `pretrain_gpt.py` builds, and with what a script has to set otherwise.
 _FIXED_IN_LAUNCHES: Mapping[str, tuple[Any, str]] = {
     "original_max_position_embeddings": (4096, "original_max_position_embeddings={}"),
     "beta_fast": (32, "beta_fast={}"),
@@ -351,7 +351,7 @@ def launch_notes(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 def as_built(arguments: Mapping[str, Any], *, forwarded: bool = False) -> dict[str, Any]:
     """Stored arguments as the model has them: of a job, as `pretrain_gpt.py` builds it, or (`forwarded`) a script that
-    gives it all its rotary options; those that an import has stored say what the model is.
+    gives it all its rotary options; those stored by an import describe the model.
     """
     found = dict(arguments)
     is_new = "yarn_beta_fast" in arguments  # of Megatron-LM from 0.19 on

@@ -8,8 +8,8 @@
     )
 
 A row names a parameter of Megatron-Core, the tensors of Hugging Face that it is made of, and how. `how` is the name of
-a transform: it says which slice of which part is which slice of the parameter. So every row can be read in both
-directions. Keys have `{layer}` and `{expert}` in them; shapes are words, sizes that a model has by name.
+a transform: it maps slices of parts to slices of the parameter. So every row can be read in both directions. Keys have
+`{layer}` and `{expert}` in them; shapes are words, sizes that a model has by name.
 
 `relate` unfolds a table for one model: every tensor on both sides with its shape, and the links between them. It checks
 that links cover each tensor exactly once, on either side, before anybody moves a byte.
@@ -70,7 +70,7 @@ class Model:
         return tuple(name if isinstance(name, int) else self.sizes[name] for name in flat)
 
     def stored_shape(self, names: Sequence[str | int | tuple[str | int, ...]]) -> tuple[int, ...]:
-        """The same, as it is stored."""
+        """Shape of the parts as they are stored."""
         return tuple(math.prod(self.shape(name if isinstance(name, tuple) else (name,))) for name in names)
 
 
@@ -95,7 +95,7 @@ class Family:
     architecture: str  # the class that `transformers` loads it with
     rows: tuple[Row, ...]
     defaults: Mapping[str, Any]  # what `transformers` takes for a setting that `config.json` leaves out, except sizes
-    # Words that `traits_of` Megatron's arguments has to give for arguments of this family, and those that it may.
+    # Words of `traits_of` Megatron's arguments that a family requires, and further ones that it allows.
     traits: str
     model_of: Callable[[Mapping[str, Any]], Model]  # what a complete `config.json` says about shapes
     # Megatron's arguments for a complete `config.json`; raises `OptionError` for what Megatron-Core has not.
@@ -281,7 +281,7 @@ def _qkv(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, l
 
 
 def _transposed(transform: _Transform) -> _Transform:
-    """Of parts that are matrices stored transposed: inputs before outputs."""
+    """The transform for parts that are matrices stored transposed: inputs before outputs."""
 
     def of_transposed(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
         if len(shapes[0]) < 2:
@@ -296,7 +296,7 @@ def _transposed(transform: _Transform) -> _Transform:
 
 
 def _of_all(transform: _Transform) -> _Transform:
-    """Of parts that have all experts', one after another."""
+    """The transform for parts that have all experts', one after another."""
 
     def of_one(model: Model, shapes: Sequence[_Shape], expert: int) -> tuple[_Shape, list[_Slice]]:
         own, slices = transform(model, [shape[1:] for shape in shapes], expert)
