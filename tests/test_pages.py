@@ -317,6 +317,7 @@ def test_a_row_of_withheld_figures_alone_is_left_out() -> None:
     assert tables.one({**results, "parts": {"dense": results["parts"]["dense"]}}, "tools") == "Not measured yet.\n"
 
 
+@pytest.mark.long
 def test_a_contender_of_another_folder_is_measured_with_the_package_there(tmp_path: Path) -> None:
     (tmp_path / "mcore_ckpt.py").write_text("raise ImportError('the other package')")
     interpreter = contextlib.closing(Interpreter(Path(sys.executable), (tmp_path, ROOT), megatron=False))

@@ -39,12 +39,13 @@ BOTH = Parallel(pipeline=2, expert=2)
 CASES = {
     4: [
         Case("dense", DENSE, Parallel(tensor=4), Parallel(tensor=2, pipeline=2), 4),
-        Case("gated", GATED, Parallel(tensor=2), Parallel(tensor=4), 4, flat_buckets=True),
+        Case("gated-flat", GATED, Parallel(tensor=2), Parallel(tensor=4), 4, flat_buckets=True),
         Case("gated-to-one", GATED, Parallel(tensor=4), Parallel(), 1),
         Case("layer-wise", replace(GATED, layer_wise=True), Parallel(tensor=2), Parallel(tensor=2, pipeline=2), 4),
         Case("layer-wise-moe", replace(MOE_SEQUENTIAL, layer_wise=True), Parallel(expert=2), BOTH, 4),
         Case("moe", MOE_SEQUENTIAL, BOTH, Parallel(expert=4), 4),
     ],
+    2: [Case("gated", GATED, Parallel(tensor=2), Parallel(pipeline=2), 2, flat_buckets=True)],
     1: [Case("one-to-gated", GATED, Parallel(), Parallel(tensor=2, pipeline=2), 4)],
 }
 
