@@ -80,13 +80,6 @@ def test_flat_buckets_go_on_when_they_are_made_reshardable(launches: Path) -> No
 # Saved under, resumed under; what replaces arguments there. Both have tied embeddings.
 DIVISIONS = {
     "tp2-pp2-to-half": (4, (_TP, "2", _PP, "2"), 2, ()),
-    "virtual-stages": (
-        4,
-        # (with this overlap a loss is not a number now and then, on gloo, in Megatron-LM alone as well)
-        (_PP, "4", "--num-layers-per-virtual-pipeline-stage", "1", "--no-overlap-p2p-communication"),
-        2,
-        (_TP, "2"),
-    ),
     "experts-1-to-2": (2, (), 2, ("--expert-model-parallel-size", "2", "--no-load-rng")),
     "experts-2-to-1": (2, ("--expert-model-parallel-size", "2"), 2, ("--no-load-rng",)),
 }
@@ -97,8 +90,7 @@ _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allt
 def test_what_is_saved_by_default_resumes_under_any_division(name: str, launches: Path) -> None:
     ranks, saved, resuming, layout = DIVISIONS[name]
     experts = _EXPERTS if name.startswith("experts") else []
-    layers = ["--num-layers", "8"] if name == "virtual-stages" else []
-    arguments = [*_NO_DROPOUT, *experts, *layers, "--use-distributed-optimizer", "--swiglu"]
+    arguments = [*_NO_DROPOUT, *experts, "--use-distributed-optimizer", "--swiglu"]
     place = launches / f"any-{name}"
     saving = ["--save", str(place / "saved"), "--save-interval", "3"]
     never_stopped = launch("ours", ranks, [*arguments, *saved, *saving], place / "run")
