@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from mcore_ckpt import LoadError, PlanError
 from mcore_ckpt.format.parameter_table import TABLE_HOLDER, TABLE_MEMBER, ParameterTable, Region
@@ -190,7 +191,12 @@ def load_strictly(rank: int, directory: Path, ours: bool, layout: Parallel) -> t
     return sorted(missing), sorted(unexpected)
 
 
-@pytest.mark.parametrize("ours", [False, True], ids=["stock", "ours"])
+# With a torch whose index has strides, Megatron-Core's own strategy cannot list tensors, whoever has saved them.
+STOCK_LISTS = "strides" not in TensorProperties.__dataclass_fields__
+STOCK = pytest.param(False, id="stock", marks=pytest.mark.skipif(not STOCK_LISTS, reason="stock cannot list tensors"))
+
+
+@pytest.mark.parametrize("ours", [STOCK, pytest.param(True, id="ours")])
 def test_no_key_is_missing_or_unexpected(ours: bool, saved: Path) -> None:
     """Stock loads it as if there were no table."""
     run, layout = (run_pretending_ranks, Parallel(pipeline=2)) if ours else (run_stock_ranks, Parallel(tensor=2))
