@@ -26,7 +26,7 @@ from benchmarks import tables
 from benchmarks.machine import describe_machine
 from benchmarks.results import ROOT, add_busy, commit_of_code, wait_until_quiet
 from mcore_ckpt.image.layout import TensorSpec
-from mcore_ckpt.save.buckets import RankLayout, lay_out_rank
+from mcore_ckpt.save.planner import RankLayout, lay_out_rank
 
 T = TypeVar("T")
 

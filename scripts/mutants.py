@@ -176,14 +176,14 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a rank without objects loses its empty bucket's neighbours",
-        "save/buckets.py",
+        "save/planner.py",
         "chosen = [indices for indices in balance(sizes, thread_count) if indices]",
         "chosen = [indices for indices in balance(sizes, thread_count) if indices][:1]",
         "save/test_planning.py",
     ),
     Mutant(
         "bytes_data is forgotten where it does not fit any more",
-        "save/buckets.py",
+        "save/planner.py",
         "not chosen or objects_end([sizes_bytes[index] for index in chosen]) <= bucket.region_bytes",
         "True",
         "save/test_buckets.py save/test_planning.py save/test_save_edges.py",

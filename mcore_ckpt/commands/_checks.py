@@ -19,9 +19,8 @@ from mcore_ckpt.commands._shell import (
     one_line,
     table,
 )
-from mcore_ckpt.core.console import counted
+from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import LoadError, OptionError
-from mcore_ckpt.core.progress import human_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -151,7 +150,7 @@ def verified(
     shown = False if arguments.quiet else None
     accepted = None
     if accept:
-        from mcore_ckpt.directory.index_changes import accept_common_file
+        from mcore_ckpt.directory.publish import accept_common_file
 
         accepted = accept_common_file(directory)
     workers, lost_index = max(1, arguments.workers), other is not None
@@ -286,7 +285,7 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> Outcome:
-    from mcore_ckpt.megatron.doctor import diagnose
+    from mcore_ckpt.megatron.install import diagnose
 
     warnings.simplefilter("ignore")  # Megatron says at each import what else is not installed
     found = diagnose(arguments.directory)

@@ -7,9 +7,8 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt.commands._shell import Outcome, add_dry_run, one_line, table
-from mcore_ckpt.core.console import counted
+from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import CheckpointError, OptionError
-from mcore_ckpt.core.progress import human_bytes
 from mcore_ckpt.reshard.options import ConversionOptions, ReshardOptions, flags_of, help_of, kinds_of
 
 if TYPE_CHECKING:

@@ -24,9 +24,8 @@ from mcore_ckpt.commands._shell import (
     one_line,
     table,
 )
-from mcore_ckpt.core.console import counted
+from mcore_ckpt.core.console import counted, human_bytes, human_count
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.core.progress import human_bytes, human_count
 from mcore_ckpt.directory.in_force import DrainNote
 from mcore_ckpt.format.index import is_flat_bucket
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE

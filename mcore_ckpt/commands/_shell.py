@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from mcore_ckpt.core.progress import human_bytes, is_terminal
+from mcore_ckpt.core.console import human_bytes, is_terminal
 
 Container = argparse._ActionsContainer  # noqa: SLF001  (a parser, or a group of its arguments)
 

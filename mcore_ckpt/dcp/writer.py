@@ -49,7 +49,7 @@ from mcore_ckpt.format.integrity import DATA_SUFFIX, NO_SAVE_ID, SAVE_ID_BYTES, 
 from mcore_ckpt.format.metadata_read import COMMON_FILE
 from mcore_ckpt.format.safe_pickle import warn_of_refused
 from mcore_ckpt.image.layout import TensorSpec, WriteBucket, WrittenFile, fill_bucket, lay_out_file
-from mcore_ckpt.save.buckets import check_hint, split_buckets
+from mcore_ckpt.save.planner import check_hint, split_buckets
 from mcore_ckpt.save.staging import write_in_process
 from mcore_ckpt.state.shards import carry_layout
 from mcore_ckpt.state.torch_classes import ItemSums, check_memory, dtype_name, encoded_metadata, storage_meta

@@ -11,19 +11,22 @@ than once under one `replica_id`, or nothing is stored to compare with, they rea
 **Objects** (random states, parameter groups) and the common state (iteration, scheduler, consumed samples) are read
 again by each rank. **Weights** must be what their FP32 masters round to.
 
-Megatron-LM's `load_checkpoint` ends with it (`resume.py`); loops of one's own call `certify`.
+Megatron-LM's `load_checkpoint` ends with it, as `LoadOptions.certify` asks: the calls by which a resume makes its state
+dict are noted (`install.py`), and made again when all has been loaded. Loops of one's own call `certify`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import itertools
 import logging
 import math
 import operator
 import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +41,7 @@ import torch.distributed as dist
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import counted, logger_of
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError, OptionError, PlanError
+from mcore_ckpt.core.errors import CheckpointError, CheckpointNotFoundError, LoadError, OptionError, PlanError
 from mcore_ckpt.core.fingerprints import part_of
 from mcore_ckpt.core.options import LoadOptions, checkpoint_path
 from mcore_ckpt.core.process import Outcome, collector_paused
@@ -52,8 +55,9 @@ from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.load.shards import read_shards
 from mcore_ckpt.megatron._versions import own_version, parallel_layout
-from mcore_ckpt.megatron.calls import metadata_version
-from mcore_ckpt.megatron.serialization import common_object, load_common
+from mcore_ckpt.megatron.calls import MegatronLoad, metadata_version
+from mcore_ckpt.megatron.other_division import FLAT_BUCKETS, SHARDING_TYPE, with_own_ranges
+from mcore_ckpt.megatron.serialization import TRAINING, common_object, load_common, tell_uncertified
 from mcore_ckpt.state.shards import contents, is_main_replica, leaves, leaves_by_kind, local_box
 from mcore_ckpt.state.torch_classes import dtype_name, is_dense
 from mcore_ckpt.state.values import first_difference, unequal
@@ -631,3 +635,83 @@ def _of(leaf: Any, value: Any) -> Any:
     """What is stored; of random states, one for each data-parallel rank, those of ranks that there still are."""
     is_of_ranks = leaf.key == "rng_state" and isinstance(value, list) and isinstance(leaf.data, list)
     return value[: len(leaf.data)] if is_of_ranks else value
+
+
+# --- the resume of Megatron-LM ----------------------------------------------------------------------------------------
+
+
+@without_modes()
+def certify_resume(
+    stock: Mapping[str, Callable[..., Any]],
+    load: MegatronLoad,
+    arguments: Mapping[str, tuple[Any, Any]],
+    optimizer: Any,
+    iteration: int,
+    operations: Any,
+) -> None:
+    """Certify what `load_checkpoint` has made of a job, by the calls that it has noted, made again. `stock`: Megatron's
+    functions; `optimizer`, `iteration`, `operations`: as of `load_checkpoint`.
+    """
+    directory, options = load.directory, load.options
+    if "generate_state_dict" not in arguments:
+        return tell_uncertified(directory, options, f"`generate_state_dict` of {TRAINING} has been replaced")
+    args, kwargs = arguments["generate_state_dict"]
+    call = inspect.signature(stock["generate_state_dict"]).bind(*args, **kwargs)
+    call.apply_defaults()
+    given, job = call.arguments, call.arguments["args"]
+    flags = [name for name in ("finetune", "no_load_optim", "no_load_rng") if getattr(job, name)]
+    reasons = [f"--{name.replace('_', '-')}" for name in flags]
+    reader = load.filled_by
+    has_random = reader is None or any("rng_state/" in key for key in reader.index.objects)
+    if given["rng_state"] is None and has_random and not reasons:
+        reasons.append("random states of another layout")
+    make_state = partial(_state_as_resumed, stock, load, arguments, call, iteration, operations)
+    try:
+        certify(
+            make_state,
+            directory,
+            optimizer,
+            process_group=load.process_group,
+            options=options,
+            reasons=reasons,
+            reader=reader,
+            handed_out=load.change_common,
+        )
+    except CheckpointError as error:
+        if options.certify == "raise":
+            raise
+        tell_uncertified(directory, options, error)
+    return None
+
+
+def _state_as_resumed(
+    stock: Mapping[str, Callable[..., Any]],
+    load: MegatronLoad,
+    arguments: Mapping[str, tuple[Any, Any]],
+    call: inspect.BoundArguments,
+    iteration: int,
+    operations: Any,
+) -> Any:
+    """The state dict that `call` makes of the job as it has been resumed."""
+    given, job = call.arguments, call.arguments["args"]
+    if given["rng_state"] is not None:
+        again, named = arguments["get_rng_state"]
+        given["rng_state"] = stock["get_rng_state"](*again, **named)
+    # As for a save: on its way to a load, an optimizer gives itself states of zeros.
+    given["optim_sd_kwargs"] = {**(given["optim_sd_kwargs"] or {}), "is_loading": False}
+    if load.change_common is not None:  # nor is anything gathered: each rank has its own ranges
+        metadata = {**(given["optim_sd_kwargs"].get("metadata") or {}), SHARDING_TYPE: FLAT_BUCKETS}
+        given["optim_sd_kwargs"]["metadata"] = metadata
+    if given["rerun_state"]:  # a rerun is pending
+        machine = sys.modules[TRAINING].get_rerun_state_machine()
+        given["rerun_state"] = machine.state_dict(None, job.ckpt_format, force=True)
+        # What it gives the iterators when there are some.
+        given["rerun_state"]["sharded"].data["data_iterator_checkpoints"] = machine.data_iterator_checkpoints
+    given.update(iteration=iteration)
+    state = stock["generate_state_dict"](*call.args, **call.kwargs)
+    state["num_floating_point_operations_so_far"] = operations
+    if metadata_version(load.directory) != load.version:  # (not earlier: Megatron gathers, with all ranks or none)
+        raise LoadError(f"{load.directory} was replaced while it was loaded")
+    if job.finetune or load.directory.name == "release" or getattr(job, "override_ckpt_iteration", None) is not None:
+        del state["args"], state["iteration"]
+    return state if load.change_common is None else with_own_ranges(state)

@@ -5,25 +5,38 @@ readers and writers of the common state and of `metadata.json`, and the methods 
 async queues.
 
 `CONTRACT` names all that is replaced or called: since when, and what its absence costs. `install()` asks it before it
-changes anything, `mcore-ckpt doctor` prints it, and a test looks for all of it in each version. Without a name whose
-row says of no loss `install()` refuses.
+changes anything, and a test looks for all of it in each version. Without a name whose row says of no loss `install()`
+refuses. `mcore-ckpt doctor` prints it, and what else a job on this machine would stumble over (`diagnose`).
+
+Megatron-LM's training code is imported later: then its `load_checkpoint` is made to end with a certificate, and the
+distributed optimizer to say what lies where in its buckets.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, Literal
 
 from mcore_ckpt import __version__
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import UnsupportedMegatronError
-from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path
+from mcore_ckpt.core.errors import OptionError, UnsupportedMegatronError
+from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, unknown_variables
+from mcore_ckpt.core.process import free_host_bytes
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
+from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.megatron import nvrx
 from mcore_ckpt.megatron._fully_parallel import as_agreed, distributing
 from mcore_ckpt.megatron._versions import (
@@ -39,8 +52,10 @@ from mcore_ckpt.megatron._versions import (
     patches,
     serve_with_numpy_2,
 )
-from mcore_ckpt.megatron.calls import checking, noting, synced_load
+from mcore_ckpt.megatron.calls import MegatronResume, checking, current_resume, in_progress, noting, synced_load
+from mcore_ckpt.megatron.flat_buckets import OPTIMIZER, change_optimizer
 from mcore_ckpt.megatron.serialization import (
+    TRAINING,
     around_load,
     around_save,
     as_method,
@@ -51,6 +66,8 @@ from mcore_ckpt.megatron.serialization import (
     save_config,
     write_integrity_file,
 )
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES
+from mcore_ckpt.storage.direct_io import aligned_buffer, enable
 
 logger = logger_of("mcore_ckpt")
 
@@ -134,7 +151,6 @@ def _warn_of_patched_methods() -> None:
 
 def _replace_all() -> None:
     # Here and not above: importing the strategies needs megatron-core, importing the name `install` must not.
-    from mcore_ckpt.megatron.resume import change_when_imported
     from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy, register_in_megatron
 
     # Name in the contract -> what makes the replacement, of Megatron's own.
@@ -202,8 +218,6 @@ def owner_of(name: Name) -> Any:
 def _remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:
     # From 0.17 on Megatron asks the save strategy, which has no such method.
     megatron_module("validation").verify_checkpoint(str(checkpoint_dir))
-    from mcore_ckpt.directory.index_changes import remove_tensors  # (few trainers need it)
-
     with MegatronErrors():
         remove_tensors(checkpoint_path(checkpoint_dir), key_prefix)
 
@@ -214,6 +228,91 @@ def _save_integrity_manifest(stock: Callable[[Any], None]) -> Callable[[Any], No
         write_integrity_file(stock, checkpoint_dir)
 
     return save_integrity_manifest
+
+
+# --- Megatron-LM's training code, when it is imported -----------------------------------------------------------------
+
+
+def change_when_imported() -> None:
+    """Let Megatron-LM's `load_checkpoint` end with a certificate, and the distributed optimizer say what lies where in
+    its buckets: now, or when their modules have been imported.
+    """
+    _change_modules()
+    if _AfterImport not in sys.meta_path:
+        sys.meta_path.insert(0, _AfterImport)
+
+
+class _AfterImport:
+    """Finds nothing by itself. Asked for one of the modules, it changes that when it has been imported; where another
+    finder was asked first, it does so at the next import of any module.
+    """
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """As of `importlib.abc.MetaPathFinder`."""
+        if not patches.replaced():
+            return None
+        _change_modules()
+        if name not in (TRAINING, OPTIMIZER):
+            return None
+        others = (getattr(finder, "find_spec", None) for finder in sys.meta_path[sys.meta_path.index(cls) + 1 :])
+        spec = next(filter(None, (find(name, path, target) for find in others if find)), None)
+        loader: Any = getattr(spec, "loader", None)
+        if (execute := getattr(loader, "exec_module", None)) is not None:
+
+            def execute_and_change(module: ModuleType) -> None:
+                execute(module)
+                _change_modules()
+
+            loader.exec_module = execute_and_change
+        return spec
+
+
+def _change_modules() -> None:
+    _certify_module()
+    change_optimizer()
+
+
+def _certify_module() -> None:
+    """Replace Megatron's functions, if they are there by now and have not been replaced yet."""
+    module: Any = sys.modules.get(TRAINING)
+    names = "get_rng_state", "generate_state_dict", "load_checkpoint"
+    if f"{TRAINING}.load_checkpoint" in patches.replaced() or not all(hasattr(module, name) for name in names):
+        return
+    stock = {name: getattr(module, name) for name in names}
+    for name in names[:2]:
+        patches.replace(module, name, _noting(name, stock[name]))
+    patches.replace(module, names[2], _certified(stock))
+    for other in list(sys.modules.values()):  # Megatron's own, where its module has another by now
+        held: Any = getattr(other, "__dict__", {}).get(names[2])
+        if getattr(held, "__globals__", None) is vars(module):
+            patches.replace(other, names[2], _certified({**stock, names[2]: held}))
+
+
+def _noting(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if (resume := current_resume()) is not None:
+            resume.arguments[name] = args, kwargs
+        return stock(*args, **kwargs)
+
+    return call
+
+
+def _certified(stock: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    @functools.wraps(stock["load_checkpoint"])
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        if current_resume() is not None:  # a third-party function, which is certified, has called it
+            return stock["load_checkpoint"](*args, **kwargs)
+        with in_progress(MegatronResume()) as resume:
+            result = stock["load_checkpoint"](*args, **kwargs)
+        if (load := resume.load) is not None:
+            from mcore_ckpt.megatron.certificate import certify_resume  # (a job that loads nothing does not need it)
+
+            certify_resume(stock, load, resume.arguments, kwargs.get("optimizer", *args[1:2]), *result[:2])
+        return result
+
+    return load_checkpoint
 
 
 def announce(text: str, *values: object) -> None:
@@ -326,3 +425,91 @@ CONTRACT: tuple[Name, ...] = (
         absence="code that writes through DCP finds the writer in mcore_ckpt or in nvidia-resiliency-ext",
     ),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the diagnosis.
+
+    Attributes:
+        what: it is about.
+        state: in a word or two.
+        remark: what follows from it; may be empty.
+        is_wrong: a job would fail.
+    """
+
+    what: str
+    state: str
+    remark: str = ""
+    is_wrong: bool = False
+
+
+def diagnose(directory: str) -> list[Finding]:
+    """Everything that `install()` would find here, and how checkpoints in `directory` would be written.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    free = Finding(
+        "host memory for staging", f"{free_host_bytes() / 1e9:.1f} GB", "asynchronous saves copy tensors there"
+    )
+    return [*_software(), *_options(), _direct_io(directory), free, *_contract()]
+
+
+def _software() -> list[Finding]:
+    import torch
+
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    found = [Finding("torch", torch.__version__, cuda)]
+    try:
+        version = megatron_version()[:2]
+    except UnsupportedMegatronError as error:
+        is_too_old = find_spec("megatron") is not None
+        remark = str(error) if is_too_old else "torch.distributed.checkpoint is served without it"
+        return [*found, Finding("megatron-core", "not served", remark, is_too_old)]
+    newest = tuple(map(int, TESTED_VERSIONS[-1].split(".")[:2]))
+    remark = f"tested: {TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}" if version > newest else "tested"
+    found.append(Finding("megatron-core", installed_version_text(), remark))
+    if find_spec("nvidia_resiliency_ext") is None:
+        return [*found, Finding("nvidia-resiliency-ext", "not installed", "what Megatron imports of it is supplied")]
+    return [*found, Finding("nvidia-resiliency-ext", metadata.version("nvidia-resiliency-ext"), "its queue is served")]
+
+
+def _options() -> list[Finding]:
+    found = [
+        Finding(name, "no option", f"{alike} would be one" * bool(alike)) for name, alike in unknown_variables().items()
+    ]
+    for options in (SaveOptions, LoadOptions):
+        try:
+            options.from_environment()
+        except OptionError as error:
+            found.append(Finding("MCORE_CKPT_* variables", "refused", str(error), is_wrong=True))
+    return found
+
+
+def _direct_io(directory: str) -> Finding:
+    if not Path(directory).is_dir():
+        raise NotADirectoryError(f"{directory}: there is no such directory; name the one where checkpoints will lie")
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".mcore_ckpt_doctor") as file:
+        works = _takes_direct_writes(file.fileno())
+    remark = "" if works else "files are written and read through the page cache"
+    return Finding(f"direct I/O in {directory}", "works" if works else "refused", remark)
+
+
+def _takes_direct_writes(fd: int) -> bool:
+    try:  # some file systems take the flag, and refuse the write
+        return enable(fd) and os.pwrite(fd, aligned_buffer(ALIGNMENT_BYTES), 0) > 0
+    except OSError:
+        return False
+
+
+def _contract() -> Iterator[Finding]:
+    with contextlib.suppress(UnsupportedMegatronError):  # which has been said
+        version = megatron_version()[:2]
+        for name in CONTRACT:
+            if not name.belongs_to(version):
+                continue
+            if owner_of(name) is not None:
+                yield Finding(str(name), f"{name.use} by mcore_ckpt")
+            else:
+                yield Finding(str(name), "missing", name.absence or "install() refuses", is_wrong=not name.absence)

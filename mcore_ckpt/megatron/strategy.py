@@ -28,6 +28,7 @@ from mcore_ckpt.core.errors import KindMismatchError, LoadError, OptionError, St
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, first_of_this_host
 from mcore_ckpt.core.process import run_concurrently
 from mcore_ckpt.core.ranks import RankGroup, coordination_group, without_modes
+from mcore_ckpt.directory.publish import remove_tensors
 from mcore_ckpt.format.index import is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.format.parameter_table import GROUP_OBJECT, stored_tables, tensors_of_buckets
@@ -63,8 +64,7 @@ from mcore_ckpt.megatron.calls import (
 from mcore_ckpt.megatron.nvrx import async_request_class
 from mcore_ckpt.megatron.other_division import advice_on_buckets
 from mcore_ckpt.megatron.serialization import directory_to_read
-from mcore_ckpt.save.buckets import check_hint
-from mcore_ckpt.save.planner import SaveRequest, Structure
+from mcore_ckpt.save.planner import SaveRequest, Structure, check_hint
 from mcore_ckpt.save.staging import warm_up_buffer
 from mcore_ckpt.save.transaction import SaveTransaction, begin_save
 from mcore_ckpt.state.shards import filled, is_main_replica, is_sharded_tensor, leaves, leaves_by_kind
@@ -390,8 +390,6 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         Raises:
             LoadError, SaveError (as a `CheckpointingException`, too): the checkpoint cannot be read or written.
         """
-        from mcore_ckpt.directory.index_changes import remove_tensors  # (few trainers need it)
-
         with MegatronErrors():
             remove_tensors(checkpoint_path(checkpoint_dir), key_prefix)
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError
-from mcore_ckpt.core.progress import Progress
-from mcore_ckpt.directory.index_changes import bind_common_file
 from mcore_ckpt.directory.iterations import sync_folders
+from mcore_ckpt.directory.publish import bind_common_file
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index
 from mcore_ckpt.reshard.copying import check_all, write_all

@@ -29,7 +29,7 @@ from mcore_ckpt.core.process import (
     lower_priority,
     signals_held_back,
 )
-from mcore_ckpt.save.child_processes import (
+from mcore_ckpt.save.jobs import (
     REAP_DEADLINE_S,
     TRAINING_FIRST_NICE,
     ChildJob,

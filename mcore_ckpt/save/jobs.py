@@ -1,17 +1,59 @@
 """Jobs: a `WriterJob` is all that a rank writes in one save, as plain data; a `Job` is work in progress.
 
 The writer process gets a `WriterJob` in a message, a forked child has it from its fork. No torch, no numpy.
+
+**Child processes** work on jobs; here is how the process that has started them sees them (`SupervisedChild`). Each kind
+says only how its process is started, and how jobs and news travel:
+
+    writer_process.py  a bare interpreter that maps the staging buffer and writes files; kept for all saves
+    forked_child.py    a Python function in a child forked for it, whose memory is the snapshot
+    upkeep.py          a bare interpreter that removes and copies checkpoints of a run
+
+What is the same for all: the end of the process is noticed by its sentinel, in milliseconds, and named with its signal
+or exit code; a job without a sign of life for longer than its deadline costs the process its life; what a job raised
+comes back as the cause of an error here; and a process forked from the owner has no part in any of it.
+
+Signs of life stand in a page of shared memory, written by a process that works, read by any other. So a trainer tells
+slow from stuck without a message, and a process that must not touch the trainer's socket sees that a job has ended.
 """
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import os
+import subprocess
+import sys
+import threading
 import time
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Final
 
-from mcore_ckpt.core.process import Crew, Outcome
+from mcore_ckpt.core.errors import (
+    CheckpointError,
+    FailureReport,
+    SaveError,
+    WriterDiedError,
+    WriteTimeoutError,
+    remote_cause,
+    same_class,
+)
+from mcore_ckpt.core.process import (
+    SLICES,
+    Crew,
+    Outcome,
+    Sentinel,
+    exit_text,
+    is_running,
+    signals_held_back,
+    wait_readable,
+)
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.image.layout import PlannedFile, WrittenFile
 from mcore_ckpt.image.manifest import GlobalPlan
@@ -43,7 +85,7 @@ class JobResult:
 
 class Job:
     """Work that was asked for, as its owner sees it: here it has ended, with a value or with an exception that waits to
-    be raised. One that a child process does is a `ChildJob` (`child_processes.py`).
+    be raised. One that a child process does is a `ChildJob`.
 
     Attributes:
         what: the job in words, for messages.
@@ -119,3 +161,366 @@ def timed_result(write: Callable[[], Sequence[WrittenFile]], plan: GlobalPlan | 
         encoder = crew.submit(plan.encoder)
         files = tuple(write())
         return JobResult(files, started_s, time.monotonic(), crew.result(encoder))
+
+
+_PROGRAM: Final = """\
+import os, sys
+os.setpgid(0, 0)
+sys.path += [path for path in {path!r} if path not in sys.path]
+from {module} import main
+main{arguments!r}
+"""
+
+
+def start_interpreter(module: str, *arguments: int | None, **options: Any) -> subprocess.Popen[bytes]:
+    """Start `main(*arguments)` of a module in a bare interpreter; `options` as of `subprocess.Popen`.
+
+    -S: no site-packages hooks; the trainer's import path is appended to the standard library's, so that a file of the
+    training script's directory can never stand in for one of its modules. A process group of its own is out of reach of
+    the terminal's signals; it stays in the trainer's session, to which it gives way (`lower_priority`).
+    """
+    if not sys.executable:
+        raise OSError("sys.executable is empty: there is no interpreter to start")
+    path = [str(Path(each).absolute()) for each in [*sys.path, str(Path(__file__).resolve().parents[2])]]
+    program = _PROGRAM.format(path=path, module=module, arguments=arguments)
+    command = [sys.executable, "-I", "-S", "-X", f"utf8={sys.flags.utf8_mode}", "-c", program]
+    with signals_held_back():
+        return subprocess.Popen(command, **options)
+
+
+class StatusPage:
+    """One page of numbers, stored whole: aligned 64-bit stores are not torn. `fd`: its descriptor, the page's own;
+    forked children share the page without it.
+    """
+
+    _STAMP, _FINISHED = range(2)
+
+    def __init__(self, fd: int | None = None) -> None:
+        """A new page, all zero, or the one that is behind a descriptor."""
+        if fd is None:
+            fd = os.memfd_create("mcore_ckpt_status", os.MFD_CLOEXEC)
+            os.ftruncate(fd, mmap.PAGESIZE)
+        self.fd = fd
+        self._memory = mmap.mmap(fd, mmap.PAGESIZE)
+        self._numbers = memoryview(self._memory).cast("q")
+
+    def progress(self) -> None:
+        """Leave a sign of life."""
+        self._numbers[self._STAMP] = time.monotonic_ns()
+
+    def finished(self, job: int) -> None:
+        """Say that the job of this number has ended, well or not. Jobs are numbered from 1 and end in order."""
+        self._numbers[self._FINISHED] = job
+
+    @property
+    def last_finished(self) -> int:
+        """Number of the last job that has ended."""
+        return self._numbers[self._FINISHED]
+
+    @property
+    def stamp_s(self) -> float:
+        """When the last sign of life was left, on the clock of `time.monotonic()`; 0 before the first."""
+        return self._numbers[self._STAMP] / 1e9
+
+    def close(self) -> None:
+        """Unmap the page and close the descriptor. Twice is harmless."""
+        self._numbers.release()
+        self._memory.close()
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+# As Megatron's own persistent worker: where cores are scarce, training's next step goes first.
+TRAINING_FIRST_NICE: Final = 10
+_LONGEST_WAIT_S: Final = 1.0
+_SHORTEST_WAIT_S: Final = 0.01
+_WATCH_PERIOD_S: Final = 0.05
+_STOP_DEADLINE_S: Final = 5.0
+# A killed process that is not gone by then hangs inside the kernel; it is not waited for any longer.
+REAP_DEADLINE_S: Final = 1.0
+
+
+class ChildJob(Job):
+    """Work that a child process does. `number`: by which the process knows it; `deadline_s`: seconds without a sign of
+    life after which the process counts as stuck, None waits for ever.
+    """
+
+    def __init__(self, child: SupervisedChild, what: str, number: int, deadline_s: float | None = None) -> None:
+        super().__init__(what)
+        self.done = False
+        self.number = number
+        self.deadline_s = deadline_s
+        self.silent_s = 0.0  # so long no sign of life has come, while this process ran
+        self._child = child
+        # Made here: in a forked process the descriptor is closed, and the process is not the owner.
+        self._watch = child.watch(number)
+
+    @property
+    def pid(self) -> int:  # type: ignore[override]
+        """The process that works on the job."""
+        return self._child.pid
+
+    def poll(self) -> bool:
+        if not self.done:
+            self._child.look()
+        return self.done
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.poll():
+            left_s = _LONGEST_WAIT_S if until_s is None else until_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._child.wait_for_news(min(left_s, _LONGEST_WAIT_S))
+        return True
+
+    def abort(self) -> None:
+        if not self.poll():
+            self._child.cancel(self)
+
+    def memory_is_free(self) -> bool:
+        """Whether no process works any more on the job's memory, so that it may be used again: one that was killed and
+        hangs inside the kernel may read and write there all the same.
+        """
+        return self.done and (not self._child.dead or self._child.has_ended())
+
+    def watch(self) -> JobWatch:
+        return self._watch
+
+
+class SupervisedChild(ABC):
+    """A child process, from its start to its end. What belongs to a kind of child is what the subclasses override.
+
+    `title` names the process in messages, with its pid. `status` is where it leaves its signs of life; None if it
+    leaves none. `dead`: the process is gone or as good as gone; there will be no news of it.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes] | BaseProcess, title: str, status: StatusPage | None = None
+    ) -> None:
+        assert process.pid is not None
+        self.pid: int = process.pid
+        self.title = title.format(pid=self.pid)
+        self.status = status
+        self.dead = False
+        self._process = process
+        self._exit_code: int | None = None
+        self._gone = False
+        self._sentinel = Sentinel(self.pid)
+        self._jobs: dict[int, ChildJob] = {}  # by number, oldest first
+        self._looked = (0, 0.0, 0.0)  # which thread has looked last, its CPU time, and when
+        self._lock = threading.RLock()
+        _children.add(self)
+
+    # --- what each kind says for itself -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _receive(self) -> bool:
+        """Take in what has arrived. False if nothing more can come; `EOFError` and `OSError` mean the same."""
+
+    @abstractmethod
+    def _news_fd(self) -> int:
+        """A descriptor that can be read when there is news; -1 for none."""
+
+    def watch(self, number: int) -> JobWatch:
+        """What another process needs to see a job end; unless a kind can do better, it sees the end of the process."""
+        return JobWatch(self.pid)
+
+    def cancel(self, job: ChildJob) -> None:
+        """Give a job up; unless a kind can do better, that ends the process."""
+        self.kill("its job was given up", SaveError)
+
+    def _ask_to_stop(self) -> None:  # noqa: B027  (a kind may have nothing to say)
+        """Tell the process to end after its jobs."""
+
+    def _end_text(self) -> str:
+        """How the process ended, in words that follow on its title."""
+        return exit_text(self._exit_code)
+
+    def _at_end(self) -> None:  # noqa: B027  (a kind may have nothing to do)
+        """Act on what counts only now that the process has ended."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Close descriptors, once the process is dead; must bear being called twice."""
+
+    # --- being watched ------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Take in what has arrived; notice the process's end, and a deadline that has passed."""
+        with self._lock:
+            if self.dead:
+                return
+            ended = self.has_ended()  # before reading: what it sent before its end must be read
+            try:
+                connected = self._receive()
+            except (EOFError, OSError):
+                connected = False
+            if not (ended or connected):  # the connection closes a moment before the process is gone
+                ended = self.has_ended(REAP_DEADLINE_S)
+                if not ended:
+                    self._process.kill()
+            if ended or not connected:
+                self._end(self._death)
+            else:
+                self._check_deadlines()
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Wait for a message, the process's end, or a deadline."""
+        if self.dead:
+            return
+        for job in list(self._jobs.values()):
+            if job.deadline_s is not None:
+                timeout_s = min(timeout_s, max(job.deadline_s / SLICES, _SHORTEST_WAIT_S))
+        fd = self._news_fd()
+        wait_readable([fd] if fd >= 0 else [], timeout_s, self._sentinel)
+
+    def _check_deadlines(self) -> None:
+        """A job that is suspended as a whole has not waited: between two looks, a slice of the deadline counts, or for
+        how long the looking thread has run.
+        """
+        thread, ran_s, looked_s = self._looked
+        self._looked = threading.get_ident(), time.thread_time(), time.monotonic()
+        ran_s = self._looked[1] - ran_s if self._looked[0] == thread else 0.0
+        alive_s = 0.0 if self.status is None else self.status.stamp_s
+        for job in list(self._jobs.values()):
+            if job.deadline_s is None:
+                continue
+            slice_s = max(min(job.deadline_s / SLICES, _LONGEST_WAIT_S), _SHORTEST_WAIT_S)
+            silent_s = job.silent_s + min(self._looked[2] - looked_s, max(slice_s, ran_s))
+            job.silent_s = min(silent_s, self._looked[2] - max(alive_s, job.submitted_s))
+            if job.silent_s > job.deadline_s:
+                self.kill(
+                    f"there was no progress for {job.silent_s:.1f} s (write_deadline_s={job.deadline_s}): a device or "
+                    "a network file system hangs, or the deadline is too short"
+                )
+                return
+
+    def _job_ended(self, number: int, outcome: Any) -> None:
+        """The process says so: `outcome` is a `FailureReport`, or what the job returned."""
+        job = self._jobs.pop(number, None)
+        if job is None:
+            return
+        if isinstance(outcome, FailureReport):
+            job.error = same_class(outcome, SaveError)(f"{job.what} failed in {self.title}: {outcome.message}")
+            job.error.__cause__ = remote_cause(outcome)
+        else:
+            job.value = outcome
+        job.done = True
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def has_ended(self, within_s: float = 0.0) -> bool:
+        """Whether the process is gone: its memory is not in use any more. Collects its exit status."""
+        if not self._gone:
+            # Where exit statuses are collected elsewhere, only the sentinel knows; it is asked first, or a process that
+            # ends between the two questions would be taken for such a one.
+            ended = self._sentinel.wait(within_s)
+            process = self._process
+            self._exit_code = process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
+            self._gone = ended or self._exit_code is not None
+        return self._gone
+
+    def kill(self, reason: str, error: type[CheckpointError] = WriteTimeoutError) -> None:
+        """Kill the process; its jobs end with `error`."""
+        with self._lock:
+            if not self.dead:
+                self._process.kill()
+                self._end(lambda job: error(f"{job.what}: {self.title} was killed: {reason}"))
+
+    def stop(self, abort: bool) -> None:
+        """End the process; its jobs first, unless aborting."""
+        if not (abort or self.dead):
+            for job in list(self._jobs.values()):
+                job.wait()
+            with self._lock:
+                if not self.dead:
+                    self._ask_to_stop()
+            self.has_ended(_STOP_DEADLINE_S)
+        with self._lock:
+            if not self.dead:
+                self._process.kill()
+                self._end(lambda job: SaveError(f"{job.what}: {self.title} was closed"))
+
+    def _death(self, job: ChildJob) -> CheckpointError:
+        return WriterDiedError(f"{job.what}: {self.title} {self._end_text()}")
+
+    def _end(self, error: Callable[[ChildJob], CheckpointError]) -> None:
+        """The process is dead or as good as dead: reap it, fail its jobs, release what belongs to it."""
+        self.dead = True
+        self.has_ended(REAP_DEADLINE_S)
+        self._at_end()
+        self._fail_jobs(error)
+        self._close_descriptors()
+
+    def _fail_jobs(self, error: Callable[[ChildJob], CheckpointError]) -> None:
+        for job in self._jobs.values():
+            job.error = error(job)
+            job.done = True
+        self._jobs.clear()
+
+    def _close_descriptors(self) -> None:
+        self._release()
+        if self._gone:
+            self._sentinel.close()
+            if isinstance(self._process, BaseProcess):
+                with contextlib.suppress(ValueError, AssertionError):  # of another process, or collected elsewhere
+                    self._process.close()
+        if self.status is not None:
+            self.status.close()
+
+    def disown(self) -> None:
+        """In a process forked from the owner: release all that belongs to the owner, and touch no lock of its."""
+        self._lock = threading.RLock()
+        if not self.dead:
+            self.dead = self._gone = True
+            self._fail_jobs(lambda job: SaveError(f"{job.what}: {self.title} belongs to the process that forked this"))
+            if isinstance(self._process, subprocess.Popen):
+                self._process.returncode = 0  # not ours to wait for
+            self._close_descriptors()
+
+
+# All of this process, so that one that is forked from it can disown them.
+_children: weakref.WeakSet[SupervisedChild] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for child in list(_children):
+        child.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+
+class JobWatch:
+    """Sees a job end from any process on this host; picklable. Reads a shared page, never the trainer's socket; without
+    a page the process ends with the job.
+    """
+
+    def __init__(self, worker_pid: int = 0, status_fd: int = -1, number: int = 0) -> None:
+        self._worker_pid = worker_pid
+        self._owner_pid = os.getpid()
+        self._status_fd = status_fd
+        self._number = number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Return when the job has ended, well or not, or when the process that works on it, or its owner, is gone;
+        whatever the arguments: in the place of a request's function.
+        """
+        status = None
+        if self._status_fd >= 0:
+            try:
+                status = StatusPage(os.open(f"/proc/{self._owner_pid}/fd/{self._status_fd}", os.O_RDWR | os.O_CLOEXEC))
+            except OSError:
+                return  # the owner is gone, or hides its descriptors: the commit waits in any case
+        while is_running(self._worker_pid) and is_running(self._owner_pid):
+            if status is not None and status.last_finished >= self._number:
+                break
+            time.sleep(_WATCH_PERIOD_S)
+        if status is not None:
+            status.close()

@@ -39,8 +39,7 @@ from mcore_ckpt.core.process import free_host_bytes
 from mcore_ckpt.image.layout import Fill, PlannedFile, Window, WriteBucket, WrittenFile, check_results
 from mcore_ckpt.image.manifest import GlobalPlan
 from mcore_ckpt.image.writer import write_files
-from mcore_ckpt.save.child_processes import ChildJob
-from mcore_ckpt.save.jobs import Job, JobResult, WriterJob, run_job, timed_result
+from mcore_ckpt.save.jobs import ChildJob, Job, JobResult, WriterJob, run_job, timed_result
 from mcore_ckpt.save.writer_process import shared_writer
 from mcore_ckpt.state.torch_classes import pointer_of
 from mcore_ckpt.storage import direct_io

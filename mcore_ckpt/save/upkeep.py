@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from mcore_ckpt.core.console import logger_of
+from mcore_ckpt.core.console import human_bytes, logger_of
 from mcore_ckpt.core.errors import CheckpointError, LoadError, OptionError, SaveError
 from mcore_ckpt.core.options import SaveOptions, checkpoint_path
 from mcore_ckpt.core.process import (
@@ -37,7 +37,6 @@ from mcore_ckpt.core.process import (
     leave_signals_to_parent,
     lower_priority,
 )
-from mcore_ckpt.core.progress import human_bytes
 from mcore_ckpt.directory.copying import SupersededError, drain, give_up, there_now, undrained
 from mcore_ckpt.directory.in_force import DrainNote, is_in_force, iteration_of, noted_saves, tracked_name
 from mcore_ckpt.directory.iterations import look_at
@@ -45,7 +44,7 @@ from mcore_ckpt.directory.retention import NOT_COPIED, prune_run
 from mcore_ckpt.format.integrity import id_in_names
 from mcore_ckpt.format.metadata_read import CONFIG_FILE, DRAIN_FILE, METADATA_FILE, TRACKER_FILE
 from mcore_ckpt.load.checks import check_data_files
-from mcore_ckpt.save.child_processes import TRAINING_FIRST_NICE, SupervisedChild, start_interpreter
+from mcore_ckpt.save.jobs import TRAINING_FIRST_NICE, SupervisedChild, start_interpreter
 from mcore_ckpt.storage.resolve import is_same_directory, storage_at
 
 _logger = logger_of(__name__)

@@ -41,15 +41,17 @@ from mcore_ckpt.core.process import (
     lower_priority,
     until_parent_is_gone,
 )
-from mcore_ckpt.save.child_processes import (
+from mcore_ckpt.save.jobs import (
     TRAINING_FIRST_NICE,
     ChildJob,
+    JobResult,
     JobWatch,
     StatusPage,
     SupervisedChild,
+    WriterJob,
+    run_job,
     start_interpreter,
 )
-from mcore_ckpt.save.jobs import JobResult, WriterJob, run_job
 
 _START_DEADLINE_S: Final = 60.0
 _START_PERIOD_S: Final = 0.002

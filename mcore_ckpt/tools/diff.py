@@ -24,10 +24,10 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from mcore_ckpt.core.boxes import Box
+from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
 from mcore_ckpt.core.fingerprints import StateFingerprint, TensorFingerprint, state_of
 from mcore_ckpt.core.process import in_parallel
-from mcore_ckpt.core.progress import Progress
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import verify_records

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mcore_ckpt.core.console import counted
+from mcore_ckpt.core.console import counted, human_bytes, human_count
 from mcore_ckpt.core.errors import LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path, local_path
-from mcore_ckpt.core.progress import human_bytes, human_count
 from mcore_ckpt.directory.in_force import tracked_name
 from mcore_ckpt.directory.iterations import common_state_flaw, is_megatrons
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, TensorEntry

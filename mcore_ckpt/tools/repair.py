@@ -14,9 +14,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, SaveError
 from mcore_ckpt.core.options import checkpoint_path
-from mcore_ckpt.core.progress import Progress
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.copying import JudgedFiles, copy_file, file_on_its_way
 from mcore_ckpt.directory.in_force import index_files

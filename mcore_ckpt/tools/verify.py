@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_ckpt.core.boxes import Box, strides_of
+from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from mcore_ckpt.core.options import checkpoint_path
-from mcore_ckpt.core.progress import Progress
 from mcore_ckpt.directory.in_force import common_file_in_force, is_pending, with_common_files
 from mcore_ckpt.directory.iterations import common_state_flaw, is_megatrons, structure_flaws
 from mcore_ckpt.format.index import CheckpointIndex, StoredItem, TensorEntry

@@ -18,8 +18,15 @@ from mcore_ckpt import LoadError, SaveError, SaveOptions
 from mcore_ckpt.directory import commit as commit_module
 from mcore_ckpt.directory.commit import CLAIM, NOTE, Commit, Owner, note_name, seems_gone
 from mcore_ckpt.directory.in_force import DrainNote
-from mcore_ckpt.directory.index_changes import accept_common_file, remove_tensors
-from mcore_ckpt.directory.publish import Target, discard, open_target, publish, reserve
+from mcore_ckpt.directory.publish import (
+    Target,
+    accept_common_file,
+    discard,
+    open_target,
+    publish,
+    remove_tensors,
+    reserve,
+)
 from mcore_ckpt.format.integrity import data_file_of
 from mcore_ckpt.format.metadata_read import COMMON_FILE, DRAIN_FILE, METADATA_FILE, read_index
 from mcore_ckpt.storage.resolve import LocalStorage

@@ -16,8 +16,8 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointErr
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory import in_force, iterations
 from mcore_ckpt.directory.in_force import pending_name, saves_of
-from mcore_ckpt.directory.index_changes import accept_common_file, remove_tensors
 from mcore_ckpt.directory.iterations import look_at
+from mcore_ckpt.directory.publish import accept_common_file, remove_tensors
 from mcore_ckpt.format.metadata_read import COMMON_FILE, CONFIG_FILE, encode_config, read_index
 from mcore_ckpt.megatron import serialization
 from mcore_ckpt.megatron.serialization import load_common, save_common

@@ -12,7 +12,7 @@ from hypothesis import given
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.image.layout import fill_bucket, lay_out_file, place_objects
 from mcore_ckpt.image.writer import ImageWriter, WindowPool
-from mcore_ckpt.save.buckets import lay_out_rank
+from mcore_ckpt.save.planner import lay_out_rank
 from mcore_ckpt.save.staging import BucketSource, StagingBuffer
 from mcore_ckpt.storage.resolve import LocalStorage
 from tests.support.tensor_specs import specs_of, tail_with

@@ -23,7 +23,7 @@ from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.megatron.strategy import TorchDistLoadStrategy, TorchDistSaveStrategy
 from mcore_ckpt.save import forked_child
 from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
-from mcore_ckpt.save.child_processes import ChildJob
+from mcore_ckpt.save.jobs import ChildJob
 from mcore_ckpt.save.writer_process import shared_writer
 from tests.support.gloo_ranks import run_megatron_ranks as run_ranks
 from tests.support.processes import children, is_running

@@ -123,7 +123,7 @@ def test_the_writers_death_is_noticed_and_named(
 def test_a_writer_that_cannot_start_says_why(
     monkeypatch: pytest.MonkeyPatch, buffer: SmallBuffer, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("mcore_ckpt.save.child_processes._PROGRAM", "raise ImportError('no module named zlib')")
+    monkeypatch.setattr("mcore_ckpt.save.jobs._PROGRAM", "raise ImportError('no module named zlib')")
     writer = PersistentWriter()
     with pytest.raises(WriterDiedError, match="no module named zlib"):
         writer.submit(job(tmp_path, [image("a", 100)]), buffer.fd).result()
