@@ -33,6 +33,8 @@ from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import StorePath, checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry, object_key
 from mcore_ckpt.format.metadata_read import read_small_file
+from mcore_ckpt.models._arguments import as_built, compare_settings, contradictions, launch_notes
+from mcore_ckpt.models._families import family_named, family_of_arguments, family_of_config
 from mcore_ckpt.models._foreign import (
     Training,
     import_conversion,
@@ -43,6 +45,7 @@ from mcore_ckpt.models._foreign import (
     plan_optimizer,
     refuse_another,
 )
+from mcore_ckpt.models._settings import count
 from mcore_ckpt.models._sources import (
     CONFIG,
     POINTER,
@@ -53,17 +56,7 @@ from mcore_ckpt.models._sources import (
     read_config,
     some,
 )
-from mcore_ckpt.models.families._registry import (
-    as_built,
-    compare_settings,
-    contradictions,
-    family_named,
-    family_of_arguments,
-    family_of_config,
-    launch_notes,
-)
-from mcore_ckpt.models.families._settings import count
-from mcore_ckpt.models.families._table import Family, Link, Model, Naming, Relation, relate
+from mcore_ckpt.models._table import Family, Link, Model, Naming, Relation, relate
 from mcore_ckpt.models.options import ExportOptions, ImportOptions
 from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, SourceFiles, arguments_of, in_dtype
 from mcore_ckpt.reshard.partition import (

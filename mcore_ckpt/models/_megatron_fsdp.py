@@ -30,8 +30,8 @@ from mcore_ckpt.models._foreign import (
     without_wrappers,
 )
 from mcore_ckpt.models._legacy_files import carried_arguments, stacks_layers
+from mcore_ckpt.models._settings import expert_layers_of
 from mcore_ckpt.models._sources import Opened, no_tensor
-from mcore_ckpt.models.families._settings import expert_layers_of
 from mcore_ckpt.models.options import ImportOptions
 from mcore_ckpt.reshard.conversion import Conversion, KeyPlan
 from mcore_ckpt.reshard.parameter_orders import plain_values

@@ -20,7 +20,7 @@ from typing import Any, Final
 from mcore_ckpt.core.errors import LoadError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.models.families._registry import family_named
+from mcore_ckpt.models._families import family_named
 from mcore_ckpt.reshard.parameter_orders import ChildError, build_gpt_model, in_own_process
 from mcore_ckpt.reshard.partition import EMBEDDING, expert_of, layer_of, prefix_of, split_half
 from mcore_ckpt.tools.inspection import checkpoint_directory

@@ -22,17 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.models.families._registry import (
-    FAMILIES,
-    as_built,
-    compare_settings,
-    family_named,
-    family_of_arguments,
-    family_of_config,
-    launch_notes,
-)
-from mcore_ckpt.models.families._settings import yarn_scales
-from mcore_ckpt.models.families._table import Family, Naming, relate
+from mcore_ckpt.models._arguments import as_built, compare_settings, launch_notes
+from mcore_ckpt.models._families import FAMILIES, family_named, family_of_arguments, family_of_config
+from mcore_ckpt.models._settings import yarn_scales
+from mcore_ckpt.models._table import Family, Naming, relate
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

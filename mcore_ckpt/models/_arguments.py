@@ -1,4 +1,4 @@
-"""The families that there are, which one a model belongs to, and where its arguments contradict the family's."""
+"""Megatron's arguments of a model: where they contradict its family's, and what a job with them has to be given."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.models.families._deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from mcore_ckpt.models.families._dense import GEMMA, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, STARCODER2
-from mcore_ckpt.models.families._mixtures import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
-from mcore_ckpt.models.families._settings import (
+from mcore_ckpt.models._settings import (
     MOST_LAYERS,
     YARN_DEFAULTS,
     YARN_SCALES,
@@ -18,10 +15,9 @@ from mcore_ckpt.models.families._settings import (
     groups_of,
     latent_rope_type,
     setting,
-    traits_of,
     yarn_scales,
 )
-from mcore_ckpt.models.families._table import Family
+from mcore_ckpt.models._table import Family
 
 _Arguments = Mapping[str, Any]
 
@@ -236,23 +232,6 @@ def contradictions(stored: Mapping[str, Any], family: Mapping[str, Any]) -> list
     return found
 
 
-FAMILIES: tuple[Family, ...] = (
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    MIXTRAL,
-    QWEN2_MOE,
-    QWEN3_MOE,
-    GPT2,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    GEMMA,
-    GPT_OSS,
-    STARCODER2,
-)
-"""In the order in which arguments are compared with them."""
-
 # Megatron's arguments that some Megatron-LM from 0.12 to 0.19 does not take with `--use-checkpoint-args`, with what a
 # job has without the option. `yarn_*` are of YaRN outside of latent attention, and options from 0.19 on.
 _LAUNCH_DEFAULTS: Mapping[str, Any] = {
@@ -362,38 +341,6 @@ def as_built(arguments: Mapping[str, Any], *, forwarded: bool = False) -> dict[s
         if is_new and arguments.get("position_embedding_type") == "yarn" and not _is_latent(arguments):
             found |= {f"yarn_{name}": setting(arguments, f"yarn_{name}", name) for name in YARN_DEFAULTS[""]}
     return found
-
-
-def family_named(name: str) -> Family:
-    """A family by its name; raises `OptionError`."""
-    for family in FAMILIES:
-        if family.name == name:
-            return family
-    raise OptionError(f"arch {name!r}: expected one of auto, {', '.join(family.name for family in FAMILIES)}")
-
-
-def family_of_config(config: Mapping[str, Any], where: str) -> Family:
-    """The family that a `config.json` names; raises `OptionError`."""
-    kind = config.get("model_type")
-    for family in FAMILIES:
-        if kind == family.model_type:
-            return family
-    known = ", ".join(family.model_type for family in FAMILIES)
-    raise OptionError(
-        f"{where}: model_type {kind!r:.80} is not known here; expected one of {known} (docs/huggingface.md)"
-    )
-
-
-def family_of_arguments(arguments: Mapping[str, Any], where: str) -> Family:
-    """The family that Megatron's arguments describe; raises `OptionError`."""
-    found = traits_of(arguments)
-    for family in FAMILIES:
-        if {*family.traits.split()} <= found <= {*family.traits.split(), *family.may_have.split()}:
-            return family
-    raise OptionError(
-        f"{where}: its stored arguments are those of no family known here; name one (--arch) or give the model's "
-        "config.json (--hf-config)"
-    )
 
 
 def compare_settings(

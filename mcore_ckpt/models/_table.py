@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import OptionError
+from mcore_ckpt.models._settings import Setting, expect, refuse_weight_of_one
 from mcore_ckpt.reshard.partition import ShardedName
 
 Implementation = Literal["local", "transformer_engine"]
@@ -57,9 +58,9 @@ class Model:
 
     layers: int
     sizes: Mapping[str, int]  # by name, in elements: `hidden`, `ffn`, `vocab`, `q`, `kv`,
-    heads: int  # of attention
-    groups: int  # of attention
-    head_dim: int  # of attention
+    heads: int  # of attention: those of queries
+    groups: int  # of attention: heads of keys and values
+    head_dim: int  # elements of a head
     experts: int = 0  # for each layer that has some; 0 for a dense model
     expert_layers: tuple[bool, ...] = ()  # for each layer, whether its MLP is one of experts
     holds: frozenset[str] = frozenset()  # words that hold of the model, for the rows' `when`
@@ -72,14 +73,6 @@ class Model:
     def stored_shape(self, names: Sequence[str | int | tuple[str | int, ...]]) -> tuple[int, ...]:
         """Shape of the parts as they are stored."""
         return tuple(math.prod(self.shape(name if isinstance(name, tuple) else (name,))) for name in names)
-
-
-def expect(config: Mapping[str, Any], name: str, *values: Any) -> None:
-    """Raise `OptionError` unless a setting has one of these values, the first of which is what its absence means."""
-    value = config.get(name, values[0])
-    if value not in values:
-        shown = " or ".join(map(repr, values))
-        raise OptionError(f"{name}={value!r:.80}: this family's layers in Megatron-Core have {shown} only")
 
 
 # What `transformers` reads of the configuration of any model: whether tokens see those behind them, and settings that
@@ -95,17 +88,19 @@ class Family:
     architecture: str  # the class that `transformers` loads it with
     rows: tuple[Row, ...]
     defaults: Mapping[str, Any]  # what `transformers` takes for a setting that `config.json` leaves out, except sizes
+    settings: tuple[Setting, ...]  # those that both sides have, one by one
     # Words of `traits_of` Megatron's arguments that a family requires, and further ones that it allows.
     traits: str
-    model_of: Callable[[Mapping[str, Any]], Model]  # what a complete `config.json` says about shapes
-    # Megatron's arguments for a complete `config.json`; raises `OptionError` for what Megatron-Core has not.
-    arguments_of: Callable[[Family, Mapping[str, Any]], dict[str, Any]]
-    # A `config.json` for Megatron's arguments and the vocabulary's size. It translates: what it cannot say is found by
-    # translating back (`compare_settings`).
-    config_of: Callable[[Family, Mapping[str, Any], int], dict[str, Any]]
+    model_of: Callable[[Family, Mapping[str, Any]], Model]  # what a complete `config.json` says about shapes
+    # Megatron's arguments for a complete `config.json` that no row of `settings` gives; raises `OptionError` for what
+    # Megatron-Core has not.
+    arguments_of: Callable[[Family, Mapping[str, Any], Model], dict[str, Any]]
+    # Settings for Megatron's arguments that no row gives. They translate: what they cannot say is found by translating
+    # back (`compare_settings`).
+    config_of: Callable[[Family, Mapping[str, Any]], dict[str, Any]]
     may_have: str = ""
     # Settings with the values for which Megatron-Core has layers; the first is meant where none is given, and written.
-    settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)  # Megatron's arguments, the same for all of its models
     # Regular expressions of keys that hold nothing of their own: buffers, layers that are not loaded.
     derived: tuple[str, ...] = ()
@@ -126,19 +121,29 @@ class Family:
 
     def model(self, config: Mapping[str, Any]) -> Model:
         """What a `config.json` says about shapes; raises `OptionError` if it cannot be."""
-        return self.model_of(self.complete(config))
+        return self.model_of(self, self.complete(config))
+
+    def sizes(self, config: Mapping[str, Any]) -> dict[str, int]:
+        """Sizes that a complete `config.json` names, by what shapes call them; raises `OptionError`."""
+        found = {row.size: row.to_megatron(config) for row in self.settings if row.size}
+        return {name: size for name, size in found.items() if size is not None}
 
     def arguments(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Megatron's arguments for a `config.json`; raises `OptionError` for what Megatron-Core has not."""
         config = self.complete(config)
-        for name, values in {**_EVERYWHERE, **self.settings}.items():
+        for name, values in {**_EVERYWHERE, **self.allowed}.items():
             expect(config, name, *values)
-        return {**self.arguments_of(self, config), **self.constants}
+        given = {row.megatron.split()[0]: row.to_megatron(config) for row in self.settings}
+        found = {**self.arguments_of(self, config, self.model_of(self, config)), **given, **self.constants}
+        refuse_weight_of_one(found)
+        return found
 
     def config(self, arguments: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
         """A `config.json` for Megatron's arguments and a vocabulary without padding; raises `OptionError`."""
-        fixed = {name: values[0] for name, values in self.settings.items()}
-        return {**fixed, **self.config_of(self, arguments, vocabulary)}
+        arguments = {**arguments, "vocab_size": vocabulary}
+        fixed = {name: values[0] for name, values in self.allowed.items()}
+        given = {row.hf.split()[0]: row.to_config(arguments) for row in self.settings}
+        return {**fixed, **self.config_of(self, arguments), **given}
 
     def has(self, trait: str) -> bool:
         """Whether its models have a trait, or may have it."""
