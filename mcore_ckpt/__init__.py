@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from mcore_ckpt.tools.checkpoint import Checkpoint, LazyTensor, open_checkpoint
     from mcore_ckpt.tools.diff import DiffReport, checkpoint_fingerprint, diff_checkpoints
     from mcore_ckpt.tools.inspection import CheckpointSummary, summarize_checkpoint
-    from mcore_ckpt.tools.repair import repair_checkpoint
     from mcore_ckpt.tools.runs import CopyReport, RunReport, copy_checkpoint, list_run
-    from mcore_ckpt.tools.verify import VerifyReport, verify_checkpoint
+    from mcore_ckpt.tools.verify import VerifyReport, repair_checkpoint, verify_checkpoint
 
 __version__ = "0.1.0"
 
@@ -58,9 +57,8 @@ _NAMES_OF = {
     "tools.checkpoint": "Checkpoint LazyTensor open_checkpoint",
     "tools.diff": "DiffReport checkpoint_fingerprint diff_checkpoints",
     "tools.inspection": "CheckpointSummary summarize_checkpoint",
-    "tools.repair": "repair_checkpoint",
     "tools.runs": "CopyReport RunReport copy_checkpoint list_run",
-    "tools.verify": "VerifyReport verify_checkpoint",
+    "tools.verify": "VerifyReport repair_checkpoint verify_checkpoint",
 }
 _HOME = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 

@@ -225,7 +225,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "what an interrupted conversion has left is not compared",
-        "reshard/copying.py",
+        "reshard/conversion.py",
         "    return images.results[0].crcs == known.crcs",
         "    return True",
         "models/test_conversions.py",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mcore_ckpt.commands._shell import (
+from mcore_ckpt.commands.cli import (
     DIFFERS,
     DONE,
     Outcome,
@@ -156,7 +156,7 @@ def verified(
     workers, lost_index = max(1, arguments.workers), other is not None
     report = verify_checkpoint(directory, workers=workers, optimizer=optimizer, lost_index=lost_index, progress=shown)
     if other is not None and report.problems:
-        from mcore_ckpt.tools.repair import repair_checkpoint
+        from mcore_ckpt.tools.verify import repair_checkpoint
 
         report = repair_checkpoint(report, other, dry_run=dry_run, progress=shown)
     lines = _lines_of(report, other, accepted)

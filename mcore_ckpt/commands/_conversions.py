@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.commands._shell import Outcome, add_dry_run, one_line, table
+from mcore_ckpt.commands.cli import Outcome, add_dry_run, one_line, table
 from mcore_ckpt.core.console import counted, human_bytes
 from mcore_ckpt.core.errors import CheckpointError, OptionError
 from mcore_ckpt.reshard.options import ConversionOptions, ReshardOptions, flags_of, help_of, kinds_of
@@ -140,7 +140,7 @@ def _add_check(parser: argparse.ArgumentParser, flag: str) -> None:
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
-    from mcore_ckpt.models.options import ExportOptions
+    from mcore_ckpt.reshard.options import ExportOptions
 
     parser.add_argument("checkpoint", metavar="CKPT", help="directory of the checkpoint, or one with a tracker file")
     parser.add_argument("directory", metavar="DIR", help="directory to make; must not exist yet")
@@ -156,7 +156,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 def run_export(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.models.conversions import export_checkpoint
-    from mcore_ckpt.models.options import ExportOptions
+    from mcore_ckpt.reshard.options import ExportOptions
 
     if arguments.check_logits:
         if arguments.to != "hf":
@@ -168,7 +168,7 @@ def run_export(arguments: argparse.Namespace) -> Outcome:
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:
-    from mcore_ckpt.models.options import ImportOptions
+    from mcore_ckpt.reshard.options import ImportOptions
 
     parser.add_argument(
         "source", metavar="SRC", help="directory of a model or of a checkpoint, one file, or one with a tracker file"
@@ -189,7 +189,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 def run_import(arguments: argparse.Namespace) -> Outcome:
     from mcore_ckpt.models.conversions import import_checkpoint
-    from mcore_ckpt.models.options import ImportOptions
+    from mcore_ckpt.reshard.options import ImportOptions
 
     options = given_options(arguments, ImportOptions)
     if arguments.check_logits:

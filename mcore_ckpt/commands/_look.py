@@ -11,7 +11,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt.commands._shell import (
+from mcore_ckpt.commands.cli import (
     DIFFERS,
     DONE,
     FAILED,

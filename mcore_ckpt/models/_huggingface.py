@@ -36,29 +36,27 @@ from mcore_ckpt.format.metadata_read import read_small_file
 from mcore_ckpt.models._arguments import as_built, compare_settings, contradictions, launch_notes
 from mcore_ckpt.models._families import family_named, family_of_arguments, family_of_config
 from mcore_ckpt.models._foreign import (
-    Training,
-    import_conversion,
-    is_foreign_optimizer_key,
-    launch_state,
-    layout_of,
-    plain_names,
-    plan_optimizer,
-    refuse_another,
-)
-from mcore_ckpt.models._settings import count
-from mcore_ckpt.models._sources import (
     CONFIG,
     POINTER,
     TRANSFORMERS_FILE,
     WEIGHTS,
     Opened,
+    Training,
+    import_conversion,
+    is_foreign_optimizer_key,
+    launch_state,
+    layout_of,
     parse_json,
+    plain_names,
+    plan_optimizer,
     read_config,
+    refuse_another,
     some,
 )
+from mcore_ckpt.models._settings import count
 from mcore_ckpt.models._table import Family, Link, Model, Naming, Relation, relate
-from mcore_ckpt.models.options import ExportOptions, ImportOptions
 from mcore_ckpt.reshard.conversion import Conversion, ConversionReport, KeyPlan, SourceFiles, arguments_of, in_dtype
+from mcore_ckpt.reshard.options import ExportOptions, ImportOptions
 from mcore_ckpt.reshard.partition import (
     EMBEDDING,
     expert_of,

@@ -20,20 +20,21 @@ from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, object_key
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.state_file import read_state_file
 from mcore_ckpt.models._foreign import (
+    Opened,
     Training,
     import_conversion,
     is_foreign_optimizer_key,
     launch_state,
     layout_of,
+    no_tensor,
     plan_optimizer,
     refuse_another,
     without_wrappers,
 )
-from mcore_ckpt.models._legacy_files import carried_arguments, stacks_layers
+from mcore_ckpt.models._legacy import carried_arguments, stacks_layers
 from mcore_ckpt.models._settings import expert_layers_of
-from mcore_ckpt.models._sources import Opened, no_tensor
-from mcore_ckpt.models.options import ImportOptions
 from mcore_ckpt.reshard.conversion import Conversion, KeyPlan
+from mcore_ckpt.reshard.options import ImportOptions
 from mcore_ckpt.reshard.parameter_orders import plain_values
 from mcore_ckpt.reshard.partition import (
     EMBEDDING,

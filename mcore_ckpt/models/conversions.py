@@ -18,12 +18,10 @@ from mcore_ckpt.core.options import checkpoint_path
 from mcore_ckpt.format.index import CheckpointIndex, parse_object_key
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.load.checks import check_file
-from mcore_ckpt.models._foreign import import_conversion, layout_of
+from mcore_ckpt.models._foreign import import_conversion, layout_of, open_model, open_source
 from mcore_ckpt.models._huggingface import export_model, import_model
-from mcore_ckpt.models._legacy_import import legacy_import
+from mcore_ckpt.models._legacy import legacy_import
 from mcore_ckpt.models._megatron_fsdp import import_fsdp
-from mcore_ckpt.models._sources import open_model, open_source
-from mcore_ckpt.models.options import ExportOptions, ImportOptions
 from mcore_ckpt.reshard.conversion import (
     Conversion,
     ConversionReport,
@@ -33,7 +31,7 @@ from mcore_ckpt.reshard.conversion import (
     in_dtype,
     run_conversion,
 )
-from mcore_ckpt.reshard.options import rename_keys
+from mcore_ckpt.reshard.options import ExportOptions, ImportOptions, rename_keys
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, TargetPlan, make_plan
 from mcore_ckpt.reshard.target_directory import refuse_target

@@ -2,6 +2,20 @@
 
 a source, options -> `Conversion` (nothing is written) -> its rows (`dry_run`), or the target -> `ConversionReport`
 
+The bytes of the plan are read, checked, fed to the images of its files, and compared with the source. A conversion
+writes as a save does (`image/writer.py`); its ranks are imaginary, and the source is where they get their payloads
+from. A worker takes one part of the plan after the other. It goes through the source once, and feeds all files of the
+part in turn. When they are complete and durable, it notes them in the journal: a run that resumes another compares them
+with the note, and writes the missing ones.
+
+A tensor passes slab by slab (`tools.regrid`), so every chunk is read front to back, and what is read next is known
+before it begins: threads read it into a bounded number of buffers (`read_ahead`). What does not lie plainly in a file
+is computed when its turn comes.
+
+The comparison does not read the source again. The target is read back and divided again into the chunks of the source.
+Each must have the CRC-32 that is stored with the source's chunk, or where none is stored, the one that the writer
+found. So one pass over the target checks data and layout, from the target's own index.
+
 `.metadata`, where a format has one, is written last into the folder. The folder gets the target's name when everything
 is durable and compared. So what looks like a checkpoint is complete. A source whose files change meanwhile is refused.
 """
@@ -9,27 +23,405 @@ is durable and compared. So what looks like a checkpoint is complete. A source w
 from __future__ import annotations
 
 import json
+import math
+import resource
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
+from mcore_ckpt.core.boxes import Box, relative, runs
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.crc import crc32
-from mcore_ckpt.core.errors import CheckpointNotFoundError, LoadError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, LoadError, SaveError
+from mcore_ckpt.core.process import Crew, Task, in_parallel
 from mcore_ckpt.directory.iterations import sync_folders
 from mcore_ckpt.directory.publish import bind_common_file
-from mcore_ckpt.format.index import CheckpointIndex
+from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
+from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index
-from mcore_ckpt.reshard.copying import check_all, write_all
+from mcore_ckpt.image.layout import PlannedFile
+from mcore_ckpt.image.writer import ImageWriter, WindowPool
+from mcore_ckpt.load.files import padded_range
+from mcore_ckpt.load.records import item_name
 from mcore_ckpt.reshard.options import ConversionOptions, flag_of
-from mcore_ckpt.reshard.plan import TargetPlan, refuse_other_fingerprints, target_dtype
+from mcore_ckpt.reshard.plan import Part, TargetPlan, in_shares, refuse_other_fingerprints, target_dtype
 from mcore_ckpt.reshard.target_directory import Target, begun_work, target_folder
-from mcore_ckpt.reshard.view import cast_payloads
+from mcore_ckpt.reshard.view import cast_payloads, check_sum
+from mcore_ckpt.storage import direct_io
+from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, RangeWriter, align_up
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayloads
+from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads
+from mcore_ckpt.tools.regrid import SLAB_BYTES, Block, assembled, blocks, slabs_of
 from mcore_ckpt.tools.runs import Places
+
+_READS: Final = 2
+# Reads of this length and longer are whole pages of the file, and of the buffer.
+_MIN_PADDED_BYTES: Final = 256 * 1024
+_BUFFER_BYTES: Final = SLAB_BYTES + 3 * ALIGNMENT_BYTES * (SLAB_BYTES // _MIN_PADDED_BYTES)
+
+
+class Division(NamedTuple):
+    """A part of a tensor on its way: chunks of `entry` are read, and divided into `targets`, as `block` says."""
+
+    entry: TensorEntry
+    targets: Sequence[Box]
+    block: Block
+
+    @property
+    def payload_bytes(self) -> int:
+        """Length of all targets of the block."""
+        return sum(math.prod(self.targets[n].sizes) for n in self.block.targets) * element_bytes(self.entry.dtype)
+
+
+class Read(NamedTuple):
+    """Bytes of a chunk: the chunk's position, and the part of the tensor that they are."""
+
+    number: int
+    part: Box
+    payload: StoredPayload
+    start: int
+    nbytes: int
+
+    @property
+    def is_plain(self) -> bool:
+        """They lie in a file as they are."""
+        return self.payload.decoded is None and self.payload.fill is None
+
+
+class Step(NamedTuple):
+    """A slab: what is read of it, and what its targets get."""
+
+    reads: list[Read]
+    targets: list[tuple[int, Box]]
+    located: dict[int, StoredPayload]  # all chunks of the block
+    elem_bytes: int
+    is_last: bool  # of its block
+
+    @property
+    def is_decoded(self) -> bool:
+        """Some of it was decoded, and is in memory already."""
+        return any(read.payload.decoded is not None for read in self.reads)
+
+
+Ahead = Iterator[tuple[Step, list[memoryview]]]
+"""All slabs in order, with the bytes of their reads, which are valid until the next one."""
+
+
+def _steps(payloads: StoredPayloads, divisions: Iterable[Division]) -> Iterator[Step]:
+    for entry, targets, block in divisions:
+        sources = {n: Box(entry.chunks[n].offsets, entry.chunks[n].sizes) for n in block.sources}
+        elem_bytes = element_bytes(entry.dtype)
+        located = {n: payloads.locate(entry, entry.chunks[n]) for n in block.sources}
+        for slab in slabs_of(block, sources, targets, elem_bytes):
+            reads = []
+            for n, part in slab.sources:
+                first = runs(sources[n].sizes, relative(part, sources[n].offsets), elem_bytes).first_byte
+                reads.append(Read(n, part, located[n], first, math.prod(part.sizes) * elem_bytes))
+            yield Step(reads, slab.targets, located, elem_bytes, slab.is_last)
+
+
+def _batches(steps: Iterable[Step]) -> Iterator[list[Step]]:
+    """Steps that are read into one buffer; one that was decoded ends a batch."""
+    batch: list[Step] = []
+    nbytes = 0
+    for step in steps:
+        own = sum(read.nbytes for read in step.reads)
+        if batch and nbytes + own > SLAB_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(step)
+        nbytes += own
+        if step.is_decoded:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def read_ahead(payloads: StoredPayloads, divisions: Iterable[Division], crew: Crew, buffers: int) -> Ahead:
+    """The slabs of these tensors; while one is in use, the crew reads the next ones into the other buffers."""
+    free: list[memoryview] = []
+    waiting: deque[tuple[list[Step], memoryview, Task[list[memoryview]]]] = deque()
+    batches = _batches(_steps(payloads, divisions))
+    while True:
+        while len(waiting) < buffers and not (waiting and waiting[-1][0][-1].is_decoded):
+            batch = next(batches, None)
+            if batch is None:
+                break
+            buffer = free.pop() if free else direct_io.aligned_buffer(_BUFFER_BYTES)
+            waiting.append((batch, buffer, crew.submit(partial(_read_files, payloads, batch, buffer))))
+        if not waiting:
+            return
+        batch, buffer, task = waiting.popleft()
+        read_views = crew.result(task)
+        views = iter(read_views)
+        for step in batch:
+            contents = [next(views) for _ in step.reads]
+            for read, view in zip(step.reads, contents, strict=True):
+                if not read.is_plain:
+                    payloads.read_into(read.payload, read.start, view)
+            yield step, contents
+        free.append(buffer)
+
+
+def _read_files(payloads: StoredPayloads, batch: Sequence[Step], buffer: memoryview) -> list[memoryview]:
+    """Where in a buffer each read goes; what lies plainly in a file is there."""
+    views, at = [], 0
+    for read in (read for step in batch for read in step.reads):
+        start = first = read.payload.offset + read.start
+        stop = start + read.nbytes
+        if read.is_plain:
+            with payloads.files.reader(read.payload.file) as reader:
+                if read.nbytes >= _MIN_PADDED_BYTES:
+                    at = align_up(at)
+                    first, stop = padded_range(start, stop, reader.size_bytes)
+                reader.read_into(first, buffer[at : at + stop - first])
+        views.append(buffer[at + start - first :][: read.nbytes])
+        at += stop - first
+    return views
+
+
+Feeds = Mapping[int, Callable[[memoryview], None]]
+"""By position of a target what takes its bytes, front to back."""
+
+
+def move_block(ahead: Ahead, feeds: Feeds) -> Iterator[tuple[int, StoredPayload, int]]:
+    """Give the targets of one block their elements; then position, payload and CRC-32 of each source."""
+    crcs: dict[int, int] = {}
+    for step, contents in ahead:
+        found = list(zip(step.reads, contents, strict=True))
+        for read, content in found:
+            crcs[read.number] = crc32(content, crcs.get(read.number, 0))
+        for number, part in step.targets:
+            same = next((content for read, content in found if read.part == part), None)
+            if same is None:
+                same = assembled(part, step.elem_bytes, [(read.part, content) for read, content in found])
+            feeds[number](same)
+        if step.is_last:
+            return ((n, payload, crcs.get(n, 0)) for n, payload in step.located.items())
+    raise AssertionError("a block has a last slab")
+
+
+# Writes in flight at once.
+_WRITES: Final = 2
+_MIN_BUFFER_BYTES: Final = 256 * 1024
+_MAX_BUFFER_BYTES: Final = 8 * 1024 * 1024
+# Memory of one worker: data that is read ahead takes 16 MiB of it, or half of that.
+_MUCH_MEMORY_BYTES: Final = 96 * 1024 * 1024
+# File descriptors for all but the target's data files.
+_OTHER_FILES: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """State that all workers share."""
+
+    payloads: StoredPayloads
+    target: Target
+    memory_bytes: int  # of each worker
+    keeps_crcs: bool  # of the source's chunks that have none stored
+    advance: Callable[[int], None]  # called with payload bytes that were written
+    crew: Crew
+
+
+def write_all(
+    plan: TargetPlan,
+    payloads: StoredPayloads,
+    target: Target,
+    *,
+    workers: int,
+    memory_bytes: int,
+    advance: Callable[[int], None],
+) -> None:
+    """Write all files of a target that are not there yet, with `memory_bytes` of buffers; `advance` is called with
+    payload bytes that were written.
+    """
+    most = max((len(part.files) for part in plan.parts), default=0)
+    _allow_open_files(2 * workers * most + _OTHER_FILES + sum(1 for _ in Path("/proc/self/fd").iterdir()))
+    with Crew(workers, "mcore_ckpt-target") as crew:
+        run = _Run(payloads, target, memory_bytes // workers, plan.index is not None, advance, crew)
+        for part in plan.parts:
+            crew.submit(partial(_work_on, run, part))
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise the process's own limit, where the system allows it: a thousand target ranks are a thousand files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+Prepared = tuple[PlannedFile, Callable[[int], bytes]]
+"""A file for its writer, and what stands around its payloads."""
+
+
+def _work_on(run: _Run, part: Part) -> None:
+    prepared = [file.prepare(run.payloads, run.target.journal.save_id) for file in part.files]
+    if all(_is_there(run.target, file) for file in prepared):
+        run.advance(part.payload_bytes)
+    else:
+        _write_part(run, part, prepared)
+
+
+def _write_part(run: _Run, part: Part, prepared: Sequence[Prepared]) -> None:
+    """Write the files of a part; each byte of the source is read once."""
+    payloads = run.payloads
+    crcs: list[tuple[str, int, int]] = []
+    ahead_buffers = 4 if run.memory_bytes >= _MUCH_MEMORY_BYTES else 2
+    pool = WindowPool(*_buffers(run.memory_bytes, len(prepared)))
+    with Crew(_READS, "mcore_ckpt-ahead") as readers, ImageWriter(pool, io_threads=_WRITES) as images:
+        streams = {
+            planned.name: images.open(run.target.new_file(planned.name, planned.image.size_bytes), planned, around)
+            for planned, around in prepared
+        }
+        divisions = (Division(move.entry, [slot.slice for slot in move.slots], move.block) for move in part.moves)
+        ahead = read_ahead(payloads, divisions, readers, ahead_buffers)
+        for move in part.moves:
+            if run.crew.failed:
+                raise SaveError("another part has failed")  # which has told its error
+            for n, payload, value in move_block(
+                ahead, {number: streams[slot.file].feed for number, slot in enumerate(move.slots)}
+            ):
+                check_sum(payload, value)
+                payloads.was_read(move.entry, move.entry.chunks[n], value)
+                if payload.crc32 is None and run.keeps_crcs:
+                    crcs.append((move.key, n, value))
+            run.advance(move.payload_bytes)
+        for stream in streams.values():
+            stream.close()
+    run.target.journal.record(images.results, crcs)
+
+
+def _buffers(memory_bytes: int, streams: int) -> tuple[int, int]:
+    """Size and number of a worker's buffers: one for each stream and a few in flight, if that can be."""
+    wanted = streams + 4
+    size = min(_MAX_BUFFER_BYTES, max(_MIN_BUFFER_BYTES, memory_bytes // wanted // 4096 * 4096))
+    return size, max(4, min(wanted, memory_bytes // size))
+
+
+class _Compared(RangeWriter):
+    """In place of a file's writer: whatever would be written has to be there."""
+
+    direct = False
+
+    def __init__(self, reader: RangeReader) -> None:
+        self.name, self._reader = reader.name, reader
+
+    def write(self, offset: int, view: memoryview) -> None:
+        nbytes = min(len(view), self._reader.size_bytes - offset)
+        if self._reader.read(offset, nbytes) != view[:nbytes]:
+            raise SaveError(f"{self.name}: bytes [{offset}, {offset + nbytes}) are not what was written")
+
+    def finish(self, size_bytes: int) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+def _is_there(target: Target, prepared: Prepared) -> bool:
+    """Whether an earlier run has written a file, and it holds what that run has noted."""
+    planned, around = prepared
+    known, image = target.journal.written.get(planned.name), planned.image
+    if known is None:
+        return False
+    window = memoryview(bytearray(SLAB_BYTES))
+    try:
+        with target.storage.open_reader(planned.name) as reader, ImageWriter(WindowPool()) as images:
+            if reader.size_bytes != image.size_bytes:
+                return False
+            stream = images.open(_Compared(reader), planned, around)
+            for start, nbytes in zip(image.payload_offsets, image.payload_lengths, strict=True):
+                for at in range(0, nbytes, SLAB_BYTES):
+                    view = window[: min(SLAB_BYTES, nbytes - at)]
+                    reader.read_into(start + at, view)
+                    stream.feed(view)
+            stream.close()
+    except (LoadError, SaveError):
+        return False
+    return images.results[0].crcs == known.crcs
+
+
+def check_all(
+    plan: TargetPlan,
+    payloads: StoredPayloads,
+    target: CheckpointIndex,
+    crcs: Mapping[tuple[str, int], int],
+    *,
+    workers: int,
+    advance: Callable[[int], None],
+) -> None:
+    """Compare a target, whose path is where the files lie now, with its source; raises `ChecksumError` or
+    `CorruptCheckpointError`. `crcs`: of chunks of the source that have none stored, by the target's key and position.
+    `advance` is called with payload bytes that have been compared.
+    """
+    sources = {move.key: move.entry for part in plan.parts for move in part.moves}
+    divisions = []
+    for key, source in sources.items():
+        entry = target.tensors[key]
+        stored, divided = ([Box(chunk.offsets, chunk.sizes) for chunk in one.chunks] for one in (entry, source))
+        divisions += [Division(entry, divided, block) for block in blocks(stored, divided)]
+    divisions.sort(key=lambda division: division.entry.chunks[division.block.sources[0]].item[:2])
+
+    def expected(key: str, number: int) -> int | None:
+        chunk = sources[key].chunks[number]
+        return crcs.get((key, number), payloads.locate(sources[key], chunk).crc32)
+
+    with StoredPayloads(target) as written:
+
+        def check(share: Sequence[Division]) -> None:
+            with Crew(_READS, "mcore_ckpt-ahead") as crew:
+                ahead = read_ahead(written, share, crew, 4)
+                for division in share:
+                    _check_block(division, ahead, expected)
+                    advance(division.payload_bytes)
+
+        in_parallel(in_shares(divisions, lambda division: division.payload_bytes, workers), check, workers)
+        for fqn, other in target.objects.items():  # objects keep their keys
+            if written.object_bytes(other) != payloads.object_bytes(payloads.index.objects[fqn]):
+                raise CorruptCheckpointError(
+                    f"{item_name(fqn, other.item)}: differs from the source's item; check the device, then run the "
+                    "command again"
+                )
+
+
+class _Sum:
+    """The CRC-32 of what is fed."""
+
+    def __init__(self) -> None:
+        self.crc32 = 0
+
+    def feed(self, view: memoryview) -> None:
+        self.crc32 = crc32(view, self.crc32)
+
+
+def _check_block(division: Division, ahead: Ahead, expected: Callable[[str, int], int | None]) -> None:
+    key = division.entry.fqn
+    sums = {number: _Sum() for number in division.block.targets}
+    for _, payload, value in move_block(ahead, {number: one.feed for number, one in sums.items()}):
+        if payload.crc32 != value:
+            raise _wrong(payload.where, payload.crc32, value)
+    for number, one in sums.items():
+        crc = expected(key, number)
+        if one.crc32 != (crc or 0):
+            at = list(division.targets[number].offsets)
+            raise _wrong(f"{key}: the source's chunk at {at}, put together from the target", crc, one.crc32)
+
+
+def _wrong(where: str, expected: int | None, got: int) -> ChecksumError:
+    shown = "none" if expected is None else f"{expected:#010x}"
+    return ChecksumError(
+        f"{where}: has CRC-32 {got:#010x}, expected {shown}: what was written is not what is on the disk. Check the "
+        "device and the source (`mcore-ckpt verify`), then run the command again"
+    )
+
+
+# --- one conversion
 
 
 class SourceFiles:
@@ -85,7 +477,7 @@ _Options = TypeVar("_Options", bound=ConversionOptions)
 
 # What the interpreter, numpy and the index take before the first buffer.
 _BASE_BYTES = 256 * 1024**2
-_MIN_BUFFER_BYTES = 64 * 1024**2
+_LEAST_MEMORY_BYTES = 64 * 1024**2
 # Options that a run which resumes may have otherwise.
 _OF_A_RUN = ("memory_bytes", "verify", "restart")
 
@@ -223,7 +615,7 @@ def _write(conversion: Conversion, target: Path, options: ConversionOptions, pro
         started, total, workers = time.monotonic(), plan.payload_bytes, options.workers
         try:
             with Progress("copy", total, shown=progress) as bar:
-                memory_bytes = max(_MIN_BUFFER_BYTES, (options.memory_bytes - _BASE_BYTES) // 2)
+                memory_bytes = max(_LEAST_MEMORY_BYTES, (options.memory_bytes - _BASE_BYTES) // 2)
                 write_all(plan, payloads, made, workers=workers, memory_bytes=memory_bytes, advance=bar.advance)
             payloads.check_rest()
         except LoadError:

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from mcore_ckpt.commands import _shell
+from mcore_ckpt.commands import cli
 from mcore_ckpt.commands.cli import main, make_parser
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import parse_size
@@ -245,7 +245,7 @@ def test_on_a_narrow_terminal_no_line_is_too_long_and_one_is_no_plural(
     write_model(tmp_path / "run" / "iter_0000007", tp=1, tensors={"w": torch.zeros(2)})
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("7")
     monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setattr(_shell, "is_terminal", lambda stream: True)
+    monkeypatch.setattr(cli, "is_terminal", lambda stream: True)
     monkeypatch.chdir(tmp_path)
     for words in ("list run", "inspect run", "inspect run --files", "inspect run --tensors", "cat run w", "verify run"):
         assert main(words.split()) == 0

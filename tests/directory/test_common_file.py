@@ -26,8 +26,7 @@ from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.storage.resolve import LocalStorage
 from mcore_ckpt.tools import keys, verify
 from mcore_ckpt.tools.keys import read_plain_state
-from mcore_ckpt.tools.repair import repair_checkpoint
-from mcore_ckpt.tools.verify import verify_checkpoint
+from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
 
 
 def common(iteration: int) -> dict[str, Any]:

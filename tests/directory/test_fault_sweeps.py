@@ -32,8 +32,7 @@ from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, METADATA_FILE
 from mcore_ckpt.models.conversions import export_checkpoint, import_checkpoint
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.storage.resolve import LocalStorage
-from mcore_ckpt.tools.repair import repair_checkpoint
-from mcore_ckpt.tools.verify import verify_checkpoint
+from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
 from tests.support import seeded_state
 from tests.support.checkpoint_reader import MIX, CheckpointReader, Found, reader
 from tests.support.forked import in_child

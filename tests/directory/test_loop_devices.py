@@ -13,8 +13,7 @@ from mcore_ckpt.core.errors import CheckpointError
 from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER
 from mcore_ckpt.models.conversions import export_checkpoint
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
-from mcore_ckpt.tools.repair import repair_checkpoint
-from mcore_ckpt.tools.verify import verify_checkpoint
+from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
 from tests.support.checkpoint_reader import CheckpointReader, reader
 from tests.support.gloo_ranks import RankOutcome, StandingRanks, standing_ranks
 from tests.support.loop_device import KINDS, LoopDevice, NoLoopDeviceError, loop_device

@@ -31,7 +31,7 @@ from mcore_ckpt.format.safe_pickle import load_object
 from mcore_ckpt.format.state_file import read_plain
 from mcore_ckpt.format.zip_records import NotRangeable
 from mcore_ckpt.megatron.serialization import load_common
-from mcore_ckpt.models._sources import read_safetensors
+from mcore_ckpt.models._foreign import read_safetensors
 from mcore_ckpt.reshard.weight_files import safetensors_header
 from tests.format.flips import run
 from tests.support.stored_layouts import rewritten

@@ -29,7 +29,7 @@ from mcore_ckpt.format.index import CheckpointIndex, file_name_problem
 from mcore_ckpt.format.index_pickle import PropertiesState
 from mcore_ckpt.format.metadata_read import parse_index, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
-from mcore_ckpt.models._sources import read_safetensors
+from mcore_ckpt.models._foreign import read_safetensors
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = (GOLDEN / "dtensor-2.13.0" / ".metadata").read_bytes()

@@ -34,8 +34,7 @@ from mcore_ckpt.reshard import conversion, plan
 from mcore_ckpt.reshard.options import PartitionRule, parse_partition_rules
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools.keys import data_file_rank
-from mcore_ckpt.tools.repair import repair_checkpoint
-from mcore_ckpt.tools.verify import verify_checkpoint
+from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
 from tests.support.local_files import contents, flip
 from tests.support.model_like import LAYERS, assert_same, model_tensors, read_all, write_model
 from tests.support.stored_layouts import StoredTensor, flip_byte, whole, write_checkpoint

@@ -13,7 +13,7 @@ import torch
 from mcore_ckpt import copy_checkpoint, verify_checkpoint
 from mcore_ckpt.core.errors import CheckpointExistsError, OptionError, SaveError
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
-from mcore_ckpt.tools.repair import repair_checkpoint
+from mcore_ckpt.tools.verify import repair_checkpoint
 from tests.support.model_like import assert_same, model_tensors, read_all, reshard_killed, write_model
 from tests.support.object_server import Fault, ObjectDirectory, Proxy, Request
 

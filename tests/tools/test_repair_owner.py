@@ -23,8 +23,7 @@ from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.checks import checks_of
 from mcore_ckpt.storage.resolve import LocalStorage
 from mcore_ckpt.tools import repair
-from mcore_ckpt.tools.repair import repair_checkpoint
-from mcore_ckpt.tools.verify import verify_checkpoint
+from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
 from tests.support.forked import in_child
 from tests.support.local_files import data_file, flip
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model

@@ -23,8 +23,7 @@ from mcore_ckpt.load.requests import ReadRequest
 from mcore_ckpt.reshard.reshard import reshard_checkpoint
 from mcore_ckpt.tools import verify
 from mcore_ckpt.tools.checkpoint import open_checkpoint
-from mcore_ckpt.tools.repair import repair_checkpoint
-from mcore_ckpt.tools.verify import verify_checkpoint
+from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
 from tests.support.local_files import flip
 from tests.support.model_like import assert_same, model_tensors, read_all, write_model
 

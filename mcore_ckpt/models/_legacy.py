@@ -6,6 +6,9 @@
 No model is built, and Megatron is not needed. How a parameter is divided comes from the partition table. What ranks
 hold alike has to be alike; what is missing, too much, or unknown is an error that names it.
 
+    mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt     arguments, model, optimizer, random state of one model-parallel rank
+
+Nothing is unpickled freely, and no tensor is read before it is copied: state dicts are read by `format/state_file.py`.
 The optimizer's state is left out. The files have it without names, in the order of the model's modules, which only a
 job has.
 """
@@ -15,28 +18,20 @@ from __future__ import annotations
 import itertools
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt.core.boxes import Box
-from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
+from mcore_ckpt.core.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, object_key
 from mcore_ckpt.format.item_layout import element_bytes
+from mcore_ckpt.format.state_file import StateFile, StateRecord
 from mcore_ckpt.format.tensor_pickle import FileTensor
-from mcore_ckpt.models._foreign import import_conversion, layout_of
-from mcore_ckpt.models._legacy_files import (
-    Arguments,
-    RankFiles,
-    carried_arguments,
-    file_range,
-    read_ranks,
-    reading,
-    stacks_layers,
-)
-from mcore_ckpt.models.options import ImportOptions
+from mcore_ckpt.models._foreign import file_range, import_conversion, layout_of, read_state
 from mcore_ckpt.reshard.conversion import Conversion, KeyPlan
+from mcore_ckpt.reshard.options import ImportOptions
 from mcore_ckpt.reshard.partition import (
     EMBEDDING,
     EXTRA_STATE,
@@ -51,11 +46,210 @@ from mcore_ckpt.reshard.partition import (
     pattern_of,
     shard_slices,
 )
-from mcore_ckpt.reshard.plan import target_dtype
+from mcore_ckpt.reshard.plan import TargetLayout, target_dtype
 from mcore_ckpt.reshard.view import FilePayloads, FileRange, Part, TensorView
-from mcore_ckpt.reshard.weight_files import encode_state
+from mcore_ckpt.reshard.weight_files import encode_state, taken_over
+from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import StoredPayload
+
+MODEL_FILE = "model_optim_rng.pt"
+_FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
+_MOST_RANKS = 100_000
+
+# What a count may be at most, and what it may always be, however small the files.
+_MOST, FEWEST = 2**40, 2**16
+
+
+class Arguments:
+    """Megatron's arguments in the file `where`; of what needs bytes of its own there cannot be more than `most`."""
+
+    def __init__(self, values: Mapping[str, Any], where: str, most: int = _MOST) -> None:
+        self.values, self.where, self.most = values, where, most
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A positive number; raises `CorruptCheckpointError` for others, and for more ranks or layers than the files
+        have bytes.
+        """
+        value = default if self.values.get(name) is None else self.values[name]
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= max(self.most, default or 0):
+            raise CorruptCheckpointError(
+                f"{self.where}: the stored argument {name} is {value!r:.80}; expected a positive number"
+                + (f", no greater than the {self.most} bytes that the checkpoint has" if self.most < _MOST else "")
+            )
+        return value
+
+    def flag(self, name: str) -> bool:
+        """Whether an argument is there and set."""
+        return bool(self.values.get(name))
+
+    @property
+    def layout(self) -> TargetLayout:
+        """The parallel sizes of the job that had them."""
+        tp, pp, ep = (self.count(f"{kind}_model_parallel_size", default=1) for kind in ("tensor", "pipeline", "expert"))
+        etp = self.count("expert_tensor_parallel_size", default=tp)
+        return TargetLayout(tp, pp, ep, None if etp == tp else etp)
+
+
+def stacks_layers(arguments: Mapping[str, Any]) -> bool:
+    """Whether Megatron-Core saves these layers in one tensor for each kind of parameter."""
+
+    def unlike(value: Any) -> bool:
+        return isinstance(value, list) or (isinstance(value, int) and value > 1)
+
+    return not (
+        unlike(arguments.get("moe_layer_freq", 1))
+        or unlike(arguments.get("linear_attention_freq"))
+        or arguments.get("heterogeneous_layers_config_path")
+        or arguments.get("heterogeneous_layers_config_encoded_json")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """What one model-parallel rank has saved in `folder` (`mp_rank_...`): `model` is its `model_optim_rng.pt`."""
+
+    tp: int
+    pp: int
+    ep: int
+    folder: str
+    model: StateFile
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The complete state dict."""
+        found: dict[str, Any] = self.model.value
+        return found
+
+    @property
+    def file(self) -> str:
+        """Name of the model's file, in the directory."""
+        return f"{self.folder}/{MODEL_FILE}"
+
+    def taken(self, directory: Path, value: Any) -> Any:
+        """A part of the model's file with its tensors; raises as `taken_over`."""
+        return taken_over(value, reading(storage_at(directory), self.file), self.file, self.model.records)
+
+
+def read_ranks(directory: Path) -> tuple[list[RankFiles], Arguments]:
+    """All ranks' files, in the order of pipeline, expert and tensor parallel rank, and the first rank's arguments.
+    Raises `CorruptCheckpointError` where one is missing or damaged, or they contradict one another.
+    """
+    storage = storage_at(directory)
+    names = storage.folders() if storage.is_directory() else []
+    folders = sorted(name for name in names if _FOLDER.fullmatch(name))
+    if not folders:
+        raise CheckpointNotFoundError(
+            f"{directory}: expected directories mp_rank_00, ... with {MODEL_FILE}, as `--ckpt-format torch` saves them"
+        )
+    if len(folders) > _MOST_RANKS:
+        raise CorruptCheckpointError(f"{directory}: {len(folders)} directories of ranks; no job has that many")
+    found, shown = [], None
+    for folder in folders:
+        model = read_state(storage, f"{folder}/{MODEL_FILE}")
+        where = str(directory / folder / MODEL_FILE)
+        state = model.value
+        if type(state) is not dict or not any(re.fullmatch(r"model\d*", str(key)) for key in state):
+            raise CorruptCheckpointError(f"{where}: expected a state dict with `model`, as Megatron saves it")
+        arguments = _arguments(state, where, max(FEWEST, storage.size(f"{folder}/{MODEL_FILE}")))
+        sizes = arguments.layout
+        if shown is None:
+            shown = arguments
+        elif sizes != shown.layout:
+            raise CorruptCheckpointError(
+                f"{where}: its arguments are of {sizes}, those of {shown.where} of {shown.layout}; the "
+                "directories are of different checkpoints"
+            )
+        tp, pp, ep = _rank_of(folder, sizes, where)
+        found.append(RankFiles(tp, pp, ep, folder, model))
+    assert shown is not None
+    found.sort(key=lambda rank: (rank.pp, rank.ep, rank.tp))
+    _check_complete(found, shown.layout, directory)
+    iterations = {repr(rank.state.get("iteration")): rank for rank in found}
+    if len(iterations) > 1:
+        first, second = list(iterations.items())[:2]
+        raise CorruptCheckpointError(
+            f"{directory}: {first[1].file} is of iteration {first[0]:.40}, {second[1].file} of {second[0]:.40}; take "
+            "one checkpoint's files"
+        )
+    return found, shown
+
+
+def _arguments(state: Mapping[str, Any], where: str, most: int) -> Arguments:
+    given = state.get("args")
+    if not isinstance(given, Namespace):
+        raise CorruptCheckpointError(
+            f"{where}: holds no arguments of Megatron (`args`), which tell how the model is divided; got "
+            f"{type(given).__name__}"
+        )
+    return Arguments(vars(given), where, most)
+
+
+def _rank_of(folder: str, layout: TargetLayout, where: str) -> tuple[int, int, int]:
+    """A folder's ranks: pipeline and expert parallel ones are in its name only where there are several."""
+    matched = _FOLDER.fullmatch(folder)
+    assert matched is not None
+    numbers = [int(part) for part in matched.groups() if part is not None]
+    sizes = layout.tp, layout.pp, layout.ep
+    kinds = [0, *(axis for axis in (1, 2) if sizes[axis] > 1)]
+    if len(numbers) != len(kinds):
+        raise CorruptCheckpointError(
+            f"{where}: its arguments are of {layout}, for which a directory's name has {len(kinds)} numbers; {folder} "
+            f"has {len(numbers)}"
+        )
+    ranks = [0, 0, 0]
+    for axis, number in zip(kinds, numbers, strict=True):
+        ranks[axis] = number
+    if any(rank >= size for rank, size in zip(ranks, sizes, strict=True)):
+        raise CorruptCheckpointError(f"{where}: there is no such rank at {layout}")
+    return ranks[0], ranks[1], ranks[2]
+
+
+def _check_complete(found: list[RankFiles], layout: TargetLayout, directory: Path) -> None:
+    """Each tensor rank and each expert rank of each stage; without tensor parallel experts not all pairs of them."""
+    there = {(rank.pp, "tensor", rank.tp) for rank in found} | {(rank.pp, "expert", rank.ep) for rank in found}
+    wanted = (
+        (stage, kind, number)
+        for stage in range(layout.pp)
+        for kind, count in (("tensor", layout.tp), ("expert", layout.ep))
+        for number in range(count)
+    )
+    missing = next((place for place in wanted if place not in there), None)
+    if missing is not None:
+        stage, kind, number = missing
+        raise CorruptCheckpointError(
+            f"{directory}: the files of {kind} parallel rank {number} of pipeline stage {stage} are not there; the "
+            f"arguments are of {layout}. The copy is incomplete"
+        )
+
+
+# --- what is carried as it is
+
+
+def reading(storage: Storage, file: str) -> Callable[[int, int], bytes]:
+    """What reads bytes of a file, opened for each time."""
+
+    def read(offset: int, length: int) -> bytes:
+        with storage.open_reader(file) as reader:
+            return reader.read(offset, length)
+
+    return read
+
+
+def carried_arguments(
+    values: Mapping[str, Any], read: Callable[[int, int], bytes], where: str, records: Mapping[str, StateRecord]
+) -> tuple[dict[str, Any], list[str]]:
+    """Arguments as they go into another checkpoint, and the left out ones of unknown classes, each named."""
+    carried, left_out = {}, []
+    for name, value in values.items():
+        try:
+            carried[name] = taken_over(value, read, where, records)
+        except (OptionError, KeyError):
+            left_out.append(f"the argument {name[:200]} (of a class that is not known here)")
+    return carried, left_out
+
+
+# --- from ranks to tensors
 
 _MODEL_CHUNK = re.compile(r"model(\d{0,4})")
 _CARRIED = ("checkpoint_version", "iteration", "opt_param_scheduler", "num_floating_point_operations_so_far")
