@@ -55,8 +55,14 @@ from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.load.shards import read_shards
 from mcore_ckpt.megatron._versions import own_version, parallel_layout
-from mcore_ckpt.megatron.calls import MegatronLoad, metadata_version
-from mcore_ckpt.megatron.other_division import FLAT_BUCKETS, SHARDING_TYPE, with_own_ranges
+from mcore_ckpt.megatron.calls import MegatronLoad, in_progress, metadata_version
+from mcore_ckpt.megatron.other_division import (
+    FLAT_BUCKETS,
+    SHARDING_TYPE,
+    has_flat_state,
+    under_this_division,
+    with_own_ranges,
+)
 from mcore_ckpt.megatron.serialization import TRAINING, common_object, load_common, tell_uncertified
 from mcore_ckpt.state.shards import contents, is_main_replica, leaves, leaves_by_kind, local_box
 from mcore_ckpt.state.torch_classes import dtype_name, is_dense
@@ -222,6 +228,7 @@ def certify(
             read.
     """
     group, opened = coordination_group(process_group), list[tuple[CheckpointReader, tuple[int, ...]]]()
+    is_resume = reader is not None  # which has found out how its load divides the model
 
     def open_it() -> set[str]:
         path = checkpoint_path(checkpoint_dir) if reader is None else reader.path
@@ -237,8 +244,12 @@ def certify(
     if options.certify == "off":
         return Certificate(directory.name, 0, 0, group.size)
     comparison = _Comparison(reader, version, options, group.rank)
-    compare = partial(comparison.of_one_save, comparison.compare, sharded_state_dict, optimizer, handed_out)
     with storage_at(directory).in_use(METADATA_FILE):
+        if not is_resume:
+            call = MegatronLoad(options, process_group, group, directory=directory, reader=reader)
+            sharded_state_dict = _under_this_division(sharded_state_dict, call, group)
+            reader.parameters, handed_out = call.buckets, call.change_common
+        compare = partial(comparison.of_one_save, comparison.compare, sharded_state_dict, optimizer, handed_out)
         found = group.run_merged(_WHAT, compare, _Found.merged, lambda both: both, wrap=LoadError)
         if found.residues or found.counts["unstored"]:
             read = partial(comparison.of_one_save, comparison.read_again, found)
@@ -251,6 +262,20 @@ def certify(
         is_well = not is_doubtful and (certificate.tensors or certificate.objects)
         _logger.log(logging.INFO if is_well else logging.WARNING, "%s", certificate)
     return certificate
+
+
+def _under_this_division(state: Any, call: MegatronLoad, group: RankGroup) -> Any:
+    """The state dict as a load of that checkpoint would ask for it; the call gets what that load would need."""
+    made: list[Any] = []
+
+    def make() -> bool:
+        made.append(state() if callable(state) else state)
+        return has_flat_state(made[0])
+
+    if not group.run_merged(_WHAT, make, operator.or_, bool, wrap=LoadError):
+        return made[0]
+    with in_progress(call):
+        return under_this_division(made[0], call)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ import torch
 from mcore_ckpt.core.boxes import Box, flat_boxes, intersect, relative, strides_of
 from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import PlanError
+from mcore_ckpt.core.process import collector_paused
 from mcore_ckpt.format.parameter_table import TABLE_HOLDER, TABLE_MEMBER, Form, Region, encode_parameters
 from mcore_ckpt.load.placement import narrow
 from mcore_ckpt.megatron._versions import mapping, patches
@@ -46,7 +47,7 @@ def change_optimizer() -> None:
 
 
 class _Tabulated(NamedTuple):
-    described: tuple[list[Any], ...]  # what the table follows from, as far as it may change in a job
+    keys: list[str] | None  # of the model's entries: all that may change in a job of what the table follows from
     table: bytes | None
 
 
@@ -135,23 +136,19 @@ class JobBuckets:
     model: Any
     _known: _Tables
 
+    @collector_paused()
     def table(self) -> bytes | None:
-        """Which elements are which parameters', made again if the model's state dict has changed; None, and a warning,
-        where that cannot be told.
+        """Which elements are which parameters', made again if the model's state dict has other keys; None, and a
+        warning, where that cannot be told.
         """
         known = self._known.get(self.optimizer)
-        described: tuple[list[Any], ...] = ()
+        keys: list[str] | None = None
         try:
-            entries = self._entries()
-            kind = mapping().ShardedTensor  # (others are made by factories, and have keys alone)
-            described = (
-                [entry.key for entry in entries],
-                [entry.replica_id for entry in entries],
-                [entry.global_offset if type(entry) is kind else None for entry in entries],
-                [entry.global_shape if type(entry) is kind else None for entry in entries],
-            )
-            if known is not None and known.described == described:
+            found = self._sharded()
+            if known is not None and known.keys == [entry.key for entry in found]:
                 return known.table
+            entries = self._entries(found)
+            keys = [entry.key for entry in found]
             table = encode_parameters(self._buckets(), list(self._regions(entries)))
         except Exception as error:  # noqa: BLE001 (a save never fails for it)
             table = None
@@ -161,14 +158,15 @@ class JobBuckets:
                     "checkpoint of them loads under the same division of the model alone: %s",
                     error,
                 )
-        self._known[self.optimizer] = _Tabulated(described, table)
+        self._known[self.optimizer] = _Tabulated(keys, table)
         return table
 
     def own_ranges(self) -> dict[Any, Any]:
         """What `fully_reshardable` asks for, but of each parameter the range alone that this rank's optimizer has, in
         its memory. `PlanError`: a parameter is not made of slices that could be asked for.
         """
-        entries = {id(row[2]): entry for row, entry in zip(self._parameters(), self._entries(), strict=True)}
+        of_model = self._entries(self._sharded())
+        entries = {id(row[2]): entry for row, entry in zip(self._parameters(), of_model, strict=True)}
         instance = getattr(self.optimizer, "distributed_optimizer_instance_id", 0)
         state: dict[Any, Any] = {}
         own: list[_OwnParameter] = []
@@ -197,11 +195,15 @@ class JobBuckets:
                 begin = buffer.buckets[bucket].offset
                 yield number, bucket, parameter, start - begin, end - begin
 
-    def _entries(self) -> list[Any]:
-        """Entries of the parameters in the model's sharded state dict, in order."""
+    def _sharded(self) -> list[Any]:
+        """Entries of the model's sharded state dict that are tensors."""
         kinds = mapping()
         found: list[Any] = []
         _collect(self.model.values(), (kinds.ShardedTensor, kinds.ShardedTensorFactory), found)
+        return found
+
+    def _entries(self, found: Sequence[Any]) -> list[Any]:
+        """Entries of the parameters, in order."""
         of_data = dict(zip(map(id, [entry.data for entry in found]), found, strict=True))
         parameters = [one for buffer in self.optimizer.buffers for one in buffer.param_index_map]
         entries = list(map(of_data.get, map(id, parameters)))

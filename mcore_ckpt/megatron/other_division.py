@@ -22,6 +22,7 @@ from mcore_ckpt.core.console import logger_of
 from mcore_ckpt.core.errors import LoadError, MissingKeyError
 from mcore_ckpt.core.ranks import RankGroup
 from mcore_ckpt.directory.in_force import iteration_of
+from mcore_ckpt.format.index import is_flat_bucket
 from mcore_ckpt.format.parameter_table import (
     GROUP_OBJECT,
     SIZES_OF_BUCKETS,
@@ -33,7 +34,7 @@ from mcore_ckpt.format.parameter_table import (
     table_holders,
 )
 from mcore_ckpt.format.versions import member_of
-from mcore_ckpt.load.parameters import BucketReads
+from mcore_ckpt.load.parameters import BucketReads, advice_on_states
 from mcore_ckpt.load.reader import CheckpointReader
 from mcore_ckpt.megatron._versions import is_first_rank, parallel_sizes, parameter_group_identifiers
 from mcore_ckpt.megatron.calls import MegatronLoad, metadata_version, opened_reader
@@ -125,8 +126,10 @@ def _compared(reader: CheckpointReader, state: Any, *, is_alone: bool) -> _Compa
         group = holder.unique_key.removesuffix(f"{TABLE_HOLDER}/shard_0_1")
         nearest = group if group in holders else min(holders, default="")
         record = reader.object_bytes(holders[nearest]) if nearest else b""
-        if (content := member_of(record, TABLE_MEMBER)) is None:
-            continue  # of an older version, or of other programs: loads under the same division alone
+        if (content := member_of(record, TABLE_MEMBER)) is None:  # of an older version, or of other programs
+            if advice := advice_on_other_buckets(reader, leaves_by_kind(part["param_state"])[0]):
+                raise MissingKeyError(f"{reader.path}: other buckets of {group} are stored than this job has{advice}")
+            continue
         compared.add(group)
         if group != nearest:
             return _Compared(True)
@@ -160,7 +163,7 @@ def _asked_for(state: Any, reader: CheckpointReader, call: MegatronLoad) -> Any:
     try:
         buckets = BucketReads(reader, {match["key"] for match in found if match is not None})
     except MissingKeyError as error:
-        error.args = (f"{error}{advice_on_buckets(reader.path)}",)
+        error.args = (f"{error}{_advice_on_layout(reader.path)}",)
         raise
     buckets.check(shards)
     wanted = {number: (part.get("optimizer") or {}).get("param_groups", ()) for number, part in parts.items()}
@@ -168,7 +171,17 @@ def _asked_for(state: Any, reader: CheckpointReader, call: MegatronLoad) -> Any:
     return changed
 
 
-def advice_on_buckets(checkpoint: Path) -> str:
+def advice_on_other_buckets(reader: CheckpointReader, shards: Iterable[Any]) -> str:
+    """How a load goes on that requests other flat buckets than are stored; nothing, if it does not."""
+    stored = reader.index.tensors
+    requested = {shard.key: tuple(shard.global_shape) for shard in shards if is_flat_bucket(shard.key)}
+    missing = [key for key, shape in requested.items() if key not in stored or stored[key].shape != shape]
+    if not missing or not any(map(is_flat_bucket, stored)):
+        return ""
+    return advice_on_states(missing, reader.index) or _advice_on_layout(reader.path)
+
+
+def _advice_on_layout(checkpoint: Path) -> str:
     """How flat buckets without tables are loaded under another layout than that of the save."""
     step, layout = iteration_of(checkpoint.name), _HANDED_OUT
     run = str(checkpoint if step is None else checkpoint.parent)
@@ -198,7 +211,7 @@ def declared_reshardable(common: Any, directory: Path) -> Any:
     holders = table_holders(reader.index).values()
     if not any(member_of(reader.object_bytes(key), TABLE_MEMBER) for key in sorted(holders)[:1]):
         if is_first_rank():  # what Megatron-LM raises names an option that does not help
-            _logger.warning("%s was saved under another TP or PP%s", directory, advice_on_buckets(directory))
+            _logger.warning("%s was saved under another TP or PP%s", directory, _advice_on_layout(directory))
         return common
     return {**common, "content_metadata": _reshardable(content)}
 

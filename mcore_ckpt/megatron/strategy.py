@@ -33,7 +33,6 @@ from mcore_ckpt.format.index import is_flat_bucket
 from mcore_ckpt.format.metadata_read import METADATA_FILE
 from mcore_ckpt.format.parameter_table import GROUP_OBJECT, stored_tables, tensors_of_buckets
 from mcore_ckpt.load.files import ReadStats
-from mcore_ckpt.load.parameters import advice_on_states
 from mcore_ckpt.load.ranges import batches
 from mcore_ckpt.load.reader import CheckpointReader, ranks_that_load_here
 from mcore_ckpt.load.records import replaced_error
@@ -62,7 +61,7 @@ from mcore_ckpt.megatron.calls import (
     noted_validation,
 )
 from mcore_ckpt.megatron.nvrx import async_request_class
-from mcore_ckpt.megatron.other_division import advice_on_buckets
+from mcore_ckpt.megatron.other_division import advice_on_other_buckets
 from mcore_ckpt.megatron.serialization import directory_to_read
 from mcore_ckpt.save.planner import SaveRequest, Structure, check_hint
 from mcore_ckpt.save.staging import warm_up_buffer
@@ -454,10 +453,8 @@ def _load(reader: CheckpointReader, sharded_state_dict: dict[str, Any]) -> dict[
 
 def _advice_on(reader: CheckpointReader, shards: Iterable[Any], objects: Iterable[Any]) -> str:
     """What a load's error says, too, if the state of another layout than the stored was requested; or nothing."""
-    stored = reader.index.tensors
-    wanted = {shard.key: tuple(shard.global_shape) for shard in shards if is_flat_bucket(shard.key)}
-    if missing := [key for key, shape in wanted.items() if key not in stored or stored[key].shape != shape]:
-        return advice_on_states(missing, reader.index) or advice_on_buckets(reader.path)
+    if advice := advice_on_other_buckets(reader, shards):
+        return advice
     keys = {leaf.unique_key for leaf in objects if leaf.key.endswith("rng_state")} - reader.index.objects.keys()
     if keys and any("rng_state/" in key for key in reader.index.objects):
         return ". Random states are stored for another division of the ranks, and cannot follow: add --no-load-rng"
