@@ -107,11 +107,11 @@ class Tally:
             by = "this package" if subject.startswith(("ours", "safetensors")) else "Megatron-Core, DCP"
             counts[by, file.rpartition(", ")[2], outcome] += count
         seen = [outcome for outcome in OUTCOMES if outcome not in ("FOREIGN", "DIED") or self.of(outcome)]
-        lines = ["| written by | damage | trials | " + " | ".join(seen) + " |", "|---|---|---|" + "---|" * len(seen)]
+        lines = ["|written by|damage|trials|" + "|".join(seen) + "|", "|---|---|---|" + "---|" * len(seen)]
         for by, damage in sorted({(by, damage) for by, damage, _ in counts}):
             cells = [counts[by, damage, outcome] for outcome in seen]
-            lines.append(f"| {by} | {damage} | {sum(cells)} | " + " | ".join(str(n or "") for n in cells) + " |")
-        lines.append(f"| all | | {self.trials} | " + " | ".join(str(self.of(outcome)) for outcome in seen) + " |")
+            lines.append(f"|{by}|{damage}|{sum(cells)}|" + "|".join(str(n or "") for n in cells) + "|")
+        lines.append(f"|all||{self.trials}|" + "|".join(str(self.of(outcome)) for outcome in seen) + "|")
         return "\n".join(lines)
 
 
