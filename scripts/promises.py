@@ -24,7 +24,7 @@ HEAD: Final = """# Promises
 Each promise of README and of [reliability](reliability.md), the tests that hold it, and where they run: `test` in
 `make test`, all in `make test-all`. `scripts/promises.py` writes this page; a promise without a test fails the build.
 
-| promise | tests | level |
+|promise|tests|level|
 |---|---|---|
 """
 _COMMENT: Final = re.compile(r" *<!-- (.*?) -->")
@@ -67,7 +67,7 @@ def short_names() -> dict[str, str]:
 def rows() -> dict[str, str]:
     """Tests by promise, as the page has them."""
     lines = PAGE.read_text().partition("|---|---|---|\n")[2].splitlines() if PAGE.exists() else []
-    cells = (line.strip("| ").split(" | ") for line in lines)
+    cells = (line.strip("|").split("|") for line in lines)
     return {row[0]: row[1] for row in cells if len(row) == 3}
 
 
@@ -126,7 +126,7 @@ def page() -> str:
         level = level_of(tests)
         if level is None:
             wrong.append(f"{name!r}: {tests or 'no test is named'}")
-        lines.append(f"| {name} | {tests} | {level} |\n")
+        lines.append(f"|{name}|{tests}|{level}|\n")
     if wrong:
         raise ValueError("promises without a test, or with one that is not there:\n" + "\n".join(wrong))
     return HEAD + "".join(lines)
