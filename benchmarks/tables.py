@@ -96,12 +96,6 @@ _IN_README: Final = {
     ("async dense", "durable s"),
     ("first", "async blocking s"),
 }
-_LANDING: Final = tuple(
-    row
-    for row in _ROWS
-    if (row.work, row.figure)
-    in {("dense", "save s"), ("dense", "cold s"), ("4 to 1", "cold s"), ("small", "save s"), ("first", "save s")}
-)
 _BASELINES: Final = ("megatron", "megatron constant", "nvrx", "nvrx constant", "torch_checkpointing", "dcp")
 _PHASES: Final = ("walk", "plan", "stage", "new stage", "dispatch", "call", "writer", "commit")
 _NOT_ISOLATED: Final = "†"
@@ -113,8 +107,8 @@ _FOOTNOTES: Final = {
         "Not comparable: CPU tensors are not copied there, so the checkpoint holds what was written to them after "
         "the call."
     ),
-    _ONCE: "Measured once, since it takes long.",
-    _WITHHELD: f"Not published: the rounds differ by more than {100 * _MOST_SPREAD:.0f} %.",
+    _ONCE: "Measured once.",
+    _WITHHELD: f"Not published: the rounds differ by over {100 * _MOST_SPREAD:.0f} %.",
 }
 
 
@@ -358,7 +352,9 @@ def _about(read: _Read) -> str:
     ]
     lines = [f"machine: {', '.join(f'{name} {value}' for name, value in read.results['machine'].items())}"]
     lines += [f"not run: {name} ({why})" for name, why in read.results["not run"].items()]
-    lines += [f"{name}, failed: {failed}" for name, part in read.parts.items() for failed in part["failed"]]
+    for name, part in read.parts.items():
+        labels = dict.fromkeys(failed.partition(" (")[0] for failed in part["failed"])
+        lines += [f"{name}, failed: {'; '.join(labels)}"] if labels else []
     for label in read.labels("mcore_ckpt"):
         versions = (f"{name} {version}" for name, version in read.contenders[label].items() if version)
         lines.append(f"{label}: {', '.join(list(versions)[1:])}")
@@ -370,7 +366,6 @@ _COLUMNS: Final = ("raw", "mcore_ckpt", "megatron", "torch_checkpointing", "dcp"
 _TABLES: Final[dict[str, Callable[[_Read], str]]] = {
     "headline": _headline,
     "summary": _summary,
-    "landing": lambda read: read.rows(_LANDING, [read.main, *read.labels("megatron")]),
     "saves and loads": lambda read: _title(read) + read.rows(_ROWS, read.labels(*_COLUMNS)),
     "cpu": lambda read: read.rows([row for row in _ROWS if row.with_cpu], read.labels(*_COLUMNS), cpu=True),
     "async": _asynchronous,
