@@ -363,11 +363,11 @@ class TestInterruption:
     ) -> None:
         monkeypatch.setattr(plan, "_PART_BYTES", 4 * 1024**2)
         code = (
-            "import sys, time\nfrom mcore_ckpt.reshard import copying, plan\n"
+            "import sys, time\nfrom mcore_ckpt.reshard import conversion, plan\n"
             f"plan._PART_BYTES = {plan._PART_BYTES}\n"
-            "original = copying._write\n"
+            "original = conversion._write_part\n"
             "def slow(*given):\n    time.sleep(0.2)\n    original(*given)\n"
-            "copying._write = slow\n"
+            "conversion._write_part = slow\n"
             "from mcore_ckpt.commands.cli import main\nsys.exit(main(sys.argv[1:]))"
         )
         arguments = ["reshard", str(tmp_path / "s"), str(tmp_path / "t"), "--tp", "1", "--pp", "1"]

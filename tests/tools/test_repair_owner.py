@@ -22,7 +22,7 @@ from mcore_ckpt.format.metadata_read import INCOMPLETE_MARKER, read_index
 from mcore_ckpt.format.metadata_write import encode_metadata
 from mcore_ckpt.load.checks import checks_of
 from mcore_ckpt.storage.resolve import LocalStorage
-from mcore_ckpt.tools import repair
+from mcore_ckpt.tools import verify
 from mcore_ckpt.tools.verify import repair_checkpoint, verify_checkpoint
 from tests.support.forked import in_child
 from tests.support.local_files import data_file, flip
@@ -70,7 +70,7 @@ def test_a_copy_that_does_not_fit_is_never_in_force(tmp_path: Path) -> None:
     before = contents(damaged)
     report = verify_checkpoint(damaged)
     stopped = dict.fromkeys(("verify_checkpoint", "verify_index"), mock.Mock(side_effect=KeyboardInterrupt))
-    with mock.patch.multiple(repair, **stopped, create=True), pytest.raises(KeyboardInterrupt):
+    with mock.patch.multiple(verify, **stopped, create=True), pytest.raises(KeyboardInterrupt):
         repair_checkpoint(report, wrong)
     assert contents(damaged) == before
     with pytest.raises(CorruptCheckpointError, match="does not describe the files"):
@@ -111,7 +111,7 @@ def test_a_repair_that_was_stopped_changes_nothing_of_the_save_after_it(
                 save(checkpoint, 2.0, rows=1)
             after.append(contents(checkpoint))
 
-    take_index, is_same_save = repair._take_index, repair._is_same_save
+    take_index, is_same_save = verify._take_index, verify._is_same_save
 
     def late_index(*arguments: Any) -> Any:
         another_job()
@@ -122,8 +122,8 @@ def test_a_repair_that_was_stopped_changes_nothing_of_the_save_after_it(
         another_job()
         return same
 
-    monkeypatch.setattr(repair, "_take_index", late_index)
-    monkeypatch.setattr(repair, "_is_same_save", late_items)
+    monkeypatch.setattr(verify, "_take_index", late_index)
+    monkeypatch.setattr(verify, "_is_same_save", late_items)
     with pytest.raises(SaveError, match="has lost: another save"):
         repair_checkpoint(verify_checkpoint(checkpoint), copy)
     assert contents(checkpoint) == after[0]
@@ -188,14 +188,14 @@ def test_a_copy_that_is_replaced_meanwhile_mends_nothing(tmp_path: Path) -> None
     damaged, copy = make(tmp_path, dcp.FileSystemWriter)
     item = read_index(damaged).tensors["w"].chunks[0].item
     flip(damaged / FILE, item.offset + item.length // 2, 0xFF)
-    before, is_same_save = contents(damaged), repair._is_same_save
+    before, is_same_save = contents(damaged), verify._is_same_save
 
     def then_replaced(*arguments: Any) -> bool:
         same = is_same_save(*arguments)
         dcp.save({"w": torch.ones(6)}, storage_writer=dcp.FileSystemWriter(copy), no_dist=True)
         return same
 
-    replaced = mock.patch.object(repair, "_is_same_save", then_replaced)
+    replaced = mock.patch.object(verify, "_is_same_save", then_replaced)
     with replaced, pytest.raises(LoadError, match="was replaced while it was copied from"):
         repair_checkpoint(verify_checkpoint(damaged), copy)
     assert contents(damaged) == before
