@@ -33,8 +33,6 @@ _STAGED_BYTES: Final = 64 * 1024 * 1024
 # Runs that are shorter are read with what lies between them.
 _RUN_ELEMS: Final = 16 * 1024
 _MAIN_PARAMETER: Final = "param"
-# What Megatron to 0.14 called it.
-_STATE_NAMES: Final = {"fp32_param": _MAIN_PARAMETER}
 
 
 class _Part(NamedTuple):
@@ -143,9 +141,7 @@ class BucketReads:
     def _found(self, key: str) -> tuple[str, _Parameter] | None:
         match = STATE_KEY.fullmatch(key)
         parameter = None if match is None else self._parameters.get(match["key"])
-        if match is None or parameter is None:
-            return None
-        return _STATE_NAMES.get(match["state"], match["state"]), parameter
+        return None if match is None or parameter is None else (match["state"], parameter)
 
     def check(self, shards: Iterable[Any]) -> None:
         """Raise unless all that these `ShardedTensor`s ask for is in the buckets: `MissingKeyError`: a parameter or a

@@ -32,6 +32,7 @@ _logger = logger_of("mcore_ckpt")
 OWN_RANGES: Final = "mcore_ckpt_own_ranges"
 """Key in `param_state` of what `set_own_ranges` needs, where each rank asks for its own ranges."""
 OPTIMIZER: Final = "megatron.core.optimizer.distrib_optimizer"
+_strides_of_alike = functools.lru_cache(strides_of)  # many parameters have few shapes
 
 
 def change_optimizer() -> None:
@@ -122,8 +123,8 @@ def _set_own_ranges(optimizer: Any, loaded: dict[Any, Any]) -> None:
 
 
 _REPLACEMENTS: Final[dict[str, Callable[[Any], Any]]] = {
-    "sharded_param_state_dp_reshardable": _with_table,  # from 0.14 on
-    "sharded_param_state_fully_reshardable": _asking_for_own_ranges,  # from 0.15 on, as the next one
+    "sharded_param_state_dp_reshardable": _with_table,  # from 0.15 on, as the others
+    "sharded_param_state_fully_reshardable": _asking_for_own_ranges,
     "load_parameter_state_from_fully_reshardable": _setting_own_ranges,
 }
 
@@ -257,7 +258,7 @@ def _leaves(entry: Any, shape: tuple[int, ...]) -> list[tuple[Any, int, tuple[in
     views; one that copies builds on the numbers of the parameter's elements.
     """
     if hasattr(entry, "local_shape"):
-        return [(entry, 0, strides_of(tuple(entry.local_shape)))]
+        return [(entry, 0, _strides_of_alike(tuple(entry.local_shape)))]
     base = torch.empty(shape, device="meta")
     found = list(leaves(replace(entry, data=base).build()))
     if all(leaf.data is base or leaf.data._base is base for leaf in found):  # noqa: SLF001
