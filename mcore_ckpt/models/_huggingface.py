@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -78,7 +78,6 @@ from mcore_ckpt.tools.regrid import as_numbers
 _GENERATION_CONFIG = "generation_config.json"
 _MAX_MODEL_FILE_BYTES = 256 * 1024**2
 _STATE = "optimizer.state"
-_TP = "tensor_model_parallel_size"
 # What lies next to the weights of a model of the Hugging Face libraries, and goes along with others.
 _COMPANIONS = (
     "generation_config.json *tokenizer* *vocab* merges.txt special_tokens_map.json added_tokens.json chat_template* "
@@ -143,24 +142,8 @@ def export_model(index: CheckpointIndex, options: ExportOptions) -> Conversion:
             "lists what there is"
         )
     padded = embedding.shape[0]
-    companions, left_out = dict[str, bytes](), list[str]()
-    if options.hf_config is not None:
-        config, companions, left_out = _original(checkpoint_path(options.hf_config))
-        where = str(checkpoint_path(options.hf_config) / CONFIG)
-        family = family_of_config(config, where) if options.arch == "auto" else family_named(options.arch)
-        said = family.model(config).sizes["vocab"]
-        config = {**config, "vocab_size": _rows_of(said, arguments, padded, options.vocab_size, where, notes)}
-    else:
-        if not arguments:
-            raise OptionError(
-                f"{index.path}: stores no arguments of Megatron, which would tell what the model is; give its "
-                "config.json (--hf-config DIR)"
-            )
-        where = f"{index.path}: its stored arguments"
-        family = family_of_arguments(arguments, index.path) if options.arch == "auto" else family_named(options.arch)
-        config = family.config(arguments, _rows_of(None, arguments, padded, options.vocab_size, where, notes))
-    config = {**config, "model_type": config.get("model_type", family.model_type)}
-    config.setdefault("architectures", [family.architecture])
+    asked = _asked_for(index, options, arguments, padded, notes)
+    family, config, where = asked.family, asked.config, asked.where
     model = family.model(config)
     _refuse_too_many(model, index, where)
     notes += compare_settings(family, config, arguments, where, given=options.hf_config is not None)
@@ -188,11 +171,45 @@ def export_model(index: CheckpointIndex, options: ExportOptions) -> Conversion:
             config=config,
             arguments=arguments,
             notes=tuple(notes),
-            left_out=(*([f"{optimizer} keys of the optimizer's state"] * (optimizer > 0)), *left_out),
+            left_out=(*([f"{optimizer} keys of the optimizer's state"] * (optimizer > 0)), *asked.left_out),
         ),
-        carry=lambda target: _write_model_files(target, config, tensors, companions),
-        carried=(*companions, CONFIG, _GENERATION_CONFIG),
+        carry=lambda target: _write_model_files(target, config, tensors, asked.companions),
+        carried=(*asked.companions, CONFIG, _GENERATION_CONFIG),
     )
+
+
+class _AskedFor(NamedTuple):
+    """The model that an export is to make: its configuration, from `where`; files that go along, and what does not."""
+
+    family: Family
+    config: dict[str, Any]
+    where: str
+    companions: dict[str, bytes]
+    left_out: list[str]
+
+
+def _asked_for(
+    index: CheckpointIndex, options: ExportOptions, arguments: Mapping[str, Any], padded: int, notes: list[str]
+) -> _AskedFor:
+    """The model of the given configuration, or of the stored arguments; `notes` gets what they leave open."""
+    companions, left_out = dict[str, bytes](), list[str]()
+    if options.hf_config is not None:
+        config, companions, left_out = _original(checkpoint_path(options.hf_config))
+        where = str(checkpoint_path(options.hf_config) / CONFIG)
+        family = family_of_config(config, where) if options.arch == "auto" else family_named(options.arch)
+        said = family.model(config).sizes["vocab"]
+        config = {**config, "vocab_size": _rows_of(said, arguments, padded, options.vocab_size, where, notes)}
+    else:
+        if not arguments:
+            raise OptionError(
+                f"{index.path}: stores no arguments of Megatron, which would tell what the model is; give its "
+                "config.json (--hf-config DIR)"
+            )
+        where = f"{index.path}: its stored arguments"
+        family = family_of_arguments(arguments, index.path) if options.arch == "auto" else family_named(options.arch)
+        config = family.config(arguments, _rows_of(None, arguments, padded, options.vocab_size, where, notes))
+    config = {"model_type": family.model_type, "architectures": [family.architecture], **config}
+    return _AskedFor(family, config, where, companions, left_out)
 
 
 def _rows_of(
@@ -203,7 +220,8 @@ def _rows_of(
     """
     least = most = token_count(arguments) or 0
     if not 0 < most <= padded:  # not known: at least as many as Megatron pads to so many rows
-        unit = count(arguments, "make_vocab_size_divisible_by", padded) * count(arguments, _TP, 1)
+        tp = count(arguments, "tensor_model_parallel_size", 1)
+        unit = count(arguments, "make_vocab_size_divisible_by", padded) * tp
         least, most = 1 if padded % unit else padded - unit + 1, padded
     rows = (said or most) if meant is None else meant
     if rows > padded or (meant is None and not least <= rows <= most):
@@ -360,28 +378,14 @@ def import_model(opened: Opened, options: ImportOptions) -> Conversion:
     unit = options.vocabulary_multiple * layout.tp
     padded = -(-model.sizes["vocab"] // unit) * unit
     relation = relate(family, model, naming, padded)
-    payloads, transposed = plain_payloads(stored, config, options.dtype)
-    index = payloads.index
-    names, left_out, copies = _known_names(index, family, relation, model)
-    _compare_tensors(
-        {name: index.tensors[key].shape for name, key in names.items()},
-        {
-            key: _transposed(shape, names.get(key), transposed)
-            for key, shape in {**relation.hf, **relation.joined}.items()
-        },
-        f"{family.name}, {where}",
-        str(directory),
-    )
-    embedding = next(names[link.hf] for link in relation.links if link.megatron == EMBEDDING)
-    for key in copies:
-        refuse_another(payloads, key, embedding, "the configuration says tie_word_embeddings")
+    payloads, names, transposed, left_out = _matched(stored, config, options, family, model, relation, where)
+    experts = {link.hf: link.megatron for link in relation.links if is_expert_key(link.megatron)}
+    optimizer = plan_optimizer(payloads.index, names, opened.settings, experts if layout.ep > 1 else {})
     if relation.joined:
         apart = {names[name]: _transposed(relation.hf[name], names[name], transposed) for name in relation.joined}
         payloads = RegroupedPayloads(payloads, apart)
     tensors = _by_megatron_key(relation, names, transposed)
     payloads = _of_one_dtype(payloads, tensors.values(), options.dtype)
-    experts = {link.hf: link.megatron for link in relation.links if is_expert_key(link.megatron)}
-    optimizer = plan_optimizer(index, names, opened.settings, experts if layout.ep > 1 else {})
     for state, keys in optimizer.states.items():
         tensors |= {f"{_STATE}.{state}.{key}": tensor for key, tensor in _by_megatron_key(relation, keys).items()}
     arguments = {
@@ -389,10 +393,7 @@ def import_model(opened: Opened, options: ImportOptions) -> Conversion:
         "padded_vocab_size": padded,
         "make_vocab_size_divisible_by": options.vocabulary_multiple,
         "transformer_impl": options.transformer_impl,
-        _TP: layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.expert_tp,
+        **layout.arguments,
     }
     left_out += [*optimizer.left_out, *opened.left_out]
     launched, more, notes = launch_state(optimizer, Training(), arguments, options.global_batch_size)
@@ -422,6 +423,36 @@ def import_model(opened: Opened, options: ImportOptions) -> Conversion:
         notes=(*family.remarks(family.complete(config)), *launch_notes(arguments), *notes),
         left_out=tuple(left_out),
     )
+
+
+def _matched(
+    stored: StoredPayloads,
+    config: Mapping[str, Any],
+    options: ImportOptions,
+    family: Family,
+    model: Model,
+    relation: Relation,
+    where: str,
+) -> tuple[StoredPayloads, dict[str, str], frozenset[str], list[str]]:
+    """Plain payloads of a model's tensors; their keys by those of the table, and which of them are transposed; what is
+    left out. Raises `OptionError` where they are not those of the model.
+    """
+    payloads, transposed = plain_payloads(stored, config, options.dtype)
+    index = payloads.index
+    names, left_out, copies = _known_names(index, family, relation, model)
+    _compare_tensors(
+        {name: index.tensors[key].shape for name, key in names.items()},
+        {
+            key: _transposed(shape, names.get(key), transposed)
+            for key, shape in {**relation.hf, **relation.joined}.items()
+        },
+        f"{family.name}, {where}",
+        stored.index.path,
+    )
+    embedding = next(names[link.hf] for link in relation.links if link.megatron == EMBEDDING)
+    for key in copies:
+        refuse_another(payloads, key, embedding, "the configuration says tie_word_embeddings")
+    return payloads, names, transposed, left_out
 
 
 def _by_megatron_key(
@@ -500,7 +531,9 @@ def _stored_arguments(
 ) -> Namespace:
     """Megatron's arguments, as a job looks for them."""
     directories = ([] if options.hf_config is None else [checkpoint_path(options.hf_config)]) + [directory]
-    tokenizer = next((str(path.absolute()) for path in directories if _has_tokenizer(path)), None)
+    local = [path for path in directories if not isinstance(path, StorePath)]  # none is loaded from an object store
+    there = (path for path in local if any((path / name).is_file() for name in _TOKENIZER_FILES))
+    tokenizer = next((str(path.absolute()) for path in there), None)
     # A job takes what is stored rather than its own options, and may start in another directory.
     of_tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer} if tokenizer else {}
     return Namespace(
@@ -511,12 +544,6 @@ def _stored_arguments(
         **of_tokenizer,
         **more,
     )
-
-
-def _has_tokenizer(directory: Path) -> bool:
-    """Whether a job finds a tokenizer there; none is loaded from an object store."""
-    in_store = isinstance(directory, StorePath)
-    return not in_store and any((directory / name).is_file() for name in _TOKENIZER_FILES)
 
 
 # --- weights in few bits

@@ -91,9 +91,7 @@ def import_fsdp(opened: Opened, options: ImportOptions) -> Conversion:
     }
     arguments = {
         **arguments,
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "expert_model_parallel_size": layout.ep,
+        **layout.arguments,
         "ckpt_format": "torch_dist",
         **({"padded_vocab_size": views[EMBEDDING].shape[0]} if "padded_vocab_size" in arguments else {}),
     }

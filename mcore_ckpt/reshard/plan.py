@@ -386,6 +386,13 @@ class TargetLayout:
         """All ranks."""
         return self.stage_ranks * self.pp
 
+    @property
+    def arguments(self) -> dict[str, int]:
+        """The sizes as arguments of Megatron."""
+        sizes = {"tensor": self.tp, "pipeline": self.pp, "expert": self.ep}
+        named = {f"{kind}_model_parallel_size": size for kind, size in sizes.items()}
+        return {**named, "expert_tensor_parallel_size": self.expert_tp}
+
     def __str__(self) -> str:
         etp = "" if self.etp is None else f" ETP {self.etp}"
         return f"TP {self.tp} PP {self.pp} EP {self.ep}{etp} ({counted(self.ranks, 'rank')})"
