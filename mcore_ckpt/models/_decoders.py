@@ -85,16 +85,31 @@ QK_NORM = (
     in_layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight [head]"),
 )
 
+
+def gated(megatron: str, there: str, size: str, when: str, *names: str) -> tuple[Row, ...]:
+    """A gated MLP of inner `size`; keys on both sides begin so, and `names` are those of gate, up and down."""
+    gate, up, down = names or ("gate_proj", "up_proj", "down_proj")
+    halves = f"{there}{gate}.weight [{size}, hidden]", f"{there}{up}.weight [{size}, hidden]"
+    return (
+        in_layer(f"{megatron}linear_fc1.weight", *halves, how="halves", when=when),
+        in_layer(f"{megatron}linear_fc2.weight", f"{there}{down}.weight [hidden, {size}]", when=when),
+    )
+
+
+def with_bias(
+    megatron: str, there: str, shape: str, bias: str, how: str = "same", layer: str = _THERE
+) -> tuple[Row, ...]:
+    """A layer or a norm: its weight of a shape, and its bias, which is as it is also where weights are transposed."""
+    how_bias = how.replace("transposed", "").strip() or "same"
+    return (
+        in_layer(f"{megatron}weight", f"{there}.weight [{shape}]", how=how, there=layer),
+        in_layer(f"{megatron}bias", f"{there}.bias [{bias}]", how=how_bias, there=layer),
+    )
+
+
 DENSE_MLP = (
     in_layer("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight [hidden]", when="dense layer"),
-    in_layer(
-        "mlp.linear_fc1.weight",
-        "mlp.gate_proj.weight [ffn, hidden]",
-        "mlp.up_proj.weight [ffn, hidden]",
-        how="halves",
-        when="dense layer",
-    ),
-    in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight [hidden, ffn]", when="dense layer"),
+    *gated("mlp.", "mlp.", "ffn", "dense layer"),
 )
 
 EXPERT_NORM = in_layer(
@@ -106,38 +121,12 @@ EXPERT_NORM = in_layer(
 """Megatron's own layers name the norm before experts as that of a dense MLP; Transformer Engine's cannot fuse it."""
 
 
-def gated_experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """The router, and gated experts; `block` is their module's name in a layer, the others' are those in an expert."""
-    expert = f"{block}.experts.{{expert}}."
+def gated_experts(block: str, *names: str) -> tuple[Row, ...]:
+    """The router, and gated experts; `block` is their module's name in a layer, `names` those of an expert's layers."""
     return (
         EXPERT_NORM,
         in_layer("mlp.router.weight", f"{block}.gate.weight [experts, hidden]", when="expert layer"),
-        in_layer(
-            f"{EXPERTS}linear_fc1.weight",
-            f"{expert}{gate}.weight [expert ffn, hidden]",
-            f"{expert}{up}.weight [expert ffn, hidden]",
-            how="halves",
-            when="expert layer",
-        ),
-        in_layer(f"{EXPERTS}linear_fc2.weight", f"{expert}{down}.weight [hidden, expert ffn]", when="expert layer"),
-    )
-
-
-def shared_experts(block: str) -> tuple[Row, ...]:
-    """Experts that every token goes through, as one gated MLP; `block` is their module's name in a layer."""
-    return (
-        in_layer(
-            "mlp.shared_experts.linear_fc1.weight",
-            f"{block}.gate_proj.weight [shared ffn, hidden]",
-            f"{block}.up_proj.weight [shared ffn, hidden]",
-            how="halves",
-            when="expert layer",
-        ),
-        in_layer(
-            "mlp.shared_experts.linear_fc2.weight",
-            f"{block}.down_proj.weight [hidden, shared ffn]",
-            when="expert layer",
-        ),
+        *gated(EXPERTS, f"{block}.experts.{{expert}}.", "expert ffn", "expert layer", *names),
     )
 
 

@@ -50,10 +50,11 @@ from mcore_ckpt.models._decoders import (
     decoder_config,
     decoder_model,
     epsilon,
+    gated,
     gated_experts,
     in_layer,
     row,
-    shared_experts,
+    with_bias,
 )
 from mcore_ckpt.models._settings import (
     Setting,
@@ -155,12 +156,9 @@ _STARCODER2_ROWS = (
     *QKV_BIAS,
     in_layer("self_attention.linear_qkv.layer_norm_bias", "input_layernorm.bias [hidden]"),
     in_layer("self_attention.linear_proj.bias", "self_attn.o_proj.bias [hidden]"),
-    in_layer("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight [hidden]"),
-    in_layer("mlp.linear_fc1.layer_norm_bias", "post_attention_layernorm.bias [hidden]"),
-    in_layer("mlp.linear_fc1.weight", "mlp.c_fc.weight [ffn, hidden]"),
-    in_layer("mlp.linear_fc1.bias", "mlp.c_fc.bias [ffn]"),
-    in_layer("mlp.linear_fc2.weight", "mlp.c_proj.weight [hidden, ffn]"),
-    in_layer("mlp.linear_fc2.bias", "mlp.c_proj.bias [hidden]"),
+    *with_bias("mlp.linear_fc1.layer_norm_", "post_attention_layernorm", "hidden", "hidden"),
+    *with_bias("mlp.linear_fc1.", "mlp.c_fc", "ffn, hidden", "ffn"),
+    *with_bias("mlp.linear_fc2.", "mlp.c_proj", "hidden, ffn", "hidden"),
 )
 
 
@@ -197,7 +195,7 @@ STARCODER2 = DECODER(
 )
 
 
-_in_gpt2_layer = functools.partial(in_layer, there="transformer.h.{layer}.")
+_in_gpt2 = functools.partial(with_bias, layer="transformer.h.{layer}.")
 
 _GPT2_ROWS = (
     row("embedding.word_embeddings.weight", "transformer.wte.weight [vocab, hidden]", how="vocabulary"),
@@ -205,18 +203,12 @@ _GPT2_ROWS = (
     row("decoder.final_layernorm.weight", "transformer.ln_f.weight [hidden]"),
     row("decoder.final_layernorm.bias", "transformer.ln_f.bias [hidden]"),
     row("output_layer.weight", "lm_head.weight [vocab, hidden]", how="vocabulary", when="untied"),
-    _in_gpt2_layer("self_attention.linear_qkv.layer_norm_weight", "ln_1.weight [hidden]"),
-    _in_gpt2_layer("self_attention.linear_qkv.layer_norm_bias", "ln_1.bias [hidden]"),
-    _in_gpt2_layer("self_attention.linear_qkv.weight", "attn.c_attn.weight [hidden, qkv]", how="joined qkv transposed"),
-    _in_gpt2_layer("self_attention.linear_qkv.bias", "attn.c_attn.bias [qkv]", how="joined qkv"),
-    _in_gpt2_layer("self_attention.linear_proj.weight", "attn.c_proj.weight [hidden, hidden]", how="transposed"),
-    _in_gpt2_layer("self_attention.linear_proj.bias", "attn.c_proj.bias [hidden]"),
-    _in_gpt2_layer("mlp.linear_fc1.layer_norm_weight", "ln_2.weight [hidden]"),
-    _in_gpt2_layer("mlp.linear_fc1.layer_norm_bias", "ln_2.bias [hidden]"),
-    _in_gpt2_layer("mlp.linear_fc1.weight", "mlp.c_fc.weight [hidden, ffn]", how="transposed"),
-    _in_gpt2_layer("mlp.linear_fc1.bias", "mlp.c_fc.bias [ffn]"),
-    _in_gpt2_layer("mlp.linear_fc2.weight", "mlp.c_proj.weight [ffn, hidden]", how="transposed"),
-    _in_gpt2_layer("mlp.linear_fc2.bias", "mlp.c_proj.bias [hidden]"),
+    *_in_gpt2("self_attention.linear_qkv.layer_norm_", "ln_1", "hidden", "hidden"),
+    *_in_gpt2("self_attention.linear_qkv.", "attn.c_attn", "hidden, qkv", "qkv", how="joined qkv transposed"),
+    *_in_gpt2("self_attention.linear_proj.", "attn.c_proj", "hidden, hidden", "hidden", how="transposed"),
+    *_in_gpt2("mlp.linear_fc1.layer_norm_", "ln_2", "hidden", "hidden"),
+    *_in_gpt2("mlp.linear_fc1.", "mlp.c_fc", "hidden, ffn", "ffn", how="transposed"),
+    *_in_gpt2("mlp.linear_fc2.", "mlp.c_proj", "ffn, hidden", "hidden", how="transposed"),
 )
 
 
@@ -295,7 +287,7 @@ _QWEN_MOE_DEFAULTS = {
     "norm_topk_prob": False,
     "use_sliding_window": False,
 }
-_GATED_EXPERTS = gated_experts("mlp", "gate_proj", "up_proj", "down_proj")
+_GATED_EXPERTS = gated_experts("mlp")
 _CHOSEN_EXPERTS = Setting("num_experts_per_tok", "moe_router_topk")
 _INNER_OF_EXPERTS = Setting("moe_intermediate_size", "moe_ffn_hidden_size ffn_hidden_size", size="expert ffn")
 _QWEN_MOE_SETTINGS = (
@@ -313,7 +305,7 @@ _QWEN2_MOE_ROWS = (
     *QKV_BIAS,
     *DENSE_MLP,
     *_GATED_EXPERTS,
-    *shared_experts("mlp.shared_expert"),
+    *gated("mlp.shared_experts.", "mlp.shared_expert.", "shared ffn", "expert layer"),
     in_layer("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight [1, hidden]", when="expert layer"),
 )
 _QWEN3_MOE_ROWS = (*EMBEDDING, *ATTENTION, *QK_NORM, *DENSE_MLP, *_GATED_EXPERTS)
@@ -526,7 +518,7 @@ _LATENT_MLP = (
     in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight [hidden]", when="expert layer"),
     *DENSE_MLP[1:],
     *_GATED_EXPERTS[1:],
-    *shared_experts("mlp.shared_experts"),
+    *gated("mlp.shared_experts.", "mlp.shared_experts.", "shared ffn", "expert layer"),
 )
 _ROUTER_BIAS = in_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias [experts]", when="expert layer")
 
