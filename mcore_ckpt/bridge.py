@@ -79,7 +79,7 @@ def fall_back(run: Path) -> int | None:
     text = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
     named = int(text) if text.isdecimal() else None
     whole = {int(path.name[5:]): path for path in iteration_directories(run) if _is_whole(path)}
-    if named in whole and _is_same(whole[named] / _STATE, latest):
+    if named in whole and latest.is_file() and latest.read_bytes() == (whole[named] / _STATE).read_bytes():
         return None
     older = [number for number in whole if named is None or number <= named]
     if not older:
@@ -103,7 +103,3 @@ def fall_back(run: Path) -> int | None:
 def _is_whole(directory: Path) -> bool:
     side_files = [directory / name for name in (_STATE, _CONFIG)]
     return all(path.is_file() and path.stat().st_size > 0 for path in side_files) and look_at(directory)[0].whole
-
-
-def _is_same(path: Path, other: Path) -> bool:
-    return other.is_file() and path.read_bytes() == other.read_bytes()

@@ -652,7 +652,8 @@ def open_source(
         index = read_index(source)
         names = _new_names(index.tensors, rename, source)
         check_tiled(index, names)
-        return "dcp", StoredPayloads(_renamed(index, names), stored=index), [], list(index.objects)
+        renamed = {new: index.tensors[old]._replace(fqn=new) for old, new in names.items()}
+        return "dcp", StoredPayloads(CheckpointIndex(index.path, renamed, {}), stored=index), [], list(index.objects)
     directory = source if storage_at(source).is_directory() else source.parent
     storage = storage_at(directory, follow_links=True)
     files, mapped, left_out = _files(source, storage, is_model)
@@ -756,7 +757,3 @@ def _new_names(keys: Iterable[str], rules: Sequence[RenameRule], source: Path) -
     if not names:
         raise OptionError(f"{source}: no tensor is left to import")
     return names
-
-
-def _renamed(index: CheckpointIndex, names: dict[str, str]) -> CheckpointIndex:
-    return CheckpointIndex(index.path, {new: index.tensors[old]._replace(fqn=new) for old, new in names.items()}, {})

@@ -51,7 +51,6 @@ from mcore_ckpt.reshard.view import FilePayloads, FileRange, Part, TensorView
 from mcore_ckpt.reshard.weight_files import encode_state, taken_over
 from mcore_ckpt.storage.base import Storage
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.tools.payloads import StoredPayload
 
 MODEL_FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
@@ -498,10 +497,10 @@ def _put_together(
 def _check_same(payloads: FilePayloads, pairs: Iterable[tuple[_Parameter, _Parameter, str]]) -> None:
     """Raise `CorruptCheckpointError` where ranks differ in what all of them hold."""
     for first, other, key in pairs:
-        one, two = (_payload(payloads, shard.base) for shard in (first, other))
+        entry, its = (payloads.index.tensors[shard.base] for shard in (first, other))
+        one, two = payloads.locate(entry, entry.chunks[0]), payloads.locate(its, its.chunks[0])
         if one.crc32 is not None and one.crc32 == two.crc32:
             continue
-        entry = payloads.index.tensors[first.base]
         for start in range(0, one.nbytes, _WINDOW_BYTES):
             views = [memoryview(bytearray(min(_WINDOW_BYTES, one.nbytes - start))) for _ in range(2)]
             payloads.read_into(one, start, views[0])
@@ -517,11 +516,6 @@ def _check_same(payloads: FilePayloads, pairs: Iterable[tuple[_Parameter, _Param
                     f"{other.where} differ, first at element {place[::-1]} of {list(entry.shape)}. One of the files is "
                     "of another checkpoint, or the job has let its ranks drift apart; nothing was written"
                 )
-
-
-def _payload(payloads: FilePayloads, base: str) -> StoredPayload:
-    entry = payloads.index.tensors[base]
-    return payloads.locate(entry, entry.chunks[0])
 
 
 # --- common state

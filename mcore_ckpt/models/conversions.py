@@ -27,14 +27,12 @@ from mcore_ckpt.reshard.conversion import (
     ConversionReport,
     KeyPlan,
     SourceFiles,
-    as_begun,
+    convert,
     in_dtype,
-    run_conversion,
 )
 from mcore_ckpt.reshard.options import ExportOptions, ImportOptions, rename_keys
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import TargetLayout, TargetPlan, make_plan
-from mcore_ckpt.reshard.target_directory import refuse_target
 from mcore_ckpt.reshard.weight_files import Exported, encode_state, plan_safetensors, plan_torch_files
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import checkpoint_directory
@@ -77,12 +75,12 @@ def export_checkpoint(
     how = ExportOptions(**options)
     how.refuse_others(to, "--to")
     places = Places(checkpoint_directory(source), checkpoint_path(target))
-    index = read_index(places.source)
-    if not dry_run:
-        refuse_target(places.source, places.target)
-        how = as_begun(how, places.target)
-    conversion = export_model(index, how) if to == "hf" else _export_tensors(to, index, how)
-    return run_conversion(conversion, places, how, dry_run=dry_run, progress=progress)
+
+    def plan(how: ExportOptions) -> Conversion:
+        index = read_index(places.source)
+        return export_model(index, how) if to == "hf" else _export_tensors(to, index, how)
+
+    return convert(plan, places, how, dry_run=dry_run, progress=progress)
 
 
 def import_checkpoint(
@@ -119,16 +117,7 @@ def import_checkpoint(
     how = ImportOptions(**options)
     how.refuse_others(kind, "--from")
     places = places_of(source, target, same_format=False)
-    if not dry_run:
-        refuse_target(_folder_of(places.source, kind), places.target)
-        how = as_begun(how, places.target)
-    return run_conversion(_import(kind, places.source, how), places, how, dry_run=dry_run, progress=progress)
-
-
-def _folder_of(source: Path, kind: SourceKind) -> Path:
-    """What must not contain the target: the source, but not the directory that one file lies in."""
-    is_folder = kind != "files" or storage_at(source).is_directory()
-    return source if is_folder else source.with_name(f"{source.name} (a file)")
+    return convert(lambda how: _import(kind, places.source, how), places, how, dry_run=dry_run, progress=progress)
 
 
 def _import(kind: SourceKind, directory: Path, options: ImportOptions) -> Conversion:

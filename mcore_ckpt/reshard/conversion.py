@@ -49,12 +49,12 @@ from mcore_ckpt.load.files import padded_range
 from mcore_ckpt.load.records import item_name
 from mcore_ckpt.reshard.options import ConversionOptions, flag_of
 from mcore_ckpt.reshard.plan import Part, TargetPlan, in_shares, refuse_other_fingerprints, target_dtype
-from mcore_ckpt.reshard.target_directory import Target, begun_work, target_folder
-from mcore_ckpt.reshard.view import cast_payloads, check_sum
+from mcore_ckpt.reshard.target_directory import Target, begun_work, refuse_target, target_folder
+from mcore_ckpt.reshard.view import cast_payloads
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, RangeWriter, align_up
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads
+from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads, check_sum
 from mcore_ckpt.tools.regrid import SLAB_BYTES, Block, assembled, blocks, slabs_of
 from mcore_ckpt.tools.runs import Places
 
@@ -567,6 +567,18 @@ class Conversion:
     carried: Sequence[str] = ()  # names of the files that `carry` may add
 
 
+def convert(
+    plan: Callable[[_Options], Conversion], places: Places, options: _Options, *, dry_run: bool, progress: bool | None
+) -> ConversionReport:
+    """Plan a conversion and run it, if its target is free and outside the source. Raises as `reshard_checkpoint`."""
+    if not dry_run:
+        refuse_target(places.source, places.target)
+        # An interrupted run has begun the files of so many workers.
+        workers = None if options.restart else begun_work(places.target).get("--workers")
+        options = replace(options, workers=workers) if type(workers) is int else options
+    return run_conversion(plan(options), places, options, dry_run=dry_run, progress=progress)
+
+
 def run_conversion(
     conversion: Conversion, places: Places, options: ConversionOptions, *, dry_run: bool, progress: bool | None
 ) -> ConversionReport:
@@ -588,12 +600,6 @@ def run_conversion(
         chunks=plan.chunks,
         **written,
     )
-
-
-def as_begun(options: _Options, target: Path) -> _Options:
-    """Options with the number of workers that an interrupted run has begun `target` with, and so with its files."""
-    workers = None if options.restart else begun_work(target).get("--workers")
-    return replace(options, workers=workers) if type(workers) is int else options
 
 
 def _fingerprint(conversion: Conversion, options: ConversionOptions) -> str:

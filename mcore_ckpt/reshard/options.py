@@ -33,14 +33,10 @@ class RenameRule(NamedTuple):
     replacement: str | None
 
 
-def rules_in(
-    given: str | os.PathLike[str] | Iterable[_Rule] | None, parse: Callable[[str, str], list[_Rule]]
-) -> tuple[_Rule, ...]:
+def rules_in(given: Any, parse: Callable[[str, str], list[_Rule]]) -> tuple[_Rule, ...]:
     """Rules as a caller gives them: of a file, by `parse`, or themselves. Raises `OptionError`, `OSError`."""
-    if given is None:
-        return ()
-    if not isinstance(given, str | os.PathLike):
-        return tuple(given)
+    if not given or not isinstance(given, str | os.PathLike):
+        return tuple(given or ())
     try:
         with local_path(given).open("rb") as file:
             content = file.read(_MAX_RULES_BYTES + 1)
@@ -231,7 +227,7 @@ class ReshardOptions(ConversionOptions):
 
     def normal(self) -> dict[str, Any]:
         sizes = {} if self.tp is self.pp is None else {"tp": self.tp or 1, "pp": self.pp or 1}
-        return {**ConversionOptions.normal(self), **sizes, "rules": partition_rules(self.rules)}
+        return {**ConversionOptions.normal(self), **sizes, "rules": rules_in(self.rules, parse_partition_rules)}
 
 
 def _checked(described: Field[Any], value: Any) -> Any:
@@ -259,16 +255,6 @@ def kinds_of(cls: type[ConversionOptions], name: str) -> tuple[str, ...]:
     """The kinds of conversion that take an option; empty: all."""
     kinds = tuple(kind for kind, names in cls.TAKES.items() if name in names.split())
     return () if len(kinds) == len(cls.TAKES) else kinds
-
-
-def partition_rules(given: Any) -> tuple[PartitionRule, ...]:
-    """Rules as a caller gives them: a file, or the rules themselves."""
-    return rules_in(given or None, parse_partition_rules)
-
-
-def rename_rules(given: Any) -> tuple[RenameRule, ...]:
-    """Rules as a caller gives them: a file, or the rules themselves."""
-    return rules_in(given or None, parse_rename_rules)
 
 
 _SIZE = "default: 1; with megatron-legacy that of SRC"
@@ -321,7 +307,10 @@ class ImportOptions(ConversionOptions):
     )
 
     def normal(self) -> dict[str, Any]:
-        rules = {"rename": rename_rules(self.rename), "rules": partition_rules(self.rules)}
+        rules = {
+            "rename": rules_in(self.rename, parse_rename_rules),
+            "rules": rules_in(self.rules, parse_partition_rules),
+        }
         return {**ConversionOptions.normal(self), **rules}
 
 
@@ -355,4 +344,8 @@ class ExportOptions(ConversionOptions):
 
     def normal(self) -> dict[str, Any]:
         most = parse_size(self.max_shard_bytes)
-        return {**ConversionOptions.normal(self), "rename": rename_rules(self.rename), "max_shard_bytes": most}
+        return {
+            **ConversionOptions.normal(self),
+            "rename": rules_in(self.rename, parse_rename_rules),
+            "max_shard_bytes": most,
+        }

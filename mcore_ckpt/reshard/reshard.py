@@ -38,15 +38,14 @@ from mcore_ckpt.reshard.conversion import (
     KeyPlan,
     SourceFiles,
     arguments_of,
-    as_begun,
+    convert,
     in_dtype,
     replaced_error,
-    run_conversion,
 )
 from mcore_ckpt.reshard.options import FULLY_RESHARDABLE, PartitionRule, ReshardOptions
 from mcore_ckpt.reshard.partition import Partitioner
 from mcore_ckpt.reshard.plan import ReshardPlan, TargetLayout, make_plan
-from mcore_ckpt.reshard.target_directory import Target, refuse_target
+from mcore_ckpt.reshard.target_directory import Target
 from mcore_ckpt.reshard.view import ViewPayloads
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.inspection import index_version
@@ -122,11 +121,9 @@ def reshard_checkpoint(
     given = locals()
     options = ReshardOptions(**{option.name: given[option.name] for option in fields(ReshardOptions)})
     places = places_of(source, target, same_format=True)
-    if not dry_run:
-        refuse_target(places.source, places.target)
-        options = as_begun(options, places.target)
-    conversion, _ = plan_reshard(places.source, options)
-    return run_conversion(conversion, places, options, dry_run=dry_run, progress=progress)
+    return convert(
+        lambda options: plan_reshard(places.source, options)[0], places, options, dry_run=dry_run, progress=progress
+    )
 
 
 def plan_reshard(directory: Path, options: ReshardOptions) -> tuple[Conversion, ReshardPlan]:
@@ -139,7 +136,8 @@ def plan_reshard(directory: Path, options: ReshardOptions) -> tuple[Conversion, 
     files = SourceFiles(source)
     storage = storage_at(directory)
     refuse_lost_common_state(directory, source, with_common_files(storage, storage.list(), source))
-    layout, common = _target_layout(options), read_plain_state(source)
+    common = read_plain_state(source)
+    layout = _target_layout(options, source, common)
     sidecars = _sidecar_files(source)
     payloads: StoredPayloads = StoredPayloads(source)
     try:
@@ -177,15 +175,18 @@ def plan_reshard(directory: Path, options: ReshardOptions) -> tuple[Conversion, 
     ), plan
 
 
-def _target_layout(options: ReshardOptions) -> TargetLayout | None:
-    """The sizes together; None if they are taken over. Raises `OptionError` where they cannot be."""
+def _target_layout(options: ReshardOptions, source: CheckpointIndex, common: Mapping[str, Any]) -> TargetLayout:
+    """The sizes together, or where they are taken over, those under which the checkpoint was saved, as far as they are
+    known. Raises `OptionError` where they cannot be.
+    """
     if options.tp is not None and options.pp is not None:
         return TargetLayout(options.tp, options.pp, options.ep, options.etp)
     if options.optimizer_layout is None:
         raise OptionError("no target layout: give --tp N, --pp N or both; the other is 1 then")
     if options.ep != 1 or options.etp is not None:
         raise OptionError("--ep and --etp need --tp and --pp, or one of these: else the layout stays as it is")
-    return None
+    saved = layout_of_arguments(common) or layout_of_chunks(source)
+    return TargetLayout(saved.tp or 1, saved.pp or 1, saved.ep or 1, saved.etp)
 
 
 def _plan(
@@ -193,12 +194,10 @@ def _plan(
     index: CheckpointIndex,
     common: Mapping[str, Any],
     options: ReshardOptions,
-    layout: TargetLayout | None,
+    layout: TargetLayout,
     *,
     fixed: bool,
 ) -> ReshardPlan:
-    allow_whole = options.allow_whole or layout is None
-    layout = layout or _saved_layout(source, common)
     wanted = key_filter(options.only)
 
     def kept(key: str) -> bool:
@@ -225,7 +224,7 @@ def _plan(
         object_keys=objects,
         workers=options.workers,
         arguments=arguments,
-        allow_whole=allow_whole,
+        allow_whole=options.allow_whole or options.tp is None,
     )
 
 
@@ -238,12 +237,6 @@ def _rows(plan: ReshardPlan) -> Iterator[KeyPlan]:
         transform = f"{how}, {len(entry.chunks)} -> {counted(len(one.slices), 'chunk')}"
         reason = partition.decider, partition.guess, partition.note
         yield KeyPlan(entry.fqn, 1, transform, one.key, entry.shape, entry.dtype, *reason)
-
-
-def _saved_layout(source: CheckpointIndex, common: Mapping[str, Any]) -> TargetLayout:
-    """The layout under which a checkpoint was saved, as far as it is known."""
-    saved = layout_of_arguments(common) or layout_of_chunks(source)
-    return TargetLayout(saved.tp or 1, saved.pp or 1, saved.ep or 1, saved.etp)
 
 
 def _refuse_fixed_optimizer(source: CheckpointIndex, common: Mapping[str, Any], layout: TargetLayout) -> None:

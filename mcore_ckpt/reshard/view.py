@@ -30,14 +30,14 @@ from numpy.lib.stride_tricks import as_strided
 
 from mcore_ckpt.core.boxes import Box, covers, flat_boxes, intersect, relative, runs
 from mcore_ckpt.core.crc import crc32, crc32_combine
-from mcore_ckpt.core.errors import ChecksumError, CorruptCheckpointError, OptionError
+from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.load.checks import range_crc
 from mcore_ckpt.load.records import chunk_name, contiguous_around
 from mcore_ckpt.storage.base import RangeReader, Storage
 from mcore_ckpt.storage.resolve import storage_at
-from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads
+from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads, check_sum
 from mcore_ckpt.tools.regrid import carrier, cast_floats
 
 
@@ -223,15 +223,6 @@ def _item(origin: ChunkSlice, nbytes: int) -> StoredItem:
 
 _WINDOW_BYTES = 4 * 1024 * 1024
 _ReadInto = Callable[[StoredPayload, int, memoryview], None]
-
-
-def check_sum(payload: StoredPayload, value: int) -> None:
-    """Raise `ChecksumError` unless a payload that was read completely has its stored CRC-32, if one is stored."""
-    if payload.crc32 is not None and payload.crc32 != value:
-        raise ChecksumError(
-            f"{payload.where}: the source is damaged: its elements have CRC-32 {value:#010x}, expected "
-            f"{payload.crc32:#010x}. Run `mcore-ckpt verify` on the source, and take a sound copy"
-        )
 
 
 class PartSums:

@@ -146,12 +146,13 @@ def plan_safetensors(tensors: Sequence[Exported], most_bytes: int) -> TargetPlan
         image = FileImage(len(header) + sum(lengths), array("q", starts.values()), lengths, array("q"))
         moves = [move for tensor in shard for move in all_in_one(tensor.entry, tensor.name, file)]
         parts.append(Part([_WeightFile(file, image, [header, *[b""] * len(shard)])], moves))
-    return TargetPlan(
-        parts=tuple(parts),
-        tensors=len(tensors),
-        chunks=len(tensors),
-        index_file=("model.safetensors.index.json", weight_map(shards)) if len(shards) > 1 else None,
-    )
+    return _plan_of(parts, shards, "model.safetensors.index.json")
+
+
+def _plan_of(parts: Sequence[Part], shards: Mapping[str, Sequence[Exported]], index_name: str) -> TargetPlan:
+    index_file = (index_name, weight_map(shards)) if len(shards) > 1 else None
+    count = sum(map(len, shards.values()))
+    return TargetPlan(parts=tuple(parts), tensors=count, chunks=count, index_file=index_file)
 
 
 # Random states, settings and what layers keep for themselves are small; what is larger is no such thing.
@@ -352,9 +353,4 @@ def plan_torch_files(tensors: Sequence[Exported], most_bytes: int) -> TargetPlan
         state = {tensor.name: SavedTensor(tensor.entry.dtype, tensor.shape, tensor.name) for tensor in shard}
         file, _ = _lay_out_state(name, state)
         parts.append(Part([file], [move for tensor in shard for move in all_in_one(tensor.entry, tensor.name, name)]))
-    return TargetPlan(
-        parts=tuple(parts),
-        tensors=len(tensors),
-        chunks=len(tensors),
-        index_file=("pytorch_model.bin.index.json", weight_map(shards)) if len(shards) > 1 else None,
-    )
+    return _plan_of(parts, shards, "pytorch_model.bin.index.json")

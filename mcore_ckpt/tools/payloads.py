@@ -220,7 +220,7 @@ def check_tiled(index: CheckpointIndex, keys: Iterable[str]) -> None:
             check_proportion(nbytes, item, chunk_name(entry.fqn, chunk))
 
 
-def _check_sum(payload: StoredPayload, value: int) -> None:
+def check_sum(payload: StoredPayload, value: int) -> None:
     """Raise `ChecksumError` unless `value` is the CRC-32 that was stored with the elements (if there was one)."""
     if payload.crc32 is not None and payload.crc32 != value:
         raise checksum_error(payload.where, "its elements have", value, payload.crc32)
@@ -235,7 +235,7 @@ def check_elements(payloads: StoredPayloads, entry: TensorEntry) -> None:
         payload = payloads.locate(entry, chunk)
         if payload.crc32 is not None:
             window = memoryview(bytearray(min(_WINDOW_BYTES, payload.nbytes)))
-            _check_sum(payload, range_crc(partial(payloads.read_into, payload), 0, payload.nbytes, window))
+            check_sum(payload, range_crc(partial(payloads.read_into, payload), 0, payload.nbytes, window))
 
 
 def _check_part(
@@ -317,7 +317,7 @@ def read_box(
                 target = np.frombuffer(memory, carrier(elem_bytes)).reshape(box.sizes)
                 target[tuple(slice(at, at + size) for at, size in zip(*place, strict=True))] = elements
         if checked and whole:
-            _check_sum(payload, value)
+            check_sum(payload, value)
     return memory
 
 
