@@ -191,10 +191,7 @@ class ConversionOptions:
         """Values as the rest of the package has them; raises `OptionError`."""
         from mcore_ckpt.tools.regrid import floating_dtype  # imports numpy, which no help text needs
 
-        return {
-            "dtype": floating_dtype(self.dtype, "dtype"),
-            "memory_bytes": parse_size(self.memory_bytes, at_least=_MIN_MEMORY_BYTES),
-        }
+        return {"dtype": floating_dtype(self.dtype, "dtype")}
 
     def refuse_others(self, kind: str, direction: str) -> None:
         """Raise `OptionError` for a kind of conversion that there is not, or an option that it does not take."""
@@ -227,18 +224,23 @@ class ReshardOptions(ConversionOptions):
 
     def normal(self) -> dict[str, Any]:
         sizes = {} if self.tp is self.pp is None else {"tp": self.tp or 1, "pp": self.pp or 1}
-        return {**ConversionOptions.normal(self), **sizes, "rules": rules_in(self.rules, parse_partition_rules)}
+        return {**ConversionOptions.normal(self), **sizes}
 
 
 def _checked(described: Field[Any], value: Any) -> Any:
-    """A value of the type that the field says, if it is not converted by `normal`; raises `OptionError`."""
+    """A value of the type that the field says, of rules in a file and sizes in text, too; raises `OptionError`."""
     kind = str(described.type)
     choices = described.metadata["choices"]
     if value is None and kind.endswith("| None"):
         return None
     if choices and value not in choices:
         raise OptionError(f"{flag_of(described)} {value!r}: expected one of {', '.join(choices)}")
-    if kind.startswith("int") and not described.name.endswith("_bytes"):
+    for rule, parse in (("RenameRule", parse_rename_rules), ("PartitionRule", parse_partition_rules)):
+        if kind == f"tuple[{rule}, ...]":
+            return rules_in(value, parse)
+    if described.name.endswith("_bytes"):
+        return parse_size(value, at_least=_MIN_MEMORY_BYTES if described.name == "memory_bytes" else 1)
+    if kind.startswith("int"):
         if not hasattr(value, "__index__") or isinstance(value, bool) or operator.index(value) < 1:
             raise OptionError(f"{flag_of(described)} {value!r}: expected a whole number of at least 1")
         return operator.index(value)
@@ -306,13 +308,6 @@ class ImportOptions(ConversionOptions):
         metavar="N",
     )
 
-    def normal(self) -> dict[str, Any]:
-        rules = {
-            "rename": rules_in(self.rename, parse_rename_rules),
-            "rules": rules_in(self.rules, parse_partition_rules),
-        }
-        return {**ConversionOptions.normal(self), **rules}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions(ConversionOptions):
@@ -341,11 +336,3 @@ class ExportOptions(ConversionOptions):
     )
     vocab_size: int | None = option(None, "tokens of the model, if stored and config.json's differ", metavar="N")
     rope_forwarded: bool = option(False, "the job's script gave GPTModel its rotary options; pretrain_gpt.py does not")
-
-    def normal(self) -> dict[str, Any]:
-        most = parse_size(self.max_shard_bytes)
-        return {
-            **ConversionOptions.normal(self),
-            "rename": rules_in(self.rename, parse_rename_rules),
-            "max_shard_bytes": most,
-        }
