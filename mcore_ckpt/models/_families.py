@@ -757,8 +757,10 @@ def family_named(name: str) -> Family:
     raise OptionError(f"arch {name!r}: expected one of auto, {', '.join(family.name for family in FAMILIES)}")
 
 
-def family_of_config(config: Mapping[str, Any], where: str) -> Family:
-    """The family that a `config.json` names; raises `OptionError`."""
+def family_of_config(config: Mapping[str, Any], where: str, name: str = "auto") -> Family:
+    """The family that a `config.json` names, unless it has another `name`; raises `OptionError`."""
+    if name != "auto":
+        return family_named(name)
     kind = config.get("model_type")
     for family in FAMILIES:
         if kind == family.model_type:
@@ -769,8 +771,10 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
     )
 
 
-def family_of_arguments(arguments: Mapping[str, Any], where: str) -> Family:
-    """The family that Megatron's arguments describe; raises `OptionError`."""
+def family_of_arguments(arguments: Mapping[str, Any], where: str, name: str = "auto") -> Family:
+    """The family that Megatron's arguments describe, unless it has another `name`; raises `OptionError`."""
+    if name != "auto":
+        return family_named(name)
     found = traits_of(arguments)
     for family in FAMILIES:
         if {*family.traits.split()} <= found <= {*family.traits.split(), *family.may_have.split()}:

@@ -31,10 +31,10 @@ import numpy as np
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.core.options import StorePath, checkpoint_path
-from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry, object_key
+from mcore_ckpt.format.index import CheckpointIndex, StoredChunk, StoredItem, TensorEntry
 from mcore_ckpt.format.metadata_read import read_small_file
 from mcore_ckpt.models._arguments import as_built, compare_settings, contradictions, launch_notes
-from mcore_ckpt.models._families import family_named, family_of_arguments, family_of_config
+from mcore_ckpt.models._families import family_of_arguments, family_of_config
 from mcore_ckpt.models._foreign import (
     CONFIG,
     POINTER,
@@ -196,7 +196,7 @@ def _asked_for(
     if options.hf_config is not None:
         config, companions, left_out = _original(checkpoint_path(options.hf_config))
         where = str(checkpoint_path(options.hf_config) / CONFIG)
-        family = family_of_config(config, where) if options.arch == "auto" else family_named(options.arch)
+        family = family_of_config(config, where, options.arch)
         said = family.model(config).sizes["vocab"]
         config = {**config, "vocab_size": _rows_of(said, arguments, padded, options.vocab_size, where, notes)}
     else:
@@ -206,7 +206,7 @@ def _asked_for(
                 "config.json (--hf-config DIR)"
             )
         where = f"{index.path}: its stored arguments"
-        family = family_of_arguments(arguments, index.path) if options.arch == "auto" else family_named(options.arch)
+        family = family_of_arguments(arguments, index.path, options.arch)
         config = family.config(arguments, _rows_of(None, arguments, padded, options.vocab_size, where, notes))
     config = {"model_type": family.model_type, "architectures": [family.architecture], **config}
     return _AskedFor(family, config, where, companions, left_out)
@@ -367,8 +367,7 @@ def import_model(opened: Opened, options: ImportOptions) -> Conversion:
     model_directory = directory if options.hf_config is None else checkpoint_path(options.hf_config)
     config = read_config(model_directory)
     where = str(model_directory / CONFIG)
-    family = family_of_config(config, where) if options.arch == "auto" else family_named(options.arch)
-    family = family.of_keys(stored.index.tensors)
+    family = family_of_config(config, where, options.arch).of_keys(stored.index.tensors)
     model = family.model(config)
     _refuse_too_many(model, stored.index, where)
     arguments = family.arguments(config)
@@ -401,8 +400,6 @@ def import_model(opened: Opened, options: ImportOptions) -> Conversion:
     def common(dtypes: set[str]) -> bytes:
         return encode_state({"args": _stored_arguments(arguments, directory, dtypes, options, more), **launched})
 
-    empty = [None]
-    objects = extra_states(relation.parameters(), engine=options.transformer_impl == "transformer_engine")
     return import_conversion(
         payloads,
         options,
@@ -417,7 +414,7 @@ def import_model(opened: Opened, options: ImportOptions) -> Conversion:
             optimizer.states,
         ),
         tensors=tensors,
-        objects={object_key(*one): empty for one in objects},
+        objects=extra_states(relation.parameters(), engine=options.transformer_impl == "transformer_engine"),
         family=family.name,
         config=config,
         notes=(*family.remarks(family.complete(config)), *launch_notes(arguments), *notes),

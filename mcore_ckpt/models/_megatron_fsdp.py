@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from mcore_ckpt.core.boxes import Box, covers
 from mcore_ckpt.core.errors import CorruptCheckpointError, OptionError
-from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, object_key
+from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry
 from mcore_ckpt.format.metadata_read import read_index
 from mcore_ckpt.format.state_file import read_state_file
 from mcore_ckpt.models._foreign import (
@@ -105,7 +105,6 @@ def import_fsdp(opened: Opened, options: ImportOptions) -> Conversion:
         target = f"{prefix}{one.place.key}{list(one.place.offsets) or ''}"
         return KeyPlan(key, 1, _HALVES[one.half], target, one.shape, dtype)
 
-    empty = [None]
     return import_conversion(
         opened.payloads,
         options,
@@ -115,7 +114,7 @@ def import_fsdp(opened: Opened, options: ImportOptions) -> Conversion:
         format=opened.kind,
         keys=lambda: (row(prefix, name, key) for prefix, named in states.items() for name, key in named.items()),
         tensors=views,
-        objects={object_key(*state): empty for state in extra_states(one.place for one in parameters.values())},
+        objects=extra_states(one.place for one in parameters.values()),
         family="Megatron's own names",
         notes=notes,
         left_out=tuple(left_out),

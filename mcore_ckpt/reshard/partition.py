@@ -30,7 +30,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.errors import OptionError
-from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
+from mcore_ckpt.format.index import CheckpointIndex, TensorEntry, object_key
 from mcore_ckpt.reshard.options import PartitionRule
 from mcore_ckpt.tools.keys import model_key, stacked_axes
 
@@ -183,21 +183,21 @@ class Stacking:
         )
 
 
-def extra_states(parameters: Iterable[ShardedName], *, engine: bool = False) -> list[ShardedName]:
-    """The `_extra_state` objects that Megatron's layers ask for; without FP8 they hold nothing.
+def extra_states(parameters: Iterable[ShardedName], *, engine: bool = False) -> dict[str, list[None]]:
+    """The `_extra_state` objects that Megatron's layers ask for, by full key; without FP8 they hold nothing.
 
     `engine`: layers are Transformer Engine's, where norms and the core of attention have such objects, too.
     """
-    found: dict[ShardedName, None] = {}
+    found, nothing = dict[str, list[None]](), [None]
     for key, offsets, counts in parameters:
         owner, _, leaf = key.rpartition(".")
         name = owner.rpartition(".")[2]
         if leaf == "weight" and (name.startswith("linear_") or (engine and name.endswith("norm"))):
-            found[ShardedName(f"{owner}.{EXTRA_STATE}", offsets or (0,), counts or (1,))] = None
+            found[object_key(f"{owner}.{EXTRA_STATE}", offsets or (0,), counts or (1,))] = nothing
         if engine and key.endswith(".self_attention.linear_proj.weight"):
             core = owner.removesuffix("linear_proj") + "core_attention"
-            found[ShardedName(f"{core}.{EXTRA_STATE}", offsets or (0,), counts or (1,))] = None
-    return list(found)
+            found[object_key(f"{core}.{EXTRA_STATE}", offsets or (0,), counts or (1,))] = nothing
+    return found
 
 
 def _unknown(name: str, what: str) -> OptionError:
