@@ -47,21 +47,17 @@ def plan_outcome(report: ConversionReport) -> Outcome:
     """A conversion that was not made, row by row."""
     decided = any(key.decided_by for key in report.keys)
     header = ["source", "parts", "transform", "target", "shape", "dtype"]
-    rows = [
-        [key.source, key.parts, key.transform, key.target, tuple(key.shape), key.dtype, *_decision(key, decided)]
-        for key in report.keys
-    ]
-    header += ["decided by", "note"] if decided else []
+    rows = [[key.source, key.parts, key.transform, key.target, tuple(key.shape), key.dtype] for key in report.keys]
+    if decided:
+        header += ["decided by", "note"]
+        for row, key in zip(rows, report.keys, strict=True):
+            row += [key.decided_by + (" (guess)" if key.guess else ""), key.note]
     layouts = " as ".join(layout for layout in (report.source_layout, report.target_layout) if layout)
     what = ": ".join(part for part in (report.family or report.format, layouts) if part)
     objects = f" and {counted(report.objects, 'object')}" if report.objects else ""
     guesses = f", {report.guesses} by a guess" if decided else ""
     said = f"{what}: {counted(report.tensors, 'tensor')}{objects}{guesses}; nothing was written"
     return Outcome(report, "\n".join([table(header, rows), "", said, *notes_of(report)]))
-
-
-def _decision(key: Any, decided: bool) -> list[str]:
-    return [key.decided_by + (" (guess)" if key.guess else ""), key.note] if decided else []
 
 
 def notes_of(report: ConversionReport) -> list[str]:

@@ -261,11 +261,6 @@ def _codes(outcomes: Sequence[str]) -> str:
     return "\n".join(["exit codes:", *(f"  {code:>3}  {meaning}" for code, meaning in meanings.items())])
 
 
-def _epilog(name: str) -> str:
-    examples = [f"  mcore-ckpt {name} {words}" for words in _COMMANDS[name].examples]
-    return "\n".join(["examples:", *examples, "", _codes(_COMMANDS[name].outcomes)])
-
-
 class _Parser(argparse.ArgumentParser):
     """Says which command, option or value one that is misspelt is most like."""
 
@@ -305,7 +300,9 @@ def make_parser(command: str = "") -> argparse.ArgumentParser:
     for name, one in _COMMANDS.items():
         sentence = one.purpose[0].upper() + one.purpose[1:] + "."
         parents = [] if name == "launch" else [common]
-        sub = added.add_parser(name, description=sentence, epilog=_epilog(name), parents=parents, formatter_class=raw)
+        examples = [f"  mcore-ckpt {name} {words}" for words in one.examples]
+        epilog = "\n".join(["examples:", *examples, "", _codes(one.outcomes)])
+        sub = added.add_parser(name, description=sentence, epilog=epilog, parents=parents, formatter_class=raw)
         sub.set_defaults(parser=sub)
         if name == command != "launch":
             _function("add", name)(sub)

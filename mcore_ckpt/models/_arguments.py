@@ -44,10 +44,6 @@ def _has_groups_of_experts(arguments: _Arguments) -> bool:
     return _has_experts(arguments) and bool(chosen) and chosen != groups
 
 
-def _has_softmax_router(arguments: _Arguments) -> bool:
-    return _has_experts(arguments) and setting(arguments, "moe_router_score_function", default="softmax") == "softmax"
-
-
 def _has_any(*names: str) -> Callable[[_Arguments], bool]:
     return lambda arguments: any(arguments.get(name) for name in names)
 
@@ -139,7 +135,10 @@ _READ: tuple[tuple[Callable[[_Arguments], bool], Mapping[str, tuple[Any, ...]]],
             ),
         },
     ),
-    (_has_softmax_router, {"moe_router_pre_softmax": (False,)}),
+    (
+        lambda given: _has_experts(given) and setting(given, "moe_router_score_function") in (None, "softmax"),
+        {"moe_router_pre_softmax": (False,)},
+    ),
     (_has_groups_of_experts, {"moe_router_num_groups": (None, 1), "moe_router_group_topk": (None,)}),
 )
 

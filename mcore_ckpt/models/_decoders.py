@@ -35,12 +35,8 @@ def row(megatron: str, *parts: str, how: str = "same", when: str = "", engine: s
 
 def _part(text: str) -> Part:
     key, _, shape = text.removesuffix("]").partition(" [")
-    return Part(key, tuple(_axis(axis.split(" x ")) for axis in shape.split(", ")))
-
-
-def _axis(words: list[str]) -> str | int | tuple[str | int, ...]:
-    sizes = tuple(int(word) if word.isdigit() else word for word in words)
-    return sizes if len(sizes) > 1 else sizes[0]
+    axes = [[int(word) if word.isdigit() else word for word in axis.split(" x ")] for axis in shape.split(", ")]
+    return Part(key, tuple(tuple(sizes) if len(sizes) > 1 else sizes[0] for sizes in axes))
 
 
 def in_layer(

@@ -473,17 +473,11 @@ class _Owners:
             expert_rank = 0
             if stacked.expert is not None and experts:
                 expert_rank = box.offsets[stacked.expert] * self.layout.ep // experts
-            elif partition.expert:
-                expert_rank = self._expert_of_key(entry.fqn)
+            elif partition.expert and (found := expert_of(entry.fqn)) and found.number is not None:
+                expert_rank = found.number * self.layout.ep // self.expert_counts[found.before]
             within = tensor_rank + tensor_ranks * expert_rank if partition.expert else tensor_rank
             ranks.append(stage * self.layout.stage_ranks + within)
         return ranks
-
-    def _expert_of_key(self, fqn: str) -> int:
-        found = expert_of(fqn)
-        if found is None or found.number is None:
-            return 0
-        return found.number * self.layout.ep // self.expert_counts[found.before]
 
     def of_object(self, entry: ObjectEntry) -> int:
         """Objects of a layer go where the layer goes; others to the rank that had them, if there still is one."""

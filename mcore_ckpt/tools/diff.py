@@ -25,14 +25,14 @@ import numpy as np
 
 from mcore_ckpt.core.boxes import Box
 from mcore_ckpt.core.console import Progress
-from mcore_ckpt.core.errors import CorruptCheckpointError, LoadError
+from mcore_ckpt.core.errors import LoadError
 from mcore_ckpt.core.fingerprints import StateFingerprint, TensorFingerprint, state_of
 from mcore_ckpt.core.process import in_parallel
 from mcore_ckpt.format.index import CheckpointIndex, ObjectEntry, StoredChunk, TensorEntry
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.item_reading import verify_records
 from mcore_ckpt.format.metadata_read import read_index
-from mcore_ckpt.format.state_file import StoredStorage, read_plain
+from mcore_ckpt.format.state_file import StoredStorage
 from mcore_ckpt.format.tensor_pickle import DTYPE_OF_STORAGE, DTYPES
 from mcore_ckpt.format.unpickler import Opaque
 from mcore_ckpt.load.checks import global_shape, part_of_chunk
@@ -44,9 +44,9 @@ from mcore_ckpt.tools.keys import (
     key_filter,
     optimizer_layout,
     plain,
+    plain_dict,
     read_object,
     stored_common_state,
-    unwrapped,
 )
 from mcore_ckpt.tools.payloads import SLAB_BYTES, SlabReader, StoredPayloads, batches, check_elements, check_tiled
 from mcore_ckpt.tools.regrid import as_numbers, slabs
@@ -488,9 +488,7 @@ def _shown(value: Any) -> str:
 
 def _entries(stored: StoredState) -> _Named:
     """What lies under each key of a common state, by type and name: 1 is another key than "1"."""
-    value = unwrapped(read_plain(stored.content, stored.where, with_storages=True))
-    if not isinstance(value, dict):
-        raise CorruptCheckpointError(f"{stored.where}: expected a dict, got {type(value).__name__}")
+    value = plain_dict(stored, with_storages=True)
     return _parts_of(value) if all(type(key) in SIMPLE_KEYS for key in value) else {("str", "common_state"): value}
 
 

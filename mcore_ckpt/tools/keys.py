@@ -235,7 +235,7 @@ def read_plain_state(index: CheckpointIndex) -> dict[str, Any]:
     stored = stored_common_state(index)
     if stored is None:
         return {}
-    return _as_dict(unwrapped(read_plain(stored.content, stored.where)), stored.where)
+    return {str(key): plain(part) for key, part in plain_dict(stored).items()}
 
 
 class StoredState(NamedTuple):
@@ -265,6 +265,14 @@ def unwrapped(value: Any) -> Any:
     return value[0] if isinstance(value, list) and value else value
 
 
+def plain_dict(stored: StoredState, *, with_storages: bool = False) -> dict[Any, Any]:
+    """A common state as `read_plain` gives it; raises as that, and for other values than a dict."""
+    value = unwrapped(read_plain(stored.content, stored.where, with_storages=with_storages))
+    if not isinstance(value, dict):
+        raise CorruptCheckpointError(f"{stored.where}: expected a dict, got {type(value).__name__}")
+    return value
+
+
 def read_plain_object(index: CheckpointIndex, entry: ObjectEntry) -> Any:
     """A stored object as plain values, for display: no torch, and no class that it names. Raises `LoadError`."""
     where = f"{entry.fqn} ({entry.item.file})"
@@ -289,12 +297,6 @@ def _check_records(content: bytes, where: str) -> None:
 
     view = memoryview(content)
     check_records(read, lambda offset, length: crc32(view[offset : offset + length]), len(content), where)
-
-
-def _as_dict(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise CorruptCheckpointError(f"{where}: expected a dict, got {type(value).__name__}")
-    return {str(key): plain(part) for key, part in value.items()}
 
 
 # A few bytes of pickle can refer to one list or text many times over; no common state has that many values.
