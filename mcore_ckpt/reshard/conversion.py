@@ -40,7 +40,7 @@ from mcore_ckpt.core.errors import CheckpointNotFoundError, ChecksumError, Corru
 from mcore_ckpt.core.process import Crew, Task, in_parallel
 from mcore_ckpt.directory.iterations import sync_folders
 from mcore_ckpt.directory.publish import bind_common_file
-from mcore_ckpt.format.index import CheckpointIndex, TensorEntry
+from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.item_layout import element_bytes
 from mcore_ckpt.format.metadata_read import METADATA_FILE, parse_index
 from mcore_ckpt.image.layout import PlannedFile
@@ -48,33 +48,20 @@ from mcore_ckpt.image.writer import ImageWriter, WindowPool
 from mcore_ckpt.load.files import padded_range
 from mcore_ckpt.load.records import item_name
 from mcore_ckpt.reshard.options import ConversionOptions, flag_of
-from mcore_ckpt.reshard.plan import Part, TargetPlan, in_shares, refuse_other_fingerprints, target_dtype
+from mcore_ckpt.reshard.plan import Division, Part, TargetPlan, in_shares, refuse_other_fingerprints, target_dtype
 from mcore_ckpt.reshard.target_directory import Target, begun_work, refuse_target, target_folder
 from mcore_ckpt.reshard.view import cast_payloads
 from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, RangeWriter, align_up
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads, check_sum
-from mcore_ckpt.tools.regrid import SLAB_BYTES, Block, assembled, blocks, slabs_of
+from mcore_ckpt.tools.regrid import SLAB_BYTES, assembled, blocks, slabs_of
 from mcore_ckpt.tools.runs import Places
 
 _READS: Final = 2
 # Reads of this length and longer are whole pages of the file, and of the buffer.
 _MIN_PADDED_BYTES: Final = 256 * 1024
 _BUFFER_BYTES: Final = SLAB_BYTES + 3 * ALIGNMENT_BYTES * (SLAB_BYTES // _MIN_PADDED_BYTES)
-
-
-class Division(NamedTuple):
-    """A part of a tensor on its way: chunks of `entry` are read, and divided into `targets`, as `block` says."""
-
-    entry: TensorEntry
-    targets: Sequence[Box]
-    block: Block
-
-    @property
-    def payload_bytes(self) -> int:
-        """Length of all targets of the block."""
-        return sum(math.prod(self.targets[n].sizes) for n in self.block.targets) * element_bytes(self.entry.dtype)
 
 
 class Read(NamedTuple):
@@ -279,19 +266,18 @@ def _write_part(run: _Run, part: Part, prepared: Sequence[Prepared]) -> None:
             planned.name: images.open(run.target.new_file(planned.name, planned.image.size_bytes), planned, around)
             for planned, around in prepared
         }
-        divisions = (Division(move.entry, [slot.slice for slot in move.slots], move.block) for move in part.moves)
-        ahead = read_ahead(payloads, divisions, readers, ahead_buffers)
+        ahead = read_ahead(payloads, (move.division for move in part.moves), readers, ahead_buffers)
         for move in part.moves:
             if run.crew.failed:
                 raise SaveError("another part has failed")  # which has told its error
-            for n, payload, value in move_block(
-                ahead, {number: streams[slot.file].feed for number, slot in enumerate(move.slots)}
-            ):
+            entry = move.division.entry
+            feeds = {number: streams[file].feed for number, file in enumerate(move.files)}
+            for n, payload, value in move_block(ahead, feeds):
                 check_sum(payload, value)
-                payloads.was_read(move.entry, move.entry.chunks[n], value)
+                payloads.was_read(entry, entry.chunks[n], value)
                 if payload.crc32 is None and run.keeps_crcs:
                     crcs.append((move.key, n, value))
-            run.advance(move.payload_bytes)
+            run.advance(move.division.payload_bytes)
         for stream in streams.values():
             stream.close()
     run.target.journal.record(images.results, crcs)
@@ -360,7 +346,7 @@ def check_all(
     `CorruptCheckpointError`. `crcs`: of chunks of the source that have none stored, by the target's key and position.
     `advance` is called with payload bytes that have been compared.
     """
-    sources = {move.key: move.entry for part in plan.parts for move in part.moves}
+    sources = {move.key: move.division.entry for part in plan.parts for move in part.moves}
     divisions = []
     for key, source in sources.items():
         entry = target.tensors[key]
@@ -390,27 +376,21 @@ def check_all(
                 )
 
 
-class _Sum:
-    """The CRC-32 of what is fed."""
-
-    def __init__(self) -> None:
-        self.crc32 = 0
-
-    def feed(self, view: memoryview) -> None:
-        self.crc32 = crc32(view, self.crc32)
-
-
 def _check_block(division: Division, ahead: Ahead, expected: Callable[[str, int], int | None]) -> None:
     key = division.entry.fqn
-    sums = {number: _Sum() for number in division.block.targets}
-    for _, payload, value in move_block(ahead, {number: one.feed for number, one in sums.items()}):
+    sums = dict.fromkeys(division.block.targets, 0)
+
+    def feed(number: int, view: memoryview) -> None:
+        sums[number] = crc32(view, sums[number])
+
+    for _, payload, value in move_block(ahead, {number: partial(feed, number) for number in sums}):
         if payload.crc32 != value:
             raise _wrong(payload.where, payload.crc32, value)
-    for number, one in sums.items():
+    for number, value in sums.items():
         crc = expected(key, number)
-        if one.crc32 != (crc or 0):
+        if value != (crc or 0):
             at = list(division.targets[number].offsets)
-            raise _wrong(f"{key}: the source's chunk at {at}, put together from the target", crc, one.crc32)
+            raise _wrong(f"{key}: the source's chunk at {at}, put together from the target", crc, value)
 
 
 def _wrong(where: str, expected: int | None, got: int) -> ChecksumError:

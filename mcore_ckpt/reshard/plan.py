@@ -47,33 +47,25 @@ from mcore_ckpt.tools.regrid import SLAB_BYTES, Block, blocks
 _T = TypeVar("_T")
 
 
-class Slot(NamedTuple):
-    """A slice of a tensor in a file of the target, where it is the next payload."""
-
-    file: str
-    slice: Box
-
-
-class Move(NamedTuple):
-    """Chunks of a stored tensor, by position, and slots that get all of their elements, and no others.
-
-    `entry` is that of the payloads, `key` the target's.
-    """
+class Division(NamedTuple):
+    """A part of a tensor on its way: chunks of `entry` are read, and divided into `targets`, as `block` says."""
 
     entry: TensorEntry
-    key: str
-    sources: list[int]
-    slots: Sequence[Slot]
-
-    @property
-    def block(self) -> Block:
-        """This block with its slots by position."""
-        return Block(self.sources, list(range(len(self.slots))))
+    targets: Sequence[Box]
+    block: Block
 
     @property
     def payload_bytes(self) -> int:
-        """Length of all slots."""
-        return sum(math.prod(slot.slice.sizes) for slot in self.slots) * element_bytes(self.entry.dtype)
+        """Length of all targets of the block."""
+        return sum(math.prod(self.targets[n].sizes) for n in self.block.targets) * element_bytes(self.entry.dtype)
+
+
+class Move(NamedTuple):
+    """A division whose targets are the next payloads of these files; `key` is that of the tensor there."""
+
+    key: str
+    division: Division
+    files: Sequence[str]
 
 
 class TargetFile(Protocol):
@@ -103,14 +95,14 @@ class Part(NamedTuple):
     @property
     def payload_bytes(self) -> int:
         """Length of all payloads."""
-        return sum(move.payload_bytes for move in self.moves)
+        return sum(move.division.payload_bytes for move in self.moves)
 
 
 def all_in_one(entry: TensorEntry, key: str, file: str) -> list[Move]:
-    """A tensor that gets one slot for all of it; no move, if it is empty."""
+    """A tensor of which one file gets all; no move, if it is empty."""
     everything = Box((0,) * len(entry.shape), entry.shape)
     sources = [Box(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-    return [Move(entry, key, block.sources, (Slot(file, everything),)) for block in blocks(sources, [everything])]
+    return [Move(key, Division(entry, [everything], block), [file]) for block in blocks(sources, [everything])]
 
 
 def in_shares(items: Sequence[_T], size: Callable[[_T], int], count: int) -> tuple[tuple[_T, ...], ...]:
@@ -171,7 +163,7 @@ class TargetPlan:
 
 def refuse_other_fingerprints(plan: TargetPlan, source: CheckpointIndex, target: CheckpointIndex) -> None:
     """Raise `ChecksumError` for a tensor that is not what the source says it is."""
-    for key, stored in {move.key: move.entry.fqn for part in plan.parts for move in part.moves}.items():
+    for key, stored in {move.key: move.division.entry.fqn for part in plan.parts for move in part.moves}.items():
         known, found = source.fingerprints.get(stored), target.fingerprints.get(key)
         if known is not None and found is not None and known != found:
             raise ChecksumError(
@@ -233,28 +225,27 @@ class _Contents:
         """The name of a rank's file, or of one more for what does not come `again` in the order of the first."""
         return data_file_name(rank, self._number + self._parts * again)
 
-    def add(self, tensor: DividedTensor, target: int, file: str) -> Slot:
+    def add(self, tensor: DividedTensor, target: int, file: str) -> None:
         """Put a slice of a tensor behind what a file holds."""
         entry, box = tensor.entry, tensor.slices[target]
         nbytes = math.prod(box.sizes) * element_bytes(entry.dtype)
         own_shape = self._source.original_shape(entry.fqn)
         spec = TensorSpec(tensor.key, entry.dtype, entry.shape, box.offsets, box.sizes, nbytes, own_shape)
         self.specs.setdefault(file, []).append(spec)
-        return Slot(file, box)
 
     def move(self, tensor: DividedTensor, block: Block) -> Move:
         """Put the slices of a block where they come in order, slab by slab (`tools.regrid`)."""
         around = bounding([tensor.slices[target] for target in block.targets])
         is_one_slab = math.prod(around.sizes) * element_bytes(tensor.entry.dtype) <= SLAB_BYTES
         last: dict[str, Box] = {}
-        slots = []
-        for target in block.targets:
-            box, rank = tensor.slices[target], tensor.ranks[target]
-            files = (self.file_of(rank, again) for again in range(len(block.targets)))
-            file = next(name for name in files if name not in last or is_one_slab or _is_behind(box, last[name]))
-            last[file] = box
-            slots.append(self.add(tensor, target, file))
-        return Move(tensor.entry, tensor.key, block.sources, slots)
+        boxes, files = [tensor.slices[target] for target in block.targets], []
+        for target, box in zip(block.targets, boxes, strict=True):
+            names = (self.file_of(tensor.ranks[target], again) for again in range(len(boxes)))
+            files.append(next(name for name in names if name not in last or is_one_slab or _is_behind(box, last[name])))
+            last[files[-1]] = box
+            self.add(tensor, target, files[-1])
+        division = Division(tensor.entry, boxes, Block(block.sources, list(range(len(boxes)))))
+        return Move(tensor.key, division, files)
 
     def lay_out(self) -> Iterator[tuple[_DataFile, TableColumns]]:
         """The files."""
