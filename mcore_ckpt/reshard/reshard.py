@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,12 +122,10 @@ def reshard_checkpoint(
     given = locals()
     options = ReshardOptions(**{option.name: given[option.name] for option in fields(ReshardOptions)})
     places = places_of(source, target, same_format=True)
-    return convert(
-        lambda options: plan_reshard(places.source, options)[0], places, options, dry_run=dry_run, progress=progress
-    )
+    return convert(partial(plan_reshard, places.source), places, options, dry_run=dry_run, progress=progress)
 
 
-def plan_reshard(directory: Path, options: ReshardOptions) -> tuple[Conversion, ReshardPlan]:
+def plan_reshard(directory: Path, options: ReshardOptions) -> Conversion:
     """Decide everything; reads indexes and the common state, and a few elements if the optimizer's layout is changed.
 
     Raises as `reshard_checkpoint`.
@@ -172,7 +171,7 @@ def plan_reshard(directory: Path, options: ReshardOptions) -> tuple[Conversion, 
         ),
         carry=lambda target: _carry_sidecars(source, sidecars, target, None if converted is None else converted.common),
         carried=(*sidecars, COMMON_FILE, CONFIG_FILE),
-    ), plan
+    )
 
 
 def _target_layout(options: ReshardOptions, source: CheckpointIndex, common: Mapping[str, Any]) -> TargetLayout:
