@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import operator
 import threading
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -137,36 +137,28 @@ class _ChunksByLead:
 
     def __init__(self, base: CheckpointIndex) -> None:
         self._base = base
-        self._known: dict[str, tuple[int, dict[tuple[int, ...], list[StoredChunk]]]] = {}
-        self._rows: dict[str, dict[tuple[int, ...], tuple[list[int], list[StoredChunk]]]] = {}
+        self._known: dict[str, tuple[int, int, dict[tuple[int, ...], list[StoredChunk]]]] = {}
 
-    def along(self, key: str, cell: Box, start: int, stop: int) -> Iterable[StoredChunk]:
-        """Chunks in order with elements `[start, stop)` of the last axis, where `cell` is in the other axes."""
-        if key not in self._rows:
-            rows: dict[tuple[int, ...], list[StoredChunk]] = {}
-            for chunk in self._base.tensors[key].chunks:
-                rows.setdefault(chunk.offsets[:-1], []).append(chunk)
-            self._rows[key] = {}
-            for lead, chunks in rows.items():
-                chunks.sort(key=lambda chunk: chunk.offsets[-1])
-                self._rows[key][lead] = [chunk.offsets[-1] for chunk in chunks], chunks
-        starts, chunks = self._rows[key].get(cell.offsets[:-1], ([], []))
-        return chunks[max(0, bisect_right(starts, start) - 1) : bisect_left(starts, stop)]
-
-    def around(self, key: str, box: Box) -> Iterable[StoredChunk]:
+    def around(self, key: str, box: Box) -> list[StoredChunk]:
+        """Chunks in the order of their offsets: those that overlap a slice, and few others."""
         if key not in self._known:
-            entry = self._base.tensors[key]
-            lead = 0
-            while lead < len(entry.shape) and all(chunk.sizes[lead] == 1 for chunk in entry.chunks):
+            entry, lead = self._base.tensors[key], 0
+            while lead < len(entry.shape) - 1 and all(chunk.sizes[lead] == 1 for chunk in entry.chunks):
                 lead += 1
+            longest = max((chunk.sizes[lead] for chunk in entry.chunks if entry.shape), default=0)
             by_lead: dict[tuple[int, ...], list[StoredChunk]] = {}
-            for chunk in entry.chunks:
+            for chunk in sorted(entry.chunks):
                 by_lead.setdefault(chunk.offsets[:lead], []).append(chunk)
-            self._known[key] = lead, by_lead
-        lead, by_lead = self._known[key]
-        if all(size == 1 for size in box.sizes[:lead]):
-            return by_lead.get(box.offsets[:lead], [])
-        return [chunk for chunks in by_lead.values() for chunk in chunks]
+            self._known[key] = lead, longest, by_lead
+        lead, longest, by_lead = self._known[key]
+        if any(size != 1 for size in box.sizes[:lead]):
+            return [chunk for chunks in by_lead.values() for chunk in chunks]
+        found = by_lead.get(box.offsets[:lead], [])
+        if not box.sizes:
+            return found
+        start, begins = box.offsets[lead], lambda chunk: chunk.offsets[lead]
+        first = bisect_left(found, start - longest + 1, key=begins)
+        return found[first : bisect_left(found, start + box.sizes[lead], key=begins)]
 
 
 def _chunk_slices(base: CheckpointIndex, chunks_of: _ChunksByLead, part: Part) -> Iterable[tuple[Box, ChunkSlice]]:
@@ -200,7 +192,7 @@ def _flat_slices(
     entry: TensorEntry, chunks_of: _ChunksByLead, part: Part, cell: Box, first: int
 ) -> Iterable[tuple[Box, ChunkSlice]]:
     stop = first + math.prod(part.slice.sizes)
-    for chunk in chunks_of.along(entry.fqn, cell, first, stop):
+    for chunk in chunks_of.around(entry.fqn, Box((*cell.offsets[:-1], first), (*cell.sizes[:-1], stop - first))):
         start, end = chunk.offsets[-1], chunk.offsets[-1] + chunk.sizes[-1]
         low, high = max(first, start), min(stop, end)
         for box in flat_boxes(part.slice.sizes, low - first, high - first):
