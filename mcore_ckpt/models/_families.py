@@ -617,8 +617,7 @@ def _deepseek_config(family: Family, arguments: Mapping[str, Any]) -> dict[str, 
 
 def _v2_arguments(family: Family, config: Mapping[str, Any], model: Model) -> dict[str, Any]:
     has_groups = config.get("topk_method") == "group_limited_greedy"
-    groups = _groups(config, "DeepSeek-V2", 1) if has_groups else {}
-    return {**_deepseek_arguments(family, config, model), "moe_router_pre_softmax": True, **groups}
+    return {**_deepseek_arguments(family, config, model), **(_groups(config, "DeepSeek-V2", 1) if has_groups else {})}
 
 
 def _v2_config(family: Family, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -636,12 +635,11 @@ def _v3_arguments(family: Family, config: Mapping[str, Any], model: Model) -> di
             "divides sigmoids by their sum where several experts are chosen, and only there"
         )
     groups = _groups(config, "DeepSeek-V3", 2, n_group=1, topk_group=1)
-    return {**_deepseek_arguments(family, config, model), "moe_router_score_function": "sigmoid", **groups}
+    return {**_deepseek_arguments(family, config, model), **groups}
 
 
 def _v3_config(family: Family, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    found = _deepseek_config(family, arguments)
-    return {**found, "norm_topk_prob": count(arguments, "moe_router_topk") > 1}
+    return {**_deepseek_config(family, arguments), "norm_topk_prob": count(arguments, "moe_router_topk") > 1}
 
 
 def _latent_remarks(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -657,7 +655,9 @@ _DEEPSEEK_ALLOWED = {**SILU, "attention_bias": (False,), "mlp_bias": (False,)}
 _DEEPSEEK_CONSTANTS = {"qk_layernorm": True, "multi_latent_attention": True}
 _DEEPSEEK_TRAITS = "RMSNorm swiglu multi_latent_attention num_experts qk_layernorm moe_shared_expert_intermediate_size"
 
-DEEPSEEK_V2 = Family(
+_DEEPSEEK = functools.partial(Family, settings=_DEEPSEEK_SETTINGS, model_of=_deepseek_model, remarks=_latent_remarks)
+
+DEEPSEEK_V2 = _DEEPSEEK(
     name="deepseek-v2",
     architecture="DeepseekV2ForCausalLM",
     rows=_V2_ROWS,
@@ -673,16 +673,13 @@ DEEPSEEK_V2 = Family(
         "topk_method": "greedy",
     },
     allowed={**_DEEPSEEK_ALLOWED, "topk_method": ("greedy", "group_limited_greedy")},
-    constants=_DEEPSEEK_CONSTANTS,
+    constants={**_DEEPSEEK_CONSTANTS, "moe_router_pre_softmax": True},
     traits=f"{_DEEPSEEK_TRAITS} softmax",
-    settings=_DEEPSEEK_SETTINGS,
-    model_of=_deepseek_model,
     arguments_of=_v2_arguments,
     config_of=_v2_config,
-    remarks=_latent_remarks,
 )
 
-DEEPSEEK_V3 = Family(
+DEEPSEEK_V3 = _DEEPSEEK(
     name="deepseek-v3",
     architecture="DeepseekV3ForCausalLM",
     rows=_V3_ROWS,
@@ -700,13 +697,14 @@ DEEPSEEK_V3 = Family(
         "topk_group": 4,
     },
     allowed={**_DEEPSEEK_ALLOWED, "rope_interleave": (True,), "topk_method": ("noaux_tc",)},
-    constants={**_DEEPSEEK_CONSTANTS, "moe_router_enable_expert_bias": True},
+    constants={
+        **_DEEPSEEK_CONSTANTS,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+    },
     traits=f"{_DEEPSEEK_TRAITS} sigmoid",
-    settings=_DEEPSEEK_SETTINGS,
-    model_of=_deepseek_model,
     arguments_of=_v3_arguments,
     config_of=_v3_config,
-    remarks=_latent_remarks,
     # Layers behind the last one predict further tokens; transformers loads the model without them.
     derived=(r"^model\.layers\.{layers}\.",),
 )
@@ -714,21 +712,9 @@ DEEPSEEK_V3 = Family(
 
 # --- which family a model belongs to
 
-FAMILIES: tuple[Family, ...] = (
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    MIXTRAL,
-    QWEN2_MOE,
-    QWEN3_MOE,
-    GPT2,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    GEMMA,
-    GPT_OSS,
-    STARCODER2,
-)
+_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GEMMA, STARCODER2)
+_WITH_EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS)
+FAMILIES: tuple[Family, ...] = (*_DENSE, *_WITH_EXPERTS)
 """In the order in which arguments are compared with them."""
 
 _TRAITS = (
