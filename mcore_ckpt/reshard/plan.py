@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mcore_ckpt.core.boxes import Box, bounding
 from mcore_ckpt.core.console import counted
@@ -68,22 +68,28 @@ class Move(NamedTuple):
     files: Sequence[str]
 
 
-class TargetFile(Protocol):
-    """A file of the target, laid out."""
+class TargetFile(NamedTuple):
+    """A file of the target, laid out: its name there, and where its payloads are. Around them stand `runs`, which are
+    known beforehand; or, in the file of an imaginary rank, frames, `objects` of the source and a footer.
+    """
 
-    @property
-    def name(self) -> str:
-        """In the target's directory."""
+    name: str
+    image: FileImage
+    runs: Sequence[bytes] = ()
+    layout: BucketLayout | None = None
+    objects: tuple[ObjectEntry, ...] = ()
 
-    @property
-    def image(self) -> FileImage:
-        """Where its payloads are."""
-
-    def prepare(self, payloads: StoredPayloads, save_id: bytes, /) -> tuple[PlannedFile, Callable[[int], bytes]]:
+    def prepare(self, payloads: StoredPayloads, save_id: bytes) -> tuple[PlannedFile, Callable[[int], bytes]]:
         """The file for its writer, and what stands around its payloads (see `ImageStream`). Raises `LoadError`."""
+        if self.layout is None:
+            return PlannedFile(self.name, self.image), self.runs.__getitem__
+        objects = [memoryview(payloads.object_bytes(entry)) for entry in self.objects]
+        bucket = fill_bucket(self.layout, self.name, save_id, objects)
+        return bucket.file, bucket.around
 
     def identity(self) -> bytes:
         """Tells from others of this name what stands around its payloads."""
+        return b"".join((f"{self.name} {self.objects}\n".encode("utf-8", "surrogatepass"), *self.runs))
 
 
 class Part(NamedTuple):
@@ -190,29 +196,6 @@ class DividedTensor(NamedTuple):
     partition: Partition = Partition(None)
 
 
-class _DataFile(NamedTuple):
-    """A file of an imaginary rank."""
-
-    layout: BucketLayout
-    objects: tuple[ObjectEntry, ...]  # in the source
-
-    @property
-    def name(self) -> str:
-        return self.layout.file_name
-
-    @property
-    def image(self) -> FileImage:
-        return self.layout.image
-
-    def prepare(self, payloads: StoredPayloads, save_id: bytes) -> tuple[PlannedFile, Callable[[int], bytes]]:
-        objects = [memoryview(payloads.object_bytes(entry)) for entry in self.objects]
-        bucket = fill_bucket(self.layout, self.name, save_id, objects)
-        return bucket.file, bucket.around
-
-    def identity(self) -> bytes:
-        return f"{self.name} {self.objects}\n".encode("utf-8", "surrogatepass")
-
-
 class _Contents:
     """Tensors and objects of the files of one part of the work, as they are planned."""
 
@@ -247,14 +230,14 @@ class _Contents:
         division = Division(tensor.entry, boxes, Block(block.sources, list(range(len(boxes)))))
         return Move(tensor.key, division, files)
 
-    def lay_out(self) -> Iterator[tuple[_DataFile, TableColumns]]:
+    def lay_out(self) -> Iterator[tuple[TargetFile, TableColumns]]:
         """The files."""
         for name in sorted(self.specs.keys() | self.objects.keys()):
             objects = self.objects.get(name, ())
             layout, columns = lay_out_file(
                 name, self.specs.get(name, ()), [one.fqn for one in objects], [one.item.length for one in objects]
             )
-            yield _DataFile(layout, tuple(objects)), columns
+            yield TargetFile(name, layout.image, layout=layout, objects=tuple(objects)), columns
 
 
 def _is_behind(box: Box, other: Box) -> bool:
@@ -311,7 +294,7 @@ def _cost(one: tuple[DividedTensor, Block]) -> int:
 
 
 def _index_of(
-    source: CheckpointIndex, tensors: Iterable[DividedTensor], files: Sequence[tuple[_DataFile, TableColumns]]
+    source: CheckpointIndex, tensors: Iterable[DividedTensor], files: Sequence[tuple[TargetFile, TableColumns]]
 ) -> tuple[CheckpointIndex, array[int]]:
     """The index of the target, and the order of its chunks."""
     plan = LocalPlan.of((file.name, file.image.size_bytes, columns) for file, columns in files)

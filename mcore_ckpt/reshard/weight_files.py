@@ -17,7 +17,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import pickle
 from argparse import Namespace
 from array import array
@@ -34,9 +33,8 @@ from mcore_ckpt.format.safe_pickle import MEGATRON_CLASSES
 from mcore_ckpt.format.state_file import StateRecord, read_state_file
 from mcore_ckpt.format.tensor_pickle import DTYPES, FileTensor, contiguous_strides, dtype_entry
 from mcore_ckpt.format.unpickler import Opaque
-from mcore_ckpt.image.layout import FileImage, PlannedFile
-from mcore_ckpt.reshard.plan import Part, TargetPlan, all_in_one
-from mcore_ckpt.tools.payloads import StoredPayloads
+from mcore_ckpt.image.layout import FileImage
+from mcore_ckpt.reshard.plan import Part, TargetFile, TargetPlan, all_in_one
 from mcore_ckpt.tools.regrid import as_numbers
 
 METADATA_KEY: Final = "__metadata__"
@@ -121,20 +119,6 @@ def weight_map(shards: Mapping[str, Sequence[Exported]]) -> bytes:
     return json.dumps(document, indent=2).encode() + b"\n"
 
 
-class _WeightFile(NamedTuple):
-    """A file of others, with what stands around its payloads."""
-
-    name: str
-    image: FileImage
-    runs: Sequence[bytes]
-
-    def prepare(self, payloads: StoredPayloads, save_id: bytes) -> tuple[PlannedFile, Callable[[int], bytes]]:
-        return PlannedFile(self.name, self.image), self.runs.__getitem__
-
-    def identity(self) -> bytes:
-        return b"".join((os.fsencode(self.name), *self.runs))
-
-
 def plan_safetensors(tensors: Sequence[Exported], most_bytes: int) -> TargetPlan:
     """Where each tensor goes; no file has more than `most_bytes`, unless one tensor is larger."""
     shards = shard_names(tensors, most_bytes, "model", "safetensors")
@@ -145,7 +129,7 @@ def plan_safetensors(tensors: Sequence[Exported], most_bytes: int) -> TargetPlan
         lengths = array("q", [tensor.nbytes for tensor in shard])
         image = FileImage(len(header) + sum(lengths), array("q", starts.values()), lengths, array("q"))
         moves = [move for tensor in shard for move in all_in_one(tensor.entry, tensor.name, file)]
-        parts.append(Part([_WeightFile(file, image, [header, *[b""] * len(shard)])], moves))
+        parts.append(Part([TargetFile(file, image, [header, *[b""] * len(shard)])], moves))
     return _plan_of(parts, shards, "model.safetensors.index.json")
 
 
@@ -320,7 +304,7 @@ def taken_over(value: Any, read: Callable[[int, int], bytes], where: str, record
     return take(value)
 
 
-def _lay_out_state(name: str, state: Any) -> tuple[_WeightFile, list[SavedTensor]]:
+def _lay_out_state(name: str, state: Any) -> tuple[TargetFile, list[SavedTensor]]:
     """The file of a state dict, and its tensors whose elements are not in memory, in the order of their payloads."""
     pickled, tensors = pickle_state(state)
     layout = ArchiveLayout(pickled, [tensor.nbytes for tensor in tensors])
@@ -342,7 +326,7 @@ def _lay_out_state(name: str, state: Any) -> tuple[_WeightFile, list[SavedTensor
             run = bytearray()
         run += frame.tail_with(crcs[-1])
     runs.append(bytes(run + layout.end(crcs)))
-    return _WeightFile(name, FileImage(layout.size_bytes, *columns), runs), fed
+    return TargetFile(name, FileImage(layout.size_bytes, *columns), runs), fed
 
 
 def plan_torch_files(tensors: Sequence[Exported], most_bytes: int) -> TargetPlan:
