@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-from mcore_ckpt.core.boxes import Box, relative, runs
+from mcore_ckpt.core.boxes import Box, bounding, intersect, relative, runs
 from mcore_ckpt.core.console import Progress
 from mcore_ckpt.core.crc import crc32
 from mcore_ckpt.core.errors import CheckpointNotFoundError, ChecksumError, CorruptCheckpointError, LoadError, SaveError
@@ -55,7 +55,7 @@ from mcore_ckpt.storage import direct_io
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES, RangeReader, RangeWriter, align_up
 from mcore_ckpt.storage.resolve import storage_at
 from mcore_ckpt.tools.payloads import MADE_HERE, StoredPayload, StoredPayloads, check_sum
-from mcore_ckpt.tools.regrid import SLAB_BYTES, assembled, blocks, slabs_of
+from mcore_ckpt.tools.regrid import SLAB_BYTES, assembled, blocks, slabs
 from mcore_ckpt.tools.runs import Places
 
 _READS: Final = 2
@@ -103,12 +103,15 @@ def _steps(payloads: StoredPayloads, divisions: Iterable[Division]) -> Iterator[
         sources = {n: Box(entry.chunks[n].offsets, entry.chunks[n].sizes) for n in block.sources}
         elem_bytes = element_bytes(entry.dtype)
         located = {n: payloads.locate(entry, entry.chunks[n]) for n in block.sources}
-        for slab in slabs_of(block, sources, targets, elem_bytes):
+        found = list(slabs(bounding([targets[n] for n in block.targets]), elem_bytes))
+        for number, slab in enumerate(found, 1):
             reads = []
-            for n, part in slab.sources:
-                first = runs(sources[n].sizes, relative(part, sources[n].offsets), elem_bytes).first_byte
-                reads.append(Read(n, part, located[n], first, math.prod(part.sizes) * elem_bytes))
-            yield Step(reads, slab.targets, located, elem_bytes, slab.is_last)
+            for n, source in sources.items():
+                if (part := intersect(source, slab)) is not None:
+                    first = runs(source.sizes, relative(part, source.offsets), elem_bytes).first_byte
+                    reads.append(Read(n, part, located[n], first, math.prod(part.sizes) * elem_bytes))
+            own = [(n, part) for n in block.targets if (part := intersect(targets[n], slab)) is not None]
+            yield Step(reads, own, located, elem_bytes, number == len(found))
 
 
 def _batches(steps: Iterable[Step]) -> Iterator[list[Step]]:

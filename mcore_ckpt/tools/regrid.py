@@ -12,13 +12,13 @@ numpy floats, and back; numpy has no bfloat16 and no 8-bit floats. Conversions r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mcore_ckpt.core.boxes import Box, bounding, intersect, relative
+from mcore_ckpt.core.boxes import Box, intersect, relative
 from mcore_ckpt.core.errors import OptionError
 from mcore_ckpt.format.tensor_pickle import DTYPES
 
@@ -182,25 +182,6 @@ def slabs(box: Box, elem_bytes: int, slab_bytes: int = SLAB_BYTES) -> Iterator[B
                 (*lead, box.offsets[cut] + start, *box.offsets[cut + 1 :]),
                 (*(1,) * cut, count, *box.sizes[cut + 1 :]),
             )
-
-
-class Slab(NamedTuple):
-    """A part of a block: what sources and targets have of it, each with its position."""
-
-    sources: list[tuple[int, Box]]
-    targets: list[tuple[int, Box]]
-    is_last: bool  # of its block
-
-
-def slabs_of(block: Block, sources: Mapping[int, Box], targets: Sequence[Box], elem_bytes: int) -> Iterator[Slab]:
-    """A block in parts of at most `SLAB_BYTES`, in C order."""
-    found = list(slabs(bounding([targets[n] for n in block.targets]), elem_bytes))
-    for number, slab in enumerate(found, 1):
-        yield Slab(
-            [(n, part) for n in block.sources if (part := intersect(sources[n], slab)) is not None],
-            [(n, part) for n in block.targets if (part := intersect(targets[n], slab)) is not None],
-            number == len(found),
-        )
 
 
 def assembled(part: Box, elem_bytes: int, read: Iterable[tuple[Box, memoryview]]) -> memoryview:
