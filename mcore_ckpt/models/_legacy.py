@@ -78,10 +78,6 @@ class Arguments:
             )
         return value
 
-    def flag(self, name: str) -> bool:
-        """Whether an argument is there and set."""
-        return bool(self.values.get(name))
-
     @property
     def layout(self) -> TargetLayout:
         """The parallel sizes of the job that had them."""
@@ -386,7 +382,7 @@ def _read_model(model: _Model) -> None:
         raise CorruptCheckpointError(f"{arguments.where}: {experts} experts do not divide among expert ranks")
     keys = [key for rank in model.ranks for _, state in _chunks(rank) for key in state]
     stacking = Stacking(layers, experts, stacks_layers(arguments.values), local_norms(keys, arguments.values))
-    tied = not arguments.flag("untie_embeddings_and_output_weights")
+    tied = not arguments.values.get("untie_embeddings_and_output_weights")
     for rank in model.ranks:
         for chunk, state in _chunks(rank):
             first_layer, first_expert = first_layers[chunk, rank.pp], rank.ep * local_experts

@@ -1,7 +1,7 @@
 """The front door: checkpoints to the formats of others, and from them.
 
 Each kind of source or target is thought through to a `Conversion` by a module of its own: those with knowledge of
-models (`_huggingface`, `_megatron_fsdp`, `_legacy_import`), and here conversions of tensors under their keys:
+models (`_huggingface`, `_megatron_fsdp`, `_legacy`), and here conversions of tensors under their keys:
 safetensors, torch files, plain DCP checkpoints.
 """
 

@@ -109,11 +109,6 @@ def prefix_of(keys: Iterable[str]) -> str | None:
     return min((key.removesuffix(EMBEDDING) for key in keys if key.endswith(EMBEDDING)), key=len, default=None)
 
 
-def holds_several(name: str) -> bool:
-    """Whether a rank has in such a parameter its parts of several tensors, each divided by itself."""
-    return _SEVERAL.search(name) is not None
-
-
 def pattern_of(name: str) -> str:
     """A name with `*` for the numbers of layers and experts, for showing."""
     name = re.sub(r"\.(layers|local_experts)\.\d+\.", r".\1.*.", name)
@@ -162,7 +157,7 @@ class Stacking:
         if layer.before != "decoder.layers." or layer.number is None:
             raise _unknown(name, "layers other than those of a decoder (`decoder.layers.N`)")
         number, rest = first_layer + layer.number, layer.rest
-        if holds_several(rest):
+        if _SEVERAL.search(rest):
             raise _unknown(name, "layers of Mamba and of linear attention")
         for local, fused in _LOCAL_NORMS if self.local_norms else ():
             if rest.startswith(local):
