@@ -249,7 +249,8 @@ def products(crcs: _Words, factors: _Words) -> _Words:
     """Each CRC-32 times its factor (`core.crc.shift_factor`), which is 1 of most."""
     result = crcs.copy()
     others = np.flatnonzero(factors != _ONE)
-    result[others] = _products(crcs[others], factors[others])
+    if len(others):
+        result[others] = _products(crcs[others], factors[others])
     return result
 
 

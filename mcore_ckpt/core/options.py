@@ -98,8 +98,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     """The path of a file or directory, as given. Raises `OptionError` if it is empty, holds a NUL, names an object
     store, or is a URL.
     """
-    text = _text(path)
-    scheme = _scheme(text)
+    text, scheme = _named(path)
     if not text:
         raise OptionError("the path is empty; `.` names the working directory")
     if "\0" in text:
@@ -130,8 +129,7 @@ def store_url(path: str | os.PathLike[str]) -> str | None:
     """The URL of a directory in an object store that is supported; None for all else. Raises `OptionError` if it names
     no bucket, or holds a control character.
     """
-    text = _text(path)
-    scheme = _scheme(text)
+    text, scheme = _named(path)
     if scheme not in STORE_SCHEMES:
         return None
     rest = text[len(scheme) + 1 :]
@@ -144,10 +142,15 @@ def store_url(path: str | os.PathLike[str]) -> str | None:
     return f"{scheme}://{rest.lstrip('/')}"
 
 
-def _text(path: Any) -> str:
-    # Path-like objects of storage clients say in words what they name; what `__fspath__` gives may be a copy of it.
-    said = str(path)
-    return said if _scheme(said) is not None else os.fsdecode(path)
+def _named(path: Any) -> tuple[str, str | None]:
+    """What a path names, as text, and the scheme of a URL. Path-like objects of storage clients say in words what they
+    name; what `__fspath__` gives may be a copy of it.
+    """
+    text = str(path)
+    if (scheme := _scheme(text)) is None:
+        text = os.fsdecode(path)
+        scheme = _scheme(text)
+    return text, scheme
 
 
 def _scheme(text: str) -> str | None:

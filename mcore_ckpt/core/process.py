@@ -263,16 +263,14 @@ SLICES: Final = 8
 """A deadline is waited for in so many slices: what a suspended process has slept through counts as one of them."""
 
 
+@dataclass(slots=True, eq=False)
 class Task(Generic[T]):
     """A task of a `Crew`; ask `Crew.result` for its value. `done`: it has ended well."""
 
-    __slots__ = ("done", "release", "value", "work")
-
-    def __init__(self, work: Callable[[], T], release: Callable[[], object] | None) -> None:
-        self.work = work
-        self.release = release
-        self.done = False
-        self.value: T | None = None
+    work: Callable[[], T]
+    release: Callable[[], object] | None
+    done: bool = False
+    value: T | None = None
 
 
 class Crew:
@@ -371,10 +369,6 @@ class Crew:
         self.wait_for(lambda: task.done)
         return task.value  # type: ignore[return-value]
 
-    def drain(self) -> None:
-        """Wait until all tasks have ended. Raises the first error of any task."""
-        self.wait_for(lambda: not self._unfinished)
-
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
         self._drop_waiting()
@@ -416,7 +410,7 @@ class Crew:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if error is None:
-                self.drain()
+                self.wait_for(lambda: not self._unfinished)
         except BaseException as caught:
             error = caught
             raise

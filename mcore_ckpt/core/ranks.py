@@ -84,22 +84,22 @@ _alike: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("_alike", default=(
 
 
 class RankGroup:
-    """The ranks that save or load together: `rank` is this one's number, `size` how many; a group of one never
-    communicates.
+    """The ranks that save or load together: `rank` is this one's number, `size` how many, and `is_coordinator` says
+    whether this is the one rank that plans and publishes for all. A group of one never communicates.
     """
 
-    __slots__ = ("_group", "rank", "size")
+    __slots__ = ("_group", "_reach", "is_coordinator", "rank", "size")
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         """Wrap a gloo group; None is a world of one, for which `torch.distributed` need not be initialized."""
         self._group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
-
-    @property
-    def is_coordinator(self) -> bool:
-        """Whether this is the one rank that plans and publishes for all."""
-        return self.rank == 0
+        self.is_coordinator = self.rank == 0
+        # In the tree this rank's parent is so far before it, and its children are half, a quarter, ... behind it.
+        self._reach = 1
+        while self._reach < self.size and self.rank % (2 * self._reach) == 0:
+            self._reach *= 2
 
     def run(self, what: str, fn: Callable[[], T], *, wrap: type[CheckpointError], name: str | None = None) -> list[T]:
         """Call `fn` on every rank and give every rank the values of all.
@@ -138,7 +138,7 @@ class RankGroup:
         """
         value, error = _attempt(fn)
         with self._contact(what, wrap, error):
-            tag = _tag(what if name is None else name)
+            tag = (what if name is None else name, _alike.get())
             merged, failed = self._up(tag, value, error, merge)
             if self.is_coordinator and not failed:
                 concluded, error = _attempt(partial(conclude, merged))
@@ -162,7 +162,7 @@ class RankGroup:
         # For each long part: (first rank that holds it, its index in that rank's list).
         first = {part: (self.rank, n) for n, part in reversed(list(enumerate(told))) if isinstance(part, _Long)}
         with self._contact(what, wrap, error):
-            tag = _tag(what)
+            tag = (what, _alike.get())
             merged, failed = self._up(tag, None if error else ({self.rank: told}, first), error, _both_told)
             by_rank, first = merged if merged is not None else ({}, first)
             senders = self._down(tag, what, wrap, frozenset(first.values()), error, failed)
@@ -171,7 +171,7 @@ class RankGroup:
                 self._send_bytes(0, b"".join(mine))
             if not self.is_coordinator:
                 return None
-            received = self._receive_long(first)
+            received = self._receive_long(first) if first else {}
         return [
             [received[part] if isinstance(part, _Long) else part for part in by_rank[rank]] for rank in range(self.size)
         ]
@@ -180,7 +180,7 @@ class RankGroup:
         """Call `fn` on the coordinator alone and give every rank its value, or its exception as `run` does."""
         value, error = _attempt(fn) if self.is_coordinator else (None, None)
         with self._contact(what, wrap, error):
-            return self._down(_tag(what), what, wrap, value, error)
+            return self._down((what, _alike.get()), what, wrap, value, error)
 
     def scatter(self, what: str, fn: Callable[[], Sequence[T]], *, wrap: type[CheckpointError]) -> T:
         """Call `fn` on the coordinator alone, and give each rank one of the values that it returns, in the order of the
@@ -188,7 +188,7 @@ class RankGroup:
         """
         values, error = _attempt(fn) if self.is_coordinator else (None, None)
         with self._contact(what, wrap, error):
-            self._down(_tag(what), what, wrap, None, error)
+            self._down((what, _alike.get()), what, wrap, None, error)
             return self._apart(list(values or ()))
 
     def maximum(self, what: str, values: Sequence[int], *, wrap: type[CheckpointError]) -> list[int]:
@@ -218,7 +218,7 @@ class RankGroup:
         """
         failed: _Failed = {} if error is None else {self.rank: _failure(error)}
         step = 1
-        while step < self.size and self.rank % (2 * step) == 0:
+        while step < self._reach:
             if self.rank + step < self.size:
                 their_tag, theirs, others = pickle.loads(self._receive(self.rank + step)[1])
                 differs = None if tag is None or their_tag is None else _difference(their_tag, tag, self.rank)
@@ -230,7 +230,7 @@ class RankGroup:
                 value = theirs if value is None else value if theirs is None else merge(value, theirs)
             step *= 2
         if not self.is_coordinator:
-            self._send(self.rank - step, pickle.dumps((tag, value, failed)))
+            self._send(self.rank - self._reach, pickle.dumps((tag, value, failed)))
         return value, failed
 
     def _down(
@@ -242,7 +242,9 @@ class RankGroup:
         error: BaseException | None,
         failed: _Failed | None = None,
     ) -> T:
-        """The coordinator's value on all ranks; or the same exception, if it or any rank that it knows of failed."""
+        """The value of the coordinator on all ranks, down the tree of `_up`; or the same exception, if any rank has
+        failed of which it knows.
+        """
         if self.is_coordinator and error is not None and not failed:
             failed = {0: _failure(error)}
         outcome = _OK
@@ -250,8 +252,13 @@ class RankGroup:
             everywhere = len(failed) == self.size and all(failure.everywhere for failure in failed.values())
             outcome = _FAILED_EVERYWHERE if everywhere else _FAILED
         answer = pickle.dumps(failed if outcome else value) if self.is_coordinator else b""
-        number = 0 if tag is None else zlib.crc32(tag[0].encode())
-        outcome, answer, their_number = self._broadcast(outcome, answer, number)
+        number = their_number = 0 if tag is None else zlib.crc32(tag[0].encode())
+        if not self.is_coordinator:
+            outcome, answer, their_number = self._receive(self.rank - self._reach)
+        step = self._reach
+        while (step := step // 2) > 0:
+            if self.rank + step < self.size:
+                self._send(self.rank + step, answer, outcome, their_number)
         if outcome == _FAILED_EVERYWHERE and error is not None:
             raise error  # every rank has this one already, from a step inside this step
         if outcome:
@@ -265,7 +272,7 @@ class RankGroup:
 
     def _apart(self, values: list[T]) -> T:
         """The coordinator's values, to each rank its own: down the tree of `_up`, with those of ranks further down."""
-        step = self._place()
+        step = self._reach
         if not self.is_coordinator:
             values = pickle.loads(self._receive(self.rank - step)[1])
         while (step := step // 2) > 0:
@@ -363,23 +370,6 @@ class RankGroup:
             for part in parts:
                 received[part], content = content[: part.length].tobytes(), content[part.length :]
         return received
-
-    def _broadcast(self, outcome: int, payload: bytes, number: int) -> tuple[int, bytes, int]:
-        """The coordinator's outcome, payload and number of the exchange, on all ranks: down the tree of `_up`."""
-        step = self._place()
-        if not self.is_coordinator:
-            outcome, payload, number = self._receive(self.rank - step)
-        while (step := step // 2) > 0:
-            if self.rank + step < self.size:
-                self._send(self.rank + step, payload, outcome, number)
-        return outcome, payload, number
-
-    def _place(self) -> int:
-        """In the tree this rank's parent is so far before it, and its children are half, a quarter, ... behind it."""
-        step = 1
-        while step < self.size and self.rank % (2 * step) == 0:
-            step *= 2
-        return step
 
     def _global_rank(self, rank: int) -> int:
         assert self._group is not None
@@ -499,10 +489,6 @@ def _gloo_group_like(wanted: dist.ProcessGroup, world: dist.ProcessGroup) -> dis
 
 # What an exchange is, and the settings that it carries.
 _Tag = tuple[str, tuple[tuple[str, str], ...]]
-
-
-def _tag(name: str) -> _Tag:
-    return name, _alike.get()
 
 
 def _difference(theirs: _Tag, own: _Tag, rank: int) -> Exception | None:

@@ -284,8 +284,10 @@ class Commit:
     def __init__(self, storage: Storage, owner: Owner, base: Identity | None, common: bytes | None = None) -> None:
         self.storage = storage
         self.owner = owner  # this process, with the save's id
+        self.id = owner.save  # of the save, as the names of its files show it
         self.base = base  # which `.metadata` there was; None: none
         self.common = common  # the new common state, if `prepare` is to write it
+        self._note = note_name(owner.save)
         self.pending = pending_name(owner.save)  # under which the new common state waits for the commit
         self.is_undecided = False  # `publish` has failed, and it may come into force all the same
         self.published: FileVersion | None = None  # in a store, the `.metadata` that it has put in force
@@ -314,15 +316,6 @@ class Commit:
             commit.give_up()
             raise
         return commit
-
-    @property
-    def id(self) -> str:
-        """Id of the save, as the names of its files show it."""
-        return self.owner.save
-
-    @property
-    def _note(self) -> str:
-        return note_name(self.id)
 
     def check(self) -> None:
         """Raise `SaveError` if it has lost already: another save has been published since it began."""
@@ -440,7 +433,7 @@ class Commit:
         try:
             if not storage.overwrite(self._note, metadata):
                 raise self._lost()
-            self._own = _identity(storage, self._note)
+            self._own = identity_in_force(storage, self._note)
             storage.sync(parents=self.base is None)  # (the directory may be new)
             listed = self._listed()
             claim = self._claim()
@@ -572,12 +565,8 @@ def _place_waiting(storage: Storage, base: Identity) -> None:
         storage.delete(pending_name(save))
 
 
-def identity_in_force(storage: Storage) -> Identity | None:
-    """Which `.metadata` a directory holds; None if none."""
-    return _identity(storage, METADATA_FILE)
-
-
-def _identity(storage: Storage, name: str) -> Identity | None:
+def identity_in_force(storage: Storage, name: str = METADATA_FILE) -> Identity | None:
+    """Which `.metadata` a directory holds, or which one a note of this `name` is going to be; None if none."""
     try:
         with storage.open_reader(name, direct="off") as reader:
             return identity_of(reader)
@@ -605,7 +594,7 @@ def _end_of_claims(
                 f"{storage.path(name)}: is a link to {noted!r}, expected a save's note ({NOTE}ID); delete it"
             )
         save = noted.removeprefix(NOTE)
-        claimant = _identity(storage, noted)
+        claimant = identity_in_force(storage, noted)
         if claimant is not None:
             _check_complete(storage, noted, name)
             return None, (save, claimant)

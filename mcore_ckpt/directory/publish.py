@@ -39,7 +39,6 @@ from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import in_parallel, run_concurrently
 from mcore_ckpt.directory.commit import Commit
 from mcore_ckpt.directory.in_force import common_file_in_force, index_files, with_common_files
-from mcore_ckpt.format.index import CheckpointIndex
 from mcore_ckpt.format.integrity import SAVE_ID_BYTES, ManifestFile, split_metadata, with_manifest
 from mcore_ckpt.format.metadata_read import (
     COMMON_FILE,
@@ -85,7 +84,7 @@ def open_target(storage: Storage, options: SaveOptions) -> Target:
     """Begin a save into a directory; the coordinator calls this once. Raises `CheckpointExistsError`, or `SaveError` if
     another save is at work there or it cannot be written.
     """
-    target = take_reserved(storage) or _begun(storage)
+    target = _reserved.pop(storage.location, None) or _begun(storage)
     target.commit.storage = storage  # with the deadlines of this save
     if target.commit.base is not None and options.on_existing == "error":
         target.commit.give_up()
@@ -110,14 +109,9 @@ def reserve(storage: Storage, common: bytes | None = None) -> Target:
     return target
 
 
-def take_reserved(storage: Storage) -> Target | None:
-    """What `reserve` has begun, once; None if nothing is."""
-    return _reserved.pop(storage.location, None)
-
-
 def give_back(storage: Storage) -> None:
     """The save that has begun does not come; nothing of it stays."""
-    target = take_reserved(storage)
+    target = _reserved.pop(storage.location, None)
     if target is not None:
         target.commit.give_up()
 
@@ -214,7 +208,7 @@ def settle(storage: Storage, config: bytes | None = None) -> None:
     """The checkpoint that the directory was reserved for has been saved by other means than `open_target`: its common
     state takes its place, and `metadata.json` gets `config` if given.
     """
-    target = take_reserved(storage)
+    target = _reserved.pop(storage.location, None)
     if target is not None:
         try:
             if target.commit.common is not None:
@@ -298,22 +292,19 @@ def remove_tensors(path: Path, key_prefix: str) -> list[str]:
     storage = storage_at(path)
     commit = Commit.begin(storage)
     try:
-        return _remove_keys(storage, commit, read_index(path), key_prefix)
+        index = read_index(path)
+        tensors = {key: entry for key, entry in index.tensors.items() if not key.startswith(key_prefix)}
+        objects = {key: entry for key, entry in index.objects.items() if not key.startswith(key_prefix)}
+        if not key_prefix or len(tensors) + len(objects) == len(index.tensors) + len(index.objects):
+            _logger.warning("%s: no key begins with %r, nothing is removed", storage, key_prefix)
+            return []
+        planner_data = index.planner_data
+        if isinstance(planner_data, dict):
+            planner_data = {key: value for key, value in planner_data.items() if not str(key).startswith(key_prefix)}
+        kept = replace(index, tensors=tensors, objects=objects, planner_data=planner_data)
+        kept = kept.with_fingerprints(index.fingerprints)
+        needed = index_files(kept)
+        commit.publish(encode_metadata(kept), needed=needed)
+        return sorted(index_files(index) - needed)
     finally:
         commit.give_up()
-
-
-def _remove_keys(storage: Storage, commit: Commit, index: CheckpointIndex, key_prefix: str) -> list[str]:
-    tensors = {key: entry for key, entry in index.tensors.items() if not key.startswith(key_prefix)}
-    objects = {key: entry for key, entry in index.objects.items() if not key.startswith(key_prefix)}
-    if not key_prefix or len(tensors) + len(objects) == len(index.tensors) + len(index.objects):
-        _logger.warning("%s: no key begins with %r, nothing is removed", storage, key_prefix)
-        return []
-    planner_data = index.planner_data
-    if isinstance(planner_data, dict):
-        planner_data = {key: value for key, value in planner_data.items() if not str(key).startswith(key_prefix)}
-    kept = replace(index, tensors=tensors, objects=objects, planner_data=planner_data)
-    kept = kept.with_fingerprints(index.fingerprints)
-    needed = index_files(kept)
-    commit.publish(encode_metadata(kept), needed=needed)
-    return sorted(index_files(index) - needed)

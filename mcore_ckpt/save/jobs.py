@@ -47,7 +47,6 @@ from mcore_ckpt.core.errors import (
 from mcore_ckpt.core.process import (
     SLICES,
     Crew,
-    Outcome,
     Sentinel,
     exit_text,
     is_running,
@@ -103,11 +102,6 @@ class Job:
         self.done = True
         self.value = value
         self.error = error
-
-    @classmethod
-    def ended(cls, what: str, outcome: Outcome[Any]) -> Job:
-        """A job that has come to this."""
-        return cls(what, None if outcome.error else outcome.value(), outcome.error)
 
     def poll(self) -> bool:
         """Whether the job has ended, well or not. Returns at once."""
@@ -367,7 +361,7 @@ class SupervisedChild(ABC):
                     self._process.kill()
             if ended or not connected:
                 self._end(self._death)
-            else:
+            elif any(job.deadline_s is not None for job in self._jobs.values()):
                 self._check_deadlines()
 
     def wait_for_news(self, timeout_s: float) -> None:

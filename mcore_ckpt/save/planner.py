@@ -16,6 +16,7 @@ so no rank waits in another exchange than the others. What has moved from one ra
 from __future__ import annotations
 
 import hashlib
+import heapq
 import io
 import math
 import pickle
@@ -32,14 +33,15 @@ from mcore_ckpt.core.errors import OptionError, PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import Outcome
 from mcore_ckpt.core.ranks import RankGroup
-from mcore_ckpt.format.index import COMMON_STATE_KEY, is_extra_state
+from mcore_ckpt.format.index import COMMON_STATE_KEY, ObjectEntry, StoredItem, file_name_problem, is_extra_state
+from mcore_ckpt.format.integrity import data_file_name, with_id
 from mcore_ckpt.format.metadata_write import MetadataEncoder
 from mcore_ckpt.format.safe_pickle import warn_of_refused
 from mcore_ckpt.format.versions import with_members
-from mcore_ckpt.image.layout import TensorSpec
+from mcore_ckpt.image.layout import BucketLayout, TensorSpec, WriteBucket, fill_bucket, lay_out_file, objects_end
 from mcore_ckpt.image.manifest import GlobalPlan
 from mcore_ckpt.state.plan_check import Accesses, check_saves
-from mcore_ckpt.state.plans import decoded_plans
+from mcore_ckpt.state.plans import LocalPlan, decoded_plans
 from mcore_ckpt.state.shards import StoredForm, main_replicas, noted_shapes, record_members, stored_form
 from mcore_ckpt.state.torch_classes import (
     PLAIN,
@@ -51,14 +53,6 @@ from mcore_ckpt.state.torch_classes import (
 if TYPE_CHECKING:
     from mcore_ckpt.save.replicas import ReplicaCheck
 
-
-import heapq
-from typing import TYPE_CHECKING
-
-from mcore_ckpt.format.index import ObjectEntry, StoredItem, file_name_problem
-from mcore_ckpt.format.integrity import data_file_name, with_id
-from mcore_ckpt.image.layout import BucketLayout, WriteBucket, fill_bucket, lay_out_file, objects_end
-from mcore_ckpt.state.plans import LocalPlan
 
 if TYPE_CHECKING:
     import torch
@@ -184,7 +178,8 @@ def lay_out_rank(
     keys = [spec.key for spec in specs]
     chosen = split_buckets(keys, [spec.nbytes for spec in specs], thread_count, separation_hint)
     prefixes = [prefix for prefix, _ in chosen]
-    for prefix in _prefixes_of_objects(object_keys, separation_hint):
+    for key in object_keys:
+        prefix = separation_hint if separation_hint is not None and key.startswith(separation_hint) else ""
         if prefix not in prefixes:
             chosen.append((prefix, []))
             prefixes.append(prefix)
@@ -207,13 +202,6 @@ def lay_out_rank(
         object_keys=tuple(object_keys),
         separation_hint=separation_hint,
     )
-
-
-def _prefixes_of_objects(keys: Sequence[str], separation_hint: str | None) -> list[str]:
-    if separation_hint is None:
-        return [""] if keys else []
-    hinted = [key.startswith(separation_hint) for key in keys]
-    return ([] if all(hinted) else [""]) + ([separation_hint] if any(hinted) else [])
 
 
 def _spread(keys: Sequence[str], names: Sequence[str], hint: str | None) -> list[list[int]]:
@@ -267,25 +255,10 @@ class RankState(NamedTuple):
     """
 
     tensors: list[torch.Tensor]
-    objects: list[tuple[str, memoryview]]
+    objects: dict[str, memoryview]
     described: Described
-    replicas: Sequence[tuple[str, memoryview]]
+    replicas: dict[str, memoryview]
     digests: Digests
-
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        """The tensors' specifications."""
-        return self.described.specs
-
-    @property
-    def object_keys(self) -> list[str]:
-        """Keys of the objects."""
-        return [key for key, _ in self.objects]
-
-    @property
-    def object_bytes(self) -> list[int]:
-        """Sizes of the objects."""
-        return [len(data) for _, data in self.objects]
 
 
 def collect(sharded_state_dict: Any, known: Described) -> RankState:
@@ -301,22 +274,21 @@ def collect(sharded_state_dict: Any, known: Described) -> RankState:
     if 0 in described.pointers:
         pairs = zip(tensors, described.pointers, strict=True)
         tensors = [tensor if pointer else tensor.detach() for tensor, pointer in pairs]
-    for key, content in serialized[0]:
+    objects, replicas = serialized
+    for key, content in objects.items():
         warn_of_refused(key, content)
-    digests = digests_of([*serialized[0], *serialized[1]])
-    members = {leaf.unique_key: found for leaf in sharded_objects if (found := record_members(leaf))}
-    objects = [
-        (key, memoryview(with_members(bytes(content), members[key])) if key in members else content)
-        for key, content in serialized[0]
-    ]
-    return RankState(tensors, objects, described, serialized[1], digests)
+    digests = digests_of([*objects.items(), *replicas.items()])
+    for key, members in {leaf.unique_key: record_members(leaf) for leaf in sharded_objects}.items():
+        if members:
+            objects[key] = memoryview(with_members(bytes(objects[key]), members))
+    return RankState(tensors, objects, described, replicas, digests)
 
 
-def _serialized(sharded_objects: Sequence[Any]) -> list[tuple[str, memoryview]]:
+def _serialized(sharded_objects: Sequence[Any]) -> dict[str, memoryview]:
     objects: dict[str, list[Any]] = {}
     for leaf in sharded_objects:
         objects.setdefault(leaf.unique_key, []).append(leaf.data)
-    return [(key, memoryview(serialize_objects(values).getvalue())) for key, values in objects.items()]
+    return {key: memoryview(serialize_objects(values).getvalue()) for key, values in objects.items()}
 
 
 def _fields(shards: Sequence[Any]) -> tuple[list[Any], ...]:
@@ -375,21 +347,18 @@ def _described(shards: Sequence[Any], tensors: list[Any], known: Described) -> D
             unchanged = unchanged and answers[-1] == before[-1]
             continue
         unchanged = False
-        addresses = [0] * len(tensors[part]) if answers is None else _addresses(answers)
+        addresses = [0] * len(tensors[part])  # 0 where a tensor is not read as it lies in host memory
+        if answers is not None:
+            addresses = [
+                address if is_cpu and first * dtype.itemsize + nbytes <= held_bytes else 0
+                for held_bytes, first, dtype, nbytes, is_cpu, address in zip(*answers, strict=True)
+            ]
         for index, address in enumerate(addresses, start):
             if not address:
                 tensors[index] = _own_data(shards[index], tensors[index])
             pointers.append(address or pointer_of(tensors[index]))
             specs.append(_specified(shards[index], [column[index] for column in fields], tensors[index]))
     return known if unchanged else Described(fields, memory, pointers, tuple(specs))
-
-
-def _addresses(answers: _Answers) -> list[int]:
-    """Addresses of tensors that are read as they lie in host memory; 0 where a tensor has to be looked at."""
-    return [
-        address if is_cpu and start * dtype.itemsize + nbytes <= held_bytes else 0
-        for held_bytes, start, dtype, nbytes, is_cpu, address in zip(*answers, strict=True)
-    ]
 
 
 def _where(shard: Any) -> str:
@@ -525,12 +494,6 @@ class SavePlan:
     save_id: bytes
     reused: bool
 
-    @property
-    def unencoded(self) -> GlobalPlan | None:
-        """On the coordinator, what `.metadata` is still to be made from, during the writing."""
-        planned = self.planned
-        return None if planned is None or planned.encoder is not None else planned.plan
-
 
 class Proposal(NamedTuple):
     """What ranks say ahead of a save: the plan that they can use, by the id of the save that made it, empty if there is
@@ -627,7 +590,7 @@ def compare_claimed(
         return state, agreement
     from mcore_ckpt.save.replicas import keep_versions  # (few saves have such objects)
 
-    keys = {key for key, _ in [*state.objects, *state.replicas] if _hash(_utf8(key)) in agreement.objects_differ}
+    keys = {key for key in (*state.objects, *state.replicas) if _hash(_utf8(key)) in agreement.objects_differ}
     kept = keep_versions(
         *(keys, state.objects, state.replicas, request.layout, group, str(request.directory)),
         refused=request.options.compare_replicas == "raise",
@@ -658,12 +621,12 @@ def plan_together(
     `held`: the slices that this rank holds, if replicas are to be compared.
     """
     structure.layout = structure.planned = structure.accesses = None
-    validation = request.validation
+    specs, validation = state.described.specs, request.validation
     lay_out = partial(
         lay_out_rank,
-        state.specs,
-        state.object_keys,
-        state.object_bytes,
+        specs,
+        list(state.objects),
+        list(map(len, state.objects.values())),
         rank=group.rank,
         thread_count=request.thread_count,
         separation_hint=request.separation_hint,
@@ -674,10 +637,10 @@ def plan_together(
         """This rank's plan, and the shapes of parameters that are stored in another form; the slices that it holds, to
         compare them; the columns of all its shards, to validate them.
         """
-        own_shapes = {spec.key: spec.original_shape for spec in state.specs if spec.original_shape is not None}
+        own_shapes = {spec.key: spec.original_shape for spec in specs if spec.original_shape is not None}
         parts = [pickle.dumps((layout.value().plan.encode(), own_shapes)), b"" if held is None else held()]
         if validation is not None:
-            parts += validation.accesses.told(state.specs, mains_are_written=validation.mains_are_saved)
+            parts += validation.accesses.told(specs, mains_are_written=validation.mains_are_saved)
         return parts
 
     gathered = group.gather_parts("plan the save", encode, wrap=SaveError) or []
@@ -701,8 +664,8 @@ def _fits(structure: Structure, state: RankState, group: RankGroup, request: Sav
     return (
         layout is not None
         and structure.laid_out_for == (group.rank, group.size, request.thread_count)
-        and (layout.separation_hint, layout.specs) == (request.separation_hint, state.specs)
-        and layout.has_room(state.object_keys, state.object_bytes)
+        and (layout.separation_hint, layout.specs) == (request.separation_hint, state.described.specs)
+        and layout.has_room(list(state.objects), list(map(len, state.objects.values())))
         and (validation is None or validation.accesses == structure.accesses)
     )
 

@@ -201,7 +201,7 @@ class ReplicaCheck:
 # --- objects ----------------------------------------------------------------------------------------------------------
 
 _SHOWN_OBJECTS: Final = 5
-_Objects = Sequence[tuple[str, Any]]
+_Objects = Mapping[str, Any]
 
 
 class _Kept(NamedTuple):
@@ -218,13 +218,15 @@ def keep_versions(
     what: str,
     *,
     refused: bool,
-) -> list[tuple[str, memoryview]]:
+) -> dict[str, memoryview]:
     """The main objects of this rank, with the versions that other ranks have of them; all ranks call this. `keys`: of
     what differs; `what`: the save, for the log; `refused`: raise `SaveError` on all ranks instead.
     """
 
     def own() -> tuple[dict[str, bytes], dict[str, bytes]]:
-        mine, others = ({key: bytes(content) for key, content in some if key in keys} for some in (mains, replicas))
+        mine, others = (
+            {key: bytes(content) for key, content in some.items() if key in keys} for some in (mains, replicas)
+        )
         return mine, others
 
     step = "compare objects that are replicas"
@@ -247,14 +249,14 @@ def keep_versions(
         return kept
 
     kept = group.scatter(step, compare, wrap=SaveError)
-    objects: list[tuple[str, memoryview]] = []
+    objects: dict[str, memoryview] = {}
 
     def add() -> None:
-        for key, content in mains:
+        for key, content in mains.items():
             ranks, versions = kept.get(key, ({}, []))
             others = {rank: number for rank, number in ranks.items() if rank != group.rank}
-            whole = memoryview(with_versions(bytes(content), layout, others, versions)) if others else content
-            objects.append((key, whole))
+            record = memoryview(with_versions(bytes(content), layout, others, versions)) if others else content
+            objects[key] = record
 
     group.run_merged("keep objects that differ", add, lambda *_: None, lambda _: None, wrap=SaveError)
     return objects

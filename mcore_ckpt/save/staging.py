@@ -366,48 +366,7 @@ _LEAST_WRITTEN_BYTES = 16 * 1024
 # Bytes of a tensor that is not contiguous which are put in order at a time.
 _PIECE_BYTES = 32 * 1024 * 1024
 
-_Write = Callable[[int, int, int], None]
-
-
-class _Payloads:
-    """The bytes of a bucket's tensors, copied piecewise to host memory."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor], pointers: Sequence[int] | None = None) -> None:
-        self._tensors = tensors
-        self.pointers = list(map(pointer_of, tensors)) if pointers is None else pointers
-        self._device_copies = DeviceCopies()
-        # In place of copying host memory: called with the addresses of target and source, and a number of bytes.
-        self.write: _Write | None = None
-
-    def _move(self, address: int, source: int, nbytes: int) -> None:
-        if self.write is not None and nbytes >= _LEAST_WRITTEN_BYTES:
-            self.write(address, source, nbytes)
-        else:
-            ctypes.memmove(address, source, nbytes)
-
-    def copy(self, index: int, start: int, stop: int, address: int) -> None:
-        """Copy bytes [start, stop) of tensor `index` to `address`; device copies are complete after `wait`."""
-        if stop <= start:
-            return
-        pointer = self.pointers[index]
-        if pointer:
-            self._move(address, pointer + start, stop - start)
-            return
-        tensor = self._tensors[index]
-        if not tensor.is_cpu:
-            for at, source in _contiguous_slices(tensor, start, stop):
-                memory = (ctypes.c_char * source.nbytes).from_address(address + at - start)
-                self._device_copies.copy(tensor, source.bytes, torch.frombuffer(memory, dtype=torch.uint8))
-            return
-        if not tensor.data_ptr():
-            raise SaveError(f"tensor {index} of a file: its memory was given back (a storage of 0 bytes)")
-        for at, source in _contiguous_slices(tensor, start, stop):
-            in_order = source.bytes()
-            self._move(address + at - start, in_order.data_ptr(), in_order.nbytes)
-
-    def wait(self) -> None:
-        """Wait for the device copies queued so far, and for nothing else on the device."""
-        self._device_copies.wait()
+_Write = Callable[[int, int, int], object]  # addresses of target and source, and a number of bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,18 +419,18 @@ class BucketSource:
         self._footer_offset = bucket.layout.footer_offset
         tensors = bucket.tensor_data
         _wait_for_copies_to_host(tensors)
-        self._payloads = _Payloads(tensors, bucket.pointers)
-        self.on_device = not all(self._payloads.pointers) and not all(tensor.is_cpu for tensor in tensors)
+        self._pointers = list(map(pointer_of, tensors)) if bucket.pointers is None else bucket.pointers
+        self.on_device = not all(self._pointers) and not all(tensor.is_cpu for tensor in tensors)
+        self._device_copies: DeviceCopies | None = None
+        self._move: _Write = ctypes.memmove
 
-    def fill(self, start: int, stop: int, view: memoryview) -> None:
-        """Put bytes [start, stop) of the file at the beginning of `view`; checksum fields are left zero."""
-        try:
-            self._fill(start, stop, view)
-        finally:
-            self._payloads.wait()  # also after an error: what is under way must not land in the view's next contents
-
-    def _fill(self, start: int, stop: int, view: memoryview) -> None:
+    def fill(self, window: Window, view: memoryview) -> None:
+        """Put the bytes of a window of the file at the beginning of `view`; checksum fields are left zero."""
+        start, stop = window
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        layout = self.bucket.layout
+        if start < layout.region_bytes:
+            self._fill_region(start, stop, view)
         self._fill_region(start, stop, view)
         layout = self.bucket.layout
         payload_offsets = layout.image.payload_offsets
@@ -480,30 +439,57 @@ class BucketSource:
         first = max(0, bisect_right(layout.item_offsets, start) - 1)
         last = bisect_left(layout.item_offsets, stop)
         filled = max(start, layout.region_bytes)
-        memmove, copy = ctypes.memmove, self._payloads.copy
+        memmove, copy = ctypes.memmove, self._copy
         base = address - start  # where the first byte of the file would lie
-        for index in range(first, last):
-            template = layout.templates[index]
-            head, end_bytes = template.head, template.tail
-            item, payload = layout.item_offsets[index], payload_offsets[index]
-            tail = payload + payload_lengths[index]
-            end = tail + len(end_bytes)
-            if end <= start:
-                continue
-            if item > filled:
-                ctypes.memset(base + filled, 0, min(item, stop) - filled)
-            if item >= start and end <= stop:
-                memmove(base + item, head, payload - item)
-                copy(index, 0, tail - payload, base + payload)
-                memmove(base + tail, end_bytes, end - tail)
-            else:
-                _put(view, start, stop, item, head)
-                low, high = max(payload, start), min(tail, stop)
-                copy(index, low - payload, high - payload, base + low)
-                _put(view, start, stop, tail, end_bytes)
-            filled = min(end, stop)
+        try:
+            for index in range(first, last):
+                template = layout.templates[index]
+                head, end_bytes = template.head, template.tail
+                item, payload = layout.item_offsets[index], payload_offsets[index]
+                tail = payload + payload_lengths[index]
+                end = tail + len(end_bytes)
+                if end <= start:
+                    continue
+                if item > filled:
+                    ctypes.memset(base + filled, 0, min(item, stop) - filled)
+                if item >= start and end <= stop:
+                    memmove(base + item, head, payload - item)
+                    copy(index, 0, tail - payload, base + payload)
+                    memmove(base + tail, end_bytes, end - tail)
+                else:
+                    _put(view, start, stop, item, head)
+                    low, high = max(payload, start), min(tail, stop)
+                    copy(index, low - payload, high - payload, base + low)
+                    _put(view, start, stop, tail, end_bytes)
+                filled = min(end, stop)
+        finally:
+            # Also after an error: what is under way must not land in the view's next contents.
+            if self._device_copies is not None:
+                self._device_copies.wait()
         ctypes.memset(base + filled, 0, max(0, min(stop, self._footer_offset) - filled))
         _put(view, start, stop, self._footer_offset, self.bucket.footer)
+
+    def _copy(self, index: int, start: int, stop: int, address: int) -> None:
+        """Copy bytes [start, stop) of tensor `index` to `address`; from a device after the wait for these copies."""
+        if stop <= start:
+            return
+        pointer = self._pointers[index]
+        if pointer:
+            self._move(address, pointer + start, stop - start)
+            return
+        tensor = self.bucket.tensor_data[index]
+        if not tensor.is_cpu:
+            if self._device_copies is None:
+                self._device_copies = DeviceCopies()
+            for at, source in _contiguous_slices(tensor, start, stop):
+                memory = (ctypes.c_char * source.nbytes).from_address(address + at - start)
+                self._device_copies.copy(tensor, source.bytes, torch.frombuffer(memory, dtype=torch.uint8))
+            return
+        if not tensor.data_ptr():
+            raise SaveError(f"tensor {index} of a file: its memory was given back (a storage of 0 bytes)")
+        for at, source in _contiguous_slices(tensor, start, stop):
+            in_order = source.bytes()
+            self._move(address + at - start, in_order.data_ptr(), in_order.nbytes)
 
     def _fill_region(self, start: int, stop: int, view: memoryview) -> None:
         end = min(stop, self.bucket.layout.region_bytes)
@@ -519,41 +505,37 @@ class BucketSource:
             filled = min(offset + len(data), end)
         _zero(view, filled - start, end - start)
 
-    def fill_buffer(
-        self, view: memoryview, laid_out: bool, write: Callable[[int, int, int], None] | None = None
-    ) -> None:
+    def fill_buffer(self, view: memoryview, laid_out: bool, write: _Write | None = None) -> None:
         """Put the whole file into `view`, a part of a staging buffer. Where its last file had the same layout
-        (`laid_out`), heads, tails and gaps are there already. `write` puts host memory into pages never touched.
+        (`laid_out`), heads, tails and gaps are there already: only objects and payloads are put. `write` puts host
+        memory into pages never touched.
         """
         size_bytes = self._size_bytes
         if not laid_out:
-            self._payloads.write = write
-            try:
-                self.fill(0, size_bytes, view)
-            finally:
-                self._payloads.write = None
+            self._move = ctypes.memmove if write is None else partial(_move_by, write)
+            self.fill(Window(0, size_bytes), view)
             _zero(view, size_bytes, len(view))
             return
-        try:
-            self._fill_payloads(view)
-        finally:
-            self._payloads.wait()
-
-    def _fill_payloads(self, view: memoryview) -> None:
-        """Put objects and payloads into a piece that has everything else already."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        layout = self.bucket.layout
-        self._fill_region(0, self._size_bytes, view)
-        _put(view, 0, self._size_bytes, self._footer_offset, self.bucket.footer)
-        pointers = self._payloads.pointers
-        lengths = layout.image.payload_lengths
-        memmove = ctypes.memmove
-        for index, offset in enumerate(layout.image.payload_offsets):
-            pointer = pointers[index]
-            if pointer:
-                memmove(address + offset, pointer, lengths[index])
-            else:
-                self._payloads.copy(index, 0, lengths[index], address + offset)
+        self._fill_region(0, size_bytes, view)
+        _put(view, 0, size_bytes, self._footer_offset, self.bucket.footer)
+        pointers, image, memmove = self._pointers, self.bucket.layout.image, ctypes.memmove
+        lengths = image.payload_lengths
+        try:
+            for index, offset in enumerate(image.payload_offsets):
+                pointer = pointers[index]
+                if pointer:
+                    memmove(address + offset, pointer, lengths[index])
+                else:
+                    self._copy(index, 0, lengths[index], address + offset)
+        finally:
+            if self._device_copies is not None:
+                self._device_copies.wait()
+
+
+def _move_by(write: _Write, address: int, source: int, nbytes: int) -> None:
+    move = write if nbytes >= _LEAST_WRITTEN_BYTES else ctypes.memmove
+    move(address, source, nbytes)
 
 
 def write_in_process(storage: Storage, buckets: Sequence[WriteBucket], options: SaveOptions) -> list[WrittenFile]:
@@ -561,19 +543,11 @@ def write_in_process(storage: Storage, buckets: Sequence[WriteBucket], options: 
     durable, or none stays.
     """
     files: list[tuple[PlannedFile, Fill | memoryview]] = [
-        (bucket.file, partial(_fill_window, BucketSource(bucket))) for bucket in buckets
+        (bucket.file, BucketSource(bucket).fill) for bucket in buckets
     ]
-    results = write_files(
-        storage,
-        files,
-        deadline_s=options.write_deadline_s,
-    )
+    results = write_files(storage, files, deadline_s=options.write_deadline_s)
     check_results([file for file, _ in files], results)
     return results
-
-
-def _fill_window(source: BucketSource, window: Window, view: memoryview) -> None:
-    source.fill(window.start, window.stop, view)
 
 
 def _put(view: memoryview, start: int, stop: int, offset: int, data: bytes | memoryview) -> None:
@@ -643,8 +617,7 @@ def _copy_and_dispatch(
             return Job(what, result)
         try:
             preload_tensors(files, buckets, buffer, total_bytes)
-            job = _dispatch(writer_job, buffer, options, what)
-            started(job)
+            job = _dispatch(writer_job, buffer, options, what, started)
             buffer.touch_meanwhile(buffer.capacity_bytes)  # while the writer is busy with the device
             return job
         except BaseException:
@@ -673,9 +646,12 @@ def preload_tensors(
     buffer.contents = layouts
 
 
-def _dispatch(writer_job: WriterJob, buffer: StagingBuffer, options: SaveOptions, what: str) -> ChildJob:
+def _dispatch(
+    writer_job: WriterJob, buffer: StagingBuffer, options: SaveOptions, what: str, started: Callable[[Job], None]
+) -> ChildJob:
     def read_by(job: ChildJob) -> None:  # before the dispatch, which may be interrupted when it has reached the writer
         buffer.reader = job
+        started(job)
 
     if options.writer == "persistent":
         return shared_writer().submit(writer_job, buffer.fd, read_by)

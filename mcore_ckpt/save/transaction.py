@@ -24,17 +24,18 @@ bytes, the slowest file) is a line in the log, and a trace that browsers show.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from mcore_ckpt.core.console import logger_of
+from mcore_ckpt.core.console import counted, line_level, logger_of
 from mcore_ckpt.core.errors import PlanError, SaveError
 from mcore_ckpt.core.options import SaveOptions
 from mcore_ckpt.core.process import Outcome, collector_paused, run_concurrently
@@ -69,100 +70,6 @@ if TYPE_CHECKING:
     from mcore_ckpt.save.replicas import ReplicaDigest, ReplicaSums
 
 
-import json
-from collections.abc import Mapping
-
-from mcore_ckpt.core.console import counted, line_level
-
-_GB: Final = 1e9
-
-
-class Span(NamedTuple):
-    """A phase of a save, in seconds on the clock of `time.monotonic()`, which all processes of a host share."""
-
-    name: str
-    start_s: float
-    stop_s: float
-
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
-        return self.stop_s - self.start_s
-
-
-_PHASES: Final = ("plan", "stage", "dispatch", "write", "writer", "gather", "commit")
-
-
-def log_line(what: str, took_s: Mapping[str, float], files: Sequence[tuple[int, WrittenFile]]) -> str:
-    """The line of a save: `took_s` in each of its phases, what training `waited`, until its files were `durable` and it
-    was `published`, of the slowest ranks; each file with its rank.
-    """
-    size_gb = sum(file.size_bytes for _, file in files) / _GB
-    phases = ", ".join(f"{name} {took_s[name]:.3f} s" for name in _PHASES if name in took_s)
-    straggler = ""
-    if files:
-        rank, file = max(files, key=lambda each: each[1].write_s + each[1].fsync_s)
-        straggler = (
-            f"; slowest file {file.name} of rank {rank} ({file.write_s + file.fsync_s:.3f} s: write "
-            f"{file.write_s:.3f} s, fsync {file.fsync_s:.3f} s)"
-        )
-    synchronous = " (a synchronous save)" if "write" in took_s else ""
-    rate = f" at {size_gb / took_s['writing']:.2f} GB/s" if took_s["writing"] else ""
-    return (
-        f"saved {size_gb:.3f} GB in {counted(len(files), 'file')} to {what}: training waited {took_s['waited']:.3f} s"
-        f"{synchronous}, files durable after {took_s['durable']:.3f} s{rate}, published after "
-        f"{took_s['published']:.3f} s ({phases}){straggler}"
-    )
-
-
-def log_save(
-    what: str, took_s: Sequence[Mapping[str, float]], spans: Sequence[Span], files: Sequence[tuple[int, WrittenFile]]
-) -> None:
-    """Log the line of a save that is published, on the coordinator: `took_s` of each rank, `spans` of this one."""
-    slowest: dict[str, float] = {}
-    for of_rank in took_s:
-        for name, seconds in of_rank.items():
-            slowest[name] = max(slowest.get(name, 0.0), seconds)
-    ends = {span.name: span.seconds for span in spans[-2:]}  # gather and commit
-    slowest |= {**ends, "waited": slowest["waited"] + sum(ends.values())}
-    slowest["published"] = time.monotonic() - spans[0].start_s
-    _logger.log(line_level(sum(file.size_bytes for _, file in files)), "%s", log_line(what, slowest, files))
-
-
-def write_trace(path: Path, save: str, rank: int, spans: Sequence[Span], files: Sequence[WrittenFile]) -> None:
-    """Write this rank's phases (`Span`) as a trace that Chrome (`chrome://tracing`) and Perfetto show. A trace that
-    cannot be written is only warned about: the checkpoint is published.
-    """
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
-        {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "trainer"}},
-        {"ph": "M", "name": "thread_name", "pid": rank, "tid": 1, "args": {"name": "writer process"}},
-    ]
-    wrote = [
-        {"file_name": file.name, "size_bytes": file.size_bytes, "write_s": file.write_s, "fsync_s": file.fsync_s}
-        for file in files
-    ]
-    events += [
-        {
-            "ph": "X",
-            "cat": "save",
-            "name": phase,
-            "pid": rank,
-            "tid": int(phase == "writer"),
-            "ts": start_s * 1e6,
-            "dur": (stop_s - start_s) * 1e6,
-            "args": {"files": wrote} if phase in ("write", "writer") else {"checkpoint": save},
-        }
-        for phase, start_s, stop_s in spans
-    ]
-    name = f"{Path(save).name or 'save'}_rank{rank}.trace.json"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / name).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    except Exception as error:  # noqa: BLE001  (the checkpoint is published: nothing here may fail its save)
-        _logger.warning("%s: the trace of a save cannot be written: %s", path, error)
-
-
 def begin_save(
     sharded_state_dict: Any, request: SaveRequest, group: RankGroup, structure: Structure
 ) -> SaveTransaction:
@@ -170,7 +77,8 @@ def begin_save(
     change its state. An error of the writing waits for the commit; any other is raised on every rank.
     """
     began = time.monotonic()
-    give_up_forgotten_saves()
+    if _begun:
+        give_up_forgotten_saves()
     directory, compare = SaveDirectory(request.directory, request.options), request.options.compare_replicas
     save = SaveTransaction(request, group, directory)
     try:
@@ -184,17 +92,26 @@ def begin_save(
             if agreement is None:
                 save.skip()
                 return save
-            state, agreement = compare_claimed(agreement, own.value(), structure, group, request)
+            state = own.value()
+            if agreement.common_differs or agreement.objects_differ:
+                state, agreement = compare_claimed(agreement, state, structure, group, request)
             held = None if compare == "off" else partial(_held, sharded_state_dict)
             plan = reuse(structure, agreement) or plan_together(state, structure, agreement, group, request, held)
         if request.options.drain_to is not None:
             directory.meet(group, plan.save_id)
         structure.described = state.described
-        save.follow_plan(plan, Span("plan", began, time.monotonic()))
+        save.plan, save.phase, planned = plan, "writing", time.monotonic()
+        _begun.add(save)  # from now on the directory is taken until the save is committed or aborted
         _write(save, plan, state, request, directory)
         if compare != "off":
             save.replicas = Outcome.of(partial(_replica_sums, sharded_state_dict, plan.save_id, compare == "sample"))
-        save.return_to_training()
+        ended = time.monotonic()
+        save.spans = [Span("plan", began, planned)]
+        if request.is_async:
+            staged = save.job.submitted_s
+            save.spans += [Span("stage", planned, staged), Span("dispatch", staged, ended)]
+        else:
+            save.spans.append(Span("write", planned, ended))
     except BaseException:
         save.abort()
         raise
@@ -207,7 +124,7 @@ def _collect(
     """What this rank saves; and where, since a directory that it alone refuses is told all ranks, too."""
     directory.find()
     state = collect(sharded_state_dict, structure.described)
-    if request.has_common_file and COMMON_STATE_KEY in state.object_keys:
+    if request.has_common_file and COMMON_STATE_KEY in state.objects:
         raise PlanError(
             f"{COMMON_STATE_KEY}: an object of this key would be read as the common state, which megatron-core 0.19 "
             "and later keep under it; give the ShardedObject another key than 'common_state'"
@@ -219,17 +136,22 @@ def _write(
     save: SaveTransaction, plan: SavePlan, state: RankState, request: SaveRequest, directory: SaveDirectory
 ) -> None:
     """Fill this rank's buckets, and write them now, or start to."""
-    objects = [data for _, data in state.objects]
+    objects = list(state.objects.values())
     buckets = prepare_write_data(plan.layout, objects, state.tensors, state.described.pointers, plan.save_id)
     save.files, save.objects = [bucket.file for bucket in buckets], plan.layout.object_entries(buckets)
+    # During the writing `.metadata` is put together, on the coordinator, unless that was done for this plan before.
+    planned = plan.planned
+    unencoded = None if planned is None or planned.encoder is not None else planned.plan
     if request.is_async:
+        take_charge = partial(setattr, save, "job")  # the writing is stopped if the save is aborted
         with collector_paused():
             save.job = start_writing(
-                directory.storage, buckets, request.options, save.what, plan.unencoded, started=save.follow_job
+                directory.storage, buckets, request.options, save.what, unencoded, started=take_charge
             )
     else:
         write = partial(write_in_process, directory.storage, buckets, request.options)
-        save.job = Job.ended(save.what, Outcome.of(partial(timed_result, write, plan.unencoded)))
+        written = Outcome.of(partial(timed_result, write, unencoded))
+        save.job = Job(save.what, None if written.error else written.value(), written.error)
 
 
 # Few saves compare replicas: the module is imported for those.
@@ -252,16 +174,22 @@ _SHOWN: Final = 10
 
 
 class SaveDirectory:
-    """The directory of one save, as one rank sees it: locked and opened, then published or abandoned. `target`: on the
-    coordinator, once it is open, what was found in it.
+    """The directory of one save, as one rank sees it: locked and opened, then published or abandoned.
+
+    Attributes:
+        storage: of the files, once it is found.
+        target: on the coordinator, once it is open, what was found in it.
+        places: where each rank writes, if the save has a second tier.
+        is_divided: the ranks write to several places, each a directory of this path on a disk of its own node.
     """
 
     def __init__(self, path: Path, options: SaveOptions) -> None:
         self.path = path.absolute()
-        self._storage: Storage | None = None
+        self.storage: Storage
         self.target: Target | None = None
-        self._common: ManifestFile | None = None  # what it was then
         self.places: list[str] = []
+        self.is_divided = False
+        self._common: ManifestFile | None = None  # what it was when it was opened
         self._options = options
 
     def find(self) -> None:
@@ -270,18 +198,7 @@ class SaveDirectory:
             from mcore_ckpt.save.upkeep import check_second_tier
 
             check_second_tier(self.path, self._options)
-        self._storage = storage_at(self.path).within(self._options.write_deadline_s)
-
-    @property
-    def storage(self) -> Storage:
-        """Storage of the files, once it is found."""
-        assert self._storage is not None
-        return self._storage
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether the ranks write to several places, each a directory of this path on a disk of its own node."""
-        return len(set(self.places)) > 1
+        self.storage = storage_at(self.path).within(self._options.write_deadline_s)
 
     def meet(self, group: RankGroup, save_id: bytes) -> None:
         """All ranks, of a save that has a second tier: find out who writes to one place. The coordinator has locked its
@@ -294,28 +211,15 @@ class SaveDirectory:
             return "" if own else f"{platform.node()} {self.storage.location}"
 
         self.places = group.run("look for the coordinator's lock", look, wrap=SaveError)
+        self.is_divided = len(set(self.places)) > 1
+
+        def lock_own() -> None:
+            own = self.places[group.rank]
+            if own and self.places.index(own) == group.rank:
+                self.target = open_target(self.storage, self._options)
+
         if self.is_divided:
-            group.run("lock the directories of all nodes", partial(self._lock_own, group.rank), wrap=SaveError)
-
-    def _lock_own(self, rank: int) -> None:
-        if self.places[rank] and self.places.index(self.places[rank]) == rank:
-            self.target = open_target(self.storage, self._options)
-
-    def note(self, save_id: bytes, files: Sequence[WrittenFile], rank: int) -> None:
-        """Where this place publishes these files: leave word of what is to be copied to the second tier."""
-        if self._options.drain_to is not None:
-            from mcore_ckpt.save.upkeep import note_drain
-
-            names = [file.name for file in files] if self.is_divided else None
-            note_drain(self.path, self._options, save_id, names, commits=rank == 0)
-
-    def published(self) -> None:
-        """The rank that has published here asks for what the options say is to be done then. Raises nothing."""
-        options = self._options
-        if self.target is not None and (options.keep_last is not None or options.drain_to is not None):
-            from mcore_ckpt.save.upkeep import checkpoint_published
-
-            checkpoint_published(self.path, options)
+            group.run("lock the directories of all nodes", lock_own, wrap=SaveError)
 
     def open(self) -> bytes:
         """Coordinator: lock the directory; returns the save's id. Raises where another save holds it."""
@@ -341,18 +245,27 @@ class SaveDirectory:
         assert self.target is not None
         check_files(self.target.commit, sorted((file.name, file.size_bytes) for file in files))
 
-    def publish(self, metadata: bytes, files: Sequence[WrittenFile], *, has_common_state: bool) -> None:
-        """Coordinator: make the new checkpoint the one that the directory holds."""
+    def publish(self, described: _Described, save_id: bytes, files: Sequence[WrittenFile], rank: int) -> None:
+        """Make the new checkpoint the one that this place holds, when word is left of what of it is to be copied to the
+        second tier.
+        """
         assert self.target is not None
-        names = [file.name for file in files]  # of another id than the commit's, on the other nodes
-        publish(self.storage, self.target, metadata, has_common_state=has_common_state, needed=names)
+        names = [file.name for file in files]
+        if self._options.drain_to is not None:
+            from mcore_ckpt.save.upkeep import note_drain
+
+            own = names if self.is_divided else None
+            note_drain(self.path, self._options, save_id, own, commits=rank == 0)
+        # (On the other nodes the names show another id than the commit's.)
+        has_common = described.has_common_state
+        publish(self.storage, self.target, described.content, has_common_state=has_common, needed=names)
 
     def abandon(self) -> None:
         """Put the directory back as it was before; the files of the save have been removed."""
         if self.target is not None:
             self.target.commit.give_up()
-        elif self._storage is not None:
-            give_back(self._storage)
+        elif hasattr(self, "storage"):
+            give_back(self.storage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +274,7 @@ class Written:
 
     objects: tuple[ObjectEntry, ...]
     files: tuple[WrittenFile, ...]
-    took_s: dict[str, float]  # as of `log_line`
+    took_s: dict[str, float]  # each of its phases, what training `waited`, until the files were `durable`
     replicas: ReplicaDigest | None = None  # of those that it does not write, where they are to be compared
 
 
@@ -373,12 +286,14 @@ class SaveTransaction:
     which, on all ranks.
 
     Attributes:
+        plan: what is written, once it is planned; `spans` are the phases that have ended, `phase` is the present one.
         job: this rank's writing; `files` are those planned for it, `objects` the index entries of its objects.
         replicas: sums of those that this rank holds and does not save, if they are compared.
         what: the save in words for messages: its directory.
         skipped: it is left out (`when_busy="skip"`): nothing to wait for, nothing to commit; the same on all ranks.
         on_failure: what to do if this save fails. The same on all ranks.
         waited_s: seconds that this rank's training has waited since the save began, for it and for other ranks' parts.
+        pid: of the process that has begun it.
     """
 
     def __init__(self, request: SaveRequest, group: RankGroup, directory: SaveDirectory) -> None:
@@ -390,44 +305,20 @@ class SaveTransaction:
         self.files: Sequence[PlannedFile] = ()
         self.objects: tuple[ObjectEntry, ...] = ()
         self.replicas: Outcome[ReplicaSums | None] = Outcome()
-        self._plan: SavePlan | None = None
-        self._spans: list[Span] = []
+        self.plan: SavePlan
+        self.spans: list[Span] = []
         self._options = request.options
         self._group = group
         self._directory = directory
         self._is_async = request.is_async
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._committer: weakref.ref[object] | None = None
-        self._phase: Literal["planning", "writing", "committing", "publishing", "over"] = "planning"
+        self.phase: Literal["planning", "writing", "committing", "publishing", "over"] = "planning"
 
     def skip(self) -> None:
         """Leave the save out: nothing was touched."""
-        self.skipped, self._phase = True, "over"
+        self.skipped, self.phase = True, "over"
         self._directory.abandon()
-
-    def follow_plan(self, plan: SavePlan, planning: Span) -> None:
-        """From now on the directory is taken until the save is committed or aborted."""
-        self._plan, self._spans, self._phase = plan, [planning], "writing"
-        _begun.add(self)
-
-    def follow_job(self, job: Job) -> None:
-        """Take charge of this rank's writing: it is stopped if the save is aborted."""
-        self.job = job
-
-    def return_to_training(self) -> None:
-        """All that training waits for has been done."""
-        planned, now = self._spans[0].stop_s, time.monotonic()
-        if self._is_async:
-            submitted = self.job.submitted_s
-            self._spans += [Span("stage", planned, submitted), Span("dispatch", submitted, now)]
-        else:
-            self._spans.append(Span("write", planned, now))
-
-    @property
-    def plan(self) -> SavePlan:
-        """What is written, once it is planned."""
-        assert self._plan is not None
-        return self._plan
 
     @property
     def directory(self) -> Path:
@@ -436,7 +327,7 @@ class SaveTransaction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the writing, in this process or in a fork of it."""
-        if os.getpid() == self._pid:
+        if os.getpid() == self.pid:
             asked = time.monotonic()
             self.job.wait()
             self.waited_s += time.monotonic() - asked
@@ -445,7 +336,7 @@ class SaveTransaction:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In a process that it is sent to, it is what waits for its job."""
-        return _same, (self.job.watch(),)
+        return partial, (self.job.watch(),)
 
     def is_committed_by(self, committer: object) -> None:
         """When this object is gone, the save cannot be committed any more: it is given up when the next one begins."""
@@ -462,7 +353,7 @@ class SaveTransaction:
         """
         if self.skipped:
             raise SaveError(f"{self.what}: the save was skipped, the one before was still being written")
-        self._phase = "committing"
+        self.phase = "committing"
         _begun.discard(self)
         started = time.monotonic()
         group, directory = self._group, self._directory
@@ -470,10 +361,10 @@ class SaveTransaction:
             mine = Outcome.of(self._finished)
             gathered = group.gather("write the data files", mine.value, wrap=SaveError)
             waited = time.monotonic()
-            self._spans.append(Span("gather", started, waited))
+            self.spans.append(Span("gather", started, waited))
             if self._options.compare_replicas != "off":
                 self._compare_replicas(gathered)
-            self._phase = "publishing"
+            self.phase = "publishing"
             described = self._publish_on_other_nodes(gathered) if directory.is_divided else None
             publish = partial(self._publish, gathered, described)
             group.run_on_coordinator("publish the checkpoint", publish, wrap=SaveError)
@@ -483,20 +374,28 @@ class SaveTransaction:
                 self._remove_files()
             directory.abandon()
             raise
-        self._spans.append(Span("commit", waited, time.monotonic()))
-        self._tell(mine.value(), gathered)
+        self.spans.append(Span("commit", waited, time.monotonic()))
+        if self._options.trace_path:
+            write_trace(Path(self._options.trace_path), self.what, group.rank, self.spans, mine.value().files)
+        if gathered is not None:
+            files = [(rank, file) for rank, written in enumerate(gathered) for file in written.files]
+            log_save(self.what, [written.took_s for written in gathered], self.spans, files)
+        if directory.target is not None and (self._options.keep_last, self._options.drain_to) != (None, None):
+            from mcore_ckpt.save.upkeep import checkpoint_published
+
+            checkpoint_published(directory.path, self._options)
 
     def _finished(self) -> Written:
         """Wait for this rank's files, and compare what was written with the plan."""
         result: JobResult = self.job.result()
         check_results(self.files, result.files)
         if self._is_async:
-            self._spans.append(Span("writer", result.started_s, result.finished_s))
+            self.spans.append(Span("writer", result.started_s, result.finished_s))
         if self.plan.planned is not None:
             self.plan.planned.encoder = self.plan.planned.encoder or result.encoder
-        took_s = {span.name: span.seconds for span in self._spans}
+        took_s = {span.name: span.seconds for span in self.spans}
         took_s["waited"] = self.waited_s + sum(seconds for name, seconds in took_s.items() if name != "writer")
-        took_s["durable"] = result.finished_s - self._spans[0].start_s
+        took_s["durable"] = result.finished_s - self.spans[0].start_s
         took_s["writing"] = result.finished_s - result.started_s
         sums = self.replicas.value()
         return Written(self.objects, result.files, took_s, None if sums is None else sums.digest())
@@ -514,8 +413,7 @@ class SaveTransaction:
             else:
                 check()
                 made = described
-            directory.note(self.plan.save_id, seen, self._group.rank)
-            directory.publish(made.content, seen, has_common_state=made.has_common_state)
+            directory.publish(made, self.plan.save_id, seen, self._group.rank)
         except BaseException:
             directory.abandon()
             raise
@@ -539,8 +437,7 @@ class SaveTransaction:
             if self._directory.target is not None and not self._group.is_coordinator:
                 seen = self._files_of_place(written)
                 self._directory.check(seen)
-                self._directory.note(self.plan.save_id, seen, self._group.rank)
-                self._directory.publish(described.content, seen, has_common_state=described.has_common_state)
+                self._directory.publish(described, self.plan.save_id, seen, self._group.rank)
 
         self._group.run("publish on all nodes", publish_own, wrap=SaveError)
         return described
@@ -608,19 +505,19 @@ class SaveTransaction:
         it, or contact lost in the midst of it, must not take a published checkpoint apart.
         """
         self.job.abort()
-        if self._pid != os.getpid():
+        if self.pid != os.getpid():
             return  # (forked from the trainer, whose save it is)
         _begun.discard(self)
-        if self._phase == "writing":
+        if self.phase == "writing":
             self._remove_files()
-        elif self._phase == "planning":
+        elif self.phase == "planning":
             self._directory.abandon()
-        if self._phase in ("planning", "writing"):
-            self._phase = "over"
+        if self.phase in ("planning", "writing"):
+            self.phase = "over"
 
     def _remove_files(self) -> None:
         """Remove what this rank wrote of a save that has failed."""
-        storage, save_id, may_be_published = self._directory.storage, self.plan.save_id, self._phase == "publishing"
+        storage, save_id, may_be_published = self._directory.storage, self.plan.save_id, self.phase == "publishing"
         # As long as the note is there, it may come into force. In this order: what is decided in between is then.
         if may_be_published and storage.exists(note_name(id_in_names(save_id))):
             _logger.warning("%s: not published, but it may be yet: its files stay", self.what)
@@ -630,25 +527,12 @@ class SaveTransaction:
             discard(storage, [file.name for file in self.files])
             self._directory.abandon()
 
-    def _tell(self, mine: Written, gathered: list[Written] | None) -> None:
-        """Write the trace, log a line, have done what comes after a save."""
-        if self._options.trace_path:
-            write_trace(Path(self._options.trace_path), self.what, self._group.rank, self._spans, mine.files)
-        if gathered is not None:
-            files = [(rank, file) for rank, written in enumerate(gathered) for file in written.files]
-            log_save(self.what, [written.took_s for written in gathered], self._spans, files)
-        self._directory.published()
-
 
 class _Described(NamedTuple):
     """What the coordinator publishes."""
 
     content: bytes  # of `.metadata`
     has_common_state: bool  # as an object
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _crcs_of(gathered: Sequence[Written]) -> list[int]:
@@ -663,7 +547,7 @@ _begun: set[SaveTransaction] = set()
 
 def saves_in_progress(directory: Path | None = None) -> frozenset[SaveTransaction]:
     """The saves of this process, into a directory or any, that have been begun and neither committed nor given up."""
-    own = [save for save in tuple(_begun) if save._pid == os.getpid()]  # noqa: SLF001  (not those of a trainer that forked this)
+    own = [save for save in tuple(_begun) if save.pid == os.getpid()]  # not those of a trainer that forked this
     return frozenset(save for save in own if directory is None or save.directory == directory.absolute())
 
 
@@ -673,3 +557,99 @@ def give_up_forgotten_saves() -> None:
         if save.is_forgotten:
             _logger.warning("%s: this save cannot be committed any more; it is given up", save.what)
             save.abort()
+
+
+# --- what a save took, as a line and as a trace -----------------------------------------------------------------------
+
+_GB: Final = 1e9
+
+
+class Span(NamedTuple):
+    """A phase of a save, in seconds on the clock of `time.monotonic()`, which all processes of a host share."""
+
+    name: str
+    start_s: float
+    stop_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.stop_s - self.start_s
+
+
+_PHASES: Final = ("plan", "stage", "dispatch", "write", "writer", "gather", "commit")
+
+
+def log_save(
+    what: str, took_s: Sequence[Mapping[str, float]], spans: Sequence[Span], files: Sequence[tuple[int, WrittenFile]]
+) -> None:
+    """Log the line of a save that is published, on the coordinator: what its phases took on the slowest ranks, what
+    training waited, until its files were durable and it was published. `took_s` is of each rank, `spans` of this one.
+    """
+    slowest: dict[str, float] = {}
+    for of_rank in took_s:
+        for name, seconds in of_rank.items():
+            slowest[name] = max(slowest.get(name, 0.0), seconds)
+    ends = {span.name: span.seconds for span in spans[-2:]}  # gather and commit
+    slowest |= {**ends, "waited": slowest["waited"] + sum(ends.values())}
+    slowest["published"] = time.monotonic() - spans[0].start_s
+    phases = ", ".join(f"{name} {slowest[name]:.3f} s" for name in _PHASES if name in slowest)
+    straggler = ""
+    if files:
+        rank, file = max(files, key=lambda each: each[1].write_s + each[1].fsync_s)
+        straggler = (
+            f"; slowest file {file.name} of rank {rank} ({file.write_s + file.fsync_s:.3f} s: write "
+            f"{file.write_s:.3f} s, fsync {file.fsync_s:.3f} s)"
+        )
+    synchronous = " (a synchronous save)" if "write" in slowest else ""
+    nbytes = sum(file.size_bytes for _, file in files)
+    rate = f" at {nbytes / _GB / slowest['writing']:.2f} GB/s" if slowest["writing"] else ""
+    _logger.log(
+        line_level(nbytes),
+        "saved %.3f GB in %s to %s: training waited %.3f s%s, files durable after %.3f s%s, published after %.3f s "
+        "(%s)%s",
+        nbytes / _GB,
+        counted(len(files), "file"),
+        what,
+        slowest["waited"],
+        synchronous,
+        slowest["durable"],
+        rate,
+        slowest["published"],
+        phases,
+        straggler,
+    )
+
+
+def write_trace(path: Path, save: str, rank: int, spans: Sequence[Span], files: Sequence[WrittenFile]) -> None:
+    """Write this rank's phases (`Span`) as a trace that Chrome (`chrome://tracing`) and Perfetto show. A trace that
+    cannot be written is only warned about: the checkpoint is published.
+    """
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
+        {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": "trainer"}},
+        {"ph": "M", "name": "thread_name", "pid": rank, "tid": 1, "args": {"name": "writer process"}},
+    ]
+    wrote = [
+        {"file_name": file.name, "size_bytes": file.size_bytes, "write_s": file.write_s, "fsync_s": file.fsync_s}
+        for file in files
+    ]
+    events += [
+        {
+            "ph": "X",
+            "cat": "save",
+            "name": phase,
+            "pid": rank,
+            "tid": int(phase == "writer"),
+            "ts": start_s * 1e6,
+            "dur": (stop_s - start_s) * 1e6,
+            "args": {"files": wrote} if phase in ("write", "writer") else {"checkpoint": save},
+        }
+        for phase, start_s, stop_s in spans
+    ]
+    name = f"{Path(save).name or 'save'}_rank{rank}.trace.json"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    except Exception as error:  # noqa: BLE001  (the checkpoint is published: nothing here may fail its save)
+        _logger.warning("%s: the trace of a save cannot be written: %s", path, error)

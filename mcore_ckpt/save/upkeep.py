@@ -60,8 +60,6 @@ _READ_BYTES: Final = 65536
 
 def checkpoint_published(directory: Path, options: SaveOptions) -> None:
     """A checkpoint is in force; ask for what the options say is to be done then. Raises nothing."""
-    if options.keep_last is None and options.drain_to is None:
-        return
     directory = directory.absolute()
     if iteration_of(directory.name) is None:
         _say_once(

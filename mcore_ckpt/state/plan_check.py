@@ -157,16 +157,12 @@ class _Items(NamedTuple):
 class PlannedTensors:
     """The tensors of plans that have been checked."""
 
-    def __init__(self, items: _Items, first: _Ints) -> None:
+    def __init__(self, items: _Items) -> None:
         self._items = items
-        self.first = first  # item of each key
+        # Item of each key, which are numbered as they came. (`np.unique` imports all of `numpy.ma` when it is first
+        # called: as long as all else here.)
+        self.first = np.flatnonzero(np.diff(np.maximum.accumulate(items.key_ids), prepend=-1))
         self._numbers = {key: number for number, key in enumerate(items.keys)}
-
-    @classmethod
-    def of(cls, items: _Items) -> PlannedTensors:
-        """Tensors of these items, numbered as they came."""
-        # (`np.unique` imports all of `numpy.ma` when it is first called: as long as all else here.)
-        return cls(items, np.flatnonzero(np.diff(np.maximum.accumulate(items.key_ids), prepend=-1)))
 
     def head(self, key: str) -> tuple[str, tuple[int, ...], int] | None:
         """dtype and global shape of a tensor, and the first rank that has a chunk of it; None if none has."""
@@ -278,7 +274,7 @@ def check_plans(
     or stick out (not of keys in `partly`). `does` is what the ranks do with the tensors, in words.
     """
     items = _joined(plans)
-    planned = PlannedTensors.of(items)
+    planned = PlannedTensors(items)
     if not items.keys:
         return planned
     first = planned.first

@@ -80,8 +80,7 @@ def test_a_file_that_is_written_by_windows_holds_its_items_and_their_sums(
     with tempfile.TemporaryDirectory() as directory:
         with ImageWriter(pool, io_threads=io_threads) as images:
             file = LocalStorage(directory).open_writer("f", direct="off")
-            fill = lambda window, view: source.fill(window.start, window.stop, view)  # noqa: E731
-            images.write_windows(file, source.bucket.file, fill)
+            images.write_windows(file, source.bucket.file, source.fill)
         assert Path(directory, "f").read_bytes() == expected
     assert list(images.results[0].crcs) == [crc32(payload(tensor)) for tensor in tensors]
 

@@ -128,7 +128,7 @@ def test_what_a_save_knows_of_a_tensor_is_of_that_tensor_as_it_is(change: Any) -
     assert collect(of_two(tensor), before).described is before
     changed = change(tensor)
     anew, found = collect(of_two(changed), NOTHING), collect(of_two(changed), before)
-    assert found.specs == anew.specs
+    assert found.described.specs == anew.described.specs
     assert found.described.pointers[1] == pointer_of(found.tensors[1])
     assert all(map(torch.equal, found.tensors, anew.tensors))
     assert collect(of_two(tensor), found.described).described.pointers[1] == pointer_of(tensor)
