@@ -207,8 +207,39 @@ def _check_directory(name: str, path: str | None, check: Callable[[str], Path] =
             raise OptionError(f"{name}={path!r}: {error}") from None
 
 
+_Options = TypeVar("_Options", bound="_FromEnvironment")
+
+
+class _FromEnvironment:
+    """Options that the environment may set."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_environment(
+        cls: type[_Options], environment: Mapping[str, str] | None = None, **explicit: Any
+    ) -> _Options:
+        """Options from `MCORE_CKPT_*` variables, with `explicit` keyword arguments on top."""
+        if environment is None:
+            tell_unknown_variables()
+        source = os.environ if environment is None else environment
+        values: dict[str, Any] = {}
+        for option in fields(cls):  # type: ignore[arg-type]
+            text = source.get(_variable(option.name))
+            if text is not None and option.name not in explicit:
+                values[option.name] = _parse(option.name, str(option.type), text)
+        try:
+            return cls(**{**values, **explicit})
+        except OptionError as error:
+            # Each check begins with the field's name; the user has written that of the variable.
+            name, _, rest = str(error).partition("=")
+            if name not in values:
+                raise
+            raise OptionError(f"{_variable(name)}={rest}") from None
+
+
 @dataclass(frozen=True, slots=True)
-class SaveOptions:
+class SaveOptions(_FromEnvironment):
     """How a checkpoint is written.
 
     Attributes:
@@ -276,14 +307,9 @@ class SaveOptions:
                 "None waits for ever"
             )
 
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None, **explicit: Any) -> SaveOptions:
-        """Options from `MCORE_CKPT_*` variables, with `explicit` keyword arguments on top."""
-        return _from_environment(cls, environment, explicit)
-
 
 @dataclass(frozen=True, slots=True)
-class LoadOptions:
+class LoadOptions(_FromEnvironment):
     """How a checkpoint is read.
 
     Attributes:
@@ -322,39 +348,12 @@ class LoadOptions:
         _check_directory("drain_to", self.drain_to)
         _check_directory("local_tier", self.local_tier)
 
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None, **explicit: Any) -> LoadOptions:
-        """Options from `MCORE_CKPT_*` variables, with `explicit` keyword arguments on top."""
-        return _from_environment(cls, environment, explicit)
-
-
-_Options = TypeVar("_Options", SaveOptions, LoadOptions)
-
 
 @functools.cache
 def tell_unknown_variables() -> None:
     """Warn, once in a process, of `MCORE_CKPT_*` variables that set no option."""
     for name, alike in unknown_variables().items():
         _logger.warning("%s sets no option of mcore_ckpt%s", name, f"; {alike} would" if alike else "")
-
-
-def _from_environment(cls: type[_Options], environment: Mapping[str, str] | None, explicit: dict[str, Any]) -> _Options:
-    if environment is None:
-        tell_unknown_variables()
-    source = os.environ if environment is None else environment
-    values: dict[str, Any] = {}
-    for option in fields(cls):
-        text = source.get(_variable(option.name))
-        if text is not None and option.name not in explicit:
-            values[option.name] = _parse(option.name, str(option.type), text)
-    try:
-        return cls(**{**values, **explicit})
-    except OptionError as error:
-        # Each check begins with the field's name; the user has written that of the variable.
-        name, _, rest = str(error).partition("=")
-        if name not in values:
-            raise
-        raise OptionError(f"{_variable(name)}={rest}") from None
 
 
 def _variable(name: str) -> str:

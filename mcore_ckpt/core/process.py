@@ -330,7 +330,15 @@ class Crew:
             if self._failure is not None:
                 self._drop_waiting()
             elif self._idle < len(self._tasks) and len(self._threads) < self._most:
-                self._start_thread()
+                thread = threading.Thread(
+                    target=self._work_on, args=(True,), name=f"{self._name}-{len(self._threads)}", daemon=True
+                )
+                self._threads.append(thread)
+                try:
+                    thread.start()
+                except RuntimeError:  # the interpreter ends, or the system has no more threads
+                    self._threads.remove(thread)
+                    self._most = len(self._threads)
             else:
                 self._condition.notify_all()
         if not self._threads:
@@ -338,17 +346,6 @@ class Crew:
         if self._failure is not None:
             raise self._failure
         return task
-
-    def _start_thread(self) -> None:
-        thread = threading.Thread(
-            target=self._work_on, args=(True,), name=f"{self._name}-{len(self._threads)}", daemon=True
-        )
-        self._threads.append(thread)
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter ends, or the system has no more threads
-            self._threads.remove(thread)
-            self._most = len(self._threads)
 
     def wait_for(self, ready: Callable[[], T]) -> T:
         """The first true value of `ready()`, asked again whenever a task has ended. Raises a task's first error."""

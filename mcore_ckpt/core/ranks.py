@@ -193,7 +193,11 @@ class RankGroup:
 
     def maximum(self, what: str, values: Sequence[int], *, wrap: type[CheckpointError]) -> list[int]:
         """Element-wise maximum over the ranks; every rank passes as many values. `what` as of `run`."""
-        return self.run_merged(what, lambda: list(values), _maximum, lambda merged: merged, wrap=wrap)
+
+        def larger(first: list[int], second: list[int]) -> list[int]:
+            return list(map(max, first, second))
+
+        return self.run_merged(what, lambda: list(values), larger, lambda merged: merged, wrap=wrap)
 
     def any(self, what: str, flag: bool, *, wrap: type[CheckpointError]) -> bool:
         """Whether the flag is set on any rank; `what` as of `run`."""
@@ -328,13 +332,16 @@ class RankGroup:
     # --- bytes --------------------------------------------------------------------------------------------------------
 
     def _send(self, rank: int, payload: bytes, outcome: int = _OK, number: int = 0) -> None:
-        self._send_bytes(rank, _slot(outcome, payload, number))
+        inline = payload[:_INLINE_BYTES]
+        self._send_bytes(rank, (_HEADER.pack(outcome, len(payload), number) + inline).ljust(_SLOT_BYTES, b"\0"))
         if len(payload) > _INLINE_BYTES:
             self._send_bytes(rank, payload)
 
     def _receive(self, rank: int) -> tuple[int, bytes, int]:
         """Outcome, payload and number of the exchange."""
-        outcome, length, number, inline = _open_slot(self._receive_bytes(rank, _SLOT_BYTES))
+        slot = self._receive_bytes(rank, _SLOT_BYTES)
+        outcome, length, number = _HEADER.unpack_from(slot)
+        inline = slot[_HEADER.size : _HEADER.size + length]
         return outcome, inline if length <= _INLINE_BYTES else self._receive_bytes(rank, length), number
 
     def _send_bytes(self, rank: int, payload: bytes | bytearray) -> None:
@@ -560,20 +567,3 @@ def _attempt(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return value, None
     except BaseException as error:  # noqa: BLE001  (also on Ctrl-C the others must not wait for us; raised again)
         return None, error
-
-
-def _maximum(first: list[int], second: list[int]) -> list[int]:
-    return list(map(max, first, second))
-
-
-def _slot(outcome: int, payload: bytes, number: int = 0) -> bytearray:
-    slot = bytearray(_SLOT_BYTES)
-    _HEADER.pack_into(slot, 0, outcome, len(payload), number)
-    inline = payload[:_INLINE_BYTES]
-    slot[_HEADER.size : _HEADER.size + len(inline)] = inline
-    return slot
-
-
-def _open_slot(slot: bytes | bytearray) -> tuple[int, int, int, bytes]:
-    outcome, length, number = _HEADER.unpack_from(slot)
-    return outcome, length, number, bytes(slot[_HEADER.size : _HEADER.size + min(length, _INLINE_BYTES)])

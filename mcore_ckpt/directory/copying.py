@@ -143,7 +143,9 @@ def files_of(directory: Path) -> CheckpointFiles:
 
 def _others(directory: Path, data: Collection[str]) -> tuple[str, ...]:
     found = files_below(directory, lambda name: name in data or _is_left_out(name))
-    return tuple(sorted((name for name in found if not is_note(Path(name).name)), key=_index_last))
+    # A folder may hold a checkpoint of its own (ModelOpt's): no index is there before what it names.
+    names = (name for name in found if not is_note(Path(name).name))
+    return tuple(sorted(names, key=lambda name: (Path(name).name == METADATA_FILE, name)))
 
 
 def metadata_of(storage: Storage) -> bytes | None:
@@ -242,7 +244,13 @@ class _Copy:
     def publish(self) -> None:
         """Make this the checkpoint that the target holds."""
         found, writes = self.found, self.sent.writes
-        _copy_common(found, self.sent, self.commit)
+        if found.common is not None:  # until the commit it waits under a name that tells its save
+            manifest = found.index.manifest
+            read_common_file(self.sent.reads, found.common, manifest)  # refuses a damaged one
+            if manifest is not None:
+                self.commit.pending = pending_name(id_in_names(manifest.save_id))
+            self.sent.copy(found.common, self.commit.pending, COMMON_FILE)
+            self.commit.waits = True
         _check_lengths(writes, found)
         sync_folders(self.target, found.others)
         writes.sync(parents=True)
@@ -293,18 +301,6 @@ def file_on_its_way(name: str) -> str | None:
     """The file that an interrupted copy was writing under a name of its own; None if it is no such name."""
     match = _ON_ITS_WAY.fullmatch(name)
     return None if match is None else match["of"]
-
-
-def _copy_common(found: CheckpointFiles, sent: Sent, commit: Commit) -> None:
-    """The common state waits under a name that tells its save, until the commit."""
-    if found.common is None:
-        return
-    manifest = found.index.manifest
-    read_common_file(sent.reads, found.common, manifest)  # refuses a damaged one
-    if manifest is not None:
-        commit.pending = pending_name(id_in_names(manifest.save_id))
-    sent.copy(found.common, commit.pending, COMMON_FILE)
-    commit.waits = True
 
 
 def _check_lengths(writes: Storage, found: CheckpointFiles) -> None:
@@ -364,11 +360,6 @@ def _is_left_out(name: str) -> bool:
 def _is_passing(name: str) -> bool:
     """Whether a file is a note, or is just being published or copied, or was when its process ended."""
     return is_note(name) or (name.startswith(".") and name.endswith(".tmp"))
-
-
-def _index_last(name: str) -> tuple[bool, str]:
-    """A folder may hold a checkpoint of its own (ModelOpt's): no index is there before what it names."""
-    return Path(name).name == METADATA_FILE, name
 
 
 def refuse_others(target: Path, names: Collection[str]) -> None:

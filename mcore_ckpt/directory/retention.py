@@ -288,10 +288,6 @@ def _not_copied(storage: Storage) -> str | None:
     return f"{NOT_COPIED}, {note.to}"
 
 
-def _is_sidecar(name: str) -> bool:
-    return name in _SIDECARS or is_pending(name) or is_drain_note(name)
-
-
 def _is_of_removals(storage: Storage, own: str = "") -> bool:
     """Whether removals alone have left notes in a directory, but for one's own, and none of them is known to be at
     work.
@@ -458,7 +454,7 @@ def _of_checkpoint(storage: Storage) -> list[str]:
     index = _index_of(storage)
     own = set() if index is None else set(_own_files(index))
     names = storage.list()
-    others = [name for name in names if _is_sidecar(name) or is_note(name)]
+    others = [name for name in names if name in _SIDECARS or is_pending(name) or is_drain_note(name) or is_note(name)]
     return [*sorted(own.union(filter(tells_save, names))), *others, METADATA_FILE]
 
 

@@ -16,7 +16,7 @@ import pickle
 import secrets
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -142,20 +142,12 @@ def _chosen(shards: list[Any], columns: tuple[list[Any], ...], group: RankGroup)
         return [(given, bits, are_mains) for bits in own]
 
     given, bits, mains_are_saved = group.scatter(_WHAT, choose, wrap=SaveError)
-    own = _shard_ids(compress(shards, flags_of(bits, len(shards))))
+    id_of = megatron_module("utils")._sharded_tensor_shard_id  # noqa: SLF001  (by which Megatron asks for shards)
+    own = list(map(id_of, compress(shards, flags_of(bits, len(shards)))))
     distribution = megatron_module("exchange_utils").ShardDistribution(
         dict.fromkeys(own, group.rank), set(own), {}, {shard_id: [group.rank] for shard_id in own}
     )
     return _Agreed(columns, (group.rank, group.size), given, distribution, mains_are_saved)
-
-
-def _shard_ids(shards: Iterable[Any]) -> list[Any]:
-    """By which Megatron asks a distribution for shards."""
-    return list(map(megatron_module("utils")._sharded_tensor_shard_id, shards))  # noqa: SLF001
-
-
-def _megatrons_size(shard: Any) -> int:
-    return int(megatron_module("exchange_utils")._shard_size(shard))  # noqa: SLF001  (as versions differ in it)
 
 
 # --- who saves which shard --------------------------------------------------------------------------------------------
@@ -185,6 +177,7 @@ def tell(shards: Sequence[Any]) -> list[bytes]:
     codes: dict[Any, int] = {}
     forms: list[Form] = []
     own_codes = array("I")
+    size_of = megatron_module("exchange_utils")._shard_size  # noqa: SLF001  (as versions differ in it)
     for shard in shards:
         stretch = getattr(shard, "flattened_range", None)
         described = (
@@ -198,7 +191,7 @@ def tell(shards: Sequence[Any]) -> list[bytes]:
         )
         code = codes.setdefault(described, len(codes))
         if code == len(forms):
-            forms.append(Form(*described, _megatrons_size(shard)))
+            forms.append(Form(*described, int(size_of(shard))))
         own_codes.append(code)
     told = pickle.dumps(([shard.key for shard in shards], forms, own_codes), protocol=5)
     return [zlib.compress(told, 1), _bits([is_main_replica(shard) for shard in shards])]

@@ -49,6 +49,7 @@ class Differences:
     all_ranks_load: bool
 
 
+@functools.cache
 def differences() -> Differences:
     """Differences of the version that is installed."""
     version = megatron_version()[:2]

@@ -64,7 +64,7 @@ from mcore_ckpt.megatron.serialization import (
     load_common_state_dict,
     save_common,
     save_config,
-    write_integrity_file,
+    with_own_files,
 )
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES
 from mcore_ckpt.storage.direct_io import aligned_buffer, enable
@@ -177,7 +177,7 @@ def _replace_all() -> None:
         "core.maybe_load_config": config_in_place,
         "validation.determine_global_metadata": noting,
         "validation.validate_sharding_integrity": checking,
-        "validation.save_integrity_manifest": _save_integrity_manifest,
+        "validation.save_integrity_manifest": with_own_files,
     }
     _check_contract()
     _warn_of_patched_methods()
@@ -220,14 +220,6 @@ def _remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:
     megatron_module("validation").verify_checkpoint(str(checkpoint_dir))
     with MegatronErrors():
         remove_tensors(checkpoint_path(checkpoint_dir), key_prefix)
-
-
-def _save_integrity_manifest(stock: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(stock)
-    def save_integrity_manifest(checkpoint_dir: Any) -> None:
-        write_integrity_file(stock, checkpoint_dir)
-
-    return save_integrity_manifest
 
 
 # --- Megatron-LM's training code, when it is imported -----------------------------------------------------------------

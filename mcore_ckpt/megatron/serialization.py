@@ -526,28 +526,33 @@ def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 _PIECE_BYTES: Final = 8 * 1024 * 1024
 
 
-def write_integrity_file(stock: Callable[[Any], None], checkpoint_dir: Any) -> None:
-    """Megatron's `integrity.json`, from 0.17 on (`--verify-integrity`): the SHA-256 of each file that belongs to the
-    checkpoint. Megatron's own function sums up whatever lies there, and later loads fail where some of that has changed
-    or gone; one of another format is left to it.
+def with_own_files(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Megatron's `save_integrity_manifest`, from 0.17 on (`--verify-integrity`): `integrity.json` with the SHA-256 of
+    each file that belongs to the checkpoint. Megatron's own function sums up whatever lies there, and later loads fail
+    where some of that has changed or gone; a checkpoint of another format is left to it.
     """
-    from mcore_ckpt.directory.copying import own_files  # (few trainers need it)
 
-    with MegatronErrors():
-        if not is_supported(checkpoint_dir):
-            return stock(checkpoint_dir)
-        directory = checkpoint_path(checkpoint_dir)
-        storage = storage_at(directory)
-        version = storage.version(METADATA_FILE)
-        try:
-            names = own_files(directory)
-        except CheckpointNotFoundError:
-            return stock(checkpoint_dir)
-        sums = {name: _sha256(storage, name) for name in sorted(names) if name != INTEGRITY_FILE}
-        if storage.version(METADATA_FILE) == version:  # else they are of a checkpoint that was replaced
-            content = json.dumps({"algorithm": "sha256", "files": sums}, indent=2)
-            storage.publish(INTEGRITY_FILE, content.encode())
-        return None
+    @functools.wraps(stock)
+    def save_integrity_manifest(checkpoint_dir: Any) -> None:
+        from mcore_ckpt.directory.copying import own_files  # (few trainers need it)
+
+        with MegatronErrors():
+            if not is_supported(checkpoint_dir):
+                return stock(checkpoint_dir)
+            directory = checkpoint_path(checkpoint_dir)
+            storage = storage_at(directory)
+            version = storage.version(METADATA_FILE)
+            try:
+                names = own_files(directory)
+            except CheckpointNotFoundError:
+                return stock(checkpoint_dir)
+            sums = {name: _sha256(storage, name) for name in sorted(names) if name != INTEGRITY_FILE}
+            if storage.version(METADATA_FILE) == version:  # else they are of a checkpoint that was replaced
+                content = json.dumps({"algorithm": "sha256", "files": sums}, indent=2)
+                storage.publish(INTEGRITY_FILE, content.encode())
+            return None
+
+    return save_integrity_manifest
 
 
 def _sha256(storage: Storage, name: str) -> str:

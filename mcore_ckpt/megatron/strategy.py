@@ -13,6 +13,7 @@ import contextlib
 import copy
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -150,7 +151,8 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
         Raises:
             CheckpointError (as a `CheckpointingException`, too): the save cannot be done; nothing was changed.
         """
-        _name_unknown(f"{type(self).__name__}.async_save", unknown)
+        if unknown:
+            _name_unknown(f"{type(self).__name__}.async_save", unknown)
         with MegatronErrors(), self._begun(sharded_state_dict, checkpoint_dir, is_async=True) as transaction:
             return async_request_class()(transaction, (), [_Commit(transaction)])
 
@@ -160,7 +162,8 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
 
         Args and raises: as `async_save`.
         """
-        _name_unknown(f"{type(self).__name__}.save", unknown)
+        if unknown:
+            _name_unknown(f"{type(self).__name__}.save", unknown)
         with (
             MegatronErrors(),
             self._begun(sharded_state_dict, checkpoint_dir, is_async=False) as transaction,
@@ -211,7 +214,7 @@ class _Commit:
     def __init__(self, transaction: SaveTransaction) -> None:
         # The queue looks here for the save that this commits: Megatron may move callbacks to another request.
         self.save_call = transaction
-        transaction.is_committed_by(self)
+        transaction.committer = weakref.ref(self)
 
     @without_modes()
     def __call__(self) -> None:
@@ -283,7 +286,8 @@ class TorchDistLoadStrategy(strategy_base("Load")):  # type: ignore[misc]
         Raises:
             LoadError (as a `CheckpointingException`, too): see `CheckpointReader.read_items`.
         """
-        _name_unknown(f"{type(self).__name__}.load", unknown)
+        if unknown:
+            _name_unknown(f"{type(self).__name__}.load", unknown)
         call = current_load()
         group = None if call is None else call.group
         if group is None:
@@ -563,17 +567,12 @@ def read_quantized(read: Callable[[Sequence[Any]], None], shards: Sequence[Any])
     delayed scaling (`amax`) stay: what is loaded is not what was trained on.
     """
     for batch in batches(shards, lambda shard: shard.data.numel() * shard.data.dtype.itemsize, _SCRATCH_BYTES):
-        scratches = [_with_scratch(shard) for shard in batch]
+        scratches = [copy.copy(shard) for shard in batch]
+        for scratch, wide in zip(scratches, (shard.data for shard in batch), strict=True):
+            scratch.data = torch.empty(tuple(wide.shape), dtype=wide.dtype, device=wide.device)
         read(scratches)
         for shard, scratch in zip(batch, scratches, strict=True):
             _quantize(shard.data, scratch.data)
-
-
-def _with_scratch(shard: Any) -> Any:
-    wide = shard.data
-    copied = copy.copy(shard)
-    copied.data = torch.empty(tuple(wide.shape), dtype=wide.dtype, device=wide.device)
-    return copied
 
 
 def _quantize(quantized: torch.Tensor, wide: torch.Tensor) -> None:

@@ -288,7 +288,11 @@ def _serialized(sharded_objects: Sequence[Any]) -> dict[str, memoryview]:
     objects: dict[str, list[Any]] = {}
     for leaf in sharded_objects:
         objects.setdefault(leaf.unique_key, []).append(leaf.data)
-    return {key: memoryview(serialize_objects(values).getvalue()) for key, values in objects.items()}
+    found: dict[str, memoryview] = {}
+    for key, values in objects.items():
+        torch.save(values, stream := io.BytesIO())  # those of one key together, as Megatron's readers expect
+        found[key] = memoryview(stream.getvalue())
+    return found
 
 
 def _fields(shards: Sequence[Any]) -> tuple[list[Any], ...]:
@@ -392,13 +396,6 @@ def _specified(shard: Any, fields: Sequence[Any], tensor: torch.Tensor) -> Tenso
         )
     dtype = dtype_name(tensor.dtype)
     return TensorSpec(key, dtype, form.shape, form.offsets, form.sizes, tensor.nbytes, form.original_shape)
-
-
-def serialize_objects(values: list[Any]) -> io.BytesIO:
-    """Serialize the objects that share one key: `torch.save` of their list, which is what Megatron's readers expect."""
-    stream = io.BytesIO()
-    torch.save(values, stream)
-    return stream
 
 
 # By a hash of its key, that of an object; `_DIFFERS` if ranks have several.

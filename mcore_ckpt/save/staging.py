@@ -329,19 +329,17 @@ class DeviceCopies:
             device = next(iter(self._pending))
             event = self._events.get(device)
             if event is None:
-                event = self._events[device] = _new_event(torch.get_device_module(device))
+                runtime = torch.get_device_module(device)
+                try:
+                    event = runtime.Event(blocking=True)  # a trainer's core must not spin
+                except TypeError:
+                    event = runtime.Event()
+                self._events[device] = event
             event.record(_streams[device])
             event.synchronize()
             del self._pending[device]
         # What the trainer queues from now on belongs to the state of a later snapshot.
         self._in_order.clear()
-
-
-def _new_event(runtime: Any) -> Any:
-    try:
-        return runtime.Event(blocking=True)  # a trainer's core must not spin
-    except TypeError:
-        return runtime.Event()
 
 
 def _wait_for_copies_to_host(tensors: Sequence[torch.Tensor]) -> None:

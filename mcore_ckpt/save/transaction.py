@@ -80,6 +80,11 @@ def begin_save(
     if _begun:
         give_up_forgotten_saves()
     directory, compare = SaveDirectory(request.directory, request.options), request.options.compare_replicas
+    held = None
+    if compare != "off":
+        from mcore_ckpt.save.replicas import held_slices, replica_sums  # (few saves compare them)
+
+        held = partial(held_slices, sharded_state_dict)
     save = SaveTransaction(request, group, directory)
     try:
         with collector_paused():
@@ -95,7 +100,6 @@ def begin_save(
             state = own.value()
             if agreement.common_differs or agreement.objects_differ:
                 state, agreement = compare_claimed(agreement, state, structure, group, request)
-            held = None if compare == "off" else partial(_held, sharded_state_dict)
             plan = reuse(structure, agreement) or plan_together(state, structure, agreement, group, request, held)
         if request.options.drain_to is not None:
             directory.meet(group, plan.save_id)
@@ -104,7 +108,8 @@ def begin_save(
         _begun.add(save)  # from now on the directory is taken until the save is committed or aborted
         _write(save, plan, state, request, directory)
         if compare != "off":
-            save.replicas = Outcome.of(partial(_replica_sums, sharded_state_dict, plan.save_id, compare == "sample"))
+            sums = partial(replica_sums, sharded_state_dict, plan.save_id, sample=compare == "sample")
+            save.replicas = Outcome.of(sums)
         ended = time.monotonic()
         save.spans = [Span("plan", began, planned)]
         if request.is_async:
@@ -152,21 +157,6 @@ def _write(
         write = partial(write_in_process, directory.storage, buckets, request.options)
         written = Outcome.of(partial(timed_result, write, unencoded))
         save.job = Job(save.what, None if written.error else written.value(), written.error)
-
-
-# Few saves compare replicas: the module is imported for those.
-
-
-def _held(sharded_state_dict: Any) -> bytes:
-    from mcore_ckpt.save.replicas import held_slices
-
-    return held_slices(sharded_state_dict)
-
-
-def _replica_sums(sharded_state_dict: Any, save_id: bytes, is_sample: bool) -> ReplicaSums:
-    from mcore_ckpt.save.replicas import replica_sums
-
-    return replica_sums(sharded_state_dict, save_id, sample=is_sample)
 
 
 _logger = logger_of(__name__)
@@ -289,14 +279,17 @@ class SaveTransaction:
         plan: what is written, once it is planned; `spans` are the phases that have ended, `phase` is the present one.
         job: this rank's writing; `files` are those planned for it, `objects` the index entries of its objects.
         replicas: sums of those that this rank holds and does not save, if they are compared.
-        what: the save in words for messages: its directory.
+        path: directory of the checkpoint; `what` is the save in words for messages, the same as text.
         skipped: it is left out (`when_busy="skip"`): nothing to wait for, nothing to commit; the same on all ranks.
         on_failure: what to do if this save fails. The same on all ranks.
         waited_s: seconds that this rank's training has waited since the save began, for it and for other ranks' parts.
         pid: of the process that has begun it.
+        committer: the object that commits it. When that is gone (its request was lost before it came into a queue), the
+            save cannot be committed any more, and is given up when the next one begins.
     """
 
     def __init__(self, request: SaveRequest, group: RankGroup, directory: SaveDirectory) -> None:
+        self.path = directory.path
         self.what = str(directory.path)
         self.skipped = False
         self.on_failure = request.options.on_failure
@@ -312,18 +305,13 @@ class SaveTransaction:
         self._directory = directory
         self._is_async = request.is_async
         self.pid = os.getpid()
-        self._committer: weakref.ref[object] | None = None
+        self.committer: weakref.ref[object] | None = None
         self.phase: Literal["planning", "writing", "committing", "publishing", "over"] = "planning"
 
     def skip(self) -> None:
         """Leave the save out: nothing was touched."""
         self.skipped, self.phase = True, "over"
         self._directory.abandon()
-
-    @property
-    def directory(self) -> Path:
-        """Directory of the checkpoint."""
-        return self._directory.path
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Wait for the writing, in this process or in a fork of it."""
@@ -337,15 +325,6 @@ class SaveTransaction:
     def __reduce__(self) -> tuple[Any, ...]:
         """In a process that it is sent to, it is what waits for its job."""
         return partial, (self.job.watch(),)
-
-    def is_committed_by(self, committer: object) -> None:
-        """When this object is gone, the save cannot be committed any more: it is given up when the next one begins."""
-        self._committer = weakref.ref(committer)
-
-    @property
-    def is_forgotten(self) -> bool:
-        """Whether nobody can commit it any more: its request was lost before it came into a queue."""
-        return self._committer is not None and self._committer() is None
 
     def commit(self) -> None:
         """Wait for this rank's writing, then publish the checkpoint; on every rank, or (with the same `SaveError`) on
@@ -548,13 +527,13 @@ _begun: set[SaveTransaction] = set()
 def saves_in_progress(directory: Path | None = None) -> frozenset[SaveTransaction]:
     """The saves of this process, into a directory or any, that have been begun and neither committed nor given up."""
     own = [save for save in tuple(_begun) if save.pid == os.getpid()]  # not those of a trainer that forked this
-    return frozenset(save for save in own if directory is None or save.directory == directory.absolute())
+    return frozenset(save for save in own if directory is None or save.path == directory.absolute())
 
 
 def give_up_forgotten_saves() -> None:
     """A save whose request was lost before it came into a queue (an exception, a Ctrl-C) is in the way of the next."""
     for save in saves_in_progress():
-        if save.is_forgotten:
+        if save.committer is not None and save.committer() is None:
             _logger.warning("%s: this save cannot be committed any more; it is given up", save.what)
             save.abort()
 

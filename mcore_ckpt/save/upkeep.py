@@ -196,20 +196,13 @@ class _UpkeepProcess(SupervisedChild):
             self.look()
 
     def _receive(self) -> bool:
-        while (content := self._read()) != b"":
-            if content is None:
-                return True
-            *lines, self._said = (self._said + content).split(b"\n")
-            for line in lines:
-                _log(line)
-        return False
-
-    def _read(self) -> bytes | None:
-        """What has come; None if that is nothing yet, and nothing at the end of the process."""
-        try:
-            return os.read(self._lines_fd, _READ_BYTES)
-        except BlockingIOError:
-            return None
+        with contextlib.suppress(BlockingIOError):  # nothing more has come yet
+            while content := os.read(self._lines_fd, _READ_BYTES):
+                *lines, self._said = (self._said + content).split(b"\n")
+                for line in lines:
+                    _log(line)
+            return False
+        return True
 
     def _news_fd(self) -> int:
         return self._lines_fd

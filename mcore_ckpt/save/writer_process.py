@@ -56,6 +56,7 @@ from mcore_ckpt.save.jobs import (
 _START_DEADLINE_S: Final = 60.0
 _START_PERIOD_S: Final = 0.002
 _SEND_DEADLINE_S: Final = 10.0
+_FULL_PERIOD_MS: Final = 50
 _CANCEL_DEADLINE_S: Final = 2.0
 _OUTPUT_TAIL_BYTES: Final = 4000
 _job_numbers = itertools.count(1)
@@ -243,7 +244,9 @@ class _WriterChild(SupervisedChild):
                         if time.monotonic() > until_s:
                             self.kill(f"it has not read a message for {_SEND_DEADLINE_S:.0f} s")
                         else:
-                            _wait_writable(self._connection)
+                            poller = select.poll()
+                            poller.register(self._connection, select.POLLOUT)
+                            poller.poll(_FULL_PERIOD_MS)
         except OSError:
             self.look()
 
@@ -335,12 +338,6 @@ class _WriterChild(SupervisedChild):
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.stop(abort=True)
-
-
-def _wait_writable(connection: socket.socket) -> None:
-    poller = select.poll()
-    poller.register(connection, select.POLLOUT)
-    poller.poll(50)
 
 
 class _CancelledError(Exception):

@@ -67,17 +67,6 @@ def record_members(leaf: Any) -> Mapping[str, bytes]:
     return found
 
 
-def box_sizes(shard: Any) -> tuple[int, ...]:
-    """Sizes of the box that a shard fills in its global tensor; raises `PlanError` for a slice of a flattened one."""
-    if getattr(shard, "flattened_range", None) is not None:
-        raise PlanError(
-            f"{shard.key}: flattened_range={shard.flattened_range} is a stretch, and plain DCP plans boxes;"
-            " save and load it with Megatron's dist_checkpointing after mcore_ckpt.install(), or choose an optimizer"
-            " sharding type that keeps the model's shapes (fully_reshardable) or flat buckets (dp_reshardable)"
-        )
-    return local_box(shard)
-
-
 def leaves(tree: object) -> Iterator[Any]:
     """Every sharded tensor and sharded object of a nested dict/list, in order, with what Megatron's factories build in
     their place.
