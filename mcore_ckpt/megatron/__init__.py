@@ -4,6 +4,6 @@ In: what Megatron's training code calls: strategies, common state, async queue, 
 Out: the same under this package's saves and loads; `install()`, which puts them in place, and the way back.
 Must not know: how bytes are laid out, read or written.
 
-With torch: calls, certificate, flat_buckets, install, nvrx, optimizer_state, other_division, serialization, strategy,
+With torch: calls, certificate, flat_buckets, install, optimizer_state, other_division, serialization, strategy,
 _fully_parallel, _versions.
 """

@@ -35,6 +35,8 @@ from mcore_ckpt.format.versions import version_of
 TESTED_VERSIONS = ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 _OLDEST, NEWEST_TESTED = (tuple(map(int, TESTED_VERSIONS[end].split(".")[:2])) for end in (0, -1))
 CHECKPOINTING = "megatron.core.dist_checkpointing"
+NVRX = "nvidia_resiliency_ext"
+NVRX_ASYNC = f"{NVRX}.checkpointing.async_ckpt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,14 @@ def optional_module(name: str) -> ModuleType | None:
     try:
         return import_module(f"{CHECKPOINTING}.{name}")
     except ModuleNotFoundError:
+        return None
+
+
+def nvrx_core() -> Any:
+    """Module `core` of NVRx, or that of `supply`; None where neither can be imported."""
+    try:
+        return import_module(f"{NVRX_ASYNC}.core")
+    except (ImportError, OSError):  # OSError: a library that its wheel was built for is missing
         return None
 
 

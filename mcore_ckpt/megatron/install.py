@@ -1,12 +1,18 @@
 """`install()` and `uninstall()`: this package in the place of Megatron-Core's own checkpointing, version by version.
 
 Names are replaced, not behaviour of torch: the strategy classes and what hands them out, the writer for DCP, the
-readers and writers of the common state and of `metadata.json`, and the methods of the async queue. `nvrx.py` has the
-async queues.
+readers and writers of the common state and of `metadata.json`, and the methods of the async queue.
 
 `CONTRACT` names all that is replaced or called: since when, and what its absence costs. `install()` asks it before it
 changes anything, and a test looks for all of it in each version. Without a name whose row says of no loss `install()`
 refuses. `mcore-ckpt doctor` prints it, and what else a job on this machine would stumble over (`diagnose`).
+
+**Async queues** of Megatron and of nvidia-resiliency-ext (NVRx): the methods of a queue class are replaced, not the
+class. Training code makes queues when it is imported, frameworks keep them as attributes, and all of them must be
+served. Each gets a queue of ours of its own at its first use. From 0.20 on Megatron has no asynchronous saves of its
+own: its training code imports queue, request and writer from NVRx, which is not to be had for every platform. `supply`
+puts modules of these names in place that hand out ours, for the format `torch_dist` alone. NVRx that is installed is
+never covered; its queue is then served like Megatron's.
 
 Megatron-LM's training code is imported later: then its `load_checkpoint` is made to end with a certificate, and the
 distributed optimizer to say what lies where in its buckets.
@@ -20,6 +26,7 @@ import logging
 import os
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -32,22 +39,25 @@ from typing import Any, Final, Literal
 
 from mcore_ckpt import __version__
 from mcore_ckpt.core.console import logger_of
-from mcore_ckpt.core.errors import OptionError, UnsupportedMegatronError
+from mcore_ckpt.core.errors import OptionError, SaveError, UnsupportedMegatronError
 from mcore_ckpt.core.options import LoadOptions, SaveOptions, checkpoint_path, unknown_variables
 from mcore_ckpt.core.process import free_host_bytes
 from mcore_ckpt.dcp.writer import FileSystemWriterAsync
 from mcore_ckpt.directory.publish import remove_tensors
-from mcore_ckpt.megatron import nvrx
 from mcore_ckpt.megatron._fully_parallel import as_agreed, distributing
 from mcore_ckpt.megatron._versions import (
     CHECKPOINTING,
     NEWEST_TESTED,
+    NVRX,
+    NVRX_ASYNC,
     TESTED_VERSIONS,
     MegatronErrors,
+    Patches,
     installed_version_text,
     let_bridge_name_its_manager,
     megatron_module,
     megatron_version,
+    nvrx_core,
     optional_module,
     patches,
     serve_with_numpy_2,
@@ -66,6 +76,7 @@ from mcore_ckpt.megatron.serialization import (
     save_config,
     with_own_files,
 )
+from mcore_ckpt.save.async_queue import AsyncCallsQueue, AsyncRequest
 from mcore_ckpt.storage.base import ALIGNMENT_BYTES
 from mcore_ckpt.storage.direct_io import aligned_buffer, enable
 
@@ -123,7 +134,7 @@ def uninstall() -> None:
             this package finalize theirs afterwards, too.
     """
     if patches.replaced():
-        nvrx.require_idle()
+        require_idle()
         patches.undo()
 
 
@@ -159,12 +170,12 @@ def _replace_all() -> None:
         "strategies.torch.TorchDistLoadShardedStrategy": lambda _: TorchDistLoadStrategy,
         # Called by Megatron at every look-up, to put the stock strategies into its registry.
         "strategies.torch.register_default_torch_strategies": lambda _: register_in_megatron,
-        "strategies.torch.get_async_strategy": nvrx.async_strategy_source,
+        "strategies.torch.get_async_strategy": async_strategy_source,
         "strategies.common.TorchCommonSaveStrategy.save_common": lambda _: as_method(save_common),
         "strategies.common.TorchCommonLoadStrategy.load_common": lambda _: as_method(load_common_in_place),
         "strategies.common.save_common": lambda _: save_common,
         "strategies.common.load_common": lambda _: load_common_in_place,
-        "strategies.async_utils.AsyncCallsQueue": nvrx.served,
+        "strategies.async_utils.AsyncCallsQueue": served,
         "strategies.filesystem_async.FileSystemWriterAsync": lambda _: FileSystemWriterAsync,
         "strategies.fully_parallel.FullyParallelSaveStrategyWrapper.apply_saving_parallelization": distributing,
         "strategies.fully_parallel.FullyParallelLoadStrategyWrapper.load": synced_load,
@@ -181,15 +192,15 @@ def _replace_all() -> None:
     }
     _check_contract()
     _warn_of_patched_methods()
-    nvrx.supply(patches)
+    supply(patches)
     for name in CONTRACT:
         owner = owner_of(name) if name.use == "replaced" and name.belongs_to(megatron_version()[:2]) else None
         if owner is not None:
             attribute = name.name.rpartition(".")[2]
             patches.replace(owner, attribute, replacements[str(name)](getattr(owner, attribute)))
     change_when_imported()
-    if nvrx.is_installed() and (core := nvrx.core()) is not None:
-        nvrx.served(core.AsyncCallsQueue)
+    if has_nvrx() and (core := nvrx_core()) is not None:
+        served(core.AsyncCallsQueue)
     serve_with_numpy_2(patches)
 
 
@@ -220,6 +231,152 @@ def _remove_sharded_tensors(checkpoint_dir: Any, key_prefix: str) -> None:
     megatron_module("validation").verify_checkpoint(str(checkpoint_dir))
     with MegatronErrors():
         remove_tensors(checkpoint_path(checkpoint_dir), key_prefix)
+
+
+# --- async queues -----------------------------------------------------------------------------------------------------
+
+# The version that Megatron takes for new enough: it asks for 0.6.
+_VERSION = "0.7.0+mcore_ckpt"
+
+
+def has_nvrx() -> bool:
+    """Whether NVRx itself can be imported, not only the modules of `supply`."""
+    is_supplied = getattr(sys.modules.get(NVRX), "__version__", None) == _VERSION
+    return not is_supplied and find_spec(NVRX) is not None
+
+
+def supply(patches: Patches) -> None:
+    """Put the modules in place unless NVRx is installed; all else of it stays missing."""
+    if has_nvrx():
+        return
+    contents: dict[str, dict[str, Any]] = {
+        NVRX: {"__version__": _VERSION},
+        f"{NVRX}.checkpointing": {},
+        NVRX_ASYNC: {},
+        **{f"{NVRX_ASYNC}.{module}": values for module, values in _names().items()},
+    }
+    for name, values in contents.items():
+        module = ModuleType(name, "Supplied by mcore_ckpt: nvidia-resiliency-ext is not installed.")
+        vars(module).update(values)
+        is_package = any(other.startswith(f"{name}.") for other in contents)
+        module.__spec__ = ModuleSpec(name, None, is_package=is_package)
+        if is_package:
+            module.__path__ = []  # nothing else is found in it
+        patches.add_module(module)
+    logger.info("nvidia-resiliency-ext is not installed: mcore_ckpt supplies the names of it that save asynchronously")
+
+
+class OtherFormats:
+    """In the place of what saves in other formats than `torch_dist`: training code imports these names in any job."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise SaveError(
+            "an asynchronous save in another format than torch_dist needs nvidia-resiliency-ext, which is missing: "
+            "install it, or leave out --async-save"
+        )
+
+    @classmethod
+    def clear_metadata_cache(cls, path: Any = None) -> None:
+        """Nothing is kept between loads. Training code calls it when it starts again in the same process."""
+
+
+def nothing_to_do(*_: Any, mp_mode: str = "spawn", **__: Any) -> None:
+    """Called by a job ahead of its saves, for a cache and a queue of results: ours needs neither."""
+
+
+def _names() -> dict[str, dict[str, Any]]:
+    """Module of `async_ckpt` -> name -> what stands in for it."""
+    return {
+        "core": {"AsyncCallsQueue": AsyncCallsQueue, "AsyncRequest": AsyncRequest},
+        "cached_metadata_filesystem_reader": {"CachedMetadataFileSystemReader": OtherFormats},
+        "filesystem_async": {
+            "FileSystemWriterAsync": FileSystemWriterAsync,
+            "_results_queue": None,
+            "get_write_results_queue": nothing_to_do,
+        },
+        "state_dict_saver": {
+            "CheckpointMetadataCache": OtherFormats,
+            "init_checkpoint_metadata_cache": nothing_to_do,
+            "save_state_dict_async_plan": OtherFormats,
+            "save_state_dict_async_finalize": OtherFormats,
+        },
+    }
+
+
+_ATTRIBUTE = "_mcore_ckpt_queue"
+_served: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def served_queue(queue: Any) -> AsyncCallsQueue:
+    """The queue of ours that stands behind a queue of Megatron's; made at the first call."""
+    ours: AsyncCallsQueue | None = vars(queue).get(_ATTRIBUTE)
+    if ours is None:
+        if queue.async_calls:
+            raise SaveError(
+                f"{len(queue.async_calls)} async saves were scheduled before mcore_ckpt.install(), which has replaced "
+                "what would finish them; finalize them first, or call install() before the first save"
+            )
+        ours = AsyncCallsQueue()
+        setattr(queue, _ATTRIBUTE, ours)
+        _served.add(queue)
+    return ours
+
+
+def require_idle() -> None:
+    """Raise `SaveError` unless every save of every served queue has been finalized."""
+    waiting = sum(served_queue(queue).get_num_unfinalized_calls() for queue in list(_served))
+    if waiting:
+        raise SaveError(
+            f"{waiting} async saves are not finalized yet, and the stock queue could not finish them; call "
+            "maybe_finalize_async_calls(blocking=True) first"
+        )
+    for queue in list(_served):
+        vars(queue).pop(_ATTRIBUTE, None)
+    _served.clear()
+
+
+def served(stock: Any) -> Any:
+    """A queue class of which ours serves every instance, old and new, and those of subclasses: the same class."""
+
+    def schedule_async_request(self: Any, async_request: Any) -> int:
+        self.call_idx = served_queue(self).schedule_async_request(async_request)
+        return int(self.call_idx)
+
+    def maybe_finalize_async_calls(self: Any, blocking: bool = False, no_dist: bool = False) -> list[int]:
+        with MegatronErrors():
+            return served_queue(self).maybe_finalize_async_calls(blocking, no_dist)
+
+    def get_num_unfinalized_calls(self: Any) -> int:
+        return served_queue(self).get_num_unfinalized_calls()
+
+    def close(self: Any, abort: bool = False) -> None:
+        with MegatronErrors():
+            served_queue(self).close(abort=abort)
+
+    for method in (schedule_async_request, maybe_finalize_async_calls, get_num_unfinalized_calls, close):
+        patches.set(stock, method.__name__, method)
+    if "warmup_persistent_caller" in vars(stock):
+        patches.set(stock, "warmup_persistent_caller", AsyncCallsQueue.warmup_persistent_caller)
+    return stock
+
+
+def async_strategy_source(stock: Any) -> Any:
+    """A `get_async_strategy` (0.17 on) that serves `"nvrx"` with or without nvidia-resiliency-ext. The queue is always
+    ours; so is the writer, unless NVRx brings one.
+    """
+
+    @functools.wraps(stock)
+    def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> tuple[str, Any]:
+        try:
+            name, modules = stock(async_strategy)
+        except ModuleNotFoundError:  # an NVRx is installed that lacks some of the names
+            if async_strategy != "nvrx":
+                raise
+            name, modules = "nvrx", {name: value for values in _names().values() for name, value in values.items()}
+        modules = {**modules, "AsyncCallsQueue": AsyncCallsQueue, "get_write_results_queue": nothing_to_do}
+        return name, modules if module is None else modules[module]
+
+    return get_async_strategy
 
 
 # --- Megatron-LM's training code, when it is imported -----------------------------------------------------------------

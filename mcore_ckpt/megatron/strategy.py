@@ -46,6 +46,8 @@ from mcore_ckpt.megatron._versions import (
     is_first_rank,
     mapping,
     megatron_module,
+    nvrx_core,
+    optional_module,
     own_version,
     parallel_layout,
     quantized_test,
@@ -61,9 +63,9 @@ from mcore_ckpt.megatron.calls import (
     metadata_version,
     noted_validation,
 )
-from mcore_ckpt.megatron.nvrx import async_request_class
 from mcore_ckpt.megatron.other_division import advice_on_other_buckets
 from mcore_ckpt.megatron.serialization import directory_to_read
+from mcore_ckpt.save.async_queue import AsyncRequest
 from mcore_ckpt.save.planner import SaveRequest, Structure, check_hint
 from mcore_ckpt.save.staging import warm_up_buffer
 from mcore_ckpt.save.transaction import SaveTransaction, begin_save
@@ -206,6 +208,14 @@ class TorchDistSaveStrategy(strategy_base("Save")):  # type: ignore[misc]
         except BaseException:
             transaction.abort()
             raise
+
+
+def async_request_class() -> Any:
+    """The `AsyncRequest` named tuple that training code extends with finalize callbacks: Megatron's, from 0.20 on that
+    of nvidia-resiliency-ext, or ours where there is neither.
+    """
+    module: Any = optional_module("strategies.async_utils") or nvrx_core()
+    return AsyncRequest if module is None else module.AsyncRequest
 
 
 class _Commit:

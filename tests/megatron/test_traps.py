@@ -96,7 +96,7 @@ def queues_made_before_install_are_served(rank: int, directory: Path) -> None:
     import mcore_ckpt
 
     dist_checkpointing = installed()
-    from mcore_ckpt.megatron.nvrx import served_queue
+    from mcore_ckpt.megatron.install import served_queue
 
     target = made(directory)
     for fill, queue in ((1, old), (2, AsyncCallsQueue(persistent=True))):
@@ -229,9 +229,9 @@ def other_formats_are_left_to_nvrx(rank: int, directory: Path) -> None:
     from megatron.core.dist_checkpointing.strategies import torch as strategies
 
     from mcore_ckpt.megatron._versions import megatron_version
-    from mcore_ckpt.megatron.nvrx import is_installed
+    from mcore_ckpt.megatron.install import has_nvrx
 
-    if megatron_version() < (0, 17) or is_installed():
+    if megatron_version() < (0, 17) or has_nvrx():
         return
     with pytest.raises(SaveError, match="another format than torch_dist needs nvidia-resiliency-ext"):
         strategies.get_async_strategy("nvrx", "save_state_dict_async_plan")[1]({}, None)
