@@ -40,7 +40,6 @@ from mcore_ckpt.format.index import (
     COMMON_STATE_KEY,
     CheckpointIndex,
     ObjectEntry,
-    StoredItem,
     parse_object_key,
 )
 from mcore_ckpt.format.metadata_read import (
@@ -221,7 +220,10 @@ def _look_once(directory: Path, tracked: str | None) -> tuple[RunCheckpoint, Che
         found, newer = [], " ".join(str(error).split())
     except LoadError as error:
         found = [" ".join(str(error).split())]
-    locked, abandoned = _lock_state(storage, sizes)
+    locked, abandoned = True, False  # if that cannot be told
+    with contextlib.suppress(LoadError):
+        owners = notes(storage, sizes)
+        locked, abandoned = bool(owners), bool(owners) and all(seems_gone(storage, owner) for owner in owners)
     checkpoint = RunCheckpoint(
         path=directory,
         iteration=iteration_of(directory.name),
@@ -235,15 +237,6 @@ def _look_once(directory: Path, tracked: str | None) -> tuple[RunCheckpoint, Che
         drain=drain,
     )
     return checkpoint, index
-
-
-def _lock_state(storage: Storage, names: Iterable[str]) -> tuple[bool, bool]:
-    """Whether a save has locked the directory, and whether all that have are gone; if that cannot be told, it has."""
-    try:
-        found = notes(storage, names)
-        return bool(found), bool(found) and all(seems_gone(storage, owner) for owner in found)
-    except LoadError:
-        return True, False
 
 
 def _drain_of(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> DrainNote | None:
@@ -341,16 +334,12 @@ def _common_size_flaw(storage: Storage, index: CheckpointIndex, names: Iterable[
 def _files_here(index: CheckpointIndex, drain: DrainNote | None) -> dict[str, int]:
     """How long each file has to be at least; where each node has a disk of its own, of those on this one."""
     needed: dict[str, int] = {}
-    for item in _items(index):
+    chunks = (chunk.item for entry in index.tensors.values() for chunk in entry.chunks)
+    for item in itertools.chain(chunks, (entry.item for entry in index.objects.values())):
         needed[item.file] = max(needed.get(item.file, 0), item.offset + item.length)
     if drain is None or drain.files is None:
         return needed
     return {name: length for name, length in needed.items() if name in drain.files}
-
-
-def _items(index: CheckpointIndex) -> Iterator[StoredItem]:
-    yield from (chunk.item for entry in index.tensors.values() for chunk in entry.chunks)
-    yield from (entry.item for entry in index.objects.values())
 
 
 def is_megatrons(directory: Path, index: CheckpointIndex, names: Iterable[str]) -> tuple[bool, str | None]:

@@ -640,16 +640,12 @@ def _direct_io(directory: str) -> Finding:
     if not Path(directory).is_dir():
         raise NotADirectoryError(f"{directory}: there is no such directory; name the one where checkpoints will lie")
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".mcore_ckpt_doctor") as file:
-        works = _takes_direct_writes(file.fileno())
+        try:  # some file systems take the flag, and refuse the write
+            works = enable(file.fileno()) and os.pwrite(file.fileno(), aligned_buffer(ALIGNMENT_BYTES), 0) > 0
+        except OSError:
+            works = False
     remark = "" if works else "files are written and read through the page cache"
     return Finding(f"direct I/O in {directory}", "works" if works else "refused", remark)
-
-
-def _takes_direct_writes(fd: int) -> bool:
-    try:  # some file systems take the flag, and refuse the write
-        return enable(fd) and os.pwrite(fd, aligned_buffer(ALIGNMENT_BYTES), 0) > 0
-    except OSError:
-        return False
 
 
 def _contract() -> Iterator[Finding]:

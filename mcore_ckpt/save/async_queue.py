@@ -231,18 +231,15 @@ class AsyncCallsQueue:
             job = request.async_fn.job
         else:
             try:
-                job = self._start(request)
+                from mcore_ckpt.save.forked_child import fork_call  # (only requests of others need it)
+
+                name = getattr(request.async_fn, "__qualname__", repr(request.async_fn))
+                keywords = dict(request.async_fn_kwargs or {})
+                job = fork_call(request.async_fn, staged_arguments(request), keywords, what=name)
             except Exception as error:  # noqa: BLE001  (a preload function may raise anything; raised at finalization)
                 job = Job("a request that could not be started", error=error)
         self.async_calls.append(_ActiveCall(self.call_idx, job, request))
         return self.call_idx
-
-    def _start(self, request: Any) -> Job:
-        from mcore_ckpt.save.forked_child import fork_call  # (only requests of others need it)
-
-        name = getattr(request.async_fn, "__qualname__", repr(request.async_fn))
-        keywords = dict(request.async_fn_kwargs or {})
-        return fork_call(request.async_fn, staged_arguments(request), keywords, what=name)
 
     @without_modes()
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:

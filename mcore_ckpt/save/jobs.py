@@ -129,11 +129,7 @@ class Job:
 
     def watch(self) -> Callable[..., None]:
         """A function that another process of this host calls to wait for the end; it can be pickled."""
-        return has_ended
-
-
-def has_ended(*args: Any, **kwargs: Any) -> None:
-    """Wait for a job that has ended."""
+        return JobWatch()
 
 
 def run_job(job: WriterJob, buffer: memoryview, on_written: Callable[[], None]) -> JobResult:

@@ -98,7 +98,8 @@ def _collect(values: Collection[object], found: list[Any]) -> None:
 
 def leaves_by_kind(tree: object) -> tuple[list[Any], list[Any]]:
     """The sharded tensors, and the sharded objects, of a nested dict/list, each in order."""
-    found = list(leaves(tree))
+    found: list[Any] = []
+    _collect([tree], found)
     kinds = list(map(_LEAF_TYPES.get, map(type, found)))
     if None in kinds:
         kinds = [is_sharded_tensor(leaf) if kind is None else kind for leaf, kind in zip(found, kinds, strict=True)]
