@@ -619,7 +619,7 @@ def _software() -> list[Finding]:
     newest = tuple(map(int, TESTED_VERSIONS[-1].split(".")[:2]))
     remark = f"tested: {TESTED_VERSIONS[0]} to {TESTED_VERSIONS[-1]}" if version > newest else "tested"
     found.append(Finding("megatron-core", installed_version_text(), remark))
-    if find_spec("nvidia_resiliency_ext") is None:
+    if not has_nvrx():
         return [*found, Finding("nvidia-resiliency-ext", "not installed", "what Megatron imports of it is supplied")]
     return [*found, Finding("nvidia-resiliency-ext", metadata.version("nvidia-resiliency-ext"), "its queue is served")]
 
