@@ -357,7 +357,7 @@ class SupervisedChild(ABC):
                     self._process.kill()
             if ended or not connected:
                 self._end(self._death)
-            elif any(job.deadline_s is not None for job in self._jobs.values()):
+            else:
                 self._check_deadlines()
 
     def wait_for_news(self, timeout_s: float) -> None:
