@@ -7,6 +7,8 @@ Without megatron-core: the command, plain DCP, the tools. With it: the strategie
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import subprocess
 import sys
@@ -15,7 +17,13 @@ from pathlib import Path
 from typing import Any
 
 # The sections of README.md and docs/usage.md that have snippets, in their order, and whether they need megatron-core.
-SECTIONS = {"Use": True, "Commands": False, "Strategies": True, "Plain torch.distributed.checkpoint": False}
+SECTIONS = {
+    "Use": True,
+    "Commands": False,
+    "Strategies": True,
+    "Plain torch.distributed.checkpoint": False,
+    "Errors": False,
+}
 KEY = "decoder.final_layernorm.weight"
 
 
@@ -62,6 +70,22 @@ def plain_dcp(work: Path, blocks: list[str]) -> None:
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
             assert torch.equal(state[name], value), name
+
+
+def errors(work: Path, blocks: list[str]) -> None:
+    """A load of what is not there is caught as the snippet says."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from mcore_ckpt import FileSystemReader
+
+    state = {KEY: torch.zeros(8)}
+    names = {"dcp": dcp, "FileSystemReader": FileSystemReader, "path": work / "gone", "state_dict": state}
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        for block in blocks:
+            exec(block, names)
+    assert told.getvalue().startswith("rank 0: "), told.getvalue()
 
 
 def under_megatron(work: Path, blocks: list[str]) -> None:
@@ -116,6 +140,7 @@ def main() -> None:
     work.mkdir()
     blocks = snippets(Path("README.md").read_text() + Path("usage.md").read_text())
     plain_dcp(work, blocks["Plain torch.distributed.checkpoint"])
+    errors(work, blocks["Errors"])
     tools(work, blocks["Commands"])
     if with_megatron:
         under_megatron(work, blocks["Use"] + blocks["Strategies"])
